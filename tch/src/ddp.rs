@@ -16,7 +16,7 @@ use phalanx::reducer::{Reducer, ReducerOptions, StepTime, verify_state};
 use phalanx::trace::Track;
 use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, WorldSize, adapter};
 use tch::nn::VarStore;
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind, TchError, Tensor};
 
 use self::weights::Accumulated;
 use crate::nccl::{Hook, OnDevice};
@@ -71,6 +71,8 @@ pub struct Ddp {
     cuda: Option<phalanx_nccl::Device>,
     /// None in a world of one, which needs neither hooks nor a reducer.
     sink: Option<Arc<Sink>>,
+    /// Whether a pass has run in [`forward`](Self::forward).
+    has_run: bool,
     /// Whether rank 0's buffers must replace this rank's before the next forward pass.
     buffers_stale: bool,
     broadcast_buffers: bool,
@@ -87,8 +89,8 @@ impl Ddp {
     ///
     /// If models differ, the error names the variable; so they do if variables share memory on one rank and not on another. A model without
     /// any parameter that needs a gradient is refused, and so is a trainable variable that is computed from another, such as a view of it:
-    /// it gets no gradient. Make all layers, and unfreeze what is to be trained, before this call: with several ranks, what is trainable
-    /// and came later is an error of the next backward pass. While the `Ddp` lives, its hooks are on the parameters: one `VarStore` has one
+    /// it gets no gradient. Make all layers, and unfreeze what is to be trained, before this call: with several ranks, a variable that was made
+    /// later, or is trainable since, is an error of the next backward pass. While the `Ddp` lives, its hooks are on the parameters: one `VarStore` has one
     /// `Ddp`.
     ///
     /// `group` is a [`ProcessGroup`](phalanx::ProcessGroup); a [`GroupHandle`](phalanx::GroupHandle); or a
@@ -116,6 +118,7 @@ impl Ddp {
             nccl,
             cuda: None,
             sink,
+            has_run: false,
             buffers_stale: false,
             has_torn: false,
             broadcast_buffers: options.broadcast_buffers,
@@ -135,10 +138,11 @@ impl Ddp {
     ///
     /// # Errors
     /// If a collective fails; if the model was loaded with the state of a [communication hook](Self::register_comm_hook) that is not
-    /// registered; or if gradients came after the last `forward` from a backward pass that does not average them, such
+    /// registered; if the group was a handle to a world of one, and leads to several ranks by now; or if gradients came after the last `forward` from a backward pass that does not average them, such
     /// as `loss.backward()`, `optimizer.backward_step(&loss)` or only the one of another `Ddp`: the call is `ddp.backward(&loss)`.
     pub fn forward<T>(&mut self, pass: impl FnOnce() -> T) -> Result<T> {
         let begin = Instant::now();
+        self.check_world()?;
         self.loaded_hook.check_taken(self.hooked())?;
         self.check_join()?;
         self.group.step()?;
@@ -148,6 +152,7 @@ impl Ddp {
                 self.take_buffers(Caller::DdpForward)?;
             }
         }
+        self.has_run = true;
         self.waited_since(begin);
         let output = pass();
         self.group.trace().complete(Track::Forward, "forward", begin, Instant::now(), &[]);
@@ -192,22 +197,19 @@ impl Ddp {
         adapter::check_max_norm(max_norm)?;
         let _guard = tch::no_grad_guard();
         let gradients = self.inventory.parameters.iter().map(|one| one.tensor.grad()).filter(Tensor::defined);
-        let mut gradients = gradients.collect::<Vec<_>>();
+        let gradients = gradients.collect::<Vec<_>>();
         // A norm of halves has more digits than they have, and in f16 it may be beyond them.
-        let norm = |gradient: &Tensor| match gradient.f_kind()? {
+        let norm = norm_of(&gradients, |gradient| match gradient.f_kind()? {
             Kind::Half | Kind::BFloat16 => gradient.f_norm_scalaropt_dtype(2.0, Kind::Float),
             _ => gradient.f_norm(),
+        })?;
+        // libtorch adds up squares of f32 in f32, and those of elements beyond 1.8e19 are infinite there.
+        let norm = match norm.is_infinite() {
+            true => norm_of(&gradients, |gradient| gradient.f_norm_scalaropt_dtype(2.0, Kind::Double))?,
+            false => norm,
         };
-        let norm = |gradient: &Tensor| norm(gradient)?.f_to_kind(Kind::Double);
-        // One copy from a device, which waits for it once.
-        let norms = gradients.iter().map(norm).collect::<std::result::Result<Vec<_>, _>>().map_err(torch)?;
-        let norms: Vec<f64> = match norms.is_empty() {
-            true => Vec::new(),
-            false => Tensor::f_stack(&norms, 0).and_then(Vec::try_from).map_err(torch)?,
-        };
-        let norm = norms.iter().map(|norm| norm * norm).sum::<f64>().sqrt();
         if let Some(factor) = adapter::clip_factor(norm, max_norm) {
-            for gradient in &mut gradients {
+            for mut gradient in tensors::own_gradients(&self.inventory.parameters)? {
                 drop(gradient.f_mul_scalar_(factor).map_err(torch)?);
             }
         }
@@ -221,20 +223,21 @@ impl Ddp {
     /// If a collective fails.
     pub fn average_parameters(&mut self) -> Result<()> {
         if self.sink.is_none() {
-            return Ok(());
+            return self.check_world();
         }
         let (count, group) = (self.group.active_ranks(), self.group.in_call(Caller::DdpAverageParameters));
         let all = count == self.group.world_size().count();
         let begin = Instant::now();
         let op = if all { ReduceOp::Avg } else { ReduceOp::PreMulSum(1.0 / count as f64) };
-        tensors::with_elements(&tensors::handles(&self.inventory.parameters), |parts| {
+        let outcome = tensors::with_elements(&tensors::handles(&self.inventory.parameters), |parts| {
             for part in parts {
                 let mut buffer: Buffer = group.alloc(part.dtype, part.bytes.len() / part.dtype.size())?;
                 buffer.as_bytes_mut().copy_from_slice(part.bytes);
                 part.bytes.copy_from_slice(group.all_reduce_async(buffer, op)?.wait()?.as_bytes());
             }
             Ok(())
-        })?;
+        });
+        self.or_end(outcome)?;
         self.waited_since(begin);
         Ok(())
     }
@@ -243,7 +246,7 @@ impl Ddp {
     /// compared: see [`buffers_identical`](Self::buffers_identical).
     pub fn replicas_identical(&self) -> Result<bool> {
         let group = self.group.in_call(Caller::DdpReplicasIdentical);
-        tensors::identical(&group, &tensors::handles(&self.inventory.parameters))
+        self.or_end(tensors::identical(&group, &tensors::handles(&self.inventory.parameters)))
     }
 
     /// The bytes of all buffers in which gradients were sent, counted once for each operation.
@@ -309,10 +312,34 @@ impl Ddp {
         };
         match &self.sink {
             Some(sink) => {
-                sink.call(|_| check().and_then(|()| self.inventory.check_complete(&self.variables)))
+                let complete = || self.inventory.check_complete(&self.variables);
+                sink.call(|_| check().and_then(|()| self.check_run()).and_then(|()| complete()))
             }
-            None => check(),
+            None => self.check_world().and_then(|()| check()),
         }
+    }
+
+    /// An error if no pass has run in `forward`, and buffers would become each rank's own.
+    fn check_run(&self) -> Result<()> {
+        if self.has_run || !self.broadcast_buffers || self.inventory.buffers.is_empty() {
+            return Ok(());
+        }
+        Err(Error::invalid_argument(
+            "the loss was computed outside of Ddp::forward, which gives every rank the buffers of rank 0, such as running statistics",
+        )
+        .with_remedy("let loss = ddp.forward(|| ..)?; or set DdpOptions::broadcast_buffers to false"))
+    }
+
+    /// An error if nothing would be averaged because the group was a handle to a world of one when this was made.
+    fn check_world(&self) -> Result<()> {
+        let world = self.group.world_size();
+        if self.sink.is_some() || world == WorldSize::ONE {
+            return Ok(());
+        }
+        Err(Error::invalid_argument(format!(
+            "the Ddp was made in a world of one, and its handle leads to a group of {world} ranks by now: nothing would be averaged"
+        ))
+        .with_remedy("make the Ddp after GroupHandle::rebind, or let a TrainState of these variables change the group"))
     }
 
     /// Takes over all variables of rank `root`.
@@ -325,7 +352,15 @@ impl Ddp {
         if self.inventory.buffers.is_empty() {
             return Ok(());
         }
-        tensors::from_rank(&self.group.in_call(caller), Rank::MAIN, &self.inventory.buffers())
+        self.or_end(tensors::from_rank(&self.group.in_call(caller), Rank::MAIN, &self.inventory.buffers()))
+    }
+
+    /// An error ends the group, also if it is this rank's alone: the others wait for what it has not done.
+    fn or_end<T>(&self, outcome: Result<T>) -> Result<T> {
+        match (&self.sink, outcome) {
+            (Some(sink), Err(error)) => sink.call(|_| Err(error)),
+            (_, outcome) => outcome,
+        }
     }
 
     fn unhook(&mut self) {
@@ -361,6 +396,21 @@ impl fmt::Debug for Ddp {
             .field("averaged_by", &self.averaged_by())
             .finish_non_exhaustive()
     }
+}
+
+/// The 2-norm of all elements of `gradients`, whose own norms `of` gives.
+fn norm_of(
+    gradients: &[Tensor],
+    of: impl Fn(&Tensor) -> std::result::Result<Tensor, TchError>,
+) -> Result<f64> {
+    let of = |gradient: &Tensor| of(gradient)?.f_to_kind(Kind::Double);
+    // One copy from a device, which waits for it once.
+    let norms = gradients.iter().map(of).collect::<std::result::Result<Vec<_>, _>>().map_err(torch)?;
+    let norms: Vec<f64> = match norms.is_empty() {
+        true => Vec::new(),
+        false => Tensor::f_stack(&norms, 0).and_then(Vec::try_from).map_err(torch)?,
+    };
+    Ok(norms.iter().map(|norm| norm * norm).sum::<f64>().sqrt())
 }
 
 /// Waits until the thread that libtorch has for `device` runs no hook any more. A backward pass that ends with an error leaves it behind. The

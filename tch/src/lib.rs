@@ -30,7 +30,7 @@
 //! | `with model.no_sync():` | [`Ddp::backward_no_sync`] |
 //! | ranks with unequal batches: `loss * n * world_size / total` by hand | [`Ddp::backward_weighted`] |
 //! | `find_unused_parameters`, `static_graph`, `bucket_cap_mb` | [`DdpOptions`] |
-//! | `gradient_as_bucket_view` | always |
+//! | `gradient_as_bucket_view` | always, on processors and over NCCL |
 //! | `register_comm_hook` | [`Ddp::register_comm_hook`], [`Ddp::register_device_hook`] |
 //! | `PeriodicModelAverager` | [`PeriodicModelAverager`] |
 //! | `model.join()` | [`Ddp::join`] |

@@ -10,7 +10,7 @@ use tch::nn::VarStore;
 use tch::{Kind, Tensor};
 
 use crate::shim::{self, AdamWTensors, SgdSettings};
-use crate::tensors::{self, Inventory, Named, torch};
+use crate::tensors::{self, Inventory, Named, Shared, torch};
 
 /// How an [`Optimizer`] changes parameters. The names and defaults are PyTorch's.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -80,7 +80,8 @@ pub struct Optimizer {
 }
 
 impl Optimizer {
-    /// An optimizer of the parameters that need a gradient now.
+    /// An optimizer of the parameters that need a gradient now. One that is made or unfrozen later is not trained by it:
+    /// [`TrainState::step`](crate::TrainState::step) refuses that.
     ///
     /// # Errors
     /// If there is none, or one whose elements do not lie row by row, which the kernels ask for.
@@ -144,6 +145,11 @@ impl Optimizer {
             batch.gradients.push(gradient);
         }
         batches.into_iter().try_for_each(|(_, batch)| batch.step(self.rule, learning_rate))
+    }
+
+    /// An error if a trainable one of `variables` has a gradient, and this optimizer was made without it.
+    pub(crate) fn check_trains(&self, variables: &Shared) -> Result<()> {
+        tensors::check_trained(variables, &self.parameters)
     }
 
     /// Takes over the state of rank `root`.

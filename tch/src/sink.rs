@@ -39,6 +39,8 @@ pub(crate) struct Deliveries {
     held: Vec<bool>,
     /// For each parameter: whether the reducer has what this backward pass gives it.
     given: Vec<bool>,
+    /// Parameters that a static graph does not use on this rank, with gradients of passes of this step that have averaged nothing.
+    stray: Vec<usize>,
     /// In a pass of weight 0, whose gradients do not count: what `.grad` of each parameter was before.
     set_aside: Option<Vec<Option<Tensor>>>,
     /// For each parameter: whether it had a gradient in a pass of weight 0 since the last average.
@@ -61,6 +63,7 @@ impl Sink {
             views: parameters.iter().map(|_| None).collect(),
             held: vec![false; parameters.len()],
             given: vec![false; parameters.len()],
+            stray: Vec::new(),
             set_aside: None,
             void: vec![false; parameters.len()],
             is_awaited: false,
@@ -245,11 +248,15 @@ impl Deliveries {
     /// `.grad` has.
     fn start(&mut self, reducer: &mut Reducer, weight: Option<f64>) -> Result<()> {
         self.given.fill(false);
-        let Self { parameters, given, held, on_device, .. } = self;
+        self.stray.clear();
+        let Self { parameters, given, held, stray, on_device, .. } = self;
         if let Some(on_device) = on_device {
             on_device.begin();
         }
         let unused = |index: usize, memory: &mut [u8]| {
+            if held[index] && parameters[index].tensor.grad().defined() {
+                stray.push(index);
+            }
             (given[index], held[index]) = (true, false);
             if let Some(on_device) = on_device {
                 return on_device.is_queued(index).map(drop);
@@ -405,6 +412,15 @@ impl Deliveries {
 
     /// Makes each parameter's average its gradient: where it lies, or in the memory of the parameter's device.
     fn place(&mut self, reducer: &mut Reducer, scale: f64) -> Result<()> {
+        for &index in &self.stray {
+            if !reducer.has_average(index)? {
+                let name = &self.parameters[index].spec;
+                let cause = format!("parameter {name} got a gradient, and no rank had one in the first step");
+                return Err(Error::invalid_argument(cause).with_remedy(
+                    "static_graph promises the same graph in every step; set find_unused_parameters instead",
+                ));
+            }
+        }
         if let Some(on_device) = &self.on_device {
             for (index, parameter) in self.parameters.iter().enumerate() {
                 let leaf = &parameter.tensor;

@@ -224,8 +224,9 @@ impl<T> TrainState<T> {
     /// [`Optimizer::step`], counted, and an average of the model if an [averager](Self::with_averager) finds it due.
     ///
     /// # Errors
-    /// As [`Optimizer::step`] and [`Ddp::average_parameters`].
+    /// As [`Optimizer::step`] and [`Ddp::average_parameters`]; if a trainable variable has a gradient, and the optimizer was made without it.
     pub fn step(&mut self, learning_rate: f64) -> Result<()> {
+        self.optimizer.check_trains(self.ddp.variables())?;
         self.optimizer.step(learning_rate)?;
         self.steps += 1;
         if let Some(averager) = &mut self.averager {
@@ -371,6 +372,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
             return Err(other_model(&here, &saved));
         }
         self.ddp.state().iter().try_for_each(Named::check_kind)?;
+        self.ddp.check_all_known()?;
         let tensor =
             |spec: &ParameterSpec| reader.tensor(&format!("model.{}", spec.name), spec.dtype, &spec.shape);
         let elements = here.iter().map(tensor).collect::<Result<Vec<_>>>()?;
@@ -475,6 +477,7 @@ impl<T: Serialize + DeserializeOwned> TrainingState for TrainState<T> {
 
     fn write(&self, writer: &mut impl StateWriter) -> Result<()> {
         self.ddp.check_nothing_held()?;
+        self.ddp.check_all_known()?;
         let state = self.ddp.state();
         writer.value("model", &Inventory::specs(state))?;
         for one in state {

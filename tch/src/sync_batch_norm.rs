@@ -74,7 +74,8 @@ impl SyncBatchNorm {
     /// call it together.
     ///
     /// # Errors
-    /// If an exchange fails, which leaves the running statistics as they were; or if `input` has another number of channels.
+    /// If an exchange fails, which leaves the running statistics as they were; or if `input` has another number of channels. Where ranks exchange
+    /// statistics, an error of one ends the group: the others wait for its part.
     pub fn forward(&self, input: &Tensor, train: bool) -> Result<Tensor> {
         let exchange = self.exchange();
         if !train || exchange.ranks() == 1 {
@@ -97,14 +98,15 @@ impl SyncBatchNorm {
         let size = input.size();
         let channels = self.norm.running_mean.size1().map_err(torch)?;
         if size.len() < 2 || size[1] != channels {
-            return Err(Error::invalid_argument(format!(
-                "batch norm of {channels} channels got a tensor of {size:?}"
-            )));
+            let cause = format!("batch norm of {channels} channels got a tensor of {size:?}");
+            let error = Error::invalid_argument(cause);
+            exchange.abort(error.clone());
+            return Err(error);
         }
-        let output = self.normalised(input, &size, exchange.clone()).map_err(torch)?;
+        let output = self.normalised(input, &size, exchange.clone()).map_err(torch);
         match exchange.failure() {
             Some(cause) => Err(cause),
-            None => Ok(output),
+            None => output.inspect_err(|error| exchange.abort(error.clone())),
         }
     }
 

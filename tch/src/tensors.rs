@@ -115,21 +115,38 @@ impl Inventory {
     }
 
     /// An error if `variables` has a trainable one that this does not list, because it was made or unfrozen later: each rank
-    /// would train its own.
+    /// would train its own. So is any other that was made later.
     pub fn check_complete(&self, variables: &Shared) -> Result<()> {
+        self.check_all_trained(variables)?;
+        self.check_all_known(variables)
+    }
+
+    fn check_all_trained(&self, variables: &Shared) -> Result<()> {
         let variables = variables.lock().unwrap_or_else(PoisonError::into_inner);
-        let known: HashSet<usize> = self.parameters.iter().map(|one| shim::identity(&one.tensor)).collect();
+        let known = identities(&self.parameters);
         let is_new = |tensor: &Tensor| tensor.requires_grad() && !known.contains(&shim::identity(tensor));
         let Some(other) = variables.trainable_variables.iter().find(|one| is_new(&one.tensor)) else {
             return Ok(());
         };
-        let identity = shim::identity(&other.tensor);
-        let mut named = variables.named_variables.iter();
-        let name = named.find(|(_, tensor)| shim::identity(tensor) == identity).map_or("", |(name, _)| name);
+        let name = name_in(&variables, &other.tensor);
         Err(Error::invalid_argument(format!(
             "the trainable variable `{name}` was made or unfrozen after Ddp::new, which does not average its gradients"
         ))
         .with_remedy("make all layers, and unfreeze what is to be trained, before Ddp::new; it may be frozen later"))
+    }
+
+    /// An error if `variables` has one that this does not list, such as the running statistics of a layer that was made later: the ranks have
+    /// not compared it, it does not become rank 0's, and a saved state lacks it.
+    pub fn check_all_known(&self, variables: &Shared) -> Result<()> {
+        let variables = variables.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = identities(&self.state);
+        let named = variables.named_variables.iter();
+        let new = named.filter(|(_, tensor)| !known.contains(&shim::identity(tensor)));
+        let Some(name) = new.map(|(name, _)| name).min() else { return Ok(()) };
+        Err(Error::invalid_argument(format!(
+            "the variable `{name}` was made after Ddp::new, which neither makes it equal on all ranks nor saves it"
+        ))
+        .with_remedy("make all layers before Ddp::new and TrainState::new, or this one in a VarStore of its own"))
     }
 
     /// What the ranks compare of `tensors`.
@@ -144,6 +161,36 @@ impl Inventory {
             .map(|one| one.tensor.shallow_clone())
             .collect()
     }
+}
+
+/// An error if a trainable one of `variables` has a gradient and is not among the parameters of the optimizer, `trained`: it would stay as it is.
+pub(crate) fn check_trained(variables: &Shared, trained: &[Named]) -> Result<()> {
+    let variables = variables.lock().unwrap_or_else(PoisonError::into_inner);
+    let known = identities(trained);
+    let is_left_out = |tensor: &Tensor| {
+        !known.contains(&shim::identity(tensor)) && tensor.requires_grad() && tensor.grad().defined()
+    };
+    let Some(other) = variables.trainable_variables.iter().find(|one| is_left_out(&one.tensor)) else {
+        return Ok(());
+    };
+    let name = name_in(&variables, &other.tensor);
+    Err(Error::invalid_argument(format!(
+        "the variable `{name}` has a gradient and is not among the optimizer's: it was made or unfrozen after Optimizer::new, and would never be \
+         trained"
+    ))
+    .with_remedy("make all layers, and unfreeze what is to be trained, before Optimizer::new"))
+}
+
+/// The name of one of `variables`.
+fn name_in<'a>(variables: &'a Variables, tensor: &Tensor) -> &'a str {
+    let identity = shim::identity(tensor);
+    let mut named = variables.named_variables.iter();
+    named.find(|(_, other)| shim::identity(other) == identity).map_or("", |(name, _)| name)
+}
+
+/// The [identities](shim::identity) of `tensors`.
+fn identities(tensors: &[Named]) -> HashSet<usize> {
+    tensors.iter().map(|one| shim::identity(&one.tensor)).collect()
 }
 
 /// The error for a trainable variable that has no name.
@@ -386,6 +433,28 @@ pub(crate) fn sharing(tensors: &[Tensor]) -> Vec<Option<usize>> {
         rest = behind;
     }
     shared
+}
+
+/// The gradients that are there, each in memory of its own, to be changed in place. Backward may leave those of several parameters in one memory,
+/// as it does for the terms of a sum: what one of them is multiplied by would change the others, too.
+pub(crate) fn own_gradients(parameters: &[Named]) -> Result<Vec<Tensor>> {
+    let _guard = tch::no_grad_guard();
+    let gradients = parameters.iter().map(|one| (one, one.tensor.grad()));
+    let mut gradients: Vec<(&Named, Tensor)> = gradients.filter(|(_, gradient)| gradient.defined()).collect();
+    // A sparse one does not lie in one piece of memory.
+    let plain: Vec<usize> =
+        (0..gradients.len()).filter(|&index| shim::is_plain(&gradients[index].1)).collect();
+    let handles: Vec<Tensor> = plain.iter().map(|&index| gradients[index].1.shallow_clone()).collect();
+    for (&index, first) in plain.iter().zip(sharing(&handles)) {
+        if first.is_some() {
+            let (parameter, gradient) = &mut gradients[index];
+            let mut own = gradient.f_empty_like().map_err(torch)?;
+            own.f_copy_(gradient).map_err(torch)?;
+            shim::set_gradient(&parameter.tensor, Some(&own))?;
+            *gradient = own;
+        }
+    }
+    Ok(gradients.into_iter().map(|(_, gradient)| gradient).collect())
 }
 
 /// All ranks take over `tensors` of rank `root`.

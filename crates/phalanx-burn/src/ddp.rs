@@ -181,7 +181,7 @@ impl<M: Module> Ddp<M> {
     ///
     /// # Errors
     /// If an exchange fails, or the model was loaded with the state of a [communication hook](Self::register_comm_hook) that is not
-    /// registered.
+    /// registered. If the group was a handle to a world of one when this was made, and leads to several ranks by now.
     pub fn forward<T>(&mut self, pass: impl FnOnce(&M) -> T) -> Result<T> {
         let device = self.inventory.device.clone();
         self.forward_with(|model, sink| match sink {
@@ -194,6 +194,7 @@ impl<M: Module> Ddp<M> {
     /// other ranks, must live in the pass's graph: as long as it lives, backward can still come.
     pub(crate) fn forward_with<T>(&mut self, pass: impl FnOnce(&M, Option<Arc<Pass>>) -> T) -> Result<T> {
         let begin = Instant::now();
+        self.check_world()?;
         self.loaded_hook.check_taken(self.hooked())?;
         #[cfg(feature = "nccl")]
         self.check_join()?;
@@ -363,6 +364,18 @@ impl<M: Module> Ddp<M> {
             trace.complete(Track::Step, "step", began, end, &[]);
         }
         Ok(())
+    }
+
+    /// An error if nothing would be averaged because the group was a handle to a world of one when this was made.
+    fn check_world(&self) -> Result<()> {
+        let world = self.group.world_size();
+        match self.engine {
+            Engine::Alone { .. } if world != WorldSize::ONE => Err(Error::invalid_argument(format!(
+                "the Ddp was made in a world of one, and its handle leads to a group of {world} ranks by now: nothing would be averaged"
+            ))
+            .with_remedy("make the Ddp after GroupHandle::rebind, or let a TrainState of this model change the group")),
+            Engine::Alone { .. } | Engine::Together { .. } => Ok(()),
+        }
     }
 
     /// The time since `begin` is not this rank's own: it was in a collective.

@@ -30,14 +30,13 @@ impl Ddp {
         let mut own = Vec::new();
         if let Some(sink) = self.sink.as_ref().filter(|_| !buffers.is_empty()) {
             sink.call(|_| Ok(()))?;
-            own = tensors::copies(&buffers)?;
+            own = self.or_end(tensors::copies(&buffers))?;
             self.take_buffers(Caller::DdpEvaluate)?;
         }
         self.waited_since(begin);
         let output = tch::no_grad(pass);
-        for (buffer, elements) in buffers.iter().zip(&own) {
-            tensors::write_elements(buffer, elements)?;
-        }
+        let mut own = buffers.iter().zip(&own);
+        self.or_end(own.try_for_each(|(buffer, elements)| tensors::write_elements(buffer, elements)))?;
         self.group.trace().complete(Track::Forward, "evaluate", begin, Instant::now(), &[]);
         Ok(output)
     }
@@ -50,6 +49,6 @@ impl Ddp {
     /// If the exchange fails.
     pub fn buffers_identical(&self) -> Result<bool> {
         let group = self.group.in_call(Caller::DdpBuffersIdentical);
-        tensors::identical(&group, &self.inventory.buffers())
+        self.or_end(tensors::identical(&group, &self.inventory.buffers()))
     }
 }

@@ -2,14 +2,14 @@
 
 use phalanx::join::JoinOptions;
 use phalanx::reducer::Reducer;
-use phalanx::{Caller, Error, ProcessGroup, Result, WorldSize};
+use phalanx::{Caller, Error, ProcessGroup, Rank, Result, WorldSize};
 use phalanx_nccl::Communicator;
 use tch::Tensor;
 
 use super::{Accumulated, Ddp, DdpOptions, prepare};
 use crate::Optimizer;
 use crate::shim;
-use crate::tensors::Named;
+use crate::tensors::{Named, Shared};
 
 impl Ddp {
     /// Runs `body`, such as an epoch, whose number of batches may differ between ranks. A rank that is done answers the
@@ -37,16 +37,22 @@ impl Ddp {
             None => group.join(options, || body(self, optimizer)),
         }?;
         if joined.uneven {
-            if let Some(sink) = &self.sink {
-                sink.adopt(joined.last)?;
-            }
-            self.take_state(Caller::Join, joined.last)?;
-            (self.buffers_stale, self.accumulated) = (false, Accumulated::default());
-            optimizer.adopt(&self.group.in_call(Caller::Join), joined.last)?;
-            // What the last of NCCL's calls have left on the device is what has been adopted.
-            self.check_settled()?;
+            let adopted = self.adopt(optimizer, joined.last);
+            self.or_end(adopted)?;
         }
         Ok(joined.value)
+    }
+
+    /// Takes over the variables of rank `root`, and the optimizer's state there.
+    fn adopt(&mut self, optimizer: &mut Optimizer, root: Rank) -> Result<()> {
+        if let Some(sink) = &self.sink {
+            sink.adopt(root)?;
+        }
+        self.take_state(Caller::Join, root)?;
+        (self.buffers_stale, self.accumulated) = (false, Accumulated::default());
+        optimizer.adopt(&self.group.in_call(Caller::Join), root)?;
+        // What the last of NCCL's calls have left on the device is what has been adopted.
+        self.check_settled()
     }
 
     /// Changes to `group`, on all of whose ranks the variables are equal already; it checks that they are the same.
@@ -143,6 +149,16 @@ impl Ddp {
     /// Every variable, by name.
     pub(crate) fn state(&self) -> &[Named] {
         &self.inventory.state
+    }
+
+    /// The `VarStore`'s variables.
+    pub(crate) fn variables(&self) -> &Shared {
+        &self.variables
+    }
+
+    /// An error if a variable was made since, which [`state`](Self::state) lacks.
+    pub(crate) fn check_all_known(&self) -> Result<()> {
+        self.inventory.check_all_known(&self.variables)
     }
 
     /// All its collectives go through this handle, by which it changes its group.

@@ -2,11 +2,11 @@
 
 use phalanx::reducer::{StepWeight, check_weight_sum};
 use phalanx::{Communicator, Error, Result};
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::Ddp;
 use crate::shim;
-use crate::tensors::{Inventory, Named, torch};
+use crate::tensors::{Inventory, Named, own_gradients, torch};
 
 /// The passes since the last synchronised one.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -54,7 +54,7 @@ impl Ddp {
     /// - if some ranks call this and others [`backward`](Self::backward), or passes of one step are weighted and others not;
     /// - if gradients were not set to zero before the step's first pass, or were changed between two of its passes: what was there would be
     ///   weighted, too;
-    /// - if a gradient is of 16 bits, or a [hook](Self::register_comm_hook) is registered, other than one that
+    /// - if a gradient, or the loss, is of 16 bits, or a [hook](Self::register_comm_hook) is registered, other than one that
     ///   [takes weights](phalanx::reducer::hooks::CommHook::accepts_weights).
     ///
     /// If all weights are 0, an error on every rank that ends nothing: set gradients to zero, and go on with the next step.
@@ -76,11 +76,14 @@ impl Ddp {
     /// Averages the gradients of `loss` and of what was accumulated.
     pub(super) fn synchronised(&mut self, loss: &Tensor, weight: Option<f64>) -> Result<()> {
         self.check_backward(loss)?;
-        let accumulated = self.accumulate(weight)?;
+        let accumulated = self.accumulate(loss, weight)?;
         let before = std::mem::take(&mut self.accumulated);
         self.buffers_stale = true;
         let total = accumulated.sum();
-        let Some(sink) = &self.sink else { return self.alone(loss, (weight, total), before.weight) };
+        let Some(sink) = &self.sink else {
+            self.alone(loss, (weight, total), before.weight)?;
+            return self.part_gradients();
+        };
         let scale = || self.group.average_scale(total.is_some());
         let outcome =
             sink.average((weight, total), || scaled(loss, weight)?.f_backward().map_err(torch), scale);
@@ -91,7 +94,7 @@ impl Ddp {
     /// Adds up the gradients of `loss` on this rank.
     pub(super) fn unsynchronised(&mut self, loss: &Tensor, weight: Option<f64>) -> Result<()> {
         self.check_backward(loss)?;
-        let accumulated = self.accumulate(weight)?;
+        let accumulated = self.accumulate(loss, weight)?;
         match &self.sink {
             Some(sink) => {
                 let outcome = sink.hold(weight, || self.traced(&scaled(loss, weight)?));
@@ -101,9 +104,17 @@ impl Ddp {
             None if weight == Some(0.0) => void(&self.inventory.parameters, || self.traced(loss))?,
             None => self.traced(&scaled(loss, weight)?)?,
         }
+        self.part_gradients()?;
         let versions = accumulated.sum().map(|_| versions(&self.inventory.parameters)).transpose()?;
         self.accumulated = Accumulated { weight: accumulated, versions: versions.unwrap_or_default() };
         Ok(())
+    }
+
+    /// Gives each gradient memory of its own: the next pass adds to it in place, and would add to others that lie there, too.
+    fn part_gradients(&self) -> Result<()> {
+        let on_device = self.sink.as_ref().and_then(|sink| sink.on_device());
+        let parted = own_gradients(&self.inventory.parameters);
+        self.or_end(parted.and_then(|_| on_device.map_or(Ok(()), |on_device| on_device.held())))
     }
 
     /// A step's last pass in a world of one, with what the passes `before` have left.
@@ -124,7 +135,7 @@ impl Ddp {
             weight => self.traced(&scaled(loss, weight)?)?,
         }
         let _guard = tch::no_grad_guard();
-        for mut gradient in parameters.iter().map(|one| one.tensor.grad()).filter(Tensor::defined) {
+        for mut gradient in own_gradients(parameters)? {
             drop(gradient.f_div_scalar_(total).map_err(torch)?);
         }
         Ok(())
@@ -161,17 +172,18 @@ impl Ddp {
     }
 
     /// What is accumulated with one pass more. An error ends the step, and the group: the others wait for this rank's gradients.
-    fn accumulate(&mut self, weight: Option<f64>) -> Result<StepWeight> {
-        let with = self.with_one_more(weight);
+    fn accumulate(&mut self, loss: &Tensor, weight: Option<f64>) -> Result<StepWeight> {
+        let with = self.with_one_more(loss, weight);
         with.inspect_err(|_| self.accumulated = Accumulated::default())
     }
 
-    fn with_one_more(&self, weight: Option<f64>) -> Result<StepWeight> {
+    fn with_one_more(&self, loss: &Tensor, weight: Option<f64>) -> Result<StepWeight> {
         let with = || {
             let (parameters, before) = (&self.inventory.parameters, &self.accumulated);
             // Types matter to weights alone.
             let specs = weight.map(|_| Inventory::specs(parameters)).unwrap_or_default();
             let step = before.weight.with(weight, self.group.rank(), &specs)?;
+            weight.map_or(Ok(()), |_| check_wide(loss))?;
             match (before.weight, weight) {
                 (StepWeight::Nothing, Some(_)) => check_zero(parameters)?,
                 (StepWeight::Weighted(_), Some(_)) => check_unchanged(parameters, &before.versions)?,
@@ -205,6 +217,16 @@ fn void(parameters: &[Named], backward: impl FnOnce() -> Result<()>) -> Result<(
         shim::set_gradient(&one.tensor, before.defined().then_some(before))?;
     }
     outcome
+}
+
+/// An error if the loss is of 16 bits: its gradient begins as the weight, rounded to that type, while the sum of weights is exact.
+fn check_wide(loss: &Tensor) -> Result<()> {
+    let kind = loss.f_kind().map_err(torch)?;
+    if !matches!(kind, Kind::Half | Kind::BFloat16) {
+        return Ok(());
+    }
+    Err(Error::invalid_argument(format!("a loss of type {kind:?} is too narrow for weights"))
+        .with_remedy("compute it in f32: `output.to_kind(Kind::Float)` before the loss"))
 }
 
 /// An error if a parameter has a gradient from before the step.

@@ -9,7 +9,8 @@ use phalanx::reducer::hooks::{
 };
 use phalanx::trace::Trace;
 use phalanx::{
-    Buffer, Caller, Communicator, DType, Error, ProcessGroup, Rank, ReduceOp, Result, Work, WorldSize,
+    Buffer, Caller, Communicator, DType, Error, GroupHandle, ProcessGroup, Rank, ReduceOp, Result, Work,
+    WorldSize,
 };
 use phalanx_tch::{Ddp, DdpOptions, Optimizer, Rule};
 use tch::nn::OptimizerConfig;
@@ -320,27 +321,78 @@ fn the_norm_of_halves_is_not_rounded_to_their_type() {
 
 #[test]
 fn gradients_that_libtorch_leaves_in_one_memory_are_clipped_once() {
+    // In a world of one they stay where backward has left them.
+    for ranks in [1, 2] {
+        run(ranks, |group| {
+            let store = nn::VarStore::new(device());
+            let (square, column) =
+                (store.root().ones("square", &[2, 2]), store.root().ones("column", &[4, 1]));
+            let mut ddp = Ddp::new(&store, &group).unwrap();
+            let factors = Tensor::from_slice(&[1f32, 2.0, 3.0, 4.0]).to_device(device());
+            for _ in 0..3 {
+                // Both have the factors as their gradient: libtorch gives each a view of one tensor, that of the sum.
+                let loss = || ((square.view([4]) + column.view([4])) * &factors).sum(Kind::Float);
+                let loss = ddp.forward(loss).unwrap();
+                store.trainable_variables().iter_mut().for_each(Tensor::zero_grad);
+                ddp.backward(&loss).unwrap();
+                // 1 + 4 + 9 + 16, twice.
+                assert!((ddp.clip_grad_norm(1.0).unwrap() - 60f64.sqrt()).abs() < 1e-5);
+                let expected: Vec<f32> = (1..=4u8).map(|factor| f32::from(factor) / 60f32.sqrt()).collect();
+                for gradient in [square.grad(), column.grad()] {
+                    assert!(
+                        distance(&[elements(&gradient)], std::slice::from_ref(&expected)) < 1e-5,
+                        "{ranks} ranks: {gradient:?}"
+                    );
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn gradients_that_libtorch_leaves_in_one_memory_are_added_up_once() {
+    for ranks in [1, 2] {
+        run(ranks, |group| {
+            let store = nn::VarStore::new(device());
+            let (square, column) =
+                (store.root().ones("square", &[2, 2]), store.root().ones("column", &[4, 1]));
+            let mut ddp = Ddp::new(&store, &group).unwrap();
+            let factors = Tensor::from_slice(&[1f32, 2.0, 3.0, 4.0]).to_device(device());
+            let loss = || ((square.view([4]) + column.view([4])) * &factors).sum(Kind::Float);
+            for passes in 0..3u8 {
+                store.trainable_variables().iter_mut().for_each(Tensor::zero_grad);
+                for _ in 0..passes {
+                    let loss = ddp.forward(loss).unwrap();
+                    ddp.backward_no_sync(&loss).unwrap();
+                }
+                let last = ddp.forward(loss).unwrap();
+                ddp.backward(&last).unwrap();
+                let expected: Vec<f32> = (1..=4u8).map(|factor| f32::from(factor * (passes + 1))).collect();
+                for gradient in [square.grad(), column.grad()] {
+                    assert_eq!(elements(&gradient), expected, "{ranks} ranks, {passes} passes before");
+                }
+            }
+        });
+    }
+}
+
+/// The squares of 1e20 are beyond f32.
+#[test]
+fn a_norm_whose_squares_are_beyond_f32_is_clipped() {
     run(2, |group| {
         let store = nn::VarStore::new(device());
-        let (square, column) = (store.root().ones("square", &[2, 2]), store.root().ones("column", &[4, 1]));
+        let one = store.root().ones("one", &[2]);
         let mut ddp = Ddp::new(&store, &group).unwrap();
-        let factors = Tensor::from_slice(&[1f32, 2.0, 3.0, 4.0]).to_device(device());
-        for _ in 0..3 {
-            // Both have the factors as their gradient: libtorch gives each a view of one tensor, that of the sum.
-            let loss = || ((square.view([4]) + column.view([4])) * &factors).sum(Kind::Float);
-            let loss = ddp.forward(loss).unwrap();
-            store.trainable_variables().iter_mut().for_each(Tensor::zero_grad);
-            ddp.backward(&loss).unwrap();
-            // 1 + 4 + 9 + 16, twice.
-            assert!((ddp.clip_grad_norm(1.0).unwrap() - 60f64.sqrt()).abs() < 1e-5);
-            let expected: Vec<f32> = (1..=4u8).map(|factor| f32::from(factor) / 60f32.sqrt()).collect();
-            for gradient in [square.grad(), column.grad()] {
-                assert!(
-                    distance(&[elements(&gradient)], std::slice::from_ref(&expected)) < 1e-5,
-                    "{gradient:?}"
-                );
-            }
-        }
+        let loss = ddp.forward(|| (&one * 1e20).sum(Kind::Float)).unwrap();
+        ddp.backward(&loss).unwrap();
+        let norm = ddp.clip_grad_norm(2f64.sqrt()).unwrap();
+        assert!((norm / (2f64.sqrt() * 1e20) - 1.0).abs() < 1e-5, "{norm}");
+        let clipped = elements(&one.grad());
+        assert!(clipped.iter().all(|element| (element - 1.0).abs() < 1e-5), "{clipped:?}");
+        // One that is infinite has no norm to be clipped to.
+        let loss = ddp.forward(|| (&one * f64::INFINITY).sum(Kind::Float)).unwrap();
+        ddp.backward(&loss).unwrap();
+        assert!(ddp.clip_grad_norm(1.0).unwrap().is_infinite());
     });
 }
 
@@ -428,6 +480,21 @@ fn buffers_are_rank_0_s() {
     });
     assert_eq!(means[0], means[1]);
     assert_ne!(means[0][1], means[0][0]);
+}
+
+#[test]
+fn a_loss_outside_of_forward_is_refused_if_the_model_has_buffers() {
+    let errors = run(2, |group| {
+        // The first rank's error ends the group, so the other may get it in an earlier call.
+        let attempt = || {
+            let store = nn::VarStore::new(device());
+            let norm = nn::batch_norm1d(store.root(), 8, Default::default());
+            let mut ddp = Ddp::new(&store, &group)?;
+            ddp.backward(&samples(0, 4).0.apply_t(&norm, true).square().mean(Kind::Float))
+        };
+        attempt().unwrap_err().to_string()
+    });
+    assert!(errors.iter().all(|text| text.contains("outside of Ddp::forward")), "{errors:?}");
 }
 
 #[test]
@@ -614,6 +681,25 @@ fn two_models_of_one_loss_with_a_ddp_each_are_refused() {
         };
         let error = attempt().unwrap_err().to_string();
         assert!(error.contains("`0.") && error.contains("one VarStore, with one Ddp"), "{error}");
+    });
+}
+
+#[test]
+fn a_handle_that_leads_to_another_group_by_now_is_refused() {
+    run(2, |group| {
+        let handle = GroupHandle::new(ProcessGroup::alone().unwrap());
+        let model = Mlp::new(&WIDTHS);
+        let mut ddp = Ddp::new(&model.store, &handle).unwrap();
+        let loss = ddp.forward(|| model.loss(samples(0, 4))).unwrap();
+        handle.rebind(group.clone());
+        for outcome in [ddp.backward(&loss), ddp.average_parameters(), ddp.forward(|| ())] {
+            let error = outcome.unwrap_err().to_string();
+            assert!(error.contains("a group of 2 ranks by now"), "{error}");
+        }
+        drop(ddp);
+        let mut ddp = Ddp::new(&model.store, &handle).unwrap();
+        let loss = ddp.forward(|| model.loss(samples(0, 4))).unwrap();
+        ddp.backward(&loss).unwrap();
     });
 }
 

@@ -81,6 +81,45 @@ fn a_variable_that_is_given_other_memory_meanwhile_is_an_error_and_no_dangling_p
     assert!(errors.iter().all(|text| text.contains("size has changed")), "{errors:?}");
 }
 
+/// The others would wait for what this rank has not done.
+#[test]
+fn an_error_of_one_rank_alone_ends_the_group() {
+    type Call = fn(&mut Ddp) -> Result<()>;
+    let calls: [(&str, Call); 3] = [
+        ("norm.running_mean", |ddp| ddp.forward(|| ())),
+        ("norm.running_mean", |ddp| ddp.evaluate(|| ())),
+        ("norm.weight", Ddp::average_parameters),
+    ];
+    for (name, call) in calls {
+        // The groups are dropped when all ranks are done: nobody has left.
+        let ends = run(2, |group| {
+            let store = VarStore::new(device());
+            let norm = nn::batch_norm1d(store.root() / "norm", 8, Default::default());
+            let slot: Slot = Arc::default();
+            let meddled = slot.clone();
+            let meddle = move || {
+                if let Some(tensor) = &mut *meddled.lock().unwrap() {
+                    tensor.set_data(&Tensor::zeros([1 << 10], on_device(Kind::Float)));
+                }
+            };
+            let joined = JoinGroup::new(Meddling(group.clone(), Arc::new(meddle)));
+            let mut ddp = Ddp::new(&store, joined).unwrap();
+            let loss =
+                ddp.forward(|| samples(0, 4).0.apply_t(&norm, true).square().mean(Kind::Float)).unwrap();
+            ddp.backward(&loss).unwrap();
+            if group.rank().index() == 1 {
+                *slot.lock().unwrap() = Some(store.variables()[name].shallow_clone());
+            }
+            let error = call(&mut ddp).err().map(|error| error.to_string());
+            (error, group.failure().map(|cause| cause.to_string()), group)
+        });
+        let (error, failure, _) = &ends[1];
+        for text in [error, failure] {
+            assert!(text.as_ref().is_some_and(|text| text.contains("size has changed")), "{name}: {text:?}");
+        }
+    }
+}
+
 #[test]
 fn a_communicator_s_panic_in_backward_is_an_error_of_batch_norm() {
     let errors = run(2, |group| {

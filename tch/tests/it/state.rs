@@ -251,6 +251,42 @@ fn an_optimizer_of_more_or_fewer_parameters_than_the_saved_one_is_refused_by_nam
 }
 
 #[test]
+fn a_variable_that_was_made_after_the_state_is_refused_where_it_would_be_missing() {
+    let (folder, alone) = (tempfile::tempdir().unwrap(), ProcessGroup::alone().unwrap());
+    let checkpoints = Checkpoints::open(folder.path(), &alone).unwrap();
+    let mut training = Training::new(Rule::ADAMW);
+    training.train(0..2);
+    training.state.checkpoint(&checkpoints).unwrap();
+    checkpoints.finish().unwrap();
+    drop(training.model.store.root().zeros_no_train("late", &[3]));
+    let refused = |outcome: Result<()>| {
+        let error = outcome.unwrap_err().to_string();
+        assert!(error.contains("`late` was made after"), "{error}");
+    };
+    refused(training.state.resume(&checkpoints).map(drop));
+    refused(training.state.save(&mut Parts::default()));
+    refused(training.state.checkpoint(&checkpoints));
+}
+
+#[test]
+fn an_optimizer_that_lacks_a_trained_variable_is_refused_by_its_name() {
+    let model = Mlp::new(&WIDTHS);
+    let optimizer = Optimizer::new(&model.store, Rule::ADAMW).unwrap();
+    let late = model.store.root().ones("late", &[3]);
+    let mut state = TrainState::new(&model.store, optimizer, ()).unwrap();
+    let (x, y) = samples(0, 4);
+    let loss = state.ddp.forward(|| (model.forward(&x) * &late - &y).square().mean(Kind::Float)).unwrap();
+    state.ddp.backward(&loss).unwrap();
+    let before = floats(&model.store);
+    let error = state.step(0.1).unwrap_err().to_string();
+    assert!(error.contains("`late` has a gradient") && error.contains("before Optimizer::new"), "{error}");
+    assert_eq!((state.steps(), floats(&model.store)), (0, before));
+    // A frozen one is not to be trained.
+    drop(late.set_requires_grad(false));
+    state.step(0.1).unwrap();
+}
+
+#[test]
 fn a_sampler_of_another_order_is_refused_and_changes_nothing() {
     let (folder, alone) = (tempfile::tempdir().unwrap(), ProcessGroup::alone().unwrap());
     let checkpoints = Checkpoints::open(folder.path(), &alone).unwrap();

@@ -254,7 +254,7 @@ fn ties_that_cannot_be_trained_are_refused_with_both_names() {
 
 #[test]
 fn what_is_made_or_unfrozen_after_the_ddp_is_refused() {
-    for late in ["made", "unfrozen"] {
+    for late in ["made", "unfrozen", "made as a buffer"] {
         let errors = run(2, |group| {
             let attempt = || {
                 let model = Tied::new(Tie::Untied);
@@ -264,6 +264,7 @@ fn what_is_made_or_unfrozen_after_the_ddp_is_refused() {
                 let mut ddp = Ddp::new(&model.store, &group)?;
                 match late {
                     "made" => drop(model.store.root().zeros("late", &[3])),
+                    "made as a buffer" => drop(model.store.root().zeros_no_train("late", &[3])),
                     _ => drop(model.second.ws.set_requires_grad(true)),
                 }
                 let loss = ddp.forward(|| model.loss(0, 4))?;
@@ -271,7 +272,7 @@ fn what_is_made_or_unfrozen_after_the_ddp_is_refused() {
             };
             attempt().unwrap_err().to_string()
         });
-        let name = if late == "made" { "`late`" } else { "`second.weight`" };
+        let name = if late == "unfrozen" { "`second.weight`" } else { "`late`" };
         assert!(
             errors.iter().all(|text| text.contains(name) && text.contains("after Ddp::new")),
             "{errors:?}"

@@ -84,7 +84,7 @@ impl Stepper {
         }
     }
 
-    /// Ours leaves no gradients, theirs zeros.
+    /// Both leave no gradients.
     fn zero_grad(&mut self) {
         match self {
             Self::Ours(optimizer) => optimizer.zero_grad().unwrap(),
@@ -166,6 +166,32 @@ fn a_parameter_that_no_rank_uses_has_no_gradient_and_trains_as_in_one_process() 
                 assert_eq!(ours[..2], start[..2], "{method:?}");
             }
         }
+    }
+}
+
+#[test]
+fn a_gradient_that_a_static_graph_does_not_know_is_an_error_and_is_not_dropped() {
+    let errors = run(2, |group| {
+        let model = Model::new();
+        // The first rank's error ends the group, so the other may get it in an earlier call.
+        let attempt = || {
+            let mut options = DdpOptions::default();
+            options.reducer = ReducerOptions::default().static_graph(true);
+            let mut ddp = Ddp::with_options(&model.store, &group, options)?;
+            for uses in [false, true] {
+                model.store.trainable_variables().iter_mut().for_each(Tensor::zero_grad);
+                // The pass that averages uses it in neither step.
+                let loss = ddp.forward(|| model.loss(uses, 0))?;
+                ddp.backward_no_sync(&loss)?;
+                let loss = ddp.forward(|| model.loss(false, 4))?;
+                ddp.backward(&loss)?;
+            }
+            Ok::<_, phalanx::Error>(())
+        };
+        attempt().unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.contains("`sometimes.") && error.contains("static_graph promises"), "{error}");
     }
 }
 

@@ -341,6 +341,43 @@ fn what_cannot_be_weighted_is_refused_by_name() {
     });
 }
 
+/// The gradient of such a loss begins as the weight: 4097 is 4096 in f16, and 70,000 is infinite.
+#[test]
+fn a_loss_of_16_bits_has_no_weight() {
+    for kind in [Kind::Half, Kind::BFloat16] {
+        run(1, |group| {
+            let model = Mlp::new(&WIDTHS);
+            let mut ddp = Ddp::new(&model.store, &group).unwrap();
+            let mut loss = || ddp.forward(|| model.loss(samples(0, 4)).to_kind(kind)).unwrap();
+            let (first, second) = (loss(), loss());
+            for error in
+                [ddp.backward_weighted(&first, 4097.0), ddp.backward_no_sync_weighted(&second, 70_000.0)]
+            {
+                let error = error.unwrap_err().to_string();
+                assert!(error.contains("too narrow for weights") && error.contains("in f32"), "{error}");
+            }
+        });
+    }
+}
+
+#[test]
+fn alone_gradients_in_one_memory_are_divided_once() {
+    run(1, |group| {
+        let store = nn::VarStore::new(device());
+        let (square, column) = (store.root().ones("square", &[2, 2]), store.root().ones("column", &[4, 1]));
+        let mut ddp = Ddp::new(&store, &group).unwrap();
+        let factors = Tensor::from_slice(&[1f32, 2.0, 3.0, 4.0]).to_device(device());
+        // libtorch gives each a view of one tensor as its gradient, that of the sum.
+        let loss = || ((square.view([4]) + column.view([4])) * &factors).sum(Kind::Float);
+        let (first, second) = (ddp.forward(loss).unwrap(), ddp.forward(loss).unwrap());
+        ddp.backward_no_sync_weighted(&first, 2.0).unwrap();
+        ddp.backward_weighted(&second, 0.0).unwrap();
+        for gradient in [square.grad(), column.grad()] {
+            assert_eq!(elements(&gradient), [1.0, 2.0, 3.0, 4.0]);
+        }
+    });
+}
+
 #[test]
 fn in_a_join_a_rank_without_batches_has_no_weight() {
     let start = floats(&Mlp::new(&WIDTHS).store);

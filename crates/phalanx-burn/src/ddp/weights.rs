@@ -2,7 +2,7 @@
 
 use burn::module::Module;
 use burn::optim::{GradientsAccumulator, GradientsParams};
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Tensor};
 use phalanx::reducer::{StepWeight, check_weight_sum};
 use phalanx::{Communicator, Error, Rank, Result};
 
@@ -50,7 +50,7 @@ impl<M: Module> Ddp<M> {
     ///
     /// - if a rank's weight is negative, infinite or not a number;
     /// - if some ranks call this and others [`backward`](Self::backward), or passes of one step are weighted and others not;
-    /// - if a gradient is of 16 bits, or a [hook](Self::register_comm_hook) is registered, other than one that
+    /// - if a gradient, or the loss, is of 16 bits, or a [hook](Self::register_comm_hook) is registered, other than one that
     ///   [takes weights](phalanx::reducer::hooks::CommHook::accepts_weights). Then sum the weights over ranks with
     ///   [`sum`](Self::sum), and call [`backward`](Self::backward) with `loss × weight × world size / sum`.
     ///
@@ -100,7 +100,7 @@ impl<M: Module> Ddp<M> {
         weight: Option<f64>,
     ) -> Result<SyncedGradients> {
         self.engine.check_tracked(loss)?;
-        let total = self.accumulate(weight)?.sum();
+        let total = self.accumulate(loss, weight)?.sum();
         self.accumulated = StepWeight::Nothing;
         self.buffers_stale = true;
         let model = held(&self.model);
@@ -125,7 +125,7 @@ impl<M: Module> Ddp<M> {
         weight: Option<f64>,
     ) -> Result<()> {
         self.engine.check_tracked(loss)?;
-        self.accumulated = self.accumulate(weight)?;
+        self.accumulated = self.accumulate(loss, weight)?;
         let model = held(&self.model);
         match &mut self.engine {
             Engine::Alone { held } => {
@@ -158,8 +158,11 @@ impl<M: Module> Ddp<M> {
     }
 
     /// What is accumulated with one pass more. An error ends the group: the others wait for this rank's gradients.
-    fn accumulate(&self, weight: Option<f64>) -> Result<StepWeight> {
-        let sum = || one_more(self.accumulated, weight, self.group.rank(), &self.inventory.parameters);
+    fn accumulate<const D: usize>(&self, loss: &Tensor<D>, weight: Option<f64>) -> Result<StepWeight> {
+        let sum = || {
+            let sum = one_more(self.accumulated, weight, self.group.rank(), &self.inventory.parameters)?;
+            weight.map_or(Ok(()), |_| check_wide(loss)).map(|()| sum)
+        };
         match self.engine.sink() {
             Some(sink) => sink.call(|_| sum()),
             None => sum(),
@@ -177,6 +180,16 @@ pub(crate) fn one_more(
     // Types matter to weights alone.
     let specs = weight.map(|_| specs(parameters)).transpose()?.unwrap_or_default();
     step.with(weight, rank, &specs)
+}
+
+/// An error if the loss is of 16 bits: its gradient begins as the weight, rounded to that type, while the sum of weights is exact.
+fn check_wide<const D: usize>(loss: &Tensor<D>) -> Result<()> {
+    let dtype = loss.dtype();
+    if !matches!(dtype, DType::F16 | DType::BF16) {
+        return Ok(());
+    }
+    Err(Error::invalid_argument(format!("a loss of type {dtype:?} is too narrow for weights"))
+        .with_remedy("compute it in f32: `output.cast(FloatDType::F32)` before the loss"))
 }
 
 /// The loss with which backward begins.

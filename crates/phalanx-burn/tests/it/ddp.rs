@@ -12,6 +12,7 @@ use burn::tensor::{Distribution, Tensor};
 use phalanx::join::JoinGroup;
 use phalanx::reducer::ReducerOptions;
 use phalanx::trace::Trace;
+use phalanx::{GroupHandle, ProcessGroup};
 use phalanx_burn::{Ddp, DdpOptions};
 
 fn options(reducer: ReducerOptions) -> DdpOptions {
@@ -223,6 +224,20 @@ fn gradients_of_another_model_are_refused_and_change_nothing() {
         // The group has ended: on no rank does a step follow that another has left out.
         let error = ddp.forward(|model| model.loss(samples(0, 4))).unwrap_err();
         assert!(error.to_string().contains("another"), "{error}");
+    });
+}
+
+#[test]
+fn a_handle_that_leads_to_another_group_by_now_is_refused() {
+    run(2, |group| {
+        let handle = GroupHandle::new(ProcessGroup::alone().unwrap());
+        let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &handle).unwrap();
+        drop(ddp.forward(|model| model.loss(samples(0, 4))).unwrap());
+        handle.rebind(group);
+        let error = ddp.forward(|model| model.loss(samples(0, 4))).unwrap_err().to_string();
+        assert!(error.contains("a group of 2 ranks by now"), "{error}");
+        let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &handle).unwrap();
+        drop(ddp.forward(|model| model.loss(samples(0, 4))).unwrap());
     });
 }
 

@@ -5,7 +5,7 @@ use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{GradientsParams, ModuleOptimizer, SgdConfig};
-use burn::tensor::Tensor;
+use burn::tensor::{FloatDType, Tensor};
 use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::reducer::ReducerOptions;
 use phalanx::reducer::hooks::Compressed;
@@ -212,6 +212,21 @@ fn weights_that_are_none_are_refused_by_name_on_every_rank() {
         let loss = ddp.forward(|model| model.loss(samples(0, 4))).unwrap();
         assert!(ddp.backward_weighted(&loss, -1.0).unwrap_err().is_invalid_argument());
     });
+}
+
+/// The gradient of such a loss begins as the weight: 4097 is 4096 in f16, and 70,000 is infinite.
+#[test]
+fn a_loss_of_16_bits_has_no_weight() {
+    for dtype in [FloatDType::F16, FloatDType::BF16] {
+        run(1, |group| {
+            let mut ddp = Ddp::new(Mlp::new(&WIDTHS), &group).unwrap();
+            let loss = ddp.forward(|model| model.loss(samples(0, 4)).cast(dtype)).unwrap();
+            let error = ddp.backward_weighted(&loss, 4097.0).unwrap_err().to_string();
+            assert!(error.contains("too narrow for weights") && error.contains("in f32"), "{error}");
+            let error = ddp.backward_no_sync_weighted(&loss, 70_000.0).unwrap_err().to_string();
+            assert!(error.contains("too narrow for weights"), "{error}");
+        });
+    }
 }
 
 #[test]

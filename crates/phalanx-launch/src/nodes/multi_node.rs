@@ -30,7 +30,7 @@ use crate::event::Event;
 use crate::exit::{Failure, NodeFailure, Outcome, Signal};
 use crate::host;
 use crate::job::Job;
-use crate::log::{Machine, View};
+use crate::log::View;
 use crate::placement::Placement;
 use crate::poll::poll_readable;
 use crate::random;
