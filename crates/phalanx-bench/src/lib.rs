@@ -20,6 +20,7 @@ mod sweep;
 mod tune;
 mod values;
 
+use std::io::{self, Write};
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -32,7 +33,8 @@ pub fn run() -> ExitCode {
     match dispatch(Cli::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("phalanx bench: {error}");
+            // Where nobody reads it the code says it alone.
+            let _ = writeln!(io::stderr(), "phalanx bench: {error}");
             ExitCode::FAILURE
         }
     }

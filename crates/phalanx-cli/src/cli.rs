@@ -7,7 +7,7 @@ use std::time::Duration;
 use clap::builder::styling::{AnsiColor, Styles};
 use clap::builder::{FalseyValueParser, Resettable};
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-use clap::{Arg, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap::{Arg, ArgAction, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use phalanx::launch::Selection;
 
@@ -81,7 +81,8 @@ unless NO_COLOR is set, and a status line stays at the bottom.
   With --redirects or --tee each job has a folder, in --log-dir or else in the system's folder for temporary files: \
 <log-dir>/<name>_<random>/attempt_<restart>/<local rank>/ with stdout.log, stderr.log and error.json, as torchrun \
 makes them. With --log-format json each line is a JSON object: workers' lines on the stream they were \
-written to, this command's events on standard error.
+written to, this command's events on standard error. The last one is `ended`, with `outcome` and `exit_code`, also if no worker could be started; only an error in \
+the options themselves is plain text.
 
 How it ends:
   The first worker that fails ends the job, or, with --max-restarts, this attempt: the other workers, and all processes that workers have started, also in \
@@ -330,6 +331,11 @@ fn instead_of_torchruns(option: &str) -> Option<&'static str> {
     OF_TORCHRUN.iter().find(|(name, _)| *name == option).map(|(_, instead)| *instead)
 }
 
+/// What switches off, as a variable's value.
+const OFF: [&str; 6] = ["0", "false", "f", "no", "n", "off"];
+/// The longest time that an option may give, in seconds: some thirty years.
+const MAX_SECONDS: f64 = 1e9;
+
 /// Reads a command line. An empty variable counts as not set, and an error about a variable's value names the variable.
 pub(crate) fn parse(words: impl IntoIterator<Item = OsString>) -> Result<Cli, clap::Error> {
     parse_with(words, |name| std::env::var_os(name))
@@ -339,17 +345,20 @@ fn parse_with(
     words: impl IntoIterator<Item = OsString>,
     lookup: impl Fn(&OsStr) -> Option<OsString>,
 ) -> Result<Cli, clap::Error> {
+    let words: Vec<OsString> = words.into_iter().collect();
     let names: Vec<String> =
         Cli::command().get_subcommands().map(|command| command.get_name().to_owned()).collect();
     let unset = |arg: Arg| match arg.get_env() {
-        Some(name) if lookup(name).is_some_and(|value| value.is_empty()) => arg.env(Resettable::Reset),
+        Some(name) if lookup(name).is_some_and(|value| says_nothing(&arg, &value)) => {
+            arg.env(Resettable::Reset)
+        }
         _ => arg,
     };
     let command = Cli::command();
     let mut command = names
         .into_iter()
         .fold(command, |command, name| command.mut_subcommand(name, |part| part.mut_args(&unset)));
-    let parsed = command.try_get_matches_from_mut(words).and_then(|matches| Cli::from_arg_matches(&matches));
+    let parsed = command.try_get_matches_from_mut(&words).and_then(|matches| Cli::from_arg_matches(&matches));
     parsed.map_err(|mut error| {
         let given = |kind| match error.get(kind) {
             Some(ContextValue::String(text)) => Some(text.clone()),
@@ -357,18 +366,33 @@ fn parse_with(
         };
         let unknown = given(ContextKind::InvalidArg).filter(|_| error.kind() == ErrorKind::UnknownArgument);
         let value = given(ContextKind::InvalidValue);
-        // As in `--nnodes <N>`.
         let option = given(ContextKind::InvalidArg);
-        let option =
-            option.and_then(|option| option.strip_prefix("--")?.split(' ').next().map(str::to_owned));
-        let args = command.get_subcommands().flat_map(clap::Command::get_arguments);
-        let variable = args
-            .filter(|arg| arg.get_long().is_some_and(|long| option.as_deref() == Some(long)))
+        let option = option.as_deref().and_then(long_name);
+        let args = || command.get_subcommands().flat_map(clap::Command::get_arguments);
+        let variable = args()
+            .filter(|arg| arg.get_long().is_some_and(|long| option == Some(long)))
             .filter_map(|arg| arg.get_env())
             .find(|name| lookup(name).is_some_and(|set| set.to_str() == value.as_deref()));
-        if let Some(variable) = variable {
-            let tip = format!("the value is that of the variable {}", variable.display());
-            error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
+        let mut tips: Vec<String> = variable
+            .map(|variable| format!("the value is that of the variable {}", variable.display()))
+            .into_iter()
+            .collect();
+        if error.kind() == ErrorKind::ArgumentConflict {
+            for option in conflicting(&error) {
+                let is_it = |arg: &&Arg| arg.get_long().is_some_and(|long| long_name(&option) == Some(long));
+                let arg = args().filter(is_it).find(|arg| !is_typed(arg, &words));
+                let variable = arg.and_then(Arg::get_env).filter(|name| lookup(name).is_some());
+                tips.extend(variable.map(|variable| {
+                    format!(
+                        "{option} comes from the variable {}: unset it, or leave out the other option",
+                        variable.display()
+                    )
+                }));
+            }
+        }
+        if !tips.is_empty() {
+            let tips = tips.into_iter().map(Into::into).collect();
+            error.insert(ContextKind::Suggested, ContextValue::StyledStrs(tips));
         }
         if let Some(instead) = unknown.as_deref().and_then(instead_of_torchruns) {
             // Options that are spelled alike are others.
@@ -380,8 +404,45 @@ fn parse_with(
     })
 }
 
+/// Whether `value`, of the variable of `arg`, is as if the variable were not set. A switch that is off excludes no other option.
+fn says_nothing(arg: &Arg, value: &OsStr) -> bool {
+    let is_switch = matches!(arg.get_action(), ArgAction::SetTrue);
+    value.is_empty() || is_switch && OFF.iter().any(|off| value.eq_ignore_ascii_case(off))
+}
+
+/// The name in `--nnodes <N>`.
+fn long_name(option: &str) -> Option<&str> {
+    option.strip_prefix("--")?.split(' ').next()
+}
+
+/// The options that exclude each other, each with its value: `--nnodes <N>`.
+fn conflicting(error: &clap::Error) -> Vec<String> {
+    let named = |kind| match error.get(kind) {
+        Some(ContextValue::String(text)) => vec![text.clone()],
+        Some(ContextValue::Strings(texts)) => texts.clone(),
+        _ => Vec::new(),
+    };
+    [named(ContextKind::InvalidArg), named(ContextKind::PriorArg)].concat()
+}
+
+/// Whether `arg` is among the words of the command line, by any of its names.
+fn is_typed(arg: &Arg, words: &[OsString]) -> bool {
+    let aliases = arg.get_all_aliases().unwrap_or_default();
+    let longs: Vec<String> =
+        arg.get_long().into_iter().chain(aliases).map(|long| format!("--{long}")).collect();
+    let short = arg.get_short().map(|short| format!("-{short}"));
+    words.iter().filter_map(|word| word.to_str()).any(|word| {
+        let name = word.split_once('=').map_or(word, |(name, _)| name);
+        longs.iter().any(|long| long == name) || short.as_ref().is_some_and(|short| word.starts_with(short))
+    })
+}
+
 pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
     let seconds: f64 = text.parse().map_err(|_| "it is not a number of seconds".to_owned())?;
+    // NaN is in no range.
+    if !(0.0..=MAX_SECONDS).contains(&seconds) {
+        return Err(format!("give a number of seconds from 0 to {MAX_SECONDS}"));
+    }
     Duration::try_from_secs_f64(seconds).map_err(|error| error.to_string())
 }
 
@@ -439,6 +500,7 @@ impl Run {
             ("--rdzv-endpoint", self.nodes.rdzv_endpoint.is_some()),
             ("--master-addr", self.nodes.master_addr.is_some()),
             ("--master-port", self.nodes.master_port.is_some()),
+            ("--node-rank", self.nodes.node_rank.is_some()),
         ];
         for (option, _) in given.iter().filter(|(_, given)| *given && self.standalone) {
             notes.push(format!("--standalone: {option} has no effect"));
@@ -447,13 +509,25 @@ impl Run {
         notes
     }
 
-    /// A note about a worker whose output is to be shown, and which this machine does not have.
-    pub(crate) fn absent(&self, workers: u32) -> Option<String> {
-        let shown = &self.local_ranks_filter.as_ref()?.0;
-        let rank = shown.iter().find(|rank| **rank >= workers)?;
-        Some(format!(
-            "--local-ranks-filter: no worker of this machine has the local rank {rank}; there are {workers}, from 0"
-        ))
+    /// Notes about workers that options name by their local rank, and which this machine does not have.
+    pub(crate) fn absent(&self, workers: u32) -> Vec<String> {
+        let ranks = |selection: &Selection| match selection {
+            Selection::Every(_) => Vec::<u32>::new(),
+            Selection::Each(each) => each.iter().map(|(rank, _)| *rank).collect(),
+        };
+        let shown = self.local_ranks_filter.as_ref().map(|shown| shown.0.clone());
+        let named = [
+            ("--local-ranks-filter", shown.unwrap_or_default()),
+            ("--redirects", ranks(&self.redirects)),
+            ("--tee", ranks(&self.tee)),
+        ];
+        let missing = named.into_iter().filter_map(|(option, ranks)| {
+            let rank = ranks.into_iter().find(|rank| *rank >= workers)?;
+            Some(format!(
+                "{option}: no worker of this machine has the local rank {rank}; there are {workers}, from 0"
+            ))
+        });
+        missing.collect()
     }
 
     /// A warning if another launcher, with these variables, has started this command several times, and each is a job by itself.
@@ -491,7 +565,10 @@ mod tests {
         assert_eq!(run.program, ["./train", "--role", "x", "--", "y"]);
         assert_eq!(run.role, "default");
         assert_eq!(seconds("0.5"), Ok(Duration::from_millis(500)));
-        assert!(seconds("-1").is_err() && seconds("soon").is_err());
+        for bad in ["-1", "nan", "inf", "1e19"] {
+            assert!(seconds(bad).unwrap_err().contains("from 0 to 1000000000"), "{bad}");
+        }
+        assert!(seconds("soon").is_err());
     }
 
     fn parse(words: &[&str]) -> Result<Box<Run>, String> {
@@ -516,9 +593,15 @@ mod tests {
 
     #[test]
     fn workers_that_are_not_there_and_are_to_be_shown_are_told() {
-        let absent = |ranks: &str| parse(&["--local-ranks-filter", ranks, "./train"]).unwrap().absent(2);
-        assert_eq!((absent("0,1"), parse(&["./train"]).unwrap().absent(1)), (None, None));
-        assert!(absent("0,2").unwrap().contains("the local rank 2; there are 2"));
+        let absent = |option: &str, ranks: &str| parse(&[option, ranks, "./train"]).unwrap().absent(2);
+        assert!(absent("--local-ranks-filter", "0,1").is_empty() && absent("--tee", "3").is_empty());
+        assert!(absent("--tee", "0:3,1:1").is_empty() && parse(&["./train"]).unwrap().absent(1).is_empty());
+        for (option, ranks) in [("--local-ranks-filter", "0,2"), ("--redirects", "2:1"), ("--tee", "0:3,2:3")]
+        {
+            let notes = absent(option, ranks);
+            let expected = format!("{option}: no worker of this machine has the local rank 2; there are 2");
+            assert!(notes.len() == 1 && notes[0].starts_with(&expected), "{notes:?}");
+        }
     }
 
     #[test]
@@ -627,8 +710,12 @@ mod tests {
         let notes = |words: &[&str]| parse(&[words, &["./train"]].concat()).unwrap().notes();
         assert!(notes(&["--log-dir", "x"])[0].contains("--tee 3"));
         assert!(notes(&["--log-dir", "x", "--tee", "1"]).is_empty());
-        let standalone = notes(&["--standalone", "--rdzv-endpoint", "node7:1", "--master-port", "2"]);
-        assert!(standalone[0].contains("--rdzv-endpoint") && standalone[1].contains("--master-port"));
+        let standalone =
+            notes(&["--standalone", "--rdzv-endpoint", "node7:1", "--master-port", "2", "--node-rank", "1"]);
+        for (note, option) in standalone.iter().zip(["--rdzv-endpoint", "--master-port", "--node-rank"]) {
+            assert!(note.contains(option), "{standalone:?}");
+        }
+        assert_eq!(standalone.len(), 3);
         assert!(notes(&["--rdzv-conf", "read_timeout=9,is_host=1"])[0].contains("read_timeout"));
         assert_eq!(local_ranks("0, 2"), Ok(LocalRanks(vec![0, 2])));
         assert!(local_ranks("0,x").is_err() && local_ranks("0,").is_err());

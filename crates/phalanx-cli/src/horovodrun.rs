@@ -9,6 +9,7 @@ use std::process::{Command, ExitCode};
 use clap::{ArgAction, Args, CommandFactory};
 
 use crate::cli::Cli;
+use crate::output::print;
 
 /// The name of the subcommand, and of links to this program.
 pub(crate) const NAME: &str = "horovodrun";
@@ -292,8 +293,7 @@ pub(crate) fn run(options: Horovodrun) -> ExitCode {
         ExitCode::from(code)
     };
     if options.check_build {
-        let _ = std::io::stdout().write_all(BUILD.as_bytes());
-        return ExitCode::SUCCESS;
+        return print(BUILD.as_bytes()).map_or_else(|message| refuse(message, 1), |()| ExitCode::SUCCESS);
     }
     // A Slurm job says it itself.
     let says_how_many =

@@ -96,6 +96,19 @@ impl HostOptions {
         self.num_proc.map(WorldSize::new).transpose().map_err(|error| error.to_string())
     }
 
+    /// A note about options of ssh, for a job that needs none.
+    pub(crate) fn unused_here(&self) -> Option<String> {
+        let (verb, options) = match (self.ssh_port.is_some(), self.ssh_identity_file.is_some()) {
+            (false, false) => return None,
+            (true, false) => ("has", "--ssh-port"),
+            (false, true) => ("has", "--ssh-identity-file"),
+            (true, true) => ("have", "--ssh-port and --ssh-identity-file"),
+        };
+        Some(format!(
+            "{options} {verb} no effect: this job runs on this machine; name hosts with -H or --hostfile"
+        ))
+    }
+
     pub(crate) fn shell(&self) -> RemoteShell {
         let shell = match std::env::var_os("PHALANX_RSH") {
             Some(program) => RemoteShell::default().program(&program),
@@ -155,5 +168,8 @@ mod tests {
             assert!(parse(bad).is_err(), "{bad:?}");
         }
         assert!(parse(&["--hostfile", "/does/not/exist", "./train"]).unwrap().placed().is_err());
+        assert_eq!(parse(&["-np", "2", "./train"]).unwrap().unused_here(), None);
+        let note = parse(&["--ssh-port", "7", "./train"]).unwrap().unused_here().unwrap();
+        assert!(note.starts_with("--ssh-port has no effect") && note.contains("-H or --hostfile"), "{note}");
     }
 }

@@ -113,7 +113,7 @@ pub(crate) struct Renderer {
 impl Renderer {
     pub(crate) fn start(format: Format, prefix: Option<Prefix>) -> io::Result<Self> {
         Ok(Self {
-            output: Output::start()?,
+            output: Output::start(format)?,
             format,
             prefix,
             local_ranks: HashMap::new(),

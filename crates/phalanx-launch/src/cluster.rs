@@ -9,6 +9,9 @@ use crate::error::{Error, Result};
 use crate::health::Heartbeat;
 use crate::store::host_port;
 
+/// No time limit.
+pub(super) const NO_LIMIT: Duration = Duration::from_secs(365 * 24 * 3600);
+
 /// The node that serves the launchers' store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -141,19 +144,20 @@ impl Cluster {
     /// How often a launcher sends a heartbeat, 1 s, and after how many missing ones it is declared dead. If that is not given, as many
     /// as fit into the time that the network between ranks may be silent (10 s, or `PHALANX_NETWORK_TIMEOUT`) and two more, at least 5.
     pub fn keep_alive(mut self, interval: Duration, attempts: Option<u32>) -> Self {
-        self.keep_alive = (interval.max(Duration::from_millis(10)), attempts.map(|attempts| attempts.max(1)));
+        let interval = interval.clamp(Duration::from_millis(10), NO_LIMIT);
+        self.keep_alive = (interval, attempts.map(|attempts| attempts.max(1)));
         self
     }
 
     /// How long to wait for enough nodes: 600 s.
     pub fn join_timeout(mut self, timeout: Duration) -> Self {
-        self.join_timeout = timeout;
+        self.join_timeout = timeout.min(NO_LIMIT);
         self
     }
 
     /// How long to wait for more nodes when there are enough: 30 s.
     pub fn last_call(mut self, timeout: Duration) -> Self {
-        self.last_call = timeout;
+        self.last_call = timeout.min(NO_LIMIT);
         self
     }
 
@@ -183,6 +187,22 @@ impl Cluster {
     /// After how long without a heartbeat a launcher is declared dead.
     pub(super) fn silence(&self) -> Duration {
         let (interval, attempts) = self.keep_alive;
-        interval.saturating_mul(attempts.unwrap_or_else(|| self.heartbeat.missing_in_store(interval, false)))
+        let attempts = attempts.unwrap_or_else(|| self.heartbeat.missing_in_store(interval, false));
+        interval.saturating_mul(attempts).min(NO_LIMIT)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Others are added to them, and to the time of day.
+    #[test]
+    fn times_have_a_limit() {
+        let cluster = Cluster::new(1, 2, "localhost", 1).unwrap();
+        let cluster = cluster.keep_alive(Duration::MAX, Some(u32::MAX)).join_timeout(Duration::MAX);
+        let cluster = cluster.last_call(Duration::MAX);
+        assert_eq!([cluster.silence(), cluster.join_timeout, cluster.last_call], [NO_LIMIT; 3]);
+        assert_eq!(cluster.keep_alive(Duration::from_secs(2), Some(3)).silence(), Duration::from_secs(6));
     }
 }

@@ -16,6 +16,7 @@ use clap::Args;
 
 pub(crate) use self::finding::Report;
 use crate::cli::seconds;
+use crate::output::print;
 use crate::render::wants_colour;
 
 const ABOUT: &str = "\
@@ -89,7 +90,12 @@ fn tell(options: &Doctor, report: &Report) -> ExitCode {
         true => report.json(),
         false => report.text(wants_colour(&io::stdout())),
     };
-    // If the reader has closed the pipe, it needs no more output.
-    let _ = io::stdout().write_all(text.as_bytes());
-    if report.is_good() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    match print(text.as_bytes()) {
+        Ok(()) if report.is_good() => ExitCode::SUCCESS,
+        Ok(()) => ExitCode::FAILURE,
+        Err(message) => {
+            let _ = writeln!(io::stderr(), "phalanx: {message}");
+            ExitCode::FAILURE
+        }
+    }
 }

@@ -488,6 +488,53 @@ fn options_are_checked() {
     }
 }
 
+/// As an operator of Kubernetes sets them, for all containers of a pod.
+#[test]
+fn an_option_that_a_variable_gives_is_named_where_it_excludes_another() {
+    let mut command = bare();
+    command.args(["-np", "2", "--", "true"]).env("PET_NPROC_PER_NODE", "4");
+    let refused = output(command);
+    let err = text(&refused.stderr);
+    assert_eq!(refused.status.code(), Some(2), "{err}");
+    assert!(
+        err.contains("--nproc-per-node <N> comes from the variable PET_NPROC_PER_NODE: unset it"),
+        "{err}"
+    );
+    // Who has typed both knows it.
+    let mut command = bare();
+    command.args(["-np", "2", "--nproc_per_node=3", "--", "true"]).env("PET_NPROC_PER_NODE", "4");
+    let refused = output(command);
+    let err = text(&refused.stderr);
+    assert!(refused.status.code() == Some(2) && !err.contains("PET_"), "{err}");
+    // A switch that is off excludes nothing.
+    let mut command = bare();
+    command.args(["-H", "localhost:1", "--no-python", "--", "echo", "hello"]);
+    command.env("PET_STANDALONE", "False").env("PET_MODULE", "0");
+    let ran = output(command);
+    assert_eq!(text(&ran.stdout), "[0] hello\n", "{}", text(&ran.stderr));
+}
+
+#[test]
+fn a_program_that_reads_the_events_reads_also_why_a_job_has_not_started() {
+    for (words, code, why) in [
+        (&["--", "/no/such/program"][..], 127, "cannot start /no/such/program as rank 0"),
+        (&["--hostfile", "/no/such/file", "--", "true"], 2, "--hostfile /no/such/file"),
+        (&["--log-dir", "/dev/null", "--tee", "3", "--", "true"], 1, "cannot make /dev/null"),
+    ] {
+        let mut command = bare();
+        command.args(["--log-format", "json"]).args(words);
+        let output = output(command);
+        let err = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{err}");
+        let lines: Vec<serde_json::Value> =
+            err.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let last = lines.last().unwrap();
+        assert_eq!((&last["event"], &last["outcome"]), (&"ended".into(), &"error".into()), "{err}");
+        assert_eq!(last["exit_code"], code, "{err}");
+        assert!(last["message"].as_str().unwrap().contains(why), "{err}");
+    }
+}
+
 #[test]
 fn horovodrun_is_run_with_horovods_variables() {
     let folder = tempfile::tempdir().unwrap();

@@ -33,6 +33,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
+use super::cluster::NO_LIMIT;
 use super::event::Observer;
 use super::exit::Report;
 use super::job::check_open_store;
@@ -133,7 +134,7 @@ impl RemoteJob {
 
     /// How long the hosts may take to answer, and then their launchers to find each other: 30 s each.
     pub fn start_timeout(mut self, timeout: Duration) -> Self {
-        self.start_timeout = timeout;
+        self.start_timeout = timeout.min(NO_LIMIT);
         self
     }
 
