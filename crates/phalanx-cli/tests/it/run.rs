@@ -488,6 +488,25 @@ fn options_are_checked() {
     }
 }
 
+#[test]
+fn what_is_no_host_is_refused_before_anybody_waits_for_its_address() {
+    for (options, why) in [
+        (&["--master-addr", "tcp://node0"][..], "\"tcp://node0\" is no place to meet: it is a URL"),
+        (&["--master-addr", "node0:29500"], "its port by itself"),
+        (&["--rdzv-endpoint", ":29500"], "it is empty"),
+        (&["--nnodes", "2", "--rdzv-endpoint", "http://node0:29500"], "it is a URL"),
+        (&["-H", "localhost:1,127.0.0.1:1", "--master-addr", "node0:29500"], "its port by itself"),
+    ] {
+        // In a pod a name may get its address for as long as the job waits.
+        let mut command = phalanx(options, "true");
+        command.env("KUBERNETES_SERVICE_HOST", "10.0.0.1");
+        let output = output(command);
+        let err = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{options:?}: {err}");
+        assert!(err.contains(why) && err.contains("--master-addr or --rdzv-endpoint"), "{options:?}: {err}");
+    }
+}
+
 /// As an operator of Kubernetes sets them, for all containers of a pod.
 #[test]
 fn an_option_that_a_variable_gives_is_named_where_it_excludes_another() {
