@@ -1,6 +1,9 @@
 //! The command line. Its help is the manual.
 
+use std::error::Error as StdError;
 use std::ffi::{OsStr, OsString};
+use std::net::AddrParseError;
+use std::num::ParseIntError;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -130,37 +133,47 @@ take part. Connections are authenticated, and not encrypted, unless each process
 store if this user runs them on the store's own machine, or with --open-store.
 
 Environment of a worker:
-  RANK, LOCAL_RANK             its rank in the job and on this machine, from 0
-  WORLD_SIZE, LOCAL_WORLD_SIZE the number of workers
-  GROUP_RANK, GROUP_WORLD_SIZE the rank of this machine, and the number of machines
+  RANK, LOCAL_RANK
+      its rank in the job and on this machine, from 0
+  WORLD_SIZE, LOCAL_WORLD_SIZE
+      the number of workers
+  GROUP_RANK, GROUP_WORLD_SIZE
+      the rank of this machine, and the number of machines
   ROLE_NAME, ROLE_RANK, ROLE_WORLD_SIZE
-                               the role (--role), and rank and number of workers again
-  MASTER_ADDR, MASTER_PORT     where the store is
+      the role (--role), and rank and number of workers again
+  MASTER_ADDR, MASTER_PORT
+      where the store is
   TORCHELASTIC_RESTART_COUNT, TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_RUN_ID, TORCHELASTIC_USE_AGENT_STORE
-                               as torchrun sets them
+      as torchrun sets them
   PHALANX_ELASTIC, PHALANX_RESET_LIMIT
-                               of an elastic job: the number of workers, MIN:MAX, and how often they may form a new group
-  TORCHELASTIC_ERROR_FILE      a worker may leave {\"message\": \"..\"} there, to be shown if it fails
+      of an elastic job: the number of workers, MIN:MAX, and how often they may form a new group
+  TORCHELASTIC_ERROR_FILE
+      a worker may leave {\"message\": \"..\"} there, to be shown if it fails
   HOROVOD_RANK, HOROVOD_SIZE, HOROVOD_LOCAL_RANK, HOROVOD_LOCAL_SIZE, HOROVOD_CROSS_RANK, HOROVOD_CROSS_SIZE
-                               the same under Horovod's names, with `phalanx horovodrun`
-  PHALANX_LAUNCHER_STORE       where this command's store is, for workers that use Phalanx
-  PHALANX_BLAME_FILE           where Phalanx notes which rank's failure a worker has seen
-  PHALANX_JOB_TAG              a tag by which all processes of the job are found and ended with it
-  PHALANX_JOB_KEY_FILE         the job's key, by which its workers and the store know each other
+      the same under Horovod's names, with `phalanx horovodrun`
+  PHALANX_LAUNCHER_STORE
+      where this command's store is, for workers that use Phalanx
+  PHALANX_BLAME_FILE
+      where Phalanx notes which rank's failure a worker has seen
+  PHALANX_JOB_TAG
+      a tag by which all processes of the job are found and ended with it
+  PHALANX_JOB_KEY_FILE
+      the job's key, by which its workers and the store know each other
   PHALANX_TLS_CA, PHALANX_TLS_CERT, PHALANX_TLS_KEY
-                               the files of --tls-ca, --tls-cert and --tls-key, if they are given
-  PYTHONUNBUFFERED             1, unless it is set: Python shows lines as soon as they are written
+      the files of --tls-ca, --tls-cert and --tls-key, if they are given
+  PYTHONUNBUFFERED
+      1, unless it is set: Python shows lines as soon as they are written
   OMP_NUM_THREADS, RAYON_NUM_THREADS
-                               1 if there are several workers and it is not set already
+      1 if there are several workers and it is not set already
 
 Examples:
-  phalanx run --nproc-per-node 4 -- ./target/release/train --epochs 6
+  phalanx run --nproc-per-node 4 -- ./train --epochs 6
   phalanx run --nproc-per-node gpu -- python train.py
-  phalanx run -np 8 -H node0:4,node1:4 ./target/release/train
-  phalanx run --nnodes 2 --node-rank 1 --master-addr node0 --nproc-per-node 4 -- ./target/release/train
-  sbatch --nodes 2 --ntasks-per-node 4 --wrap 'phalanx run ./target/release/train'
-  phalanx run --nproc-per-node 4 --min-np 2 --max-restarts 10 -- ./target/release/train
-  phalanx run --nproc-per-node 2 -- sh -c 'echo I am rank $RANK of $WORLD_SIZE'";
+  phalanx run -np 8 -H node0:4,node1:4 ./train
+  phalanx run --nnodes 2 --node-rank 1 --master-addr node0 -- ./train
+  sbatch --nodes 2 --ntasks-per-node 4 --wrap 'phalanx run ./train'
+  phalanx run --nproc-per-node 4 --min-np 2 --max-restarts 10 -- ./train
+  phalanx run --nproc-per-node 2 -- sh -c 'echo I am $RANK of $WORLD_SIZE'";
 
 /// Start a program several times, on one machine or several, as the ranks of one job
 #[derive(Args, Debug)]
@@ -178,8 +191,8 @@ pub(crate) struct Run {
     )]
     pub(crate) nproc_per_node: Option<Processes>,
 
-    /// One machine, with a free port for the store. --rdzv-endpoint, --master-addr and --master-port are ignored. This is the
-    /// default if no address or port is given
+    /// One machine, with a free port for the store. --rdzv-endpoint, --master-addr, --master-port and --node-rank are ignored. This is
+    /// the default if no address or port is given
     #[arg(long, env = "PET_STANDALONE", hide_env_values = true, value_parser = FalseyValueParser::new())]
     pub(crate) standalone: bool,
 
@@ -354,10 +367,16 @@ fn parse_with(
         }
         _ => arg,
     };
+    // The error is then about the value, and not about an option that is a number.
+    let negative = |arg: Arg| match arg.get_action().takes_values() && !arg.is_positional() {
+        true => arg.allow_negative_numbers(true),
+        false => arg,
+    };
+    let prepared = |arg: Arg| negative(unset(arg));
     let command = Cli::command();
     let mut command = names
         .into_iter()
-        .fold(command, |command, name| command.mut_subcommand(name, |part| part.mut_args(&unset)));
+        .fold(command, |command, name| command.mut_subcommand(name, |part| part.mut_args(&prepared)));
     let parsed = command.try_get_matches_from_mut(&words).and_then(|matches| Cli::from_arg_matches(&matches));
     parsed.map_err(|mut error| {
         let given = |kind| match error.get(kind) {
@@ -377,8 +396,19 @@ fn parse_with(
             .map(|variable| format!("the value is that of the variable {}", variable.display()))
             .into_iter()
             .collect();
+        let source = StdError::source(&error);
+        if source.is_some_and(|source| source.is::<ParseIntError>()) {
+            tips.push("give a whole number".to_owned());
+        }
+        if source.is_some_and(|source| source.is::<AddrParseError>()) {
+            tips.push("give an IP address, such as 10.0.0.5".to_owned());
+        }
+        let is_missing = |option: &str| named(&error).iter().any(|named| long_name(named) == Some(option));
+        if error.kind() == ErrorKind::MissingRequiredArgument && is_missing("num-proc") {
+            tips.push("the number of workers is written -np N, or --nproc-per-node N".to_owned());
+        }
         if error.kind() == ErrorKind::ArgumentConflict {
-            for option in conflicting(&error) {
+            for option in named(&error) {
                 let is_it = |arg: &&Arg| arg.get_long().is_some_and(|long| long_name(&option) == Some(long));
                 let arg = args().filter(is_it).find(|arg| !is_typed(arg, &words));
                 let variable = arg.and_then(Arg::get_env).filter(|name| lookup(name).is_some());
@@ -389,6 +419,10 @@ fn parse_with(
                     )
                 }));
             }
+        }
+        if error.kind() == ErrorKind::UnknownArgument {
+            // That a program of this name could be meant.
+            error.remove(ContextKind::Suggested);
         }
         if !tips.is_empty() {
             let tips = tips.into_iter().map(Into::into).collect();
@@ -415,14 +449,14 @@ fn long_name(option: &str) -> Option<&str> {
     option.strip_prefix("--")?.split(' ').next()
 }
 
-/// The options that exclude each other, each with its value: `--nnodes <N>`.
-fn conflicting(error: &clap::Error) -> Vec<String> {
-    let named = |kind| match error.get(kind) {
+/// The options that an error names, each with its value: `--nnodes <N>`.
+fn named(error: &clap::Error) -> Vec<String> {
+    let of_kind = |kind| match error.get(kind) {
         Some(ContextValue::String(text)) => vec![text.clone()],
         Some(ContextValue::Strings(texts)) => texts.clone(),
         _ => Vec::new(),
     };
-    [named(ContextKind::InvalidArg), named(ContextKind::PriorArg)].concat()
+    [of_kind(ContextKind::InvalidArg), of_kind(ContextKind::PriorArg)].concat()
 }
 
 /// Whether `arg` is among the words of the command line, by any of its names.
@@ -612,6 +646,29 @@ mod tests {
         let run = parse(&["./train", "--nproc-per-nod", "2", "-x"]).unwrap();
         assert_eq!(run.program, ["./train", "--nproc-per-nod", "2", "-x"]);
         assert_eq!(parse(&["--", "-odd", "--name"]).unwrap().program, ["-odd", "--name"]);
+    }
+
+    #[test]
+    fn what_is_no_number_is_an_error_about_the_value_with_what_to_do() {
+        let refused = |options: &[&str]| {
+            let words = [&["phalanx", "run"], options, &["./train"]].concat();
+            parse_with(words.into_iter().map(OsString::from), |_| None).unwrap_err().to_string()
+        };
+        let error = refused(&["--nproc-per-node", "-1"]);
+        assert!(
+            error.contains("'-1' for '--nproc-per-node <N>': give a number of workers from 1"),
+            "{error}"
+        );
+        let error = refused(&["--max-restarts", "-1"]);
+        assert!(error.contains("'-1' for '--max-restarts <N>'") && !error.contains("-- -1"), "{error}");
+        let error = refused(&["--max-restarts", "many"]);
+        assert!(error.contains("tip: give a whole number"), "{error}");
+        let error = refused(&["--bind", "eth0"]);
+        assert!(error.contains("tip: give an IP address"), "{error}");
+        let error = refused(&["-n", "2"]);
+        assert!(error.contains("tip: the number of workers is written -np N"), "{error}");
+        let error = refused(&["-c", "2"]);
+        assert!(error.contains("unexpected argument '-c'") && !error.contains("-- -c"), "{error}");
     }
 
     #[test]

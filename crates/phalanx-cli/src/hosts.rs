@@ -9,6 +9,7 @@ use phalanx::WorldSize;
 use phalanx::launch::{HostList, RemoteShell};
 
 use crate::cli::seconds;
+use crate::processes::out_of_range;
 
 /// The options that say where to run in another way.
 const ELSEWHERE: [&str; 6] =
@@ -93,7 +94,8 @@ impl HostOptions {
 
     /// The number of workers on this machine alone, if it was given.
     pub(crate) fn here(&self) -> Result<Option<WorldSize>, String> {
-        self.num_proc.map(WorldSize::new).transpose().map_err(|error| error.to_string())
+        let size = |count| WorldSize::new(count).map_err(|_| format!("-np {count}: {}", out_of_range()));
+        self.num_proc.map(size).transpose()
     }
 
     /// A note about options of ssh, for a job that needs none.
@@ -158,6 +160,9 @@ mod tests {
         let pairs: Vec<_> = placed.hosts().iter().map(|host| (host.name(), host.slots())).collect();
         assert_eq!(pairs, [("a", 2), ("b", 1)]);
         assert_eq!(parse(&["-np", "3", "./train"]).unwrap().here().unwrap().unwrap().get(), 3);
+        assert!(
+            parse(&["-np", "0", "./train"]).unwrap().here().unwrap_err().starts_with("-np 0: give a number")
+        );
         assert!(parse(&["--np", "9", "-H", "a:2", "./train"]).unwrap().placed().is_err());
         for bad in [
             &["-H", "a:x", "./train"][..],

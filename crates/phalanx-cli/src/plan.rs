@@ -182,15 +182,16 @@ fn cell_text(
 /// What each rank holds and how long it waits.
 fn table(text: &mut String, plan: &Pipeline, timeline: &Timeline) {
     let _ = writeln!(text, "rank  holds at most  waits");
+    // Of all ranks: looked at once.
+    let end = timeline.end();
     for rank in 0..plan.ranks() {
         let busy: f64 = timeline.rank(rank).iter().map(|interval| interval.end - interval.start).sum();
-        let waits = 100.0 * (1.0 - busy / timeline.end());
+        let waits = 100.0 * (1.0 - busy / end);
         let _ = writeln!(text, "{rank:>4}  {:>13}  {waits:>4.1} %", plan.peak_activations(rank));
     }
     let _ = writeln!(
         text,
-        "{} cells, bubble {:.1} %; held are activations of micro-batches, counted for each stage",
-        timeline.end(),
+        "{end} cells, bubble {:.1} %; held are activations of micro-batches, counted for each stage",
         100.0 * timeline.bubble()
     );
 }

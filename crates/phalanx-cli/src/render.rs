@@ -190,7 +190,7 @@ impl Renderer {
                 }
             }
             // If the reader has closed the pipe, it needs no more output.
-            Event::Ending { .. } if self.reader_is_gone() => {}
+            Event::Ending { .. } if self.reader_is_gone() => self.ending = true,
             Event::Ending { signal } => {
                 self.ending = true;
                 let again = if signal == Signal::INT { "; Ctrl-C again kills them" } else { "" };

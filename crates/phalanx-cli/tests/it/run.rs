@@ -431,6 +431,8 @@ fn a_reader_that_has_seen_enough_ends_the_job() {
     let mut said = String::new();
     child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
     assert!(said.contains("what read standard output has closed it"), "{said}");
+    // Its workers have not failed.
+    assert!(!said.contains("killed by"), "{said}");
 }
 
 /// As users have it: nobody has told the launcher, or the workers, to ignore SIGXFSZ.
@@ -474,7 +476,9 @@ fn a_reader_that_does_not_read_holds_up_neither_signals_nor_the_end_of_a_failed_
 #[test]
 fn options_are_checked() {
     for (options, expected) in [
-        (&["--nproc-per-node", "0"][..], "world size of 0"),
+        (&["--nproc-per-node", "0"][..], "give a number of workers from 1 to 65536"),
+        (&["-np", "0"], "-np 0: give a number"),
+        (&["--nproc-per-node", "-1"], "'-1' for '--nproc-per-node <N>'"),
         (&["--nproc-per-node", "many"], "neither a number"),
         (&["--grace-period=-1"], "grace-period"),
         (&["--nproc-per-nod", "2"], "'--nproc-per-node'"),
