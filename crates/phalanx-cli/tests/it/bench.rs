@@ -48,8 +48,8 @@ fn who_lacks_the_benchmarks_is_told_how_to_install_them() {
     // The code says it alone where nobody reads.
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
-    let unread =
-        Command::new(folder.path().join("phalanx")).arg("bench").stderr(writer).env("PATH", "").status();
+    let mut unread = Command::new(folder.path().join("phalanx"));
+    let unread = unread.arg("bench").env("PATH", folder.path().join("path")).stderr(writer).status();
     assert_eq!(unread.unwrap().code(), Some(127));
     let help = text(&command(folder.path(), &["--help"]).stdout);
     assert!(help.contains("\n  bench ") && help.contains("\n  plot "), "{help}");
