@@ -508,6 +508,18 @@ pub(crate) fn thread_note(workers: u32, is_set: impl Fn(&str) -> bool) -> Option
     })
 }
 
+/// The rank that an operator of Kubernetes, or a person, has given to this process as one of several: `RANK=1 and WORLD_SIZE=2`. None in
+/// a worker of torchrun's or ours, which may start jobs of its own.
+pub(crate) fn ranked(variable: impl Fn(&str) -> Option<String>) -> Option<String> {
+    let text = |name: &str| variable(name).filter(|value| !value.trim().is_empty());
+    if text("TORCHELASTIC_RUN_ID").is_some() {
+        return None;
+    }
+    let (rank, size) = (text("RANK")?, text("WORLD_SIZE")?);
+    let is_one_of_several = size.trim().parse::<u32>().is_ok_and(|size| size > 1);
+    is_one_of_several.then(|| format!("RANK={rank} and WORLD_SIZE={size}"))
+}
+
 impl Run {
     /// The program and its arguments.
     pub(crate) fn command_line(&self) -> Vec<OsString> {
@@ -623,6 +635,16 @@ mod tests {
         assert_eq!(apart(&["--nnodes", "2", "--node-rank", "1"], slurm), None);
         assert_eq!(apart(&["--standalone"], slurm), None);
         assert_eq!(apart(&[], None), None);
+        let given = |pairs: &[(&str, &str)]| {
+            ranked(|name| {
+                pairs.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
+            })
+        };
+        let pod = [("RANK", "1"), ("WORLD_SIZE", "2")];
+        assert_eq!(given(&pod).as_deref(), Some("RANK=1 and WORLD_SIZE=2"));
+        assert_eq!(given(&[pod[0], ("WORLD_SIZE", "1")]), None);
+        assert_eq!(given(&[pod[0], ("WORLD_SIZE", "")]), None);
+        assert_eq!(given(&[pod[0], pod[1], ("TORCHELASTIC_RUN_ID", "none")]), None);
     }
 
     #[test]

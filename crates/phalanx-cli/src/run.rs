@@ -11,7 +11,7 @@ use phalanx::launch::{
 use phalanx::{Error, JobKey, WorldSize};
 use rustix::io::Errno;
 
-use crate::cli::{Keygen, Run, thread_note};
+use crate::cli::{Keygen, Run, ranked, thread_note};
 use crate::processes::Processes;
 use crate::render::{self, Format, Prefix, Renderer, wants_colour};
 use crate::report::Look;
@@ -48,7 +48,8 @@ pub(crate) fn run(options: Run) -> ExitCode {
         notes.extend(options.nodes.unused_beside_endpoint(is_set).filter(|_| !options.standalone));
         notes.extend(options.hosts.unused_here());
         notes.extend(options.absent(most));
-        notes.extend(options.apart(phalanx::env::other_launcher()));
+        let other = phalanx::env::other_launcher();
+        notes.extend(options.apart(other.or_else(|| ranked(|name| std::env::var(name).ok()))));
     }
     for note in slurm.into_iter().chain(notes).chain(thread_note(most, is_set)) {
         let _ = io::stderr().write_all(&render::note(&note, format));

@@ -538,6 +538,16 @@ fn an_option_that_a_variable_gives_is_named_where_it_excludes_another() {
 }
 
 #[test]
+fn pods_that_each_train_by_themselves_are_told() {
+    let mut command = phalanx(&[], "echo $RANK of $WORLD_SIZE");
+    command.env("RANK", "1").env("WORLD_SIZE", "2").env_remove("TORCHELASTIC_RUN_ID");
+    let output = output(command);
+    let err = text(&output.stderr);
+    assert_eq!(text(&output.stdout), "[0] 0 of 1\n", "{err}");
+    assert!(err.contains("RANK=1 and WORLD_SIZE=2 say that this command was started several times"), "{err}");
+}
+
+#[test]
 fn a_program_that_reads_the_events_reads_also_why_a_job_has_not_started() {
     for (words, code, why) in [
         (&["--", "/no/such/program"][..], 127, "cannot start /no/such/program as rank 0"),
