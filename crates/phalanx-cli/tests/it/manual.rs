@@ -32,6 +32,8 @@ fn each_visible_subcommand_has_a_page_under_its_whole_name() {
     assert!(fs::read_to_string(pages.join("phalanx.1")).unwrap().contains("doctor"));
     let run = fs::read_to_string(pages.join("phalanx-run.1")).unwrap();
     assert!(run.contains(".TH phalanx-run 1") && run.contains("nproc"), "{run}");
+    // What --help says of variables.
+    assert!(run.contains("PET_NPROC_PER_NODE") && run.contains("PHALANX_GRACE_PERIOD"), "{run}");
     for (part, exists) in [("init", true), ("bench", true), ("node", false), ("help", false)] {
         assert_eq!(pages.join(format!("phalanx-{part}.1")).exists(), exists, "{part}");
     }
