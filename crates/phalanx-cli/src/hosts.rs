@@ -1,7 +1,9 @@
 //! The options of a job on several hosts that are reached over ssh, which are horovodrun's.
 
 use std::ffi::{OsStr, OsString};
-use std::path::PathBuf;
+use std::fs::File;
+use std::io::{self, ErrorKind, Read};
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::{ArgAction, Args};
@@ -14,6 +16,9 @@ use crate::processes::out_of_range;
 /// The options that say where to run in another way.
 const ELSEWHERE: [&str; 6] =
     ["nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "standalone", "nproc_per_node"];
+
+/// The longest file of hosts that is read, in bytes.
+const FILE_LIMIT: u64 = 16 << 20;
 
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Several hosts, one command")]
@@ -60,7 +65,7 @@ impl HostOptions {
             (Some(hosts), _) => hosts.clone(),
             (None, Some(file)) => {
                 let named = |error: &dyn std::fmt::Display| format!("--hostfile {}: {error}", file.display());
-                let text = std::fs::read_to_string(file).map_err(|error| named(&error))?;
+                let text = read(file).map_err(|error| named(&error))?;
                 HostList::from_file(&text).map_err(|error| named(&error))?
             }
             (None, None) => return Ok(None),
@@ -121,6 +126,22 @@ impl HostOptions {
     }
 }
 
+/// The text of `file`, which may be a pipe.
+fn read(file: &Path) -> io::Result<String> {
+    let mut text = String::new();
+    let count =
+        File::open(file)?.take(FILE_LIMIT + 1).read_to_string(&mut text).map_err(|error| {
+            match error.kind() {
+                ErrorKind::InvalidData => io::Error::other("it is no text in UTF-8"),
+                _ => error,
+            }
+        })?;
+    if count as u64 > FILE_LIMIT {
+        return Err(io::Error::other(format!("it has more than {FILE_LIMIT} bytes")));
+    }
+    Ok(text)
+}
+
 #[cfg(test)]
 mod tests {
     use clap::Parser;
@@ -173,6 +194,8 @@ mod tests {
             assert!(parse(bad).is_err(), "{bad:?}");
         }
         assert!(parse(&["--hostfile", "/does/not/exist", "./train"]).unwrap().placed().is_err());
+        let endless = parse(&["--hostfile", "/dev/zero", "./train"]).unwrap().placed().unwrap_err();
+        assert!(endless.starts_with("--hostfile /dev/zero: it has more than"), "{endless}");
         assert_eq!(parse(&["-np", "2", "./train"]).unwrap().unused_here(), None);
         let note = parse(&["--ssh-port", "7", "./train"]).unwrap().unused_here().unwrap();
         assert!(note.starts_with("--ssh-port has no effect") && note.contains("-H or --hostfile"), "{note}");
