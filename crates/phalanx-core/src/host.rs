@@ -39,7 +39,7 @@ pub(crate) fn disk_id() -> String {
 }
 
 /// Why `text` can be neither a host's name nor its address, if it cannot: nobody has to wait for its address.
-pub fn is_no_host(text: &str) -> Option<&'static str> {
+pub fn unfit_host(text: &str) -> Option<&'static str> {
     let bare = text.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(text);
     // An address of one link has its interface behind it: fe80::1%eth0.
     let (address, _) = bare.split_once('%').unwrap_or((bare, ""));
@@ -102,11 +102,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_no_host_is_told_from_names_and_addresses() {
+    fn what_unfit_host_is_told_from_names_and_addresses() {
         for host in
             ["node0", "node0.train.example", "my_host", "10.0.0.1", "::1", "[::1]", "fe80::1%eth0", "*"]
         {
-            assert_eq!(is_no_host(host), None, "{host}");
+            assert_eq!(unfit_host(host), None, "{host}");
         }
         for (text, why) in [
             ("", "empty"),
@@ -119,7 +119,7 @@ mod tests {
             ("node0/", "neither"),
             ("node0\n", "neither"),
         ] {
-            assert!(is_no_host(text).is_some_and(|said| said.contains(why)), "{text:?}");
+            assert!(unfit_host(text).is_some_and(|said| said.contains(why)), "{text:?}");
         }
     }
 

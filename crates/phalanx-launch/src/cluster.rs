@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::env;
 use crate::error::{Error, Result};
 use crate::health::Heartbeat;
-use crate::host::is_no_host;
+use crate::host::unfit_host;
 use crate::job::not_a_host;
 use crate::store::host_port;
 
@@ -67,7 +67,7 @@ impl Cluster {
             .with_remedy("give every node the same free port"));
         }
         let host = host.into();
-        if let Some(why) = is_no_host(&host) {
+        if let Some(why) = unfit_host(&host) {
             return Err(not_a_host(&host, why));
         }
         let host = host.trim_matches(['[', ']']).to_owned();
@@ -203,7 +203,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_no_host_is_refused_at_once() {
+    fn what_unfit_host_is_refused_at_once() {
         for host in ["tcp://node0", "node0:29500", ""] {
             let error = Cluster::new(1, 2, host, 1).unwrap_err();
             assert!(error.is_invalid_argument() && error.to_string().contains("no place to meet"), "{error}");

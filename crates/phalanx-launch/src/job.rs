@@ -18,7 +18,7 @@ use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::elastic;
 use crate::error::{Error, Result};
-use crate::host::is_no_host;
+use crate::host::unfit_host;
 use crate::key::{self, JobKey};
 use crate::random;
 use crate::store::{Access, KeylessClients, Refusals, TcpStoreServer, host_port};
@@ -343,7 +343,7 @@ impl Job {
         let access = self.workers_access(refusals);
         match &self.master_addr {
             None => TcpStoreServer::bind_for((Ipv4Addr::LOCALHOST, self.master_port).into(), access),
-            Some(host) if let Some(why) = is_no_host(host) => Err(not_a_host(host, why)),
+            Some(host) if let Some(why) = unfit_host(host) => Err(not_a_host(host, why)),
             Some(host) => TcpStoreServer::bind_to(
                 &host_port(host, self.master_port),
                 access,

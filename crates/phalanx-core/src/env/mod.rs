@@ -48,7 +48,7 @@ pub use self::worker::WorkerEnv;
 
 use self::variables::{Variables, malformed};
 use crate::error::{Error, Result};
-use crate::host::is_no_host;
+use crate::host::unfit_host;
 use crate::rank::{Generation, Rank};
 use crate::world_size::WorldSize;
 
@@ -219,7 +219,7 @@ impl LaunchEnv {
             Some(rendezvous) => rendezvous,
             None => {
                 let address = variables.text("MASTER_ADDR").unwrap_or_default();
-                if let Some(why) = is_no_host(&address) {
+                if let Some(why) = unfit_host(&address) {
                     return Err(malformed("MASTER_ADDR", &address, why));
                 }
                 RendezvousEndpoint::Master { address, port: variables.parse("MASTER_PORT")? }

@@ -41,7 +41,7 @@ use crate::credentials::Credentials;
 use crate::env;
 use crate::error::{Error, Result};
 use crate::health::Heartbeat;
-use crate::host::is_no_host;
+use crate::host::unfit_host;
 use crate::key::JobKey;
 use crate::tls::Tls;
 
@@ -186,7 +186,7 @@ impl RemoteJob {
     pub fn run(&self, observer: &mut dyn Observer) -> Result<Report> {
         check_open_store(self.open_store, self.credentials.tls.is_some())?;
         if let Some(host) = &self.master_addr
-            && let Some(why) = is_no_host(host)
+            && let Some(why) = unfit_host(host)
         {
             return Err(not_a_host(host, why));
         }
