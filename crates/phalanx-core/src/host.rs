@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_unfit_host_is_told_from_names_and_addresses() {
+    fn what_is_no_host_is_told_from_names_and_addresses() {
         for host in
             ["node0", "node0.train.example", "my_host", "10.0.0.1", "::1", "[::1]", "fe80::1%eth0", "*"]
         {

@@ -203,7 +203,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_unfit_host_is_refused_at_once() {
+    fn what_is_no_host_is_refused_at_once() {
         for host in ["tcp://node0", "node0:29500", ""] {
             let error = Cluster::new(1, 2, host, 1).unwrap_err();
             assert!(error.is_invalid_argument() && error.to_string().contains("no place to meet"), "{error}");

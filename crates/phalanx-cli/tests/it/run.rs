@@ -493,7 +493,7 @@ fn options_are_checked() {
 }
 
 #[test]
-fn what_unfit_host_is_refused_before_anybody_waits_for_its_address() {
+fn what_is_no_host_is_refused_before_anybody_waits_for_its_address() {
     for (options, why) in [
         (&["--master-addr", "tcp://node0"][..], "\"tcp://node0\" is no place to meet: it is a URL"),
         (&["--master-addr", "node0:29500"], "its port by itself"),
