@@ -20,6 +20,7 @@ mod sweep;
 mod tune;
 mod values;
 
+use std::io::{self, Write};
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -29,10 +30,13 @@ use self::options::{Cli, Other};
 
 /// Runs the program, and prints its error, if there is one.
 pub fn run() -> ExitCode {
-    match dispatch(Cli::parse()) {
+    let cli = Cli::parse();
+    let name = if matches!(cli.other, Some(Other::Plot(_))) { "plot" } else { "bench" };
+    match dispatch(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("phalanx bench: {error}");
+            // Where nobody reads it the code says it alone.
+            let _ = writeln!(io::stderr(), "phalanx {name}: {error}");
             ExitCode::FAILURE
         }
     }

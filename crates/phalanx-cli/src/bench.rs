@@ -5,7 +5,7 @@
 //! plotter, and `phalanx doctor` times its two processes itself.
 
 use std::ffi::OsString;
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind, Write};
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode};
@@ -41,10 +41,11 @@ fn path() -> PathBuf {
 fn replace_by(command: &mut Command) -> ExitCode {
     let error = command.exec();
     if error.kind() != ErrorKind::NotFound {
-        eprintln!("phalanx: {PROGRAM} cannot be executed: {error}");
+        let _ = writeln!(io::stderr(), "phalanx: {PROGRAM} cannot be executed: {error}");
         return ExitCode::from(126);
     }
-    eprintln!(
+    let _ = writeln!(
+        io::stderr(),
         "phalanx: {PROGRAM} is neither beside this program nor in PATH; install it with `cargo install {PROGRAM}`, or from a checkout \
          with `cargo install --path crates/{PROGRAM}`"
     );

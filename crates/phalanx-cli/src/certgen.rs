@@ -52,6 +52,21 @@ fn make(options: &Certgen) -> Result<(), String> {
     if let Some(host) = hosts.iter().find(|host| !is_file_name(host)) {
         return Err(format!("{host:?} is no name for a file: use letters, digits, dots and dashes"));
     }
+    // All, before anything is made: a part of them would be in the way of the next call.
+    for (index, host) in hosts.iter().enumerate() {
+        if hosts[..index].contains(host) {
+            return Err(format!("{host} is named twice: give each host once"));
+        }
+        for file in [format!("{host}.key"), format!("{host}.pem")] {
+            let file = folder.join(file);
+            if file.symlink_metadata().is_ok() {
+                return Err(format!(
+                    "{} cannot be written: it exists already; leave out {host}, or remove its .key and .pem for new ones",
+                    file.display()
+                ));
+            }
+        }
+    }
     fs::DirBuilder::new()
         .recursive(true)
         .mode(0o700)
@@ -85,6 +100,13 @@ fn ca(folder: &Path, days: u32) -> Result<Issuer<'static, KeyPair>, String> {
     let key = match read {
         // Issuing needs nothing that differs between its certificate and a new one.
         Some(read) => read.map_err(|error| format!("{} cannot be used: {error}", file.display()))?,
+        // A new key would not fit the certificate that the hosts have.
+        None if folder.join("ca.pem").symlink_metadata().is_ok() => {
+            return Err(format!(
+                "{} has the certificate ca.pem, and not its key ca.key: put the key back, or take another folder for a new CA",
+                folder.display()
+            ));
+        }
         None => {
             write(folder, "ca.key", &key.serialize_pem(), 0o600)?;
             let certificate = params.self_signed(&key).map_err(|error| error.to_string())?;
@@ -135,12 +157,16 @@ fn new(name: &str, days: u32) -> Result<(KeyPair, CertificateParams), String> {
     Ok((key, params))
 }
 
-/// Existing files are not replaced.
+/// Existing files are not replaced, and no part of one is left.
 fn write(folder: &Path, name: &str, text: &str, mode: u32) -> Result<(), String> {
     let path = folder.join(name);
     let file = OpenOptions::new().write(true).create_new(true).mode(mode).open(&path);
-    file.and_then(|mut file| file.write_all(text.as_bytes()))
-        .map_err(|error| format!("{} cannot be written: {error}", path.display()))
+    let written = file.and_then(|mut file| {
+        file.write_all(text.as_bytes()).inspect_err(|_| {
+            let _ = fs::remove_file(&path);
+        })
+    });
+    written.map_err(|error| format!("{} cannot be written: {error}", path.display()))
 }
 
 fn is_file_name(name: &str) -> bool {

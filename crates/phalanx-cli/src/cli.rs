@@ -1,13 +1,16 @@
 //! The command line. Its help is the manual.
 
+use std::error::Error as StdError;
 use std::ffi::{OsStr, OsString};
+use std::net::AddrParseError;
+use std::num::ParseIntError;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::builder::styling::{AnsiColor, Styles};
 use clap::builder::{FalseyValueParser, Resettable};
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-use clap::{Arg, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap::{Arg, ArgAction, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use phalanx::launch::Selection;
 
@@ -81,7 +84,8 @@ unless NO_COLOR is set, and a status line stays at the bottom.
   With --redirects or --tee each job has a folder, in --log-dir or else in the system's folder for temporary files: \
 <log-dir>/<name>_<random>/attempt_<restart>/<local rank>/ with stdout.log, stderr.log and error.json, as torchrun \
 makes them. With --log-format json each line is a JSON object: workers' lines on the stream they were \
-written to, this command's events on standard error.
+written to, this command's events on standard error. The last one is `ended`, with `outcome` and `exit_code`, also if no worker could be started; only an error in \
+the options themselves is plain text.
 
 How it ends:
   The first worker that fails ends the job, or, with --max-restarts, this attempt: the other workers, and all processes that workers have started, also in \
@@ -129,37 +133,47 @@ take part. Connections are authenticated, and not encrypted, unless each process
 store if this user runs them on the store's own machine, or with --open-store.
 
 Environment of a worker:
-  RANK, LOCAL_RANK             its rank in the job and on this machine, from 0
-  WORLD_SIZE, LOCAL_WORLD_SIZE the number of workers
-  GROUP_RANK, GROUP_WORLD_SIZE the rank of this machine, and the number of machines
+  RANK, LOCAL_RANK
+      its rank in the job and on this machine, from 0
+  WORLD_SIZE, LOCAL_WORLD_SIZE
+      the number of workers
+  GROUP_RANK, GROUP_WORLD_SIZE
+      the rank of this machine, and the number of machines
   ROLE_NAME, ROLE_RANK, ROLE_WORLD_SIZE
-                               the role (--role), and rank and number of workers again
-  MASTER_ADDR, MASTER_PORT     where the store is
+      the role (--role), and rank and number of workers again
+  MASTER_ADDR, MASTER_PORT
+      where the store is
   TORCHELASTIC_RESTART_COUNT, TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_RUN_ID, TORCHELASTIC_USE_AGENT_STORE
-                               as torchrun sets them
+      as torchrun sets them
   PHALANX_ELASTIC, PHALANX_RESET_LIMIT
-                               of an elastic job: the number of workers, MIN:MAX, and how often they may form a new group
-  TORCHELASTIC_ERROR_FILE      a worker may leave {\"message\": \"..\"} there, to be shown if it fails
+      of an elastic job: the number of workers, MIN:MAX, and how often they may form a new group
+  TORCHELASTIC_ERROR_FILE
+      a worker may leave {\"message\": \"..\"} there, to be shown if it fails
   HOROVOD_RANK, HOROVOD_SIZE, HOROVOD_LOCAL_RANK, HOROVOD_LOCAL_SIZE, HOROVOD_CROSS_RANK, HOROVOD_CROSS_SIZE
-                               the same under Horovod's names, with `phalanx horovodrun`
-  PHALANX_LAUNCHER_STORE       where this command's store is, for workers that use Phalanx
-  PHALANX_BLAME_FILE           where Phalanx notes which rank's failure a worker has seen
-  PHALANX_JOB_TAG              a tag by which all processes of the job are found and ended with it
-  PHALANX_JOB_KEY_FILE         the job's key, by which its workers and the store know each other
+      the same under Horovod's names, with `phalanx horovodrun`
+  PHALANX_LAUNCHER_STORE
+      where this command's store is, for workers that use Phalanx
+  PHALANX_BLAME_FILE
+      where Phalanx notes which rank's failure a worker has seen
+  PHALANX_JOB_TAG
+      a tag by which all processes of the job are found and ended with it
+  PHALANX_JOB_KEY_FILE
+      the job's key, by which its workers and the store know each other
   PHALANX_TLS_CA, PHALANX_TLS_CERT, PHALANX_TLS_KEY
-                               the files of --tls-ca, --tls-cert and --tls-key, if they are given
-  PYTHONUNBUFFERED             1, unless it is set: Python shows lines as soon as they are written
+      the files of --tls-ca, --tls-cert and --tls-key, if they are given
+  PYTHONUNBUFFERED
+      1, unless it is set: Python shows lines as soon as they are written
   OMP_NUM_THREADS, RAYON_NUM_THREADS
-                               1 if there are several workers and it is not set already
+      1 if there are several workers and it is not set already
 
 Examples:
-  phalanx run --nproc-per-node 4 -- ./target/release/train --epochs 6
+  phalanx run --nproc-per-node 4 -- ./train --epochs 6
   phalanx run --nproc-per-node gpu -- python train.py
-  phalanx run -np 8 -H node0:4,node1:4 ./target/release/train
-  phalanx run --nnodes 2 --node-rank 1 --master-addr node0 --nproc-per-node 4 -- ./target/release/train
-  sbatch --nodes 2 --ntasks-per-node 4 --wrap 'phalanx run ./target/release/train'
-  phalanx run --nproc-per-node 4 --min-np 2 --max-restarts 10 -- ./target/release/train
-  phalanx run --nproc-per-node 2 -- sh -c 'echo I am rank $RANK of $WORLD_SIZE'";
+  phalanx run -np 8 -H node0:4,node1:4 ./train
+  phalanx run --nnodes 2 --node-rank 1 --master-addr node0 -- ./train
+  sbatch --nodes 2 --ntasks-per-node 4 --wrap 'phalanx run ./train'
+  phalanx run --nproc-per-node 4 --min-np 2 --max-restarts 10 -- ./train
+  phalanx run --nproc-per-node 2 -- sh -c 'echo I am $RANK of $WORLD_SIZE'";
 
 /// Start a program several times, on one machine or several, as the ranks of one job
 #[derive(Args, Debug)]
@@ -177,8 +191,8 @@ pub(crate) struct Run {
     )]
     pub(crate) nproc_per_node: Option<Processes>,
 
-    /// One machine, with a free port for the store. --rdzv-endpoint, --master-addr and --master-port are ignored. This is the
-    /// default if no address or port is given
+    /// One machine, with a free port for the store. --rdzv-endpoint, --master-addr, --master-port and --node-rank are ignored. This is
+    /// the default if no address or port is given
     #[arg(long, env = "PET_STANDALONE", hide_env_values = true, value_parser = FalseyValueParser::new())]
     pub(crate) standalone: bool,
 
@@ -330,6 +344,11 @@ fn instead_of_torchruns(option: &str) -> Option<&'static str> {
     OF_TORCHRUN.iter().find(|(name, _)| *name == option).map(|(_, instead)| *instead)
 }
 
+/// What switches off, as a variable's value.
+const OFF: [&str; 6] = ["0", "false", "f", "no", "n", "off"];
+/// The longest time that an option may give, in seconds: some thirty years.
+const MAX_SECONDS: f64 = 1e9;
+
 /// Reads a command line. An empty variable counts as not set, and an error about a variable's value names the variable.
 pub(crate) fn parse(words: impl IntoIterator<Item = OsString>) -> Result<Cli, clap::Error> {
     parse_with(words, |name| std::env::var_os(name))
@@ -339,17 +358,26 @@ fn parse_with(
     words: impl IntoIterator<Item = OsString>,
     lookup: impl Fn(&OsStr) -> Option<OsString>,
 ) -> Result<Cli, clap::Error> {
+    let words: Vec<OsString> = words.into_iter().collect();
     let names: Vec<String> =
         Cli::command().get_subcommands().map(|command| command.get_name().to_owned()).collect();
     let unset = |arg: Arg| match arg.get_env() {
-        Some(name) if lookup(name).is_some_and(|value| value.is_empty()) => arg.env(Resettable::Reset),
+        Some(name) if lookup(name).is_some_and(|value| says_nothing(&arg, &value)) => {
+            arg.env(Resettable::Reset)
+        }
         _ => arg,
     };
+    // The error is then about the value, and not about an option that is a number.
+    let negative = |arg: Arg| match arg.get_action().takes_values() && !arg.is_positional() {
+        true => arg.allow_negative_numbers(true),
+        false => arg,
+    };
+    let prepared = |arg: Arg| negative(unset(arg));
     let command = Cli::command();
     let mut command = names
         .into_iter()
-        .fold(command, |command, name| command.mut_subcommand(name, |part| part.mut_args(&unset)));
-    let parsed = command.try_get_matches_from_mut(words).and_then(|matches| Cli::from_arg_matches(&matches));
+        .fold(command, |command, name| command.mut_subcommand(name, |part| part.mut_args(&prepared)));
+    let parsed = command.try_get_matches_from_mut(&words).and_then(|matches| Cli::from_arg_matches(&matches));
     parsed.map_err(|mut error| {
         let given = |kind| match error.get(kind) {
             Some(ContextValue::String(text)) => Some(text.clone()),
@@ -357,18 +385,48 @@ fn parse_with(
         };
         let unknown = given(ContextKind::InvalidArg).filter(|_| error.kind() == ErrorKind::UnknownArgument);
         let value = given(ContextKind::InvalidValue);
-        // As in `--nnodes <N>`.
         let option = given(ContextKind::InvalidArg);
-        let option =
-            option.and_then(|option| option.strip_prefix("--")?.split(' ').next().map(str::to_owned));
-        let args = command.get_subcommands().flat_map(clap::Command::get_arguments);
-        let variable = args
-            .filter(|arg| arg.get_long().is_some_and(|long| option.as_deref() == Some(long)))
+        let option = option.as_deref().and_then(long_name);
+        let args = || command.get_subcommands().flat_map(clap::Command::get_arguments);
+        let variable = args()
+            .filter(|arg| arg.get_long().is_some_and(|long| option == Some(long)))
             .filter_map(|arg| arg.get_env())
             .find(|name| lookup(name).is_some_and(|set| set.to_str() == value.as_deref()));
-        if let Some(variable) = variable {
-            let tip = format!("the value is that of the variable {}", variable.display());
-            error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip.into()]));
+        let mut tips: Vec<String> = variable
+            .map(|variable| format!("the value is that of the variable {}", variable.display()))
+            .into_iter()
+            .collect();
+        let source = StdError::source(&error);
+        if source.is_some_and(|source| source.is::<ParseIntError>()) {
+            tips.push("give a whole number".to_owned());
+        }
+        if source.is_some_and(|source| source.is::<AddrParseError>()) {
+            tips.push("give an IP address, such as 10.0.0.5".to_owned());
+        }
+        let is_missing = |option: &str| named(&error).iter().any(|named| long_name(named) == Some(option));
+        if error.kind() == ErrorKind::MissingRequiredArgument && is_missing("num-proc") {
+            tips.push("the number of workers is written -np N, or --nproc-per-node N".to_owned());
+        }
+        if error.kind() == ErrorKind::ArgumentConflict {
+            for option in named(&error) {
+                let is_it = |arg: &&Arg| arg.get_long().is_some_and(|long| long_name(&option) == Some(long));
+                let arg = args().filter(is_it).find(|arg| !is_typed(arg, &words));
+                let variable = arg.and_then(Arg::get_env).filter(|name| lookup(name).is_some());
+                tips.extend(variable.map(|variable| {
+                    format!(
+                        "{option} comes from the variable {}: unset it, or leave out the other option",
+                        variable.display()
+                    )
+                }));
+            }
+        }
+        if error.kind() == ErrorKind::UnknownArgument {
+            // That a program of this name could be meant.
+            error.remove(ContextKind::Suggested);
+        }
+        if !tips.is_empty() {
+            let tips = tips.into_iter().map(Into::into).collect();
+            error.insert(ContextKind::Suggested, ContextValue::StyledStrs(tips));
         }
         if let Some(instead) = unknown.as_deref().and_then(instead_of_torchruns) {
             // Options that are spelled alike are others.
@@ -380,8 +438,45 @@ fn parse_with(
     })
 }
 
+/// Whether `value`, of the variable of `arg`, is as if the variable were not set. A switch that is off excludes no other option.
+fn says_nothing(arg: &Arg, value: &OsStr) -> bool {
+    let is_switch = matches!(arg.get_action(), ArgAction::SetTrue);
+    value.is_empty() || is_switch && OFF.iter().any(|off| value.eq_ignore_ascii_case(off))
+}
+
+/// The name in `--nnodes <N>`.
+fn long_name(option: &str) -> Option<&str> {
+    option.strip_prefix("--")?.split(' ').next()
+}
+
+/// The options that an error names, each with its value: `--nnodes <N>`.
+fn named(error: &clap::Error) -> Vec<String> {
+    let of_kind = |kind| match error.get(kind) {
+        Some(ContextValue::String(text)) => vec![text.clone()],
+        Some(ContextValue::Strings(texts)) => texts.clone(),
+        _ => Vec::new(),
+    };
+    [of_kind(ContextKind::InvalidArg), of_kind(ContextKind::PriorArg)].concat()
+}
+
+/// Whether `arg` is among the words of the command line, by any of its names.
+fn is_typed(arg: &Arg, words: &[OsString]) -> bool {
+    let aliases = arg.get_all_aliases().unwrap_or_default();
+    let longs: Vec<String> =
+        arg.get_long().into_iter().chain(aliases).map(|long| format!("--{long}")).collect();
+    let short = arg.get_short().map(|short| format!("-{short}"));
+    words.iter().filter_map(|word| word.to_str()).any(|word| {
+        let name = word.split_once('=').map_or(word, |(name, _)| name);
+        longs.iter().any(|long| long == name) || short.as_ref().is_some_and(|short| word.starts_with(short))
+    })
+}
+
 pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
     let seconds: f64 = text.parse().map_err(|_| "it is not a number of seconds".to_owned())?;
+    // NaN is in no range.
+    if !(0.0..=MAX_SECONDS).contains(&seconds) {
+        return Err(format!("give a number of seconds from 0 to {MAX_SECONDS}"));
+    }
     Duration::try_from_secs_f64(seconds).map_err(|error| error.to_string())
 }
 
@@ -413,6 +508,18 @@ pub(crate) fn thread_note(workers: u32, is_set: impl Fn(&str) -> bool) -> Option
     })
 }
 
+/// The rank that an operator of Kubernetes, or a person, has given to this process as one of several: `RANK=1 and WORLD_SIZE=2`. None in
+/// a worker of torchrun's or ours, which may start jobs of its own.
+pub(crate) fn ranked(variable: impl Fn(&str) -> Option<String>) -> Option<String> {
+    let text = |name: &str| variable(name).filter(|value| !value.trim().is_empty());
+    if text("TORCHELASTIC_RUN_ID").is_some() {
+        return None;
+    }
+    let (rank, size) = (text("RANK")?, text("WORLD_SIZE")?);
+    let is_one_of_several = size.trim().parse::<u32>().is_ok_and(|size| size > 1);
+    is_one_of_several.then(|| format!("RANK={rank} and WORLD_SIZE={size}"))
+}
+
 impl Run {
     /// The program and its arguments.
     pub(crate) fn command_line(&self) -> Vec<OsString> {
@@ -439,6 +546,7 @@ impl Run {
             ("--rdzv-endpoint", self.nodes.rdzv_endpoint.is_some()),
             ("--master-addr", self.nodes.master_addr.is_some()),
             ("--master-port", self.nodes.master_port.is_some()),
+            ("--node-rank", self.nodes.node_rank.is_some()),
         ];
         for (option, _) in given.iter().filter(|(_, given)| *given && self.standalone) {
             notes.push(format!("--standalone: {option} has no effect"));
@@ -447,13 +555,25 @@ impl Run {
         notes
     }
 
-    /// A note about a worker whose output is to be shown, and which this machine does not have.
-    pub(crate) fn absent(&self, workers: u32) -> Option<String> {
-        let shown = &self.local_ranks_filter.as_ref()?.0;
-        let rank = shown.iter().find(|rank| **rank >= workers)?;
-        Some(format!(
-            "--local-ranks-filter: no worker of this machine has the local rank {rank}; there are {workers}, from 0"
-        ))
+    /// Notes about workers that options name by their local rank, and which this machine does not have.
+    pub(crate) fn absent(&self, workers: u32) -> Vec<String> {
+        let ranks = |selection: &Selection| match selection {
+            Selection::Every(_) => Vec::<u32>::new(),
+            Selection::Each(each) => each.iter().map(|(rank, _)| *rank).collect(),
+        };
+        let shown = self.local_ranks_filter.as_ref().map(|shown| shown.0.clone());
+        let named = [
+            ("--local-ranks-filter", shown.unwrap_or_default()),
+            ("--redirects", ranks(&self.redirects)),
+            ("--tee", ranks(&self.tee)),
+        ];
+        let missing = named.into_iter().filter_map(|(option, ranks)| {
+            let rank = ranks.into_iter().find(|rank| *rank >= workers)?;
+            Some(format!(
+                "{option}: no worker of this machine has the local rank {rank}; there are {workers}, from 0"
+            ))
+        });
+        missing.collect()
     }
 
     /// A warning if another launcher, with these variables, has started this command several times, and each is a job by itself.
@@ -491,7 +611,10 @@ mod tests {
         assert_eq!(run.program, ["./train", "--role", "x", "--", "y"]);
         assert_eq!(run.role, "default");
         assert_eq!(seconds("0.5"), Ok(Duration::from_millis(500)));
-        assert!(seconds("-1").is_err() && seconds("soon").is_err());
+        for bad in ["-1", "nan", "inf", "1e19"] {
+            assert!(seconds(bad).unwrap_err().contains("from 0 to 1000000000"), "{bad}");
+        }
+        assert!(seconds("soon").is_err());
     }
 
     fn parse(words: &[&str]) -> Result<Box<Run>, String> {
@@ -512,13 +635,29 @@ mod tests {
         assert_eq!(apart(&["--nnodes", "2", "--node-rank", "1"], slurm), None);
         assert_eq!(apart(&["--standalone"], slurm), None);
         assert_eq!(apart(&[], None), None);
+        let given = |pairs: &[(&str, &str)]| {
+            ranked(|name| {
+                pairs.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
+            })
+        };
+        let pod = [("RANK", "1"), ("WORLD_SIZE", "2")];
+        assert_eq!(given(&pod).as_deref(), Some("RANK=1 and WORLD_SIZE=2"));
+        assert_eq!(given(&[pod[0], ("WORLD_SIZE", "1")]), None);
+        assert_eq!(given(&[pod[0], ("WORLD_SIZE", "")]), None);
+        assert_eq!(given(&[pod[0], pod[1], ("TORCHELASTIC_RUN_ID", "none")]), None);
     }
 
     #[test]
     fn workers_that_are_not_there_and_are_to_be_shown_are_told() {
-        let absent = |ranks: &str| parse(&["--local-ranks-filter", ranks, "./train"]).unwrap().absent(2);
-        assert_eq!((absent("0,1"), parse(&["./train"]).unwrap().absent(1)), (None, None));
-        assert!(absent("0,2").unwrap().contains("the local rank 2; there are 2"));
+        let absent = |option: &str, ranks: &str| parse(&[option, ranks, "./train"]).unwrap().absent(2);
+        assert!(absent("--local-ranks-filter", "0,1").is_empty() && absent("--tee", "3").is_empty());
+        assert!(absent("--tee", "0:3,1:1").is_empty() && parse(&["./train"]).unwrap().absent(1).is_empty());
+        for (option, ranks) in [("--local-ranks-filter", "0,2"), ("--redirects", "2:1"), ("--tee", "0:3,2:3")]
+        {
+            let notes = absent(option, ranks);
+            let expected = format!("{option}: no worker of this machine has the local rank 2; there are 2");
+            assert!(notes.len() == 1 && notes[0].starts_with(&expected), "{notes:?}");
+        }
     }
 
     #[test]
@@ -529,6 +668,29 @@ mod tests {
         let run = parse(&["./train", "--nproc-per-nod", "2", "-x"]).unwrap();
         assert_eq!(run.program, ["./train", "--nproc-per-nod", "2", "-x"]);
         assert_eq!(parse(&["--", "-odd", "--name"]).unwrap().program, ["-odd", "--name"]);
+    }
+
+    #[test]
+    fn what_is_no_number_is_an_error_about_the_value_with_what_to_do() {
+        let refused = |options: &[&str]| {
+            let words = [&["phalanx", "run"], options, &["./train"]].concat();
+            parse_with(words.into_iter().map(OsString::from), |_| None).unwrap_err().to_string()
+        };
+        let error = refused(&["--nproc-per-node", "-1"]);
+        assert!(
+            error.contains("'-1' for '--nproc-per-node <N>': give a number of workers from 1"),
+            "{error}"
+        );
+        let error = refused(&["--max-restarts", "-1"]);
+        assert!(error.contains("'-1' for '--max-restarts <N>'") && !error.contains("-- -1"), "{error}");
+        let error = refused(&["--max-restarts", "many"]);
+        assert!(error.contains("tip: give a whole number"), "{error}");
+        let error = refused(&["--bind", "eth0"]);
+        assert!(error.contains("tip: give an IP address"), "{error}");
+        let error = refused(&["-n", "2"]);
+        assert!(error.contains("tip: the number of workers is written -np N"), "{error}");
+        let error = refused(&["-c", "2"]);
+        assert!(error.contains("unexpected argument '-c'") && !error.contains("-- -c"), "{error}");
     }
 
     #[test]
@@ -627,8 +789,12 @@ mod tests {
         let notes = |words: &[&str]| parse(&[words, &["./train"]].concat()).unwrap().notes();
         assert!(notes(&["--log-dir", "x"])[0].contains("--tee 3"));
         assert!(notes(&["--log-dir", "x", "--tee", "1"]).is_empty());
-        let standalone = notes(&["--standalone", "--rdzv-endpoint", "node7:1", "--master-port", "2"]);
-        assert!(standalone[0].contains("--rdzv-endpoint") && standalone[1].contains("--master-port"));
+        let standalone =
+            notes(&["--standalone", "--rdzv-endpoint", "node7:1", "--master-port", "2", "--node-rank", "1"]);
+        for (note, option) in standalone.iter().zip(["--rdzv-endpoint", "--master-port", "--node-rank"]) {
+            assert!(note.contains(option), "{standalone:?}");
+        }
+        assert_eq!(standalone.len(), 3);
         assert!(notes(&["--rdzv-conf", "read_timeout=9,is_host=1"])[0].contains("read_timeout"));
         assert_eq!(local_ranks("0, 2"), Ok(LocalRanks(vec![0, 2])));
         assert!(local_ranks("0,x").is_err() && local_ranks("0,").is_err());

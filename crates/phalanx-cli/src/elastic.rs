@@ -8,6 +8,7 @@ use phalanx::WorldSize;
 use phalanx::launch::{ElasticHosts, HostDiscovery, Job};
 
 use crate::cli::seconds;
+use crate::processes::out_of_range;
 
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Elastic jobs")]
@@ -106,6 +107,6 @@ impl ElasticOptions {
 
 fn number(option: &str, workers: Option<u32>) -> Result<Option<WorldSize>, String> {
     workers
-        .map(|count| WorldSize::new(count).map_err(|error| format!("{option} {count}: {error}")))
+        .map(|count| WorldSize::new(count).map_err(|_| format!("{option} {count}: {}", out_of_range())))
         .transpose()
 }

@@ -9,6 +9,7 @@ use std::process::{Command, ExitCode};
 use clap::{ArgAction, Args, CommandFactory};
 
 use crate::cli::Cli;
+use crate::output::print;
 
 /// The name of the subcommand, and of links to this program.
 pub(crate) const NAME: &str = "horovodrun";
@@ -21,9 +22,9 @@ HOROVOD_SIZE, HOROVOD_LOCAL_RANK, HOROVOD_LOCAL_SIZE, HOROVOD_CROSS_RANK and HOR
 whose manual (`phalanx run --help`) describes everything else. Options of horovodrun that have no meaning here are refused, with what to do.
 
 Examples:
-  phalanx horovodrun -np 4 -H localhost:4 ./target/release/train
-  phalanx horovodrun -np 8 -H a:4,b:4 --fusion-threshold-mb 32 --timeline-filename t.json ./train
-  phalanx horovodrun -np 8 --min-np 4 --max-np 12 --host-discovery-script ./hosts.sh ./train";
+  phalanx horovodrun -np 4 -H localhost:4 ./train
+  phalanx horovodrun -np 8 -H a:4,b:4 --timeline-filename t.json ./train
+  phalanx horovodrun -np 8 --min-np 4 --host-discovery-script ./hosts ./train";
 
 /// The answer to --check-build, in Horovod's form.
 const BUILD: &str = concat!(
@@ -72,7 +73,7 @@ pub(crate) struct Horovodrun {
     fusion_threshold_mb: Option<u64>,
 
     /// Milliseconds from one cycle of negotiation to the next (sets HOROVOD_CYCLE_TIME)
-    #[arg(long, value_name = "MS")]
+    #[arg(long, value_name = "MS", value_parser = time)]
     cycle_time_ms: Option<f64>,
 
     /// How many tensor names are remembered (sets HOROVOD_CACHE_CAPACITY)
@@ -100,11 +101,11 @@ pub(crate) struct Horovodrun {
     stall_check: bool,
 
     /// After how long they are reported (sets HOROVOD_STALL_CHECK_TIME_SECONDS)
-    #[arg(long, value_name = "SECONDS")]
+    #[arg(long, value_name = "SECONDS", value_parser = time)]
     stall_check_warning_time_seconds: Option<f64>,
 
     /// After how long they end the job; 0 for never (sets HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)
-    #[arg(long, value_name = "SECONDS")]
+    #[arg(long, value_name = "SECONDS", value_parser = time)]
     stall_check_shutdown_time_seconds: Option<f64>,
 
     /// The fewest workers of an elastic job
@@ -165,6 +166,12 @@ pub(crate) struct Horovodrun {
     /// The program, looked for in PATH unless it contains a slash, and its arguments
     #[arg(required_unless_present = "check_build", trailing_var_arg = true, value_name = "PROGRAM")]
     program: Vec<OsString>,
+}
+
+/// A time in any unit.
+fn time(text: &str) -> Result<f64, String> {
+    let time = text.parse().ok().filter(|time: &f64| time.is_finite() && *time >= 0.0);
+    time.ok_or_else(|| "give a number from 0".to_owned())
 }
 
 /// Options that would have no effect, although their user expects one.
@@ -292,8 +299,7 @@ pub(crate) fn run(options: Horovodrun) -> ExitCode {
         ExitCode::from(code)
     };
     if options.check_build {
-        let _ = std::io::stdout().write_all(BUILD.as_bytes());
-        return ExitCode::SUCCESS;
+        return print(BUILD.as_bytes()).map_or_else(|message| refuse(message, 1), |()| ExitCode::SUCCESS);
     }
     // A Slurm job says it itself.
     let says_how_many =
@@ -426,6 +432,10 @@ mod tests {
             assert_eq!(translated(&format!("horovodrun {option} x")).1.len(), 1, "{option}");
         }
         assert!(parse("horovodrun --autotune --no-autotune x").unwrap_err().contains("cannot be used with"));
+        for time in ["nan", "inf", "soon"] {
+            let error = parse(&format!("horovodrun --cycle-time-ms {time} x")).unwrap_err();
+            assert!(error.contains("give a number from 0"), "{error}");
+        }
         assert!(parse("horovodrun -v").unwrap_err().contains(env!("CARGO_PKG_VERSION")));
     }
 

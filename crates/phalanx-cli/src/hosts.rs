@@ -1,7 +1,9 @@
 //! The options of a job on several hosts that are reached over ssh, which are horovodrun's.
 
 use std::ffi::{OsStr, OsString};
-use std::path::PathBuf;
+use std::fs::File;
+use std::io::{self, ErrorKind, Read};
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::{ArgAction, Args};
@@ -9,10 +11,14 @@ use phalanx::WorldSize;
 use phalanx::launch::{HostList, RemoteShell};
 
 use crate::cli::seconds;
+use crate::processes::out_of_range;
 
 /// The options that say where to run in another way.
 const ELSEWHERE: [&str; 6] =
     ["nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "standalone", "nproc_per_node"];
+
+/// The longest file of hosts that is read, in bytes.
+const FILE_LIMIT: u64 = 16 << 20;
 
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Several hosts, one command")]
@@ -59,7 +65,7 @@ impl HostOptions {
             (Some(hosts), _) => hosts.clone(),
             (None, Some(file)) => {
                 let named = |error: &dyn std::fmt::Display| format!("--hostfile {}: {error}", file.display());
-                let text = std::fs::read_to_string(file).map_err(|error| named(&error))?;
+                let text = read(file).map_err(|error| named(&error))?;
                 HostList::from_file(&text).map_err(|error| named(&error))?
             }
             (None, None) => return Ok(None),
@@ -93,7 +99,21 @@ impl HostOptions {
 
     /// The number of workers on this machine alone, if it was given.
     pub(crate) fn here(&self) -> Result<Option<WorldSize>, String> {
-        self.num_proc.map(WorldSize::new).transpose().map_err(|error| error.to_string())
+        let size = |count| WorldSize::new(count).map_err(|_| format!("-np {count}: {}", out_of_range()));
+        self.num_proc.map(size).transpose()
+    }
+
+    /// A note about options of ssh, for a job that needs none.
+    pub(crate) fn unused_here(&self) -> Option<String> {
+        let (verb, options) = match (self.ssh_port.is_some(), self.ssh_identity_file.is_some()) {
+            (false, false) => return None,
+            (true, false) => ("has", "--ssh-port"),
+            (false, true) => ("has", "--ssh-identity-file"),
+            (true, true) => ("have", "--ssh-port and --ssh-identity-file"),
+        };
+        Some(format!(
+            "{options} {verb} no effect: this job runs on this machine; name hosts with -H or --hostfile"
+        ))
     }
 
     pub(crate) fn shell(&self) -> RemoteShell {
@@ -104,6 +124,22 @@ impl HostOptions {
         let shell = self.ssh_port.into_iter().fold(shell, RemoteShell::port);
         self.ssh_identity_file.iter().fold(shell, RemoteShell::identity)
     }
+}
+
+/// The text of `file`, which may be a pipe.
+fn read(file: &Path) -> io::Result<String> {
+    let mut text = String::new();
+    let count =
+        File::open(file)?.take(FILE_LIMIT + 1).read_to_string(&mut text).map_err(|error| {
+            match error.kind() {
+                ErrorKind::InvalidData => io::Error::other("it is no text in UTF-8"),
+                _ => error,
+            }
+        })?;
+    if count as u64 > FILE_LIMIT {
+        return Err(io::Error::other(format!("it has more than {FILE_LIMIT} bytes")));
+    }
+    Ok(text)
 }
 
 #[cfg(test)]
@@ -145,6 +181,9 @@ mod tests {
         let pairs: Vec<_> = placed.hosts().iter().map(|host| (host.name(), host.slots())).collect();
         assert_eq!(pairs, [("a", 2), ("b", 1)]);
         assert_eq!(parse(&["-np", "3", "./train"]).unwrap().here().unwrap().unwrap().get(), 3);
+        assert!(
+            parse(&["-np", "0", "./train"]).unwrap().here().unwrap_err().starts_with("-np 0: give a number")
+        );
         assert!(parse(&["--np", "9", "-H", "a:2", "./train"]).unwrap().placed().is_err());
         for bad in [
             &["-H", "a:x", "./train"][..],
@@ -155,5 +194,10 @@ mod tests {
             assert!(parse(bad).is_err(), "{bad:?}");
         }
         assert!(parse(&["--hostfile", "/does/not/exist", "./train"]).unwrap().placed().is_err());
+        let endless = parse(&["--hostfile", "/dev/zero", "./train"]).unwrap().placed().unwrap_err();
+        assert!(endless.starts_with("--hostfile /dev/zero: it has more than"), "{endless}");
+        assert_eq!(parse(&["-np", "2", "./train"]).unwrap().unused_here(), None);
+        let note = parse(&["--ssh-port", "7", "./train"]).unwrap().unused_here().unwrap();
+        assert!(note.starts_with("--ssh-port has no effect") && note.contains("-H or --hostfile"), "{note}");
     }
 }

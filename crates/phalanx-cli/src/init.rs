@@ -7,6 +7,8 @@ use std::process::ExitCode;
 
 use clap::{Args, ValueEnum};
 
+use crate::output::print;
+
 /// Make a small crate that trains a model of Burn in two processes, or such a program in Python
 ///
 /// It is a folder with the name of the crate: the manifest, a program, a test that two ranks learn, and a README. `cargo run`
@@ -66,8 +68,7 @@ const TAKEN: [&str; 10] =
 const LENGTH_LIMIT: usize = 64;
 
 pub(crate) fn run(options: &Init) -> ExitCode {
-    let said = make(Path::new(""), options)
-        .and_then(|()| io::stdout().write_all(made(options).as_bytes()).map_err(|error| error.to_string()));
+    let said = make(Path::new(""), options).and_then(|()| print(made(options).as_bytes()));
     match said {
         Ok(()) => ExitCode::SUCCESS,
         Err(message) => {

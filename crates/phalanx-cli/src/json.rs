@@ -63,6 +63,14 @@ pub(crate) fn ended(report: &Report, code: i32) -> Vec<u8> {
     object("ended", fields)
 }
 
+/// The last line of a job that could not be started or watched.
+pub(crate) fn not_run(message: &str, code: i32) -> Vec<u8> {
+    object(
+        "ended",
+        json!({ "outcome": "error", "exit_code": code, "message": message, "failure": Value::Null }),
+    )
+}
+
 fn failure_fields(failure: &Failure) -> Value {
     let stderr: Vec<_> = failure.stderr.iter().map(|line| String::from_utf8_lossy(line)).collect();
     let fields = json!({ "rank": failure.rank.get(), "host": failure.host, "node": failure.node,
@@ -114,5 +122,12 @@ mod tests {
             (&json!(3), &json!("stdout"), &json!("line"))
         );
         assert_eq!(value["text"], "a \"b\" \u{fffd}");
+    }
+
+    #[test]
+    fn a_job_that_does_not_start_ends_with_an_object_too() {
+        let value: Value = serde_json::from_slice(&not_run("no \"train\"\n", 127)).unwrap();
+        assert_eq!((&value["event"], &value["outcome"]), (&json!("ended"), &json!("error")));
+        assert_eq!((&value["exit_code"], &value["message"]), (&json!(127), &json!("no \"train\"\n")));
     }
 }

@@ -9,6 +9,7 @@ use clap::{Args, Command, CommandFactory};
 use clap_complete::Shell;
 
 use crate::cli::Cli;
+use crate::output::print;
 
 const NAME: &str = "phalanx";
 
@@ -66,13 +67,6 @@ fn page(command: Command) -> Result<Vec<u8>, String> {
     let mut page = Vec::new();
     clap_mangen::Man::new(command).render(&mut page).map_err(|error| error.to_string())?;
     Ok(page)
-}
-
-fn print(text: &[u8]) -> Result<(), String> {
-    let mut out = io::stdout().lock();
-    out.write_all(text)
-        .and_then(|()| out.flush())
-        .map_err(|error| format!("the output cannot be written: {error}"))
 }
 
 fn end(done: Result<(), String>) -> ExitCode {

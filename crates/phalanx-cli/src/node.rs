@@ -10,6 +10,7 @@ use phalanx::{Error, Result};
 
 use crate::cli::{self, Command};
 use crate::output::Output;
+use crate::render::Format;
 use crate::run::job;
 
 /// How long the reader may take to read the last message.
@@ -28,7 +29,7 @@ pub(crate) fn run(options: &Node) -> ExitCode {
         RemoteNode::arrive();
         return ExitCode::FAILURE;
     }
-    let Ok(output) = Output::start() else { return ExitCode::FAILURE };
+    let Ok(output) = Output::start(Format::Text) else { return ExitCode::FAILURE };
     let mut teller = Teller(output);
     if let Some(result) = run_part(&mut teller).transpose() {
         teller.0.push(Stream::Stdout, RemoteNode::final_message(&result));

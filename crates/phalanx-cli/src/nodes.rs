@@ -223,6 +223,27 @@ impl NodeOptions {
         })
     }
 
+    /// A note about a place to meet that goes behind `--rdzv-endpoint`. Variables may be those of all jobs.
+    pub(crate) fn unused_beside_endpoint(&self, is_set: impl Fn(&str) -> bool) -> Option<String> {
+        let endpoint = self.place_to_meet()?;
+        // With `etcd` and `file` the only node of a job serves the workers' store at --master-addr.
+        let is_used = match self.backend() {
+            Backend::Static | Backend::C10d => true,
+            #[cfg(feature = "etcd")]
+            Backend::Etcd => self.nnodes().max > 1,
+            Backend::File => self.nnodes().max > 1,
+        };
+        let master_addr = self.master_addr.is_some() && !is_set("PET_MASTER_ADDR");
+        let master_port = self.master_port.is_some() && !is_set("PET_MASTER_PORT");
+        let (verb, options) = match (is_used && master_addr, is_used && master_port) {
+            (false, false) => return None,
+            (true, false) => ("has", "--master-addr"),
+            (false, true) => ("has", "--master-port"),
+            (true, true) => ("have", "--master-addr and --master-port"),
+        };
+        Some(format!("{options} {verb} no effect: --rdzv-endpoint {endpoint} says where the nodes meet"))
+    }
+
     /// Whether they say which nodes there are, or where they meet.
     pub(crate) fn are_given(&self) -> bool {
         self.nnodes.is_some()
@@ -361,6 +382,36 @@ mod tests {
         assert!(
             note(1, Some("::"), Some("node7")).unwrap().starts_with("--bind and --local-addr have no effect")
         );
+    }
+
+    #[test]
+    fn a_second_place_to_meet_is_said_to_have_no_effect() {
+        let note = |nodes: u32, rdzv_backend: Option<Backend>, endpoint: Option<&str>, is_variable: bool| {
+            let options = NodeOptions {
+                nnodes: Some(Nnodes { min: 1, max: nodes }),
+                node_rank: None,
+                master_addr: None,
+                master_port: Some(7),
+                rdzv_backend,
+                rdzv_endpoint: endpoint.map(str::to_owned),
+                rdzv_conf: Conf::default(),
+                local_addr: None,
+                bind: None,
+            };
+            options.unused_beside_endpoint(|_| is_variable)
+        };
+        let said = note(2, Some(Backend::C10d), Some("node7"), false).unwrap();
+        assert_eq!(said, "--master-port has no effect: --rdzv-endpoint node7 says where the nodes meet");
+        assert!(note(1, None, Some("node7"), false).is_some());
+        assert!(note(2, Some(Backend::File), Some("/shared/x"), false).is_some());
+        for unsaid in [
+            note(2, None, None, false),
+            note(2, None, Some(" "), false),
+            note(2, None, Some("node7"), true),
+            note(1, Some(Backend::File), Some("/shared/x"), false),
+        ] {
+            assert_eq!(unsaid, None);
+        }
     }
 
     #[test]

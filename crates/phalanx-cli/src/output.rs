@@ -12,6 +12,8 @@ use std::time::Duration;
 
 use phalanx::launch::Stream;
 
+use crate::render::{self, Format};
+
 /// How many bytes may wait to be written before the workers' output is left in their pipes.
 const ENOUGH: usize = 1 << 20;
 /// To the beginning of the line, and clears it.
@@ -40,13 +42,14 @@ struct OutputState {
 }
 
 impl Output {
-    pub(crate) fn start() -> io::Result<Self> {
+    /// Starts the thread, whose own messages have this format.
+    pub(crate) fn start(format: Format) -> io::Result<Self> {
         let (queue, lines) = channel();
         let (still_writing, done) = channel();
         let state = Arc::<OutputState>::default();
         let shared = Arc::clone(&state);
         thread::Builder::new().name("phalanx-output".into()).spawn(move || {
-            write_all(&lines, &shared);
+            write_all(&lines, &shared, format);
             drop::<Sender<()>>(still_writing);
         })?;
         Ok(Self { queue, state, done })
@@ -80,7 +83,18 @@ impl Output {
     }
 }
 
-fn write_all(messages: &Receiver<Message>, state: &OutputState) {
+/// Prints `text` on standard output. Who has closed the pipe needs no more of it, and no message.
+pub(crate) fn print(text: &[u8]) -> Result<(), String> {
+    let mut out = io::stdout().lock();
+    match out.write_all(text).and_then(|()| out.flush()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            Err(format!("the output cannot be written: {error}"))
+        }
+        Ok(()) | Err(_) => Ok(()),
+    }
+}
+
+fn write_all(messages: &Receiver<Message>, state: &OutputState, format: Format) {
     let (mut out, mut err) = (io::stdout(), io::stderr());
     let mut status = StatusLine::new();
     let mut has_failed = false;
@@ -117,7 +131,8 @@ fn write_all(messages: &Receiver<Message>, state: &OutputState) {
             // A full disk must not cost the training.
             Err(error) if !has_failed => {
                 has_failed = true;
-                let _ = writeln!(err, "phalanx: the workers' output cannot be written and is lost: {error}");
+                let text = format!("the workers' output cannot be written and is lost: {error}");
+                let _ = err.write_all(&render::note(&text, format));
             }
             Err(_) => {}
         }

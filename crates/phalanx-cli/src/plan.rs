@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use clap::{Args, ValueEnum};
 use phalanx::pipeline::{Action, Costs, Pass, Plan as Pipeline, Schedule, Timeline};
 
+use crate::output::print;
 use crate::render::wants_colour;
 
 /// Draw the schedule of a pipeline, with its bubble and what each rank holds
@@ -68,11 +69,13 @@ const MOST_CELLS: usize = 4096;
 
 pub(crate) fn run(options: &Plan) -> ExitCode {
     let drawn = text(options, wants_colour(&io::stdout()));
-    let written = match &drawn {
-        Ok(text) => io::stdout().write_all(text.as_bytes()),
-        Err(message) => writeln!(io::stderr(), "phalanx: {message}"),
-    };
-    if drawn.is_ok() && written.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    match drawn.and_then(|text| print(text.as_bytes())) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(message) => {
+            let _ = writeln!(io::stderr(), "phalanx: {message}");
+            ExitCode::FAILURE
+        }
+    }
 }
 
 fn text(options: &Plan, colour: bool) -> Result<String, String> {
@@ -179,15 +182,16 @@ fn cell_text(
 /// What each rank holds and how long it waits.
 fn table(text: &mut String, plan: &Pipeline, timeline: &Timeline) {
     let _ = writeln!(text, "rank  holds at most  waits");
+    // Of all ranks: looked at once.
+    let end = timeline.end();
     for rank in 0..plan.ranks() {
         let busy: f64 = timeline.rank(rank).iter().map(|interval| interval.end - interval.start).sum();
-        let waits = 100.0 * (1.0 - busy / timeline.end());
+        let waits = 100.0 * (1.0 - busy / end);
         let _ = writeln!(text, "{rank:>4}  {:>13}  {waits:>4.1} %", plan.peak_activations(rank));
     }
     let _ = writeln!(
         text,
-        "{} cells, bubble {:.1} %; held are activations of micro-batches, counted for each stage",
-        timeline.end(),
+        "{end} cells, bubble {:.1} %; held are activations of micro-batches, counted for each stage",
         100.0 * timeline.bubble()
     );
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::str::FromStr;
 use std::{env, fs, thread};
 
-use phalanx::WorldSize;
+use phalanx::{MAX_WORLD_SIZE, WorldSize};
 
 const OTHER_VARIABLE: &str = "PET_N_PROC_PER_NODE";
 
@@ -18,6 +18,11 @@ pub(crate) enum Processes {
     Auto,
 }
 
+/// What is said of a number of workers that no job has.
+pub(crate) fn out_of_range() -> String {
+    format!("give a number of workers from 1 to {MAX_WORLD_SIZE}")
+}
+
 impl FromStr for Processes {
     type Err = String;
 
@@ -27,9 +32,10 @@ impl FromStr for Processes {
             "gpu" => Ok(Self::Gpu),
             "auto" => Ok(Self::Auto),
             _ => {
-                let number =
+                let number: i64 =
                     text.parse().map_err(|_| "it is neither a number nor cpu, gpu or auto".to_owned())?;
-                WorldSize::new(number).map(Self::Number).map_err(|error| error.to_string())
+                let size = u32::try_from(number).ok().and_then(|number| WorldSize::new(number).ok());
+                size.map(Self::Number).ok_or_else(out_of_range)
             }
         }
     }
@@ -109,6 +115,9 @@ mod tests {
         assert_eq!("3".parse::<Processes>().unwrap().count().unwrap().get(), 3);
         for bad in ["", "0", "-1", "many", "4294967296", "70000"] {
             assert!(bad.parse::<Processes>().is_err(), "{bad}");
+        }
+        for bad in ["0", "-1", "70000"] {
+            assert_eq!(bad.parse::<Processes>(), Err("give a number of workers from 1 to 65536".to_owned()));
         }
         assert!(Processes::Cpu.count().unwrap().get() >= 1);
     }

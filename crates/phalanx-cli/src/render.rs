@@ -113,7 +113,7 @@ pub(crate) struct Renderer {
 impl Renderer {
     pub(crate) fn start(format: Format, prefix: Option<Prefix>) -> io::Result<Self> {
         Ok(Self {
-            output: Output::start()?,
+            output: Output::start(format)?,
             format,
             prefix,
             local_ranks: HashMap::new(),
@@ -190,7 +190,7 @@ impl Renderer {
                 }
             }
             // If the reader has closed the pipe, it needs no more output.
-            Event::Ending { .. } if self.reader_is_gone() => {}
+            Event::Ending { .. } if self.reader_is_gone() => self.ending = true,
             Event::Ending { signal } => {
                 self.ending = true;
                 let again = if signal == Signal::INT { "; Ctrl-C again kills them" } else { "" };

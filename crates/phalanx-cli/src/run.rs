@@ -11,7 +11,7 @@ use phalanx::launch::{
 use phalanx::{Error, JobKey, WorldSize};
 use rustix::io::Errno;
 
-use crate::cli::{Keygen, Run, thread_note};
+use crate::cli::{Keygen, Run, ranked, thread_note};
 use crate::processes::Processes;
 use crate::render::{self, Format, Prefix, Renderer, wants_colour};
 use crate::report::Look;
@@ -25,6 +25,11 @@ const SIGNAL_GRACE: Duration = Duration::from_secs(1);
 pub(crate) fn run(options: Run) -> ExitCode {
     let given: Vec<OsString> = std::env::args_os().collect();
     let program = options.program.first().map(OsString::as_os_str).unwrap_or_default();
+    let format = options.log_format;
+    let refuse = |message: &str, code: i32| {
+        let _ = io::stderr().write_all(&not_run(message, code, format));
+        exit_code(code)
+    };
     if let Err(message) = options.hosts.check_blanks(&given, program) {
         return refuse(&message, 2);
     }
@@ -32,18 +37,21 @@ pub(crate) fn run(options: Run) -> ExitCode {
         Ok(started) => started,
         Err(message) => return refuse(&message, 2),
     };
-    let format = options.log_format;
     let most = match &started {
         Started::Here(workers) => workers.get(),
         Started::Hosts(hosts, _) => hosts.hosts().iter().map(Host::slots).max().unwrap_or(1),
     };
     let is_set = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
-    let apart =
-        matches!(started, Started::Here(_)).then(|| options.apart(phalanx::env::other_launcher())).flatten();
-    let unused = matches!(started, Started::Here(_)).then(|| options.nodes.unused_alone(is_set)).flatten();
-    let absent = matches!(started, Started::Here(_)).then(|| options.absent(most)).flatten();
-    let notes = options.notes().into_iter().chain(unused).chain(absent);
-    for note in slurm.into_iter().chain(notes).chain(apart).chain(thread_note(most, is_set)) {
+    let mut notes = options.notes();
+    if let Started::Here(_) = started {
+        notes.extend(options.nodes.unused_alone(is_set));
+        notes.extend(options.nodes.unused_beside_endpoint(is_set).filter(|_| !options.standalone));
+        notes.extend(options.hosts.unused_here());
+        notes.extend(options.absent(most));
+        let other = phalanx::env::other_launcher();
+        notes.extend(options.apart(other.or_else(|| ranked(|name| std::env::var(name).ok()))));
+    }
+    for note in slurm.into_iter().chain(notes).chain(thread_note(most, is_set)) {
         let _ = io::stderr().write_all(&render::note(&note, format));
     }
     let prefix = options.log_line_prefix_template.clone().filter(|template| !template.is_empty());
@@ -268,8 +276,16 @@ fn code_of(error: &Error) -> i32 {
 }
 
 fn refuse(message: &str, code: i32) -> ExitCode {
-    let _ = writeln!(io::stderr(), "phalanx: {message}");
+    let _ = io::stderr().write_all(&not_run(message, code, Format::Text));
     exit_code(code)
+}
+
+/// What is said of a job that could not be started or watched.
+fn not_run(message: &str, code: i32, format: Format) -> Vec<u8> {
+    match format {
+        Format::Text => format!("phalanx: {message}\n").into_bytes(),
+        Format::Json => json::not_run(message, code),
+    }
 }
 
 /// A code that the system cannot pass on is a failure all the same.

@@ -5,7 +5,7 @@
 
 use std::fs;
 use std::io::{self, ErrorKind};
-use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr, UdpSocket};
 
 use phalanx_sys::interface;
 
@@ -36,6 +36,28 @@ pub fn id() -> String {
 pub(crate) fn disk_id() -> String {
     let boot = boot_id().map_or_else(id, |boot| format!("{boot:032x}"));
     format!("{boot} {}", name())
+}
+
+/// Why `text` can be neither a host's name nor its address, if it cannot: nobody has to wait for its address.
+pub fn unfit_host(text: &str) -> Option<&'static str> {
+    let bare = text.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(text);
+    // An address of one link has its interface behind it: fe80::1%eth0.
+    let (address, _) = bare.split_once('%').unwrap_or((bare, ""));
+    if address.parse::<Ipv6Addr>().is_ok() {
+        None
+    } else if text.is_empty() {
+        Some("it is empty: give the name or address of a host")
+    } else if text.contains("://") {
+        Some("it is a URL: give the host alone, without `://` and what is before it")
+    } else if text.contains(':') {
+        Some("it has a colon, and is no IPv6 address: give the host alone, and its port by itself")
+    } else if text
+        .contains(|letter: char| letter.is_whitespace() || letter.is_control() || "/,[]".contains(letter))
+    {
+        Some("it is neither a host's name nor an address")
+    } else {
+        None
+    }
 }
 
 /// Whether the loopback is down, over which processes of this host reach each other at all of its addresses. In a new network
@@ -78,6 +100,28 @@ mod tests {
     use std::net::Ipv4Addr;
 
     use super::*;
+
+    #[test]
+    fn what_is_no_host_is_told_from_names_and_addresses() {
+        for host in
+            ["node0", "node0.train.example", "my_host", "10.0.0.1", "::1", "[::1]", "fe80::1%eth0", "*"]
+        {
+            assert_eq!(unfit_host(host), None, "{host}");
+        }
+        for (text, why) in [
+            ("", "empty"),
+            ("tcp://node0", "a URL"),
+            ("http://node0:80", "a URL"),
+            ("node0:29500", "its port by itself"),
+            ("[::1]:29500", "its port by itself"),
+            ("node0,node1", "neither"),
+            ("node 0", "neither"),
+            ("node0/", "neither"),
+            ("node0\n", "neither"),
+        ] {
+            assert!(unfit_host(text).is_some_and(|said| said.contains(why)), "{text:?}");
+        }
+    }
 
     #[test]
     fn hosts_of_one_name_are_told_apart() {

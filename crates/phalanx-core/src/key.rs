@@ -2,7 +2,7 @@
 
 use std::ffi::OsStr;
 use std::fmt;
-use std::fs::{File, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
@@ -80,9 +80,18 @@ impl JobKey {
     pub fn write_new(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
-        file.and_then(|mut file| self.write_to(&mut file)).map_err(|error| {
+        let written = file.and_then(|mut file| {
+            self.write_to(&mut file).inspect_err(|_| {
+                // A part of a key would be in the way of the next one.
+                let _ = fs::remove_file(path);
+            })
+        });
+        written.map_err(|error| {
             let remedy = match error.kind() {
                 io::ErrorKind::AlreadyExists => "name a file that is not there yet",
+                io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
+                    "make room there, or name a file on another disk"
+                }
                 _ => "name a file in a folder of this user's",
             };
             Error::io(format!("the job's key cannot be written to {}", path.display()), error)

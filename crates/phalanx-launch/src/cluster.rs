@@ -7,7 +7,12 @@ use std::time::Duration;
 use crate::env;
 use crate::error::{Error, Result};
 use crate::health::Heartbeat;
+use crate::host::unfit_host;
+use crate::job::not_a_host;
 use crate::store::host_port;
+
+/// No time limit.
+pub(super) const NO_LIMIT: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// The node that serves the launchers' store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,7 +66,11 @@ impl Cluster {
             )
             .with_remedy("give every node the same free port"));
         }
-        let host = host.into().trim_matches(['[', ']']).to_owned();
+        let host = host.into();
+        if let Some(why) = unfit_host(&host) {
+            return Err(not_a_host(&host, why));
+        }
+        let host = host.trim_matches(['[', ']']).to_owned();
         Self::with_backend(
             min_nodes,
             max_nodes,
@@ -141,19 +150,20 @@ impl Cluster {
     /// How often a launcher sends a heartbeat, 1 s, and after how many missing ones it is declared dead. If that is not given, as many
     /// as fit into the time that the network between ranks may be silent (10 s, or `PHALANX_NETWORK_TIMEOUT`) and two more, at least 5.
     pub fn keep_alive(mut self, interval: Duration, attempts: Option<u32>) -> Self {
-        self.keep_alive = (interval.max(Duration::from_millis(10)), attempts.map(|attempts| attempts.max(1)));
+        let interval = interval.clamp(Duration::from_millis(10), NO_LIMIT);
+        self.keep_alive = (interval, attempts.map(|attempts| attempts.max(1)));
         self
     }
 
     /// How long to wait for enough nodes: 600 s.
     pub fn join_timeout(mut self, timeout: Duration) -> Self {
-        self.join_timeout = timeout;
+        self.join_timeout = timeout.min(NO_LIMIT);
         self
     }
 
     /// How long to wait for more nodes when there are enough: 30 s.
     pub fn last_call(mut self, timeout: Duration) -> Self {
-        self.last_call = timeout;
+        self.last_call = timeout.min(NO_LIMIT);
         self
     }
 
@@ -183,6 +193,31 @@ impl Cluster {
     /// After how long without a heartbeat a launcher is declared dead.
     pub(super) fn silence(&self) -> Duration {
         let (interval, attempts) = self.keep_alive;
-        interval.saturating_mul(attempts.unwrap_or_else(|| self.heartbeat.missing_in_store(interval, false)))
+        let attempts = attempts.unwrap_or_else(|| self.heartbeat.missing_in_store(interval, false));
+        interval.saturating_mul(attempts).min(NO_LIMIT)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_no_host_is_refused_at_once() {
+        for host in ["tcp://node0", "node0:29500", ""] {
+            let error = Cluster::new(1, 2, host, 1).unwrap_err();
+            assert!(error.is_invalid_argument() && error.to_string().contains("no place to meet"), "{error}");
+        }
+        assert!(Cluster::new(1, 2, "[::1]", 1).is_ok());
+    }
+
+    /// Others are added to them, and to the time of day.
+    #[test]
+    fn times_have_a_limit() {
+        let cluster = Cluster::new(1, 2, "localhost", 1).unwrap();
+        let cluster = cluster.keep_alive(Duration::MAX, Some(u32::MAX)).join_timeout(Duration::MAX);
+        let cluster = cluster.last_call(Duration::MAX);
+        assert_eq!([cluster.silence(), cluster.join_timeout, cluster.last_call], [NO_LIMIT; 3]);
+        assert_eq!(cluster.keep_alive(Duration::from_secs(2), Some(3)).silence(), Duration::from_secs(6));
     }
 }

@@ -18,6 +18,7 @@ use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::elastic;
 use crate::error::{Error, Result};
+use crate::host::unfit_host;
 use crate::key::{self, JobKey};
 use crate::random;
 use crate::store::{Access, KeylessClients, Refusals, TcpStoreServer, host_port};
@@ -342,6 +343,7 @@ impl Job {
         let access = self.workers_access(refusals);
         match &self.master_addr {
             None => TcpStoreServer::bind_for((Ipv4Addr::LOCALHOST, self.master_port).into(), access),
+            Some(host) if let Some(why) = unfit_host(host) => Err(not_a_host(host, why)),
             Some(host) => TcpStoreServer::bind_to(
                 &host_port(host, self.master_port),
                 access,
@@ -428,6 +430,12 @@ pub(super) fn check_open_store(is_open: bool, uses_tls: bool) -> Result<()> {
             .with_remedy("leave out open_store (--open-store), or the certificates (--tls-ca and so on)"));
     }
     Ok(())
+}
+
+/// The error for what was given as a host.
+pub(super) fn not_a_host(host: &str, why: &str) -> Error {
+    Error::invalid_argument(format!("{host:?} is no place to meet: {why}"))
+        .with_remedy("correct --master-addr or --rdzv-endpoint, or the variable that sets it")
 }
 
 /// A new name for the job.

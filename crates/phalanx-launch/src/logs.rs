@@ -20,6 +20,8 @@ use crate::random;
 
 /// How many bytes may wait to be written before the workers' output is left in their pipes.
 const ENOUGH: usize = 8 << 20;
+/// How much of a job's name is in its folder's, in bytes.
+const NAME_LIMIT: usize = 200;
 /// How long the last bytes may take to be written when the job is over.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -133,7 +135,7 @@ impl Logs {
 
     /// Makes this job's folder.
     pub(super) fn open(&self, run_id: &str) -> Result<JobLogs> {
-        let name = format!("{}_{:08x}", run_id.replace('/', "_"), u32::from_le_bytes(random::bytes()?));
+        let name = folder_name(run_id, u32::from_le_bytes(random::bytes()?));
         // Workers may have another working directory.
         let folder =
             std::path::absolute(&self.folder).map_err(|error| cannot_make(&self.folder, error))?.join(name);
@@ -293,6 +295,13 @@ fn write_all(chunks: &Receiver<(Arc<File>, Vec<u8>)>, state: &Mutex<LogState>) {
     }
 }
 
+/// The name of a job's folder. The system takes no longer ones than 255 bytes.
+fn folder_name(run_id: &str, random: u32) -> String {
+    let mut name = run_id.replace('/', "_");
+    name.truncate(name.floor_char_boundary(NAME_LIMIT));
+    format!("{name}_{random:08x}")
+}
+
 fn make(folder: &Path) -> Result<()> {
     fs::create_dir_all(folder).map_err(|error| cannot_make(folder, error))
 }
@@ -346,6 +355,13 @@ mod tests {
                 .unwrap()
                 .starts_with("a_b_")
         );
+    }
+
+    #[test]
+    fn a_long_name_of_a_job_makes_no_folder_that_cannot_be_made() {
+        assert_eq!(folder_name("a/b", 0xabc), "a_b_00000abc");
+        let name = folder_name(&"ä".repeat(300), 1);
+        assert_eq!(name, format!("{}_00000001", "ä".repeat(100)));
     }
 
     #[test]

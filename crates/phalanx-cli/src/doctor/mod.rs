@@ -16,6 +16,7 @@ use clap::Args;
 
 pub(crate) use self::finding::Report;
 use crate::cli::seconds;
+use crate::output::print;
 use crate::render::wants_colour;
 
 const ABOUT: &str = "\
@@ -30,7 +31,7 @@ the others, and their clocks. The exit code is 1 if there is a defect.";
 #[command(long_about = ABOUT)]
 pub(crate) struct Doctor {
     /// A store to connect to, as host:port [default: the launcher's, if it serves one]
-    #[arg(long, value_name = "HOST:PORT")]
+    #[arg(long, value_name = "HOST:PORT", value_parser = host_port)]
     store: Option<String>,
 
     /// How long ranks under a launcher wait for each other
@@ -44,6 +45,19 @@ pub(crate) struct Doctor {
     /// Be one of the processes that are timed: this many calls a round
     #[arg(long, value_name = "CALLS", hide = true)]
     measure: Option<u32>,
+}
+
+/// A store's place, as it was given.
+fn host_port(text: &str) -> Result<String, String> {
+    let (host, port) = text.rsplit_once(':').unwrap_or_default();
+    let is_host = match host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
+        Some(bare) => bare.contains(':'),
+        None => !host.is_empty() && !host.contains([':', '/', ' ']),
+    };
+    match port.parse::<u16>() {
+        Ok(1..) if is_host => Ok(text.to_owned()),
+        _ => Err("give host:port, such as node0:29500, or [::1]:29500".to_owned()),
+    }
 }
 
 /// Checks, and prints the report.
@@ -89,7 +103,38 @@ fn tell(options: &Doctor, report: &Report) -> ExitCode {
         true => report.json(),
         false => report.text(wants_colour(&io::stdout())),
     };
-    // If the reader has closed the pipe, it needs no more output.
-    let _ = io::stdout().write_all(text.as_bytes());
-    if report.is_good() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    match print(text.as_bytes()) {
+        Ok(()) if report.is_good() => ExitCode::SUCCESS,
+        Ok(()) => ExitCode::FAILURE,
+        Err(message) => {
+            let _ = writeln!(io::stderr(), "phalanx: {message}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_store_is_a_host_and_a_port() {
+        for good in ["node0:29500", "127.0.0.1:1", "[::1]:29500", "[fe80::1%eth0]:7"] {
+            assert_eq!(host_port(good).as_deref(), Ok(good));
+        }
+        for bad in [
+            "",
+            "node0",
+            "node0:",
+            "node0:x",
+            "node0:0",
+            "node0:70000",
+            ":1",
+            "::1:1",
+            "tcp://node0:1",
+            "[]:1",
+        ] {
+            assert!(host_port(bad).unwrap_err().starts_with("give host:port"), "{bad}");
+        }
+    }
 }

@@ -1,6 +1,6 @@
 //! Two processes of this host, and an all_reduce between them: measures shared memory and TCP.
 
-use std::io::Read;
+use std::io::{self, Read, Write};
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
@@ -92,7 +92,7 @@ pub(super) fn work(calls: u32) -> ExitCode {
     match phalanx::spawn(2, || time_both(calls)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("{error}");
+            let _ = writeln!(io::stderr(), "{error}");
             ExitCode::FAILURE
         }
     }
@@ -102,7 +102,8 @@ fn time_both(calls: u32) -> Result<()> {
     let group = phalanx::init()?;
     let times = Times { small: time(&group, SMALL, calls)?, large: time(&group, LARGE, calls)? };
     if group.rank().is_main() {
-        println!("{}", serde_json::to_string(&times).map_err(|error| Error::aborted(error.to_string()))?);
+        let text = serde_json::to_string(&times).map_err(|error| Error::aborted(error.to_string()))?;
+        writeln!(io::stdout(), "{text}").map_err(|error| Error::io("the times cannot be written", error))?;
     }
     Ok(())
 }

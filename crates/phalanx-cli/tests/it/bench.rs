@@ -45,6 +45,12 @@ fn who_lacks_the_benchmarks_is_told_how_to_install_them() {
         assert_eq!(output.status.code(), Some(127), "{err}");
         assert!(err.contains("cargo install --path crates/phalanx-bench"), "{err}");
     }
+    // The code says it alone where nobody reads.
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let mut unread = Command::new(folder.path().join("phalanx"));
+    let unread = unread.arg("bench").env("PATH", folder.path().join("path")).stderr(writer).status();
+    assert_eq!(unread.unwrap().code(), Some(127));
     let help = text(&command(folder.path(), &["--help"]).stdout);
     assert!(help.contains("\n  bench ") && help.contains("\n  plot "), "{help}");
 }

@@ -1,6 +1,6 @@
 //! What shells complete, and the manual pages.
 
-use std::fs;
+use std::fs::{self, File};
 use std::process::{Command, Output};
 
 use crate::support::text;
@@ -32,6 +32,8 @@ fn each_visible_subcommand_has_a_page_under_its_whole_name() {
     assert!(fs::read_to_string(pages.join("phalanx.1")).unwrap().contains("doctor"));
     let run = fs::read_to_string(pages.join("phalanx-run.1")).unwrap();
     assert!(run.contains(".TH phalanx-run 1") && run.contains("nproc"), "{run}");
+    // What --help says of variables.
+    assert!(run.contains("PET_NPROC_PER_NODE") && run.contains("PHALANX_GRACE_PERIOD"), "{run}");
     for (part, exists) in [("init", true), ("bench", true), ("node", false), ("help", false)] {
         assert_eq!(pages.join(format!("phalanx-{part}.1")).exists(), exists, "{part}");
     }
@@ -39,4 +41,31 @@ fn each_visible_subcommand_has_a_page_under_its_whole_name() {
     let output = phalanx(&["man", folder.path().join("file").to_str().unwrap()]);
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output.stderr).contains("cannot be made"), "{}", text(&output.stderr));
+}
+
+/// What prints and ends.
+const PRINTS: [&[&str]; 5] =
+    [&["completions", "bash"], &["man"], &["plan"], &["horovodrun", "--check-build"], &["doctor", "--json"]];
+
+#[test]
+fn output_that_cannot_be_written_is_an_error() {
+    for words in PRINTS {
+        let full = File::options().write(true).open("/dev/full").unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_phalanx"));
+        let output = command.args(words).stdout(full).output().unwrap();
+        let err = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{words:?}: {err}");
+        assert!(err.contains("the output cannot be written: No space left"), "{words:?}: {err}");
+    }
+}
+
+#[test]
+fn who_has_closed_the_pipe_gets_no_message() {
+    for words in &PRINTS[..4] {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let mut command = Command::new(env!("CARGO_BIN_EXE_phalanx"));
+        let output = command.args(*words).stdout(writer).output().unwrap();
+        assert_eq!((output.status.code(), text(&output.stderr).as_str()), (Some(0), ""), "{words:?}");
+    }
 }

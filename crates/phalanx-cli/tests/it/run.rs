@@ -431,6 +431,8 @@ fn a_reader_that_has_seen_enough_ends_the_job() {
     let mut said = String::new();
     child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
     assert!(said.contains("what read standard output has closed it"), "{said}");
+    // Its workers have not failed.
+    assert!(!said.contains("killed by"), "{said}");
 }
 
 /// As users have it: nobody has told the launcher, or the workers, to ignore SIGXFSZ.
@@ -474,7 +476,9 @@ fn a_reader_that_does_not_read_holds_up_neither_signals_nor_the_end_of_a_failed_
 #[test]
 fn options_are_checked() {
     for (options, expected) in [
-        (&["--nproc-per-node", "0"][..], "world size of 0"),
+        (&["--nproc-per-node", "0"][..], "give a number of workers from 1 to 65536"),
+        (&["-np", "0"], "-np 0: give a number"),
+        (&["--nproc-per-node", "-1"], "'-1' for '--nproc-per-node <N>'"),
         (&["--nproc-per-node", "many"], "neither a number"),
         (&["--grace-period=-1"], "grace-period"),
         (&["--nproc-per-nod", "2"], "'--nproc-per-node'"),
@@ -485,6 +489,82 @@ fn options_are_checked() {
         let output = output(phalanx(options, "true"));
         assert_eq!(output.status.code(), Some(2), "{options:?}");
         assert!(text(&output.stderr).contains(expected), "{}", text(&output.stderr));
+    }
+}
+
+#[test]
+fn what_is_no_host_is_refused_before_anybody_waits_for_its_address() {
+    for (options, why) in [
+        (&["--master-addr", "tcp://node0"][..], "\"tcp://node0\" is no place to meet: it is a URL"),
+        (&["--master-addr", "node0:29500"], "its port by itself"),
+        (&["--rdzv-endpoint", ":29500"], "it is empty"),
+        (&["--nnodes", "2", "--rdzv-endpoint", "http://node0:29500"], "it is a URL"),
+        (&["-H", "localhost:1,127.0.0.1:1", "--master-addr", "node0:29500"], "its port by itself"),
+    ] {
+        // In a pod a name may get its address for as long as the job waits.
+        let mut command = phalanx(options, "true");
+        command.env("KUBERNETES_SERVICE_HOST", "10.0.0.1");
+        let output = output(command);
+        let err = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{options:?}: {err}");
+        assert!(err.contains(why) && err.contains("--master-addr or --rdzv-endpoint"), "{options:?}: {err}");
+    }
+}
+
+/// As an operator of Kubernetes sets them, for all containers of a pod.
+#[test]
+fn an_option_that_a_variable_gives_is_named_where_it_excludes_another() {
+    let mut command = bare();
+    command.args(["-np", "2", "--", "true"]).env("PET_NPROC_PER_NODE", "4");
+    let refused = output(command);
+    let err = text(&refused.stderr);
+    assert_eq!(refused.status.code(), Some(2), "{err}");
+    assert!(
+        err.contains("--nproc-per-node <N> comes from the variable PET_NPROC_PER_NODE: unset it"),
+        "{err}"
+    );
+    // Who has typed both knows it.
+    let mut command = bare();
+    command.args(["-np", "2", "--nproc_per_node=3", "--", "true"]).env("PET_NPROC_PER_NODE", "4");
+    let refused = output(command);
+    let err = text(&refused.stderr);
+    assert!(refused.status.code() == Some(2) && !err.contains("PET_"), "{err}");
+    // A switch that is off excludes nothing.
+    let mut command = bare();
+    command.args(["-H", "localhost:1", "--no-python", "--", "echo", "hello"]);
+    command.env("PET_STANDALONE", "False").env("PET_MODULE", "0");
+    let ran = output(command);
+    assert_eq!(text(&ran.stdout), "[0] hello\n", "{}", text(&ran.stderr));
+}
+
+#[test]
+fn pods_that_each_train_by_themselves_are_told() {
+    let mut command = phalanx(&[], "echo $RANK of $WORLD_SIZE");
+    command.env("RANK", "1").env("WORLD_SIZE", "2").env_remove("TORCHELASTIC_RUN_ID");
+    let output = output(command);
+    let err = text(&output.stderr);
+    assert_eq!(text(&output.stdout), "[0] 0 of 1\n", "{err}");
+    assert!(err.contains("RANK=1 and WORLD_SIZE=2 say that this command was started several times"), "{err}");
+}
+
+#[test]
+fn a_program_that_reads_the_events_reads_also_why_a_job_has_not_started() {
+    for (words, code, why) in [
+        (&["--", "/no/such/program"][..], 127, "cannot start /no/such/program as rank 0"),
+        (&["--hostfile", "/no/such/file", "--", "true"], 2, "--hostfile /no/such/file"),
+        (&["--log-dir", "/dev/null", "--tee", "3", "--", "true"], 1, "cannot make /dev/null"),
+    ] {
+        let mut command = bare();
+        command.args(["--log-format", "json"]).args(words);
+        let output = output(command);
+        let err = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{err}");
+        let lines: Vec<serde_json::Value> =
+            err.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let last = lines.last().unwrap();
+        assert_eq!((&last["event"], &last["outcome"]), (&"ended".into(), &"error".into()), "{err}");
+        assert_eq!(last["exit_code"], code, "{err}");
+        assert!(last["message"].as_str().unwrap().contains(why), "{err}");
     }
 }
 

@@ -127,6 +127,51 @@ fn a_ca_that_others_may_use_or_without_its_certificate_makes_nothing() {
     refused("ca.pem is missing");
 }
 
+/// Its owner has put the key elsewhere, as the guide says.
+#[test]
+fn a_ca_without_its_key_gets_no_other_key() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    assert!(certgen(&["node0"], folder).status.success());
+    fs::remove_file(folder.join("ca.key")).unwrap();
+    for _ in 0..2 {
+        let output = certgen(&["node1"], folder);
+        let err = text(&output.stderr);
+        assert!(output.status.code() == Some(1) && err.contains("put the key back"), "{err}");
+        assert!(!folder.join("ca.key").exists() && !folder.join("node1.pem").exists());
+    }
+}
+
+#[test]
+fn of_several_hosts_all_get_certificates_or_none() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    assert!(certgen(&["node1"], folder).status.success());
+    for (hosts, why) in
+        [(["node0", "node1"], "it exists already; leave out node1"), (["node0", "node0"], "named twice")]
+    {
+        let output = certgen(&hosts, folder);
+        let err = text(&output.stderr);
+        assert!(output.status.code() == Some(1) && err.contains(why), "{err}");
+        assert!(!folder.join("node0.key").exists() && !folder.join("node0.pem").exists());
+    }
+}
+
+/// As on a full disk: the next call must not find half a key.
+#[test]
+fn what_cannot_be_written_leaves_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    for words in [["certgen", "tls", "node0"], ["keygen", "key", ""]] {
+        let mut shell = Command::new("sh");
+        shell.args(["-c", "ulimit -f 0; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_phalanx")]);
+        shell.args(words.iter().filter(|word| !word.is_empty())).current_dir(folder.path());
+        let output = shell.output().unwrap();
+        let err = text(&output.stderr);
+        assert!(output.status.code() == Some(1) && err.contains("File too large"), "{err}");
+    }
+    assert!(!folder.path().join("tls/ca.key").exists() && !folder.path().join("key").exists());
+}
+
 #[test]
 fn who_is_given_a_part_of_it_or_something_else_is_told() {
     let folder = tempfile::tempdir().unwrap();

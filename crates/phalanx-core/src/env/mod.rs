@@ -48,6 +48,7 @@ pub use self::worker::WorkerEnv;
 
 use self::variables::{Variables, malformed};
 use crate::error::{Error, Result};
+use crate::host::unfit_host;
 use crate::rank::{Generation, Rank};
 use crate::world_size::WorldSize;
 
@@ -216,10 +217,13 @@ impl LaunchEnv {
         variables.require(required)?;
         let rendezvous = match rendezvous {
             Some(rendezvous) => rendezvous,
-            None => RendezvousEndpoint::Master {
-                address: variables.text("MASTER_ADDR").unwrap_or_default(),
-                port: variables.parse("MASTER_PORT")?,
-            },
+            None => {
+                let address = variables.text("MASTER_ADDR").unwrap_or_default();
+                if let Some(why) = unfit_host(&address) {
+                    return Err(malformed("MASTER_ADDR", &address, why));
+                }
+                RendezvousEndpoint::Master { address, port: variables.parse("MASTER_PORT")? }
+            }
         };
         let run_id = variables.text("TORCHELASTIC_RUN_ID").or_else(|| {
             let step = place.as_ref().map(|place| foreign::slurm_step(&variables, place));

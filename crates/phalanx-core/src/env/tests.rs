@@ -56,6 +56,8 @@ fn what_is_malformed_is_named() {
         ("WORLD_SIZE", "0"),
         ("WORLD_SIZE", "70000"),
         ("MASTER_PORT", "70000"),
+        ("MASTER_ADDR", "tcp://node0"),
+        ("MASTER_ADDR", "node0:29500"),
         ("LOCAL_RANK", "x"),
         ("LOCAL_RANK", "2"),
         ("LOCAL_WORLD_SIZE", "3"),

@@ -1,5 +1,7 @@
 //! From a rendezvous to a group.
 
+use std::fs::File;
+use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -96,12 +98,19 @@ impl GroupOptions {
     }
 }
 
+/// The longest tuning table that is read, in bytes.
+const TUNING_LIMIT: u64 = 1 << 20;
+
 fn read_tuning(path: &Path) -> Result<Tuning> {
     let unusable = |cause: String| {
         Error::environment(format!("PHALANX_TUNING={}: {cause}", path.display()))
             .with_remedy("unset it to use the defaults")
     };
-    let text = std::fs::read_to_string(path).map_err(|error| unusable(error.to_string()))?;
+    let mut text = String::new();
+    let read = File::open(path).and_then(|file| file.take(TUNING_LIMIT + 1).read_to_string(&mut text));
+    if read.map_err(|error| unusable(error.to_string()))? as u64 > TUNING_LIMIT {
+        return Err(unusable(format!("this is no tuning table: it has more than {TUNING_LIMIT} bytes")));
+    }
     Tuning::from_json(&text).map_err(|error| unusable(error.full_cause()))
 }
 
@@ -284,5 +293,7 @@ mod tests {
         let error = read_tuning(Path::new("/no/such/table.json")).unwrap_err();
         assert!(error.is_environment(), "{error}");
         assert!(error.to_string().contains("PHALANX_TUNING=/no/such/table.json"), "{error}");
+        let error = read_tuning(Path::new("/dev/zero")).unwrap_err();
+        assert!(error.to_string().contains("no tuning table: it has more than"), "{error}");
     }
 }

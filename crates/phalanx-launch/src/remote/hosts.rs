@@ -76,8 +76,9 @@ impl HostList {
         let slots: u64 = self.0.iter().map(|host| u64::from(host.slots)).sum();
         let workers = workers.map_or(slots, u64::from);
         if workers > slots {
+            let s = if slots == 1 { "" } else { "s" };
             return Err(Error::invalid_argument(format!(
-                "{workers} workers, but the hosts have {slots} slots"
+                "{workers} workers, but the hosts have {slots} slot{s}"
             ))
             .with_remedy("give the hosts more slots, host:slots, or start fewer workers"));
         }

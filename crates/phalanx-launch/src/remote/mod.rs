@@ -33,13 +33,15 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
+use super::cluster::NO_LIMIT;
 use super::event::Observer;
 use super::exit::Report;
-use super::job::check_open_store;
+use super::job::{check_open_store, not_a_host};
 use crate::credentials::Credentials;
 use crate::env;
 use crate::error::{Error, Result};
 use crate::health::Heartbeat;
+use crate::host::unfit_host;
 use crate::key::JobKey;
 use crate::tls::Tls;
 
@@ -133,7 +135,7 @@ impl RemoteJob {
 
     /// How long the hosts may take to answer, and then their launchers to find each other: 30 s each.
     pub fn start_timeout(mut self, timeout: Duration) -> Self {
-        self.start_timeout = timeout;
+        self.start_timeout = timeout.min(NO_LIMIT);
         self
     }
 
@@ -183,6 +185,11 @@ impl RemoteJob {
     /// An error means that it could not be started, or that the connection to a host was lost.
     pub fn run(&self, observer: &mut dyn Observer) -> Result<Report> {
         check_open_store(self.open_store, self.credentials.tls.is_some())?;
+        if let Some(host) = &self.master_addr
+            && let Some(why) = unfit_host(host)
+        {
+            return Err(not_a_host(host, why));
+        }
         match &self.elastic {
             Some(elastic) => {
                 let plan = |launchers: &mut Launchers<'_>| Ok(Box::new(elastic.plan(launchers)?) as _);

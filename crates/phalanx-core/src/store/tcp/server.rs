@@ -222,8 +222,8 @@ pub fn listen(address: SocketAddr) -> std::io::Result<std::net::TcpListener> {
 fn bind_error(address: SocketAddr, error: std::io::Error) -> Error {
     let remedy = match error.kind() {
         ErrorKind::AddrInUse => format!(
-            "another program, perhaps an earlier job, listens on port {}: end it, or set MASTER_PORT to a free port \
-             for every rank",
+            "another program, perhaps an earlier job, listens on port {}: end it, or set MASTER_PORT (`phalanx run \
+             --master-port`) to a free port for every rank",
             address.port()
         ),
         // While it is up, each of its addresses of IPv4 can be listened at.

@@ -20,12 +20,10 @@ use std::time::Duration;
 use self::plan::ElasticPlan;
 use super::RemoteJob;
 use super::driver::Launchers;
+use crate::cluster::NO_LIMIT;
 use crate::error::{Error, Result};
 use crate::host_manager::Limits;
 use crate::world_size::{MAX_WORLD_SIZE, WorldSize};
-
-/// No time limit.
-const NO_LIMIT: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// What makes a [remote job](RemoteJob) elastic.
 #[derive(Clone, Debug)]
