@@ -86,7 +86,6 @@ impl<M: Module> Ddp<M> {
         if let Some(sink) = self.engine.sink() {
             sink.adopt(root)?;
         }
-        drop(self.model().valid()); // As in `refresh_buffers`.
         let model = self.model().clone();
         let group = self.group.in_call(Caller::Join);
         let model = replicas::from_rank(model, &group, root, Select::All)?;

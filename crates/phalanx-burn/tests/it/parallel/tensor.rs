@@ -6,7 +6,7 @@ use burn::nn::activation::ActivationConfig;
 use burn::nn::attention::MultiHeadAttentionConfig;
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::transformer::{PositionWiseFeedForwardConfig, TransformerEncoderInput};
-use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
+use burn::nn::{BatchNormConfig, Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{
     AdafactorConfig, AdamWConfig, GradientsParams, LambConfig, ModuleOptimizer, MuonConfig, SgdConfig,
@@ -426,6 +426,18 @@ fn what_cannot_be_divided_is_refused() {
         assert!(part.into_data().iter::<f32>().all(f32::is_nan));
         assert!(group.failure().unwrap().to_string().contains("dimension 1"));
     });
+}
+
+#[test]
+fn replicated_statistics_are_rank_0_s_also_if_an_update_was_put_off() {
+    let means = run(2, |group| {
+        let norm = BatchNormConfig::new(4).init(&device());
+        norm.forward(Tensor::<2>::full([3, 4], f64::from(group.rank().get()) + 1.0, &device()));
+        let norm = TensorGroup::new(&group).replicate(norm).unwrap();
+        values(norm.running_mean.value_sync())
+    });
+    assert_eq!(means[0], means[1]);
+    assert_ne!(means[0], [0.0; 4]);
 }
 
 /// A step of two divided layers, one by its outputs and one by its inputs. The error of the step, if there is one.
