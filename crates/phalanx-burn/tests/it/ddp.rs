@@ -108,6 +108,22 @@ fn buffers_are_rank_0s_at_construction_and_before_each_forward_pass() {
 }
 
 #[test]
+fn an_average_of_the_model_leaves_frozen_parameters_alone() {
+    // A third of three times this number is another one.
+    let value = f32::from_bits(1.5_f32.to_bits() + 2);
+    assert_ne!((value + value + value) / 3.0, value);
+    run(3, |group| {
+        let mut frozen = LinearConfig::new(4, 4).with_bias(false).init(&device());
+        frozen.weight = frozen.weight.map(|_| Tensor::full([4, 4], value, &device()).require_grad());
+        let model = (frozen.no_grad(), LinearConfig::new(4, 3).init(&device()));
+        let mut ddp = Ddp::new(model, &group).unwrap();
+        ddp.average_parameters().unwrap();
+        assert_eq!(floats(&ddp.model().0), [[value; 16]]);
+        assert!(ddp.replicas_identical().unwrap());
+    });
+}
+
+#[test]
 fn an_update_that_running_statistics_have_put_off_does_not_replace_rank_0s() {
     let means = run(3, |group| {
         let rank = group.rank().index();
