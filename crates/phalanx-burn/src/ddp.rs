@@ -229,6 +229,11 @@ impl<M: Module> Ddp<M> {
     ///
     /// Every rank counts alike. If ranks have unequal numbers of samples, that is not the gradient of the mean over all samples:
     /// see [`backward_weighted`](Self::backward_weighted).
+    ///
+    /// # Errors
+    /// If the loss was not computed in [`forward`](Self::forward), or has run backward already. If it depends on parameters of [`model`](Self::model), and not
+    /// only on the model that the closure of [`forward`](Self::forward) gets: a penalty on parameters belongs into the closure. If a parameter has no gradient and
+    /// [`find_unused_parameters`](ReducerOptions::find_unused_parameters) is not set. If an exchange fails. Each ends the group.
     pub fn backward<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<SyncedGradients> {
         self.synchronised(loss, None)
     }
@@ -453,7 +458,8 @@ impl<M: Module> Ddp<M> {
     }
 
     /// The model, for saving, and for passes without gradients whose result need not be the same on every rank: between steps buffers,
-    /// such as the running statistics of batch norm, are each rank's own. For evaluation use [`evaluate`](Self::evaluate).
+    /// such as the running statistics of batch norm, are each rank's own. For evaluation use [`evaluate`](Self::evaluate). A loss that
+    /// depends on its parameters, and not only on those that the closure of [`forward`](Self::forward) gets, is an error of [`backward`](Self::backward).
     pub fn model(&self) -> &M {
         held(&self.model)
     }

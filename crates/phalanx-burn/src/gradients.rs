@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
-use burn::tensor::Tensor;
+use burn::tensor::{Gradients, Tensor};
 use phalanx::reducer::Reducer;
 use phalanx::{BufferPart, Error, Result};
 
@@ -155,5 +155,44 @@ impl ModuleVisitor for Averages<'_> {
         let average = Tensor::<D>::from_data(data, (&param.device().inner(), dtype));
         let average = if self.scale == 1.0 { average } else { average * self.scale };
         self.gradients.register(param.id, average);
+    }
+}
+
+/// An error if `gradients`, of a backward pass from a [hooked](crate::hook::hooked) copy of `model`, have some for the parameters of `model`
+/// itself, as of a penalty on `Ddp::model`: they are in no bucket, and would be missing in the averages.
+pub(crate) fn check_hooked<M: Module>(model: &M, gradients: &Gradients) -> Result<()> {
+    let mut past = Past { gradients, path: Vec::new(), found: None };
+    model.visit(&mut past);
+    past.found.map_or(Ok(()), |name| {
+        Err(Error::invalid_argument(format!(
+            "the loss depends on the parameter `{name}` past the model that the closure of `forward` gets: that part of its gradient would be \
+             missing in the average"
+        ))
+        .with_remedy(
+            "compute all of the loss in the closure, a penalty on parameters too; or detach() what is to have no gradient",
+        ))
+    })
+}
+
+struct Past<'a> {
+    gradients: &'a Gradients,
+    path: Vec<String>,
+    found: Option<String>,
+}
+
+impl ModuleVisitor for Past<'_> {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let tensor = param.base();
+        if self.found.is_none() && tensor.is_require_grad() && tensor.grad(self.gradients).is_some() {
+            self.found = Some(self.path.join("."));
+        }
     }
 }
