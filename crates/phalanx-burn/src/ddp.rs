@@ -231,9 +231,10 @@ impl<M: Module> Ddp<M> {
     /// see [`backward_weighted`](Self::backward_weighted).
     ///
     /// # Errors
-    /// If the loss was not computed in [`forward`](Self::forward), or has run backward already. If it depends on parameters of [`model`](Self::model), and not
-    /// only on the model that the closure of [`forward`](Self::forward) gets: a penalty on parameters belongs into the closure. If a parameter has no gradient and
-    /// [`find_unused_parameters`](ReducerOptions::find_unused_parameters) is not set. If an exchange fails. Each ends the group.
+    /// If the loss was not computed in [`forward`](Self::forward), or has run backward already. If it depends on parameters of
+    /// [`model`](Self::model), and not only on the model that the closure of [`forward`](Self::forward) gets: a penalty on parameters belongs into
+    /// the closure. If a parameter has no gradient and [`find_unused_parameters`](ReducerOptions::find_unused_parameters) is not set. If an
+    /// exchange fails. Each ends the group.
     pub fn backward<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<SyncedGradients> {
         self.synchronised(loss, None)
     }

@@ -161,9 +161,32 @@ impl ModuleVisitor for Averages<'_> {
 /// An error if `gradients`, of a backward pass from a [hooked](crate::hook::hooked) copy of `model`, have some for the parameters of `model`
 /// itself, as of a penalty on `Ddp::model`: they are in no bucket, and would be missing in the averages.
 pub(crate) fn check_hooked<M: Module>(model: &M, gradients: &Gradients) -> Result<()> {
-    let mut past = Past { gradients, path: Vec::new(), found: None };
-    model.visit(&mut past);
-    past.found.map_or(Ok(()), |name| {
+    Leaves::of(model).check(gradients)
+}
+
+/// The parameters of a model, as they are in the graph of a backward pass.
+#[derive(Default)]
+pub(crate) struct Leaves {
+    path: Vec<String>,
+    /// By name: whether gradients have one for it.
+    found: Vec<(String, HasGradient)>,
+}
+
+type HasGradient = Box<dyn Fn(&Gradients) -> bool + Send + Sync>;
+
+impl Leaves {
+    /// The parameters of `model` that need a gradient. As long as this exists, no optimizer changes them in place.
+    pub fn of<M: Module>(model: &M) -> Self {
+        let mut leaves = Self::default();
+        model.visit(&mut leaves);
+        leaves
+    }
+
+    /// The error of [`check_hooked`].
+    pub fn check(&self, gradients: &Gradients) -> Result<()> {
+        let Some((name, _)) = self.found.iter().find(|(_, has_gradient)| has_gradient(gradients)) else {
+            return Ok(());
+        };
         Err(Error::invalid_argument(format!(
             "the loss depends on the parameter `{name}` past the model that the closure of `forward` gets: that part of its gradient would be \
              missing in the average"
@@ -171,16 +194,10 @@ pub(crate) fn check_hooked<M: Module>(model: &M, gradients: &Gradients) -> Resul
         .with_remedy(
             "compute all of the loss in the closure, a penalty on parameters too; or detach() what is to have no gradient",
         ))
-    })
+    }
 }
 
-struct Past<'a> {
-    gradients: &'a Gradients,
-    path: Vec<String>,
-    found: Option<String>,
-}
-
-impl ModuleVisitor for Past<'_> {
+impl ModuleVisitor for Leaves {
     fn enter_module(&mut self, name: &str, _container_type: &str) {
         self.path.push(name.to_owned());
     }
@@ -191,8 +208,9 @@ impl ModuleVisitor for Past<'_> {
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let tensor = param.base();
-        if self.found.is_none() && tensor.is_require_grad() && tensor.grad(self.gradients).is_some() {
-            self.found = Some(self.path.join("."));
+        if tensor.is_require_grad() {
+            let has_gradient = move |gradients: &Gradients| tensor.grad(gradients).is_some();
+            self.found.push((self.path.join("."), Box::new(has_gradient)));
         }
     }
 }
