@@ -111,10 +111,13 @@ where
             self.loader.set_epoch(begun.epoch);
             self.loader.set_worker_rank(begun.rank, begun.world);
         }
-        let (total, batch_size) = (self.num_items(), self.loader.batch_size());
+        let (items, batch_size) = (self.num_items(), self.loader.batch_size());
         let batches = self.loader.iter();
-        // Trainers that add up gradients do the last step where the pass says that it is complete.
-        let before = self.loader.len().saturating_sub(batches.len());
+        let steps = self.loader.len();
+        // Trainers that add up gradients do the last step where the pass says that it is complete. A last batch that is
+        // dropped never comes.
+        let total = items.min(steps.saturating_mul(batch_size));
+        let before = steps.saturating_sub(batches.len());
         let processed = before.saturating_mul(batch_size).min(total);
         Box::new(Pass { batches, processed, total, batch_size })
     }

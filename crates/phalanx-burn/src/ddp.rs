@@ -30,7 +30,7 @@ use crate::clip;
 use crate::gradients::{Handover, ModelToken, Synced, SyncedGradients, averages};
 use crate::hook;
 use crate::packed::Packed;
-use crate::parallel::{of_stages, refuse_parts};
+use crate::parallel::{check_elementwise, divided_dimensions, of_stages, refuse_parts};
 use crate::parameters::{Inventory, Parameter, Select};
 use crate::replicas;
 use crate::sink::Pass;
@@ -93,6 +93,8 @@ pub struct Ddp<M> {
     sharded: bool,
     /// Whether the model is this rank's stages of a pipeline of several ranks.
     is_of_stages: bool,
+    /// Whether the optimizer of the first step has been found to treat each element of divided layers by itself.
+    is_elementwise: bool,
     /// The memory for broadcasting buffers, and for averaging the model.
     packed_buffers: Packed,
     packed_weights: Packed,
@@ -169,6 +171,7 @@ impl<M: Module> Ddp<M> {
             gradient_as_bucket_view: options.gradient_as_bucket_view,
             sharded: false,
             is_of_stages: false,
+            is_elementwise: false,
             packed_buffers: Packed::default(),
             packed_weights: Packed::default(),
             loaded_hook: LoadedHook::default(),
@@ -227,6 +230,12 @@ impl<M: Module> Ddp<M> {
     ///
     /// Every rank counts alike. If ranks have unequal numbers of samples, that is not the gradient of the mean over all samples:
     /// see [`backward_weighted`](Self::backward_weighted).
+    ///
+    /// # Errors
+    /// If the loss was not computed in [`forward`](Self::forward), or has run backward already. If it depends on parameters of
+    /// [`model`](Self::model), and not only on the model that the closure of [`forward`](Self::forward) gets: a penalty on parameters belongs into
+    /// the closure. If a parameter has no gradient and [`find_unused_parameters`](ReducerOptions::find_unused_parameters) is not set. If an
+    /// exchange fails. Each ends the group.
     pub fn backward<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<SyncedGradients> {
         self.synchronised(loss, None)
     }
@@ -331,8 +340,10 @@ impl<M: Module> Ddp<M> {
     /// # Errors
     /// If the gradients are those of another `Ddp`, such as a generator's, or of this one before its state was loaded
     /// or it changed its group. After a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) was made for this
-    /// `Ddp`: then no rank has all gradients, and only that optimizer may step. Either ends the group: replicas would
-    /// drift apart.
+    /// `Ddp`: then no rank has all gradients, and only that optimizer may step. In the first step, if layers are
+    /// [divided](crate::parallel::tensor) among ranks and the optimizer does not treat each element by itself, as LAMB, Muon and Burn's clipping
+    /// by norm do not: it would take a norm of this rank's part. Each of these ends the group: replicas would drift apart, or train otherwise
+    /// than one process.
     pub fn step(
         &mut self,
         optimizer: &mut ModuleOptimizer,
@@ -354,6 +365,7 @@ impl<M: Module> Ddp<M> {
         gradients: impl Synced,
     ) -> Result<()> {
         let gradients = gradients.synced().of(&self.token).map_err(|error| self.fail(error))?;
+        self.check_elementwise(optimizer)?;
         let (trace, begin) = (self.group.trace(), Instant::now());
         // Moved and not cloned, so that the optimizer can change parameters in place.
         let model = self.model.take().map(|model| optimizer.step(learning_rate, model, gradients));
@@ -376,6 +388,22 @@ impl<M: Module> Ddp<M> {
             .with_remedy("make the Ddp after GroupHandle::rebind, or let a TrainState of this model change the group")),
             Engine::Alone { .. } | Engine::Together { .. } => Ok(()),
         }
+    }
+
+    /// An error, which ends the group, if this rank has parts of layers and `optimizer` does otherwise with them than with the whole ones. It is
+    /// asked once.
+    fn check_elementwise(&mut self, optimizer: &ModuleOptimizer) -> Result<()> {
+        if self.is_elementwise || !self.inventory.is_divided() {
+            return Ok(());
+        }
+        let dims = divided_dimensions(self.model());
+        let parts = self.inventory.parameters.iter().filter(|parameter| dims.contains_key(&parameter.id));
+        let parts: Vec<Parameter> = parts.cloned().collect();
+        let clips = "phalanx_burn::parallel::clip_grad_norm";
+        let checked = check_elementwise(optimizer, (self.model(), &parts), &dims, clips);
+        checked.map_err(|error| self.fail(error))?;
+        self.is_elementwise = true;
+        Ok(())
     }
 
     /// The time since `begin` is not this rank's own: it was in a collective.
@@ -444,7 +472,8 @@ impl<M: Module> Ddp<M> {
     }
 
     /// The model, for saving, and for passes without gradients whose result need not be the same on every rank: between steps buffers,
-    /// such as the running statistics of batch norm, are each rank's own. For evaluation use [`evaluate`](Self::evaluate).
+    /// such as the running statistics of batch norm, are each rank's own. For evaluation use [`evaluate`](Self::evaluate). A loss that
+    /// depends on its parameters, and not only on those that the closure of [`forward`](Self::forward) gets, is an error of [`backward`](Self::backward).
     pub fn model(&self) -> &M {
         held(&self.model)
     }

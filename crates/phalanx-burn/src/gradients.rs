@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
-use burn::tensor::Tensor;
+use burn::tensor::{Gradients, Tensor};
 use phalanx::reducer::Reducer;
 use phalanx::{BufferPart, Error, Result};
 
@@ -155,5 +155,62 @@ impl ModuleVisitor for Averages<'_> {
         let average = Tensor::<D>::from_data(data, (&param.device().inner(), dtype));
         let average = if self.scale == 1.0 { average } else { average * self.scale };
         self.gradients.register(param.id, average);
+    }
+}
+
+/// An error if `gradients`, of a backward pass from a [hooked](crate::hook::hooked) copy of `model`, have some for the parameters of `model`
+/// itself, as of a penalty on `Ddp::model`: they are in no bucket, and would be missing in the averages.
+pub(crate) fn check_hooked<M: Module>(model: &M, gradients: &Gradients) -> Result<()> {
+    Leaves::of(model).check(gradients)
+}
+
+/// The parameters of a model, as they are in the graph of a backward pass.
+#[derive(Default)]
+pub(crate) struct Leaves {
+    path: Vec<String>,
+    /// By name: whether gradients have one for it.
+    found: Vec<(String, HasGradient)>,
+}
+
+type HasGradient = Box<dyn Fn(&Gradients) -> bool + Send + Sync>;
+
+impl Leaves {
+    /// The parameters of `model` that need a gradient. As long as this exists, no optimizer changes them in place.
+    pub fn of<M: Module>(model: &M) -> Self {
+        let mut leaves = Self::default();
+        model.visit(&mut leaves);
+        leaves
+    }
+
+    /// The error of [`check_hooked`].
+    pub fn check(&self, gradients: &Gradients) -> Result<()> {
+        let Some((name, _)) = self.found.iter().find(|(_, has_gradient)| has_gradient(gradients)) else {
+            return Ok(());
+        };
+        Err(Error::invalid_argument(format!(
+            "the loss depends on the parameter `{name}` past the model that the closure of `forward` gets: that part of its gradient would be \
+             missing in the average"
+        ))
+        .with_remedy(
+            "compute all of the loss in the closure, a penalty on parameters too; or detach() what is to have no gradient",
+        ))
+    }
+}
+
+impl ModuleVisitor for Leaves {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let tensor = param.base();
+        if tensor.is_require_grad() {
+            let has_gradient = move |gradients: &Gradients| tensor.grad(gradients).is_some();
+            self.found.push((self.path.join("."), Box::new(has_gradient)));
+        }
     }
 }

@@ -213,7 +213,9 @@ pub use clip::clip_grad_norm;
 pub use collectives::{Collectives, Scalar};
 pub use data_parallel::{DataParallel, Destination, Scatter, TowerGradients, Transfer, Transfers};
 pub use ddp::{Ddp, DdpOptions};
-pub use fused::{FusedAdamW, FusedAdamWConfig, FusedSgd, FusedSgdConfig, FusedSgdState, Real};
+pub use fused::{
+    FusedAdamW, FusedAdamWConfig, FusedAdamWState, FusedSgd, FusedSgdConfig, FusedSgdState, Real,
+};
 pub use gradients::{Synced, SyncedGradients};
 pub use lr::{LrScaling, ScaledLrScheduler, cosine_with_warmup};
 #[cfg(feature = "nccl")]

@@ -3,11 +3,11 @@
 //! Burn keys it by parameter ids, which are random in each process, and returns it as one record without an order. Here
 //! the key is the parameter's index in the model, and only [`OptimizerState`] reads and writes records.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use burn::module::ParamId;
 use burn::optim::{ModuleOptimizer, OptimizerRecord};
-use burn::tensor::Bytes;
+use burn::tensor::{Bytes, DType, Device};
 use burn_pack::{Reader, Scalar, Tensor, Writer};
 use phalanx::reducer::broadcast_bytes;
 use phalanx::{Communicator, Error, Rank, Result};
@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::parameters::Parameter;
 use crate::state::Layout;
+use crate::tensor_bytes;
 
 /// The most bytes of state that a rank accepts from another.
 const MAX_BYTES: usize = 1 << 38;
@@ -55,11 +56,49 @@ impl OptimizerState {
     }
 
     /// `optimizer` with this state of `parameters`.
+    ///
+    /// # Errors
+    /// If it is that of another model, or the optimizer would change the type of a tensor.
     pub fn load(self, optimizer: &ModuleOptimizer, parameters: &[Parameter]) -> Result<ModuleOptimizer> {
         own_dimensions(&self.scalars, parameters)?;
+        self.check_types(optimizer, parameters)?;
+        self.loaded(optimizer, parameters)
+    }
+
+    fn loaded(self, optimizer: &ModuleOptimizer, parameters: &[Parameter]) -> Result<ModuleOptimizer> {
         let id = |index: usize| parameters.get(index).map(|parameter| parameter.id.val());
         let record = OptimizerRecord::from_bytes(self.write(id)?).map_err(unreadable)?;
         Ok(optimizer.clone().load_record(record))
+    }
+
+    /// An error if `optimizer` would load a tensor as one of another type. Burn 0.22 makes what it loads tensors of the default device's
+    /// default type, whatever they were: digits would be lost, or the next step would compute with two types.
+    ///
+    /// An optimizer of one's own may keep types, so it is asked: it loads tensors of one element.
+    fn check_types(&self, optimizer: &ModuleOptimizer, parameters: &[Parameter]) -> Result<()> {
+        if self.tensors.is_empty() {
+            return Ok(());
+        }
+        let usual = burn::tensor::Tensor::<1>::zeros([1], &Device::default()).dtype();
+        if self.tensors.iter().all(|(_, layout, _)| is_same(layout.dtype, usual)) {
+            return Ok(());
+        }
+        let small = Self::of(&self.index().small().loaded(optimizer, parameters)?, parameters)?;
+        let kept: BTreeMap<&Key, DType> =
+            small.tensors.iter().map(|(key, layout, _)| (key, layout.dtype)).collect();
+        let other = self.tensors.iter().find_map(|(key, layout, _)| {
+            let kept = kept.get(key).filter(|kept| !is_same(**kept, layout.dtype))?;
+            Some((key, layout.dtype, *kept))
+        });
+        let Some((Key { index, field }, saved, kept)) = other else { return Ok(()) };
+        let name = parameters.get(*index).map_or("", |parameter| parameter.name.as_str());
+        Err(Error::mismatch(format!(
+            "`{field}` of `{name}` in the optimizer's state is {saved:?}, and this optimizer loads it as {kept:?}"
+        ))
+        .with_remedy(format!(
+            "train with FusedAdamW or FusedSgd, which keep types; or make {saved:?} the default type of the first device by \
+             Device::configure, before there are tensors: Burn's optimizers load what they keep in that type"
+        )))
     }
 
     /// Reads a record; `index` translates its keys, and entries without an index are left out.
@@ -128,6 +167,24 @@ impl OptimizerState {
     }
 }
 
+impl OptimizerState<()> {
+    /// A state with tensors of one element each, which is zero.
+    pub fn small(&self) -> OptimizerState {
+        let tensors = self.tensors.iter().map(|(key, layout, ())| {
+            let layout = Layout { dtype: layout.dtype, shape: vec![1; layout.shape.len()] };
+            let element = Bytes::from_bytes_vec(vec![0; layout.dtype.size()]);
+            (key.clone(), layout, element)
+        });
+        let (scalars, paths) = (self.scalars.clone(), self.paths.clone());
+        OptimizerState { tensors: tensors.collect(), scalars, paths }
+    }
+}
+
+/// Whether elements of the types are sent as the same.
+fn is_same(one: DType, other: DType) -> bool {
+    tensor_bytes::dtype(one).ok() == tensor_bytes::dtype(other).ok()
+}
+
 /// `optimizer` with the state of rank `root`, for the same `parameters`.
 pub(crate) fn from_rank(
     optimizer: &ModuleOptimizer,
@@ -139,7 +196,10 @@ pub(crate) fn from_rank(
         broadcast(group, root, &own_state(optimizer, group, parameters)?)?;
         return Ok(optimizer.clone());
     }
-    OptimizerState::from_bytes(broadcast(group, root, &[])?)?.load(optimizer, parameters)
+    let state = OptimizerState::from_bytes(broadcast(group, root, &[])?);
+    // The root goes on, and would wait for this rank.
+    let loaded = state.and_then(|state| state.load(optimizer, parameters));
+    loaded.inspect_err(|error| group.abort(error.clone()))
 }
 
 /// The state of this rank's `optimizer`. An error ends the group: the others wait for it.

@@ -98,8 +98,10 @@ impl Inventory {
 pub(crate) enum Select<'a> {
     /// All tensors: parameters, frozen or not, buffers, and tensors that are not floats.
     All,
-    /// Floats that only an optimizer changes.
+    /// Floats that only an optimizer changes, and frozen ones: all but these buffers.
     Weights(&'a HashSet<ParamId>),
+    /// The floats that an optimizer changes.
+    Trained(&'a HashMap<ParamId, usize>),
     /// These floats: buffers.
     Only(&'a HashSet<ParamId>),
     /// All tensors but these floats: what is not sharded.
@@ -111,6 +113,7 @@ impl Select<'_> {
         match self {
             Self::All => true,
             Self::Weights(these) | Self::Except(these) => !these.contains(&id),
+            Self::Trained(these) => these.contains_key(&id),
             Self::Only(these) => these.contains(&id),
         }
     }

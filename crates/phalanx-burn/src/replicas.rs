@@ -15,6 +15,9 @@ pub(crate) fn from_rank<M: Module>(
     root: Rank,
     select: Select<'_>,
 ) -> Result<M> {
+    // Running state defers the last forward pass's update, which would be missing here, and would replace there what the root has sent. This
+    // applies it, for all clones of the state.
+    drop(model.valid());
     let mut parts: Vec<_> = read(&model, group, select)?.into_iter().map(TensorData::into_parts).collect();
     let tensors = parts
         .iter_mut()

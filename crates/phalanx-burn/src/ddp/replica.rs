@@ -13,8 +13,8 @@ use crate::parameters::{self, Select};
 use crate::{optimizer, replicas};
 
 impl<M: Module> Ddp<M> {
-    /// Replaces the parameters of all replicas by their average. Buffers are left as they are, as by PyTorch's averagers. All ranks call it together; inside
-    /// [`join`](Self::join), the ranks that still have data call it, and the average is theirs.
+    /// Replaces the parameters of all replicas that need a gradient by their average. Buffers and frozen parameters are left as they are, as by PyTorch's
+    /// averagers. All ranks call it together; inside [`join`](Self::join), the ranks that still have data call it, and the average is theirs.
     ///
     /// # Errors
     /// If a collective fails.
@@ -22,7 +22,8 @@ impl<M: Module> Ddp<M> {
         if self.group.world_size() == WorldSize::ONE {
             return Ok(());
         }
-        let (ranks, weights) = (self.group.active_ranks(), Select::Weights(&self.inventory.buffers));
+        // The average of equal numbers may be another one: a third of three times a number is, for some.
+        let (ranks, weights) = (self.group.active_ranks(), Select::Trained(&self.inventory.indices));
         let (group, begin) = (self.group.in_call(Caller::DdpAverageParameters), Instant::now());
         self.packed_weights.average(held(&self.model), &group, ranks, weights)?;
         self.waited_since(begin);
@@ -86,7 +87,6 @@ impl<M: Module> Ddp<M> {
         if let Some(sink) = self.engine.sink() {
             sink.adopt(root)?;
         }
-        drop(self.model().valid()); // As in `refresh_buffers`.
         let model = self.model().clone();
         let group = self.group.in_call(Caller::Join);
         let model = replicas::from_rank(model, &group, root, Select::All)?;

@@ -9,7 +9,7 @@ use phalanx::{Communicator, Error, Rank, Result};
 use super::engine::{alone, delivery, live, specs, traced};
 use super::{Ddp, Engine, held};
 use crate::clip;
-use crate::gradients::SyncedGradients;
+use crate::gradients::{SyncedGradients, check_hooked};
 use crate::parameters::Parameter;
 use crate::sink::Delivery;
 
@@ -109,7 +109,9 @@ impl<M: Module> Ddp<M> {
             Engine::Together { sink, passes, .. } => {
                 let delivery = sink.call(|_| delivery(passes))?;
                 sink.start(delivery, weight, total)?;
-                drop(scaled(loss, weight).backward());
+                let past_hooks = scaled(loss, weight).backward();
+                sink.call(|_| check_hooked(model, &past_hooks))?;
+                drop(past_hooks);
                 let scale = self.group.average_scale(total.is_some());
                 let sink = sink.clone();
                 sink.finish(|reducer| self.averages(reducer, scale))?
@@ -138,7 +140,8 @@ impl<M: Module> Ddp<M> {
             Engine::Together { sink, passes, .. } => {
                 sink.call(|_| live(passes))?;
                 sink.hold(weight)?;
-                drop(traced(&self.group, &scaled(loss, weight)));
+                let past_hooks = traced(&self.group, &scaled(loss, weight));
+                sink.call(|_| check_hooked(model, &past_hooks))?;
                 sink.set_delivery(Delivery::Ignore)
             }
         }

@@ -4,6 +4,7 @@ use burn::config::Config;
 use burn::grad_clipping::GradientClippingConfig;
 use burn::optim::{
     AdamW, AdamWConfig, AdamWState, AdaptiveMomentumState, LearningRate, ModuleOptimizer, Optimizer,
+    RecordState, StateSink, StateSource, join_path,
 };
 use burn::tensor::{DType, Device, Tensor};
 use pulp::Arch;
@@ -11,7 +12,7 @@ use rayon::prelude::*;
 
 use super::CHUNK;
 use super::real::Real;
-use super::storage::{Storage, is_empty, supported};
+use super::storage::{Storage, is_empty, loaded, supported};
 
 /// [`FusedAdamW`]'s configuration; the defaults are those of Burn's [`AdamWConfig`].
 ///
@@ -67,8 +68,9 @@ impl FusedAdamWConfig {
 /// parameter and the moments once, in place where no other tensor shares the memory, on all threads of the rayon
 /// pool. Elsewhere it is Burn's own AdamW, step by step.
 ///
-/// The saved state is [`AdamWState`]: either optimizer can resume from a checkpoint of the other. Only Burn's has
-/// AMSGrad and cautious weight decay.
+/// The saved state is that of [`AdamW`]: either optimizer can resume from a checkpoint of the other. Only Burn's has
+/// AMSGrad and cautious weight decay. Moments are loaded in the type in which they were saved, such as f64 or bf16: Burn's are loaded in the default
+/// type of floats, whatever the parameter's is.
 ///
 /// Source: I. Loshchilov and F. Hutter, *Decoupled Weight Decay Regularization*, 2019.
 #[derive(Clone)]
@@ -80,6 +82,10 @@ pub struct FusedAdamW {
     /// For tensors for which there is no kernel.
     composed: AdamW,
 }
+
+/// The state of [`FusedAdamW`] for one parameter: that of [`AdamW`], saved under the same names.
+#[derive(Clone)]
+pub struct FusedAdamWState<const D: usize>(pub AdamWState<D>);
 
 impl FusedAdamW {
     /// Does step number `time`, from 1 on, on flat memory: `moment_1` and `moment_2` are zero before the first.
@@ -154,7 +160,7 @@ impl FusedAdamW {
 }
 
 impl Optimizer for FusedAdamW {
-    type State<const D: usize> = AdamWState<D>;
+    type State<const D: usize> = FusedAdamWState<D>;
 
     fn step<const D: usize>(
         &self,
@@ -163,7 +169,8 @@ impl Optimizer for FusedAdamW {
         grad: Tensor<D>,
         state: Option<Self::State<D>>,
     ) -> (Tensor<D>, Option<Self::State<D>>) {
-        let moments = |state: &Self::State<D>| {
+        let state = state.map(|FusedAdamWState(state)| state);
+        let moments = |state: &AdamWState<D>| {
             let AdaptiveMomentumState { moment_1, moment_2, max_moment_2, .. } = &state.momentum;
             [supported(moment_1), supported(moment_2)].map(|m| m.filter(|_| max_moment_2.is_none()))
         };
@@ -181,13 +188,31 @@ impl Optimizer for FusedAdamW {
                 state.momentum.time += 1;
                 (tensor, state)
             }
-            _ => return self.composed.step(lr, tensor, grad, state),
+            _ => {
+                let (tensor, state) = self.composed.step(lr, tensor, grad, state);
+                return (tensor, state.map(FusedAdamWState));
+            }
         };
-        (tensor, Some(state))
+        (tensor, Some(FusedAdamWState(state)))
     }
 
     fn to_device<const D: usize>(state: Self::State<D>, device: &Device) -> Self::State<D> {
-        AdamW::to_device(state, device)
+        FusedAdamWState(AdamW::to_device(state.0, device))
+    }
+}
+
+impl<const D: usize> RecordState for FusedAdamWState<D> {
+    fn state_flatten(&self, prefix: &str, out: &mut StateSink) {
+        self.0.state_flatten(prefix, out);
+    }
+
+    fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
+        let prefix = join_path(prefix, "momentum");
+        let time = usize::try_from(src.take_scalar(&prefix, "time")?).ok()?;
+        let mut tensor = |field: &str| src.take_tensor(&prefix, field).map(|data| loaded::<D>(data, device));
+        let mut momentum = AdaptiveMomentumState::new(time, tensor("moment_1")?, tensor("moment_2")?);
+        momentum.max_moment_2 = tensor("max_moment_2");
+        Some(Self(AdamWState::new(momentum)))
     }
 }
 

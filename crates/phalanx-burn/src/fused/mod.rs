@@ -15,7 +15,7 @@ mod real;
 mod sgd;
 mod storage;
 
-pub use adamw::{FusedAdamW, FusedAdamWConfig};
+pub use adamw::{FusedAdamW, FusedAdamWConfig, FusedAdamWState};
 pub use real::Real;
 pub use sgd::{FusedSgd, FusedSgdConfig, FusedSgdState};
 

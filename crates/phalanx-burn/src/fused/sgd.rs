@@ -11,7 +11,7 @@ use rayon::prelude::*;
 
 use super::CHUNK;
 use super::real::Real;
-use super::storage::{Storage, is_empty, supported};
+use super::storage::{Storage, is_empty, loaded, supported};
 
 /// The name under which Burn's SGD saves the velocity.
 const VELOCITY: &str = "momentum.velocity";
@@ -186,7 +186,7 @@ impl<const D: usize> RecordState for FusedSgdState<D> {
 
     fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
         let velocity = src.take_tensor(prefix, VELOCITY);
-        Some(Self { velocity: velocity.map(|velocity| Tensor::from_data(velocity, device)) })
+        Some(Self { velocity: velocity.map(|velocity| loaded(velocity, device)) })
     }
 }
 

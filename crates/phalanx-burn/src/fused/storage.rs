@@ -5,7 +5,7 @@ use burn::backend::DispatchDevice;
 use burn::backend::Flex;
 #[cfg(feature = "tch")]
 use burn::backend::{LibTorch, libtorch::TchTensor};
-use burn::tensor::{DType, Element, Tensor};
+use burn::tensor::{DType, Device, Element, Tensor, TensorData};
 use burn_flex::FlexTensor;
 use bytemuck::Pod;
 
@@ -24,6 +24,17 @@ pub(super) fn supported<const D: usize>(tensor: &Tensor<D>) -> Option<DType> {
 /// it overwrites a tensor: a panic in a build with overflow checks.
 pub(super) fn is_empty<const D: usize>(tensor: &Tensor<D>) -> bool {
     tensor.shape().num_elements() == 0
+}
+
+/// A tensor of a saved state, in the type in which it was saved. Burn 0.22's own states are loaded in the default type of floats.
+pub(super) fn loaded<const D: usize>(data: TensorData, device: &Device) -> Tensor<D> {
+    let dtype = data.dtype();
+    // What the device cannot have, the step's device may not need.
+    if device.supports_dtype(dtype) {
+        Tensor::from_data(data, (device, dtype))
+    } else {
+        Tensor::from_data(data, device)
+    }
 }
 
 /// A tensor's elements, row by row.

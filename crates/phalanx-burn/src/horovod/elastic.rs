@@ -211,7 +211,6 @@ impl<M: Module, T: Serialize + DeserializeOwned> State for ModelState<M, T> {
         let Some(group) = self.group.as_ref().filter(|_| !self.inventory.buffers.is_empty()) else {
             return Ok(());
         };
-        self.settle_buffers();
         let buffers = Select::Only(&self.inventory.buffers);
         self.model = Some(replicas::from_rank(self.model().clone(), group, Rank::MAIN, buffers)?);
         Ok(())

@@ -13,6 +13,7 @@ use phalanx_horovod::{Compression, Horovod, Op, Reduction};
 
 use super::sink::{Delivery, Pass, Sink};
 use super::state::check_replicas;
+use crate::gradients::Leaves;
 use crate::hook;
 use crate::parameters::{self, Inventory, Parameter};
 use crate::tensor_bytes::{self, TensorBytes};
@@ -160,6 +161,8 @@ pub struct DistributedOptimizer {
     inventory: Inventory,
     sink: Arc<Sink>,
     passes: Vec<Weak<Pass>>,
+    /// The parameters of the last forward pass, until its gradients are waited for.
+    leaves: Leaves,
     per_step: usize,
     /// What the optimizer changes is combined, and not gradients.
     combines_changes: bool,
@@ -202,6 +205,7 @@ impl DistributedOptimizer {
             inventory,
             sink: Arc::new(sink),
             passes: Vec::new(),
+            leaves: Leaves::default(),
             per_step: options.backward_passes_per_step,
             // Of one rank they are what it changes.
             combines_changes: options.op == Op::Adasum && hvd.size() > 1,
@@ -214,6 +218,7 @@ impl DistributedOptimizer {
         let token = Arc::new(Pass(self.sink.clone()));
         self.passes.retain(|pass| pass.strong_count() > 0);
         self.passes.push(Arc::downgrade(&token));
+        self.leaves = Leaves::of(model);
         pass(&hook::hooked(model, &self.inventory.device, token))
     }
 
@@ -223,7 +228,8 @@ impl DistributedOptimizer {
     ///
     /// # Errors
     /// If the loss was not computed in [`forward`](Self::forward), if this is one backward pass too many before a step, or the job
-    /// has failed.
+    /// has failed. If the loss depends on parameters of the model itself, and not only on those that the closure of [`forward`](Self::forward) gets,
+    /// which ends the job: a penalty on parameters belongs into the closure.
     pub fn backward<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<()> {
         self.passes.retain(|pass| pass.strong_count() > 0);
         if !loss.is_tracked() || self.passes.is_empty() {
@@ -246,8 +252,11 @@ impl DistributedOptimizer {
         let submits = is_last && self.passes.len() == 1 && !self.combines_changes;
         let delivery = if submits { Delivery::Submit } else { Delivery::Hold };
         self.sink.set(delivery);
-        drop(loss.backward());
+        let past_hooks = loss.backward();
         self.sink.set(Delivery::Ignore);
+        // The others wait for what this rank does not submit.
+        self.leaves.check(&past_hooks).inspect_err(|_| self.sink.leave())?;
+        drop(past_hooks);
         if is_last && !self.combines_changes { self.sink.submit_held() } else { self.sink.check() }
     }
 
@@ -264,6 +273,7 @@ impl DistributedOptimizer {
             )
             .with_remedy("call step; clip gradients by Burn's optimizer (with_grad_clipping)"));
         }
+        self.leaves = Leaves::default();
         // Before the last of its backward passes: with what there is.
         self.sink.submit_held()?;
         self.backwards = 0;
@@ -301,7 +311,7 @@ impl DistributedOptimizer {
 
     /// Lets the optimizer change the model by this rank's gradients, and takes the Adasum of what it has changed.
     fn step_apart<M: Module>(&mut self, learning_rate: ModuleLearningRate, model: M) -> Result<M> {
-        self.backwards = 0;
+        (self.backwards, self.leaves) = (0, Leaves::default());
         let own = self.sink.own()?;
         let indices = &self.inventory.indices;
         let has_one: Vec<bool> = own.iter().map(Option::is_some).collect();

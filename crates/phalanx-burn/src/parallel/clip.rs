@@ -23,6 +23,9 @@ use crate::clip;
 /// the layers of [`tensor`](super::tensor) divide, or [`TensorGroup::shard`], is added up over the ranks; every other parameter counts once.
 /// All ranks call it together.
 ///
+/// A [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) leaves each replica the gradients of some parameters only, which this does not see:
+/// replicas would scale by different norms. Do without one here.
+///
 /// # Errors
 /// If `max_norm` is not a positive number, or the exchange fails; and, which ends the groups, if a gradient is no float, if layers are divided and
 /// `tensor` is none, or if there are [units](super::fsdp::FullySharded), which [`Fsdp::clip_grad_norm`](super::fsdp::Fsdp::clip_grad_norm)

@@ -18,6 +18,11 @@ pub(crate) fn parts_in_words<M: Module>(model: &M) -> HashMap<ParamId, String> {
     parts(model).into_iter().map(in_words).collect()
 }
 
+/// Of each parameter of `model` of which this rank has a part of several, the dimension along which it is divided.
+pub(crate) fn divided_dimensions<M: Module>(model: &M) -> HashMap<ParamId, usize> {
+    parts(model).into_iter().map(|(id, part)| (id, part.span.dim)).collect()
+}
+
 /// An error if there is a [unit](super::fsdp::FullySharded) in `model`, trained or frozen: `what` would give every rank one rank's shards,
 /// or average them with those of other ranks.
 ///

@@ -7,10 +7,9 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer};
-use burn::tensor::{Bytes, Tensor};
+use burn::tensor::Tensor;
 use phalanx::{Error, Result};
 
-use super::storage::Layout;
 use crate::optimizer::{Key, OptimizerState, RANK, own_dimensions, unknown};
 use crate::parameters::{Inventory, Parameter};
 
@@ -139,14 +138,7 @@ fn taken(
     parameters: &[Parameter],
     saved: &OptimizerState<()>,
 ) -> Result<Fields> {
-    let tensors = saved.tensors.iter().map(|(key, layout, ())| {
-        let layout = Layout { dtype: layout.dtype, shape: vec![1; layout.shape.len()] };
-        let element = Bytes::from_bytes_vec(vec![0; layout.dtype.size()]);
-        (key.clone(), layout, element)
-    });
-    let (scalars, paths) = (saved.scalars.clone(), saved.paths.clone());
-    let small = OptimizerState { tensors: tensors.collect(), scalars, paths };
-    Ok(fields(&OptimizerState::of(&small.load(optimizer, parameters)?, parameters)?))
+    Ok(fields(&OptimizerState::of(&saved.small().load(optimizer, parameters)?, parameters)?))
 }
 
 /// What `optimizer` makes of those parameters whose indices are in `wanted`.

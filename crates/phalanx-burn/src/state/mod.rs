@@ -352,7 +352,8 @@ impl<M: Module, T> TrainState<M, T> {
         Ok(base)
     }
 
-    /// How many steps the model has done, including those before a checkpoint.
+    /// How many [steps](Self::step) this state has done, including those before a checkpoint. Those that another optimizer does with the
+    /// [model](Self::model), such as a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer), do not count.
     pub fn steps(&self) -> u64 {
         self.steps
     }
@@ -477,8 +478,8 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     /// # use phalanx::Result;
     /// # use phalanx::checkpoint::Checkpoints;
     /// # use phalanx_burn::{TrainState, ZeroRedundancyOptimizer};
-    /// # fn save(checkpoints: &Checkpoints, state: &TrainState<Linear>, optimizer: &ZeroRedundancyOptimizer) -> Result<()> {
-    /// checkpoints.save_sharded(state.steps(), |snapshot| {
+    /// # fn save(checkpoints: &Checkpoints, step: u64, state: &TrainState<Linear>, optimizer: &ZeroRedundancyOptimizer) -> Result<()> {
+    /// checkpoints.save_sharded(step, |snapshot| { // `state.steps()` does not count the steps of another optimizer
     ///     state.save_shard_to(snapshot, checkpoints.group())?;
     ///     optimizer.save(&state.model, snapshot, "zero")
     /// })

@@ -249,8 +249,7 @@ where
         if buffers.is_empty() || !self.strategy.options.broadcast_buffers {
             return Ok(());
         }
-        // Running state defers the last forward pass's update; this applies it now. Clones share the state.
-        drop(self.learner.model().valid());
+        // Clones share the running state.
         replicas::from_rank(self.learner.model(), self.group, Rank::MAIN, Select::Only(buffers)).map(drop)
     }
 

@@ -75,6 +75,22 @@ fn a_pass_that_was_begun_before_is_complete_at_its_end() {
 }
 
 #[test]
+fn a_pass_that_drops_its_last_batch_is_complete_at_its_end() {
+    let loader = DataLoader::builder(InMemory::new(samples())).batch_size(20).drop_last(true);
+    let loader = loader.build().unwrap();
+    let burn = BurnLoader::new(&loader, Stack, &plain()).shared();
+    for _ in 0..2 {
+        assert_eq!(pass(&*burn), (samples()[..40].to_vec(), vec![20, 40]));
+    }
+    // So is the rest of a pass, and each part.
+    loader.iter().next().unwrap().unwrap();
+    let rest = BurnLoader::new(&loader, Stack, &plain());
+    assert_eq!(pass(&rest), (samples()[20..40].to_vec(), vec![40]));
+    let part = burn.slice(0, 25);
+    assert_eq!(pass(&*part), (samples()[..20].to_vec(), vec![20]));
+}
+
+#[test]
 fn data_sets_go_both_ways_with_their_errors() {
     let flawed =
         InMemory::new(samples()).map(|n| if n == 7.0 { Err(Error::other("a torn file")) } else { Ok(n) });

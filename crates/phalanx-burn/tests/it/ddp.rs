@@ -109,6 +109,39 @@ fn buffers_are_rank_0s_at_construction_and_before_each_forward_pass() {
 }
 
 #[test]
+fn an_average_of_the_model_leaves_frozen_parameters_alone() {
+    // A third of three times this number is another one.
+    let value = f32::from_bits(1.5_f32.to_bits() + 2);
+    assert_ne!((value + value + value) / 3.0, value);
+    run(3, |group| {
+        let mut frozen = LinearConfig::new(4, 4).with_bias(false).init(&device());
+        frozen.weight = frozen.weight.map(|_| Tensor::full([4, 4], value, &device()).require_grad());
+        let model = (frozen.no_grad(), LinearConfig::new(4, 3).init(&device()));
+        let mut ddp = Ddp::new(model, &group).unwrap();
+        ddp.average_parameters().unwrap();
+        assert_eq!(floats(&ddp.model().0), [[value; 16]]);
+        assert!(ddp.replicas_identical().unwrap());
+    });
+}
+
+#[test]
+fn an_update_that_running_statistics_have_put_off_does_not_replace_rank_0s() {
+    let means = run(3, |group| {
+        let rank = group.rank().index();
+        let model = Normed::new();
+        // To try the model. Burn applies the update of the statistics with the next pass.
+        model.norm.forward(model.dense.forward(samples(100 * rank, 100 * rank + 6).0));
+        let mut options = DdpOptions::default();
+        options.broadcast_buffers = false;
+        let ddp = Ddp::with_options(model, &group, options).unwrap();
+        assert!(ddp.buffers_identical().unwrap());
+        ddp.model().mean()
+    });
+    assert_eq!(means[1..], [means[0].clone(), means[0].clone()]);
+    assert_ne!(means[0], [0.0; 4], "rank 0 keeps its update");
+}
+
+#[test]
 fn buffers_and_the_model_s_average_are_one_operation_each_in_memory_that_is_taken_once() {
     let start = Normed::new();
     run(2, |group| {

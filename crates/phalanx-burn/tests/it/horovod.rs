@@ -228,6 +228,22 @@ fn adasum_has_no_gradients_of_all_ranks_to_give() {
 }
 
 #[test]
+fn a_loss_that_depends_on_parameters_past_the_closure_is_refused() {
+    for op in [Op::Average, Op::Adasum] {
+        run(2, |group| {
+            let hvd = horovod(&group);
+            let model = Mlp::new(&[8, 4, 3]);
+            let options = DistributedOptions { op, ..DistributedOptions::default() };
+            let mut optimizer = DistributedOptimizer::with_options(sgd(), &model, &hvd, options).unwrap();
+            let penalty = model.layers[1].weight.val().powi_scalar(2).sum();
+            let loss = optimizer.forward(&model, |model| model.loss(batch(&group, 0))) + penalty;
+            let error = optimizer.backward(&loss).unwrap_err().to_string();
+            assert!(error.contains("the parameter `layers.1.weight` past the model"), "{error}");
+        });
+    }
+}
+
+#[test]
 fn half_of_the_graph_in_backward_works() {
     // A generator and a discriminator train in turns: each backward pass reaches only one of them.
     let (generator, discriminator) = (Mlp::new(&[8, 16, 3]), Mlp::new(&[3, 16, 1]));

@@ -14,7 +14,7 @@ use burn::module::{Module, Param, ParamId};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdafactorConfig, AdamWConfig, ModuleOptimizer, SgdConfig};
-use burn::tensor::{Int, Tensor};
+use burn::tensor::{DType, Device, Int, Tensor};
 use phalanx::checkpoint::{Checkpoints, Snapshot};
 use phalanx::elastic::{Parts, State};
 use phalanx::reducer::hooks::{
@@ -26,7 +26,7 @@ use phalanx_burn::{
     DdpOptions, FusedAdamWConfig, FusedSgdConfig, PeriodicModelAverager, TrainState, ZeroRedundancyOptimizer,
 };
 
-use crate::common::{device, floats, run, samples};
+use crate::common::{device, floats, plain, run, samples};
 
 /// Something of each kind: parameters, frozen ones, running statistics, whole numbers.
 #[derive(Module, Debug)]
@@ -128,6 +128,79 @@ fn another_process_goes_on_from_a_checkpoint_bit_for_bit() {
             (0..2).for_each(|_| step(training, 0, 1));
         }
         assert_eq!(bits(&restored), bits(&original), "{name}");
+    }
+}
+
+/// `tensor` of another type.
+fn cast<const D: usize>(tensor: Tensor<D>, dtype: DType) -> Tensor<D> {
+    Tensor::from_data(tensor.into_data().convert_dtype(dtype), (&device(), dtype))
+}
+
+#[test]
+fn an_optimizer_s_state_keeps_its_type_or_is_refused() {
+    let usual = Tensor::<1>::zeros([1], &Device::default()).dtype();
+    let is_there = |dtype: &DType| {
+        *dtype != usual && plain().supports_dtype(*dtype) && Device::default().supports_dtype(*dtype)
+    };
+    for dtype in [DType::F64, DType::BF16].into_iter().filter(is_there) {
+        let layer = || {
+            let mut layer = LinearConfig::new(8, 3).with_bias(false).init(&device());
+            layer.weight = layer.weight.map(|weight| cast(weight, dtype).require_grad());
+            layer
+        };
+        let fresh =
+            |optimizer: &ModuleOptimizer| TrainState::new(layer(), optimizer.clone(), 0_usize).unwrap();
+        let step = |training: &mut TrainState<Linear, usize>| {
+            let (x, y) = samples(8 * training.progress, 8 * training.progress + 8);
+            let apart = |layer: &Linear| layer.forward(cast(x, dtype)) - cast(y, dtype);
+            let loss = training.model.forward(|layer| {
+                let apart = apart(layer);
+                (apart.clone() * apart).mean()
+            });
+            let gradients = training.model.backward(&loss.unwrap()).unwrap();
+            training.step(0.05, gradients).unwrap();
+            training.progress += 1;
+        };
+        let weight = |training: &TrainState<Linear, usize>| -> Vec<u8> {
+            training.model.model().weight.val().into_data().as_bytes().to_vec()
+        };
+        // The newest checkpoint has the state after three steps.
+        let saved = |training: &mut TrainState<Linear, usize>, folder: &Path| {
+            (0..3).for_each(|_| step(training));
+            let checkpoints = Checkpoints::open(folder, &ProcessGroup::alone().unwrap()).unwrap();
+            checkpoints.save(3, |snapshot| training.save_to(snapshot)).unwrap();
+            checkpoints.finish().unwrap();
+            checkpoints.newest().unwrap().unwrap()
+        };
+        let momentum = Some(MomentumConfig::new());
+        for optimizer in [
+            FusedAdamWConfig::new().with_epsilon(1e-3).init(),
+            FusedSgdConfig::new().with_momentum(momentum.clone()).init(),
+        ] {
+            let folder = tempfile::tempdir().unwrap();
+            let mut original = fresh(&optimizer);
+            let saved = saved(&mut original, folder.path());
+            let mut restored = fresh(&optimizer);
+            restored.load_from(&saved).unwrap();
+            assert_eq!(weight(&restored), weight(&original), "{dtype:?}");
+            for training in [&mut original, &mut restored] {
+                (0..2).for_each(|_| step(training));
+            }
+            assert_eq!(weight(&restored), weight(&original), "{dtype:?}");
+        }
+        for optimizer in [
+            AdamWConfig::new().with_epsilon(1e-3).init(),
+            SgdConfig::new().with_momentum(momentum.clone()).init(),
+        ] {
+            let folder = tempfile::tempdir().unwrap();
+            let saved = saved(&mut fresh(&optimizer), folder.path());
+            let mut restored = fresh(&optimizer);
+            let before = weight(&restored);
+            let error = restored.load_from(&saved).unwrap_err();
+            let said = format!("of `weight` in the optimizer's state is {dtype:?}");
+            assert!(error.is_mismatch() && error.to_string().contains(&said), "{error}");
+            assert_eq!((restored.progress, weight(&restored)), (0, before));
+        }
     }
 }
 

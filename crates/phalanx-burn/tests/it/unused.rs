@@ -552,3 +552,31 @@ fn horovod_s_optimizer_leaves_out_what_no_rank_uses() {
         }
     }
 }
+
+#[test]
+fn a_loss_that_depends_on_parameters_past_the_closure_is_refused() {
+    for accumulates in [false, true] {
+        let errors = run(2, |group| {
+            let mut ddp = Ddp::new(Mlp::new(&[8, 4, 3]), &group).unwrap();
+            // No rank must end the group while the other makes its `Ddp`. It may learn of it here already.
+            let _ended = group.barrier();
+            let penalty = ddp.model().layers[1].weight.val().powi_scalar(2).sum();
+            let loss = ddp.forward(|model| model.loss(samples(0, 4)));
+            let outcome = loss.and_then(|loss| match accumulates {
+                true => ddp.backward_no_sync(&(loss + penalty)),
+                false => ddp.backward(&(loss + penalty)).map(drop),
+            });
+            outcome.unwrap_err().to_string()
+        });
+        for error in errors {
+            assert!(error.contains("the parameter `layers.1.weight` past the model"), "{error}");
+        }
+    }
+    // Without its graph it is a number.
+    run(2, |group| {
+        let mut ddp = Ddp::new(Mlp::new(&[8, 4, 3]), &group).unwrap();
+        let penalty = ddp.model().layers[1].weight.val().powi_scalar(2).sum().detach();
+        let loss = ddp.forward(|model| model.loss(samples(0, 4))).unwrap() + penalty;
+        ddp.backward(&loss).unwrap();
+    });
+}

@@ -11,7 +11,6 @@
 
 mod checkpoint;
 mod collector;
-mod elementwise;
 mod exchanges;
 mod group;
 mod inputs;
@@ -43,7 +42,7 @@ use self::statement::compare;
 pub use self::unit::FullySharded;
 use self::unit::unit_name;
 pub(super) use self::unit::{UNIT, first_shard};
-use super::refuse_divided;
+use super::{check_elementwise, refuse_divided};
 use crate::ddp::{one_more, scaled};
 use crate::gradients::{Synced, SyncedGradients};
 use crate::parameters::{Inventory, Parameter, Select};
@@ -397,7 +396,8 @@ impl<M: Module> Fsdp<M> {
         self.exchanges.check()?;
         // The piece of a single rank is the whole parameter.
         if !self.is_elementwise && self.exchanges.ranks() > 1 {
-            elementwise::check(optimizer, self.model(), self.ddp.parameters())?;
+            let pieces = (self.model(), self.ddp.parameters());
+            check_elementwise(optimizer, pieces, &HashMap::new(), "Fsdp::clip_grad_norm")?;
         }
         self.is_elementwise = true;
         let began = Instant::now();

@@ -1,12 +1,16 @@
 //! Divided layers are the undivided ones, forward and backward.
 
+use burn::grad_clipping::GradientClippingConfig;
 use burn::module::Module;
 use burn::nn::activation::ActivationConfig;
 use burn::nn::attention::MultiHeadAttentionConfig;
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::transformer::{PositionWiseFeedForwardConfig, TransformerEncoderInput};
-use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
-use burn::optim::{GradientsParams, SgdConfig};
+use burn::nn::{BatchNormConfig, Embedding, EmbeddingConfig, Linear, LinearConfig};
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{
+    AdafactorConfig, AdamWConfig, GradientsParams, LambConfig, ModuleOptimizer, MuonConfig, SgdConfig,
+};
 use burn::tensor::activation::gelu;
 use burn::tensor::{Bool, Int, Tensor, TensorData};
 use phalanx::mesh::DeviceMesh;
@@ -17,7 +21,7 @@ use phalanx_burn::parallel::tensor::{
     RowParallelLinear, TensorGroup, VocabParallelEmbedding,
 };
 use phalanx_burn::parallel::{ShardedState, StateNames};
-use phalanx_burn::{DataParallel, Ddp, TowerGradients, TrainState, parallel};
+use phalanx_burn::{DataParallel, Ddp, FusedAdamWConfig, TowerGradients, TrainState, parallel};
 
 use super::model::{LENGTH, VOCABULARY, WIDTH, Waves, encoder_config, rows, scalar};
 use crate::common::{device, distance, floats, run};
@@ -422,4 +426,64 @@ fn what_cannot_be_divided_is_refused() {
         assert!(part.into_data().iter::<f32>().all(f32::is_nan));
         assert!(group.failure().unwrap().to_string().contains("dimension 1"));
     });
+}
+
+#[test]
+fn replicated_statistics_are_rank_0_s_also_if_an_update_was_put_off() {
+    let means = run(2, |group| {
+        let norm = BatchNormConfig::new(4).init(&device());
+        norm.forward(Tensor::<2>::full([3, 4], f64::from(group.rank().get()) + 1.0, &device()));
+        let norm = TensorGroup::new(&group).replicate(norm).unwrap();
+        values(norm.running_mean.value_sync())
+    });
+    assert_eq!(means[0], means[1]);
+    assert_ne!(means[0], [0.0; 4]);
+}
+
+/// A step of two divided layers, one by its outputs and one by its inputs. The error of the step, if there is one.
+fn stepped_by(group: &ProcessGroup, optimizer: &ModuleOptimizer) -> Option<Error> {
+    let tensor = TensorGroup::new(group);
+    let layer = |phase| -> Linear {
+        LinearConfig::new(WIDTH, WIDTH).with_bias(false).init(&device()).map(&mut Waves(phase))
+    };
+    let inner = ColumnParallelLinear::new(layer(0), &tensor).unwrap();
+    let outer = RowParallelLinear::new(layer(10), &tensor).unwrap();
+    let mut ddp = Ddp::new((inner, outer), &ProcessGroup::alone().unwrap()).unwrap();
+    let pass = |(inner, outer): &(ColumnParallelLinear, RowParallelLinear)| {
+        weighed(outer.forward(gelu(inner.forward(input()))))
+    };
+    let loss = ddp.forward(pass).unwrap();
+    let gradients = ddp.backward(&loss).unwrap();
+    let before = floats(ddp.model());
+    let error = ddp.step(&mut optimizer.clone(), 0.1, gradients).err();
+    assert_eq!(error.is_some(), floats(ddp.model()) == before);
+    error
+}
+
+#[test]
+fn optimizers_that_take_a_norm_of_a_part_are_refused() {
+    let clipped = |by: GradientClippingConfig| SgdConfig::new().init().with_grad_clipping(by.init());
+    for optimizer in [
+        LambConfig::new().init(),
+        MuonConfig::new().init(),
+        AdafactorConfig::new().init(),
+        clipped(GradientClippingConfig::Norm(1e-4)),
+        clipped(GradientClippingConfig::Norm(1e4)),
+    ] {
+        for error in run(2, |group| stepped_by(&group, &optimizer).unwrap()) {
+            let text = error.to_string();
+            assert!(text.contains("of `0.weight`, of which each rank has a piece"), "{text}");
+            assert!(error.remedy().unwrap().contains("parallel::clip_grad_norm"), "{error}");
+        }
+        // The part of one rank is the whole.
+        run(1, |group| assert!(stepped_by(&group, &optimizer).is_none()));
+    }
+    for optimizer in [
+        SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init(),
+        AdamWConfig::new().with_weight_decay(0.1).init(),
+        FusedAdamWConfig::new().with_weight_decay(0.1).init(),
+        clipped(GradientClippingConfig::Value(1.0)),
+    ] {
+        run(2, |group| assert!(stepped_by(&group, &optimizer).is_none()));
+    }
 }

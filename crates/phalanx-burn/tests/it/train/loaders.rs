@@ -1,5 +1,6 @@
 //! Loaders of `phalanx-data` under Burn's trainer: with `DdpStrategy` they are what Burn's own loaders are.
 
+use burn::data::dataloader::{DataLoaderIterator, Progress};
 use burn::train::checkpoint::KeepLastNCheckpoints;
 use phalanx_burn::data::{BurnLoader, FromBurn, ToBurn};
 use phalanx_data::InMemory;
@@ -225,31 +226,75 @@ fn a_validation_of_sampled_data_is_refused_on_every_rank_before_a_step() {
     }
 }
 
-/// A loader that drops its last batch never says that it is at its end.
+/// A loader that never says that it is at its end.
+struct Unending(Arc<dyn DataLoader<Batch>>);
+
+impl DataLoader<Batch> for Unending {
+    fn iter<'a>(&'a self) -> Box<dyn DataLoaderIterator<Batch> + 'a> {
+        Box::new(Unended(self.0.iter()))
+    }
+
+    fn num_items(&self) -> usize {
+        self.0.num_items()
+    }
+
+    fn to_device(&self, device: &Device) -> Arc<dyn DataLoader<Batch>> {
+        Arc::new(Self(self.0.to_device(device)))
+    }
+
+    fn slice(&self, start: usize, end: usize) -> Arc<dyn DataLoader<Batch>> {
+        Arc::new(Self(self.0.slice(start, end)))
+    }
+}
+
+struct Unended<'a>(Box<dyn DataLoaderIterator<Batch> + 'a>);
+
+impl Iterator for Unended<'_> {
+    type Item = Result<Batch, DatasetError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        self.0.next()
+    }
+}
+
+impl DataLoaderIterator<Batch> for Unended<'_> {
+    fn progress(&self) -> Progress {
+        let Progress { items_processed, items_total, unit } = self.0.progress();
+        Progress::new(items_processed, items_total + 1, unit)
+    }
+}
+
+/// Those of a pass that says that it is at its end make its last step.
 #[test]
 fn batches_too_few_for_a_step_are_no_part_of_the_next_epoch() {
     // Three batches of 4 and one sample for each rank, and two batches a step.
     let valid: Vec<usize> = (100..100 + VALID).collect();
     let (net, setup) = (Net::new(false), Setup { accumulate: Some(2), stop_after: EPOCHS });
-    let dropping = |ranks: usize| {
-        let order: Vec<usize> = (0..13 * ranks).map(|place| place % 13).collect();
-        let loader = phalanx_data::DataLoader::builder(ours(&order)).batch_size(4).drop_last(true);
-        BurnLoader::new(&loader.build().unwrap(), Rows, &device()).shared()
-    };
-    let folder = tempfile::tempdir().unwrap();
-    let loaders = (dropping(1), loader(&valid, VALID));
-    let expected = train(net.twin(), loaders, folder.path(), &setup, TrainingStrategy::default());
-    for ranks in [1, 2] {
-        let trained = run(ranks as u32, |group| {
-            let folder = tempfile::tempdir().unwrap();
-            let loaders = (dropping(ranks), loader(&valid, VALID));
-            train(net.twin(), loaders, folder.path(), &setup, DdpStrategy::new(&group).into()).weights
-        });
-        for ours in &trained {
-            let apart = distance(ours, &expected.weights);
-            assert!(apart < 1e-5, "{ranks} ranks: {apart:e}");
+    let trained_by = [true, false].map(|is_unending| {
+        let dropping = |ranks: usize| -> Arc<dyn DataLoader<Batch>> {
+            let order: Vec<usize> = (0..13 * ranks).map(|place| place % 13).collect();
+            let loader = phalanx_data::DataLoader::builder(ours(&order)).batch_size(4).drop_last(true);
+            let loader = BurnLoader::new(&loader.build().unwrap(), Rows, &device()).shared();
+            if is_unending { Arc::new(Unending(loader)) } else { loader }
+        };
+        let folder = tempfile::tempdir().unwrap();
+        let loaders = (dropping(1), loader(&valid, VALID));
+        let expected = train(net.twin(), loaders, folder.path(), &setup, TrainingStrategy::default());
+        for ranks in [1, 2] {
+            let trained = run(ranks as u32, |group| {
+                let folder = tempfile::tempdir().unwrap();
+                let loaders = (dropping(ranks), loader(&valid, VALID));
+                train(net.twin(), loaders, folder.path(), &setup, DdpStrategy::new(&group).into()).weights
+            });
+            for ours in &trained {
+                let apart = distance(ours, &expected.weights);
+                assert!(apart < 1e-5, "{ranks} ranks, unending: {is_unending}: {apart:e}");
+            }
         }
-    }
+        expected.weights
+    });
+    let apart = distance(&trained_by[0], &trained_by[1]);
+    assert!(apart > 1e-4, "the last batch has made no step: {apart:e}");
 }
 
 #[test]
