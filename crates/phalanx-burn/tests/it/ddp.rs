@@ -185,7 +185,7 @@ fn a_model_without_trainable_parameters_is_refused_on_every_rank() {
     }) {
         assert!(error.to_string().contains("frozen"), "{error}");
     }
-    let group = phalanx::ProcessGroup::alone().unwrap();
+    let group = ProcessGroup::alone().unwrap();
     assert!(Ddp::new(Mlp::new(&[8, 3]).freeze(), &group).unwrap_err().to_string().contains("frozen"));
     let plain = Ddp::new(Mlp::new(&[8, 3]).valid(), &group).unwrap_err().to_string();
     assert!(plain.contains("without autodiff") && plain.contains("Device::flex().autodiff()"), "{plain}");
@@ -451,7 +451,7 @@ fn a_gradient_is_taken_as_it_was_when_it_was_ready() {
 }
 
 /// What the trace of this rank shows of so many passes of a model that has many buckets.
-fn traced(group: phalanx::ProcessGroup, folder: &Path, passes: usize) -> Vec<serde_json::Value> {
+fn traced(group: ProcessGroup, folder: &Path, passes: usize) -> Vec<serde_json::Value> {
     let path = folder.join(format!("{}.json", group.rank()));
     let mut watched = Watched::new(group);
     watched.trace = Trace::to_file(&path, watched.group.rank());
@@ -577,6 +577,6 @@ fn a_trace_has_the_tracks_of_a_step_of_every_rank_in_one_file() {
 fn a_model_without_parameters_is_refused() {
     #[derive(Module, Debug)]
     struct Empty {}
-    let group = phalanx::ProcessGroup::alone().unwrap();
+    let group = ProcessGroup::alone().unwrap();
     assert!(Ddp::new(Empty {}, &group).unwrap_err().to_string().contains("no parameters"));
 }

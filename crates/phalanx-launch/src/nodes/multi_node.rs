@@ -538,6 +538,7 @@ mod tests {
     use super::*;
     use crate::cluster::Hosting;
     use crate::deadline::Deadline;
+    use crate::log::Machine;
     use crate::log::{Log, Mac, Read};
     use crate::refusals::Refused;
     use crate::store::{PrefixStore, SharedStore, TcpStore};
