@@ -12,6 +12,8 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
+from phalanx_torch import _traces
+
 
 def register() -> None:
     """Registers the backend ``phalanx``, and with ``PHALANX_AS_GLOO=1`` takes gloo's place, with ``PHALANX_AS_HOROVOD=1`` Horovod's, with
@@ -20,6 +22,8 @@ def register() -> None:
 
     if not dist.is_available():
         return
+    # Observers may start before there is a group.
+    _traces.watch()
     taken = dist.Backend._plugins.get("PHALANX")
     if taken is not None:
         _check_ours(taken)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 # Not all versions have the options of calls in `torch.distributed`.
 from torch._C import _distributed_c10d as c10d
 
-from phalanx_torch import _ddp, _exit, _native, _uncompiled, _versions, device_backend, observed, sparse
+from phalanx_torch import _ddp, _exit, _native, _traces, _uncompiled, _versions, device_backend, observed, sparse
 from phalanx_torch import work as works
 from phalanx_torch._errors import Error
 from phalanx_torch._functional import stored, waited
@@ -714,7 +714,7 @@ class ProcessGroup(dist.ProcessGroup):
         self, tensors: Any, opts: Any = None, timeout: datetime.timedelta | None = None, *, op: Any = None
     ) -> dist.Work:
         # The most frequent call of all: what is below costs more than the native part takes for a few bytes.
-        if self._coalesced is None and not (self._is_observed or profiler._is_profiler_enabled or modes()):
+        if self._coalesced is None and not (self._is_observed or profiler._is_profiler_enabled or _traces.is_running or modes()):
             self._sequence += 1
             sequence = self._sequence
             if self._native.all_reduce_as_it_is(tensors, opts):

@@ -1,7 +1,10 @@
 """What PyTorch's tools see of a group's calls."""
 
+import contextlib
 import datetime
+import json
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -11,16 +14,12 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import free_port
+from conftest import free_port, needs_dispatcher, processes
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.tensor.debug import CommDebugMode
 
 import phalanx_torch
 from phalanx_torch import observed
-
-needs_dispatcher = pytest.mark.skipif(
-    not observed.can_dispatch(), reason="this PyTorch's dispatcher cannot pass calls to groups in Python"
-)
 
 
 def _every_call(rank):
@@ -146,6 +145,60 @@ def _profiled_when_it_has_ended(rank):
 
 def test_an_event_is_of_one_kind_however_soon_the_call_has_ended(ranks):
     ranks(2, _profiled_when_it_has_ended)
+
+
+def _traced(rank, folder, backend, is_profiled):
+    from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
+
+    path = f"{folder}/{backend}-{rank}.json"
+    # Before there is a group.
+    observer = ExecutionTraceObserver().register_callback(path)
+    if not is_profiled:
+        observer.start()
+    dist.init_process_group(
+        backend, f"file://{folder}/{backend}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60)
+    )
+    with profile(activities=[ProfilerActivity.CPU], execution_trace_observer=observer) if is_profiled else contextlib.nullcontext():
+        _every_call(rank)
+        dist.all_reduce(torch.ones(3, 5), async_op=True).wait()
+        dist.all_gather_object([None, None], "text")
+        if backend == "phalanx":
+            phalanx_torch.all_gather_object([None, None], "text")
+        dist.barrier()
+    observer.stop()
+    observer.unregister_callback()
+    # Nobody watches any more.
+    assert backend == "gloo" or not observed.is_watched(dist.group.WORLD)
+    dist.destroy_process_group()
+    with open(path) as file:
+        nodes = json.load(file)["nodes"]
+    nodes.sort(key=lambda node: next(attribute["value"] for attribute in node["attrs"] if attribute["name"] == "rf_id"))
+    names = [node["name"].partition(":")[2] for node in nodes if node["name"].startswith(f"{backend}:")]
+
+    def plain(values):
+        """What is no number of a tensor."""
+        return [value for value in values if isinstance(value, (bool, int, str))]
+
+    calls = [
+        (node["name"], *(node[side][what] for side in ("inputs", "outputs") for what in ("shapes", "types", "strides")), plain(node["inputs"]["values"]))
+        for node in nodes
+        if node["name"].startswith("c10d::")
+    ]
+    return names, calls
+
+
+@needs_dispatcher
+@pytest.mark.parametrize("is_profiled", [False, True])
+def test_execution_traces_have_the_nodes_of_gloo(tmp_path, is_profiled):
+    gloo = processes(2, _traced, tmp_path, "gloo", is_profiled)
+    ours = processes(2, _traced, tmp_path, "phalanx", is_profiled)
+    for (_, theirs), (names, calls) in zip(gloo, ours):
+        # The package's own function for objects, before the last barrier.
+        own = calls.pop(-2)
+        assert own[0] == "c10d::_allgather_base_" and own[1][:2] == [[0], [len(pickle.dumps("text"))]]
+        assert own[4][0] == [2 * len(pickle.dumps("text"))]
+        assert calls == theirs
+        assert names.count("all_gather_object") == 1 and names.count("all_reduce") == 2 and len(names) == len(calls) + 1
 
 
 def _in_backward(rank):
