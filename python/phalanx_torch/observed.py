@@ -170,6 +170,16 @@ def is_watched(group: "ProcessGroup") -> bool:
     return bool(group._is_observed or profiler._is_profiler_enabled or _traces.is_running or modes()) and _place.depth < _RECORDED
 
 
+def is_of_graph(tensors: Sequence[Any]) -> bool:
+    """Whether a call that writes into these tensors changes one that autograd follows: PyTorch's dispatcher, which has not been told of it yet, warns
+    if the program then goes backward through it, for the gradients do not know of the call."""
+    return (
+        _place.depth == _CALLED
+        and any(getattr(tensor, "requires_grad", False) for tensor in tensors)
+        and torch.is_grad_enabled()
+    )
+
+
 def call(group: "ProcessGroup", name: str, *arguments: Any) -> dist.Work:
     """Makes the group's call ``name``, and lets those who watch see it."""
     kind = _KINDS[name]

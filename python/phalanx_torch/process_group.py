@@ -26,7 +26,7 @@ from phalanx_torch import _ddp, _exit, _native, _traces, _uncompiled, _versions,
 from phalanx_torch import work as works
 from phalanx_torch._errors import Error
 from phalanx_torch._functional import stored, waited
-from phalanx_torch.observed import is_watched, modes, profiler
+from phalanx_torch.observed import is_of_graph, is_watched, modes, profiler
 from phalanx_torch.sparse import all_reduce_sparse
 from phalanx_torch.work import Ended, Work, Works, ended
 
@@ -715,14 +715,20 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> dist.Work:
         # The most frequent call of all: what is below costs more than the native part takes for a few bytes.
         if self._coalesced is None and not (self._is_observed or profiler._is_profiler_enabled or _traces.is_running or modes()):
-            self._sequence += 1
-            sequence = self._sequence
-            if self._native.all_reduce_as_it_is(tensors, opts):
-                return ended(tensors, sequence)
-            # Nothing was done yet; no other thread can have run.
-            self._sequence -= 1
+            try:
+                is_followed = tensors[0].requires_grad
+            except (AttributeError, IndexError, TypeError):
+                # What is wrong with it is said below.
+                is_followed = False
+            if not is_followed:
+                self._sequence += 1
+                sequence = self._sequence
+                if self._native.all_reduce_as_it_is(tensors, opts):
+                    return ended(tensors, sequence)
+                # Nothing was done yet; no other thread can have run.
+                self._sequence -= 1
         tensors, opts = _overload(tensors, opts, timeout, op, c10d.AllreduceOptions)
-        if is_watched(self):
+        if is_watched(self) or is_of_graph(tensors):
             return observed.call(self, "allreduce", tensors, opts)
         tensor = self._one("all_reduce", tensors)
         if tensor.layout is torch.sparse_coo:
@@ -746,9 +752,11 @@ class ProcessGroup(dist.ProcessGroup):
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
         opts = opts or c10d.AllreduceCoalescedOptions()
-        if is_watched(self):
+        if is_watched(self) or is_of_graph(tensors):
             return observed.call(self, "allreduce_coalesced", tensors, opts)
         op, how = _op(opts), _how(opts)
+        if not tensors:
+            raise ValueError("all_reduce_coalesced: there is no tensor; give at least one")
         if len({tensor.dtype for tensor in tensors}) != 1 or any(
             tensor.layout is not torch.strided for tensor in tensors
         ):
@@ -776,8 +784,10 @@ class ProcessGroup(dist.ProcessGroup):
         opts = opts or c10d.ReduceOptions()
         if is_watched(self):
             return observed.call(self, "reduce", tensors, opts)
-        tensor = self._one("reduce", tensors)
-        return self._reduce_in_place("reduce", tensors, tensor, _op(opts), _how(opts), opts.rootRank)
+        tensor, root = self._one("reduce", tensors), _root("reduce", opts)
+        if root == self.rank():
+            _warn_of_graph("reduce", tensors)
+        return self._reduce_in_place("reduce", tensors, tensor, _op(opts), _how(opts), root)
 
     def broadcast(
         self, tensors: Any, opts: Any = None, timeout: datetime.timedelta | None = None, *, root: int | None = None
@@ -789,13 +799,13 @@ class ProcessGroup(dist.ProcessGroup):
         else:
             _only_options("broadcast", root=root, timeout=timeout)
         opts = opts or c10d.BroadcastOptions()
-        if is_watched(self):
+        if is_watched(self) or is_of_graph(tensors):
             return observed.call(self, "broadcast", tensors, opts)
-        tensor = self._one("broadcast", tensors)
+        tensor, root = self._one("broadcast", tensors), _root("broadcast", opts)
         staged = _Staged()
-        lent = staged.lend(tensor, written=opts.rootRank != self.rank())
+        lent = staged.lend(tensor, written=root != self.rank())
         return self._call(
-            "broadcast", _how(opts), tensors, lambda how: self._native.broadcast(lent, opts.rootRank, how), staged
+            "broadcast", _how(opts), tensors, lambda how: self._native.broadcast(lent, root, how), staged
         )
 
     def allgather(
@@ -810,6 +820,7 @@ class ProcessGroup(dist.ProcessGroup):
         if is_watched(self):
             return observed.call(self, "allgather", output_tensors, input_tensors, opts)
         outputs, input = self._one("all_gather", output_tensors), self._one("all_gather", input_tensors)
+        _warn_of_graph("all_gather", outputs)
         staged = _Staged()
         lent, own = staged.each(outputs), staged.lend(input, written=False)
         return self._call(
@@ -822,7 +833,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         opts = opts or c10d.AllgatherOptions()
-        if is_watched(self):
+        if is_watched(self) or is_of_graph([output]):
             return observed.call(self, "all_gather_single", output, input, opts)
         staged = _Staged()
         lent, own = staged.lend(output), staged.lend(input, written=False)
@@ -866,19 +877,20 @@ class ProcessGroup(dist.ProcessGroup):
         opts = opts or c10d.GatherOptions()
         if is_watched(self):
             return observed.call(self, "gather", output_tensors, input_tensors, opts)
-        input = self._one("gather", input_tensors)
-        is_root = self.rank() == opts.rootRank
+        input, root = self._one("gather", input_tensors), _root("gather", opts)
+        is_root = self.rank() == root
         if len(output_tensors) != int(is_root):
             raise ValueError("gather: the root has one list of outputs, every other rank none")
         staged = _Staged()
         outputs = self._one("gather", output_tensors) if is_root else []
+        _warn_of_graph("gather", outputs)
         _same_length("gather", [*outputs, input])
         lent, own = staged.each(outputs), staged.lend(input, written=False)
         return self._call(
             "gather",
             _how(opts),
             list(outputs),
-            lambda how: self._native.gather(lent, own, opts.rootRank, how),
+            lambda how: self._native.gather(lent, own, root, how),
             staged,
         )
 
@@ -900,10 +912,10 @@ class ProcessGroup(dist.ProcessGroup):
         else:
             _only_options("scatter", root=root, timeout=timeout)
         opts = opts or c10d.ScatterOptions()
-        if is_watched(self):
+        if is_watched(self) or is_of_graph(output_tensors):
             return observed.call(self, "scatter", output_tensors, input_tensors, opts)
-        output = self._one("scatter", output_tensors)
-        is_root = self.rank() == opts.rootRank
+        output, root = self._one("scatter", output_tensors), _root("scatter", opts)
+        is_root = self.rank() == root
         if len(input_tensors) != int(is_root):
             raise ValueError("scatter: the root has one list of inputs, every other rank none")
         staged = _Staged()
@@ -914,7 +926,7 @@ class ProcessGroup(dist.ProcessGroup):
             "scatter",
             _how(opts),
             output_tensors,
-            lambda how: self._native.scatter(into, lent, opts.rootRank, how),
+            lambda how: self._native.scatter(into, lent, root, how),
             staged,
         )
 
@@ -931,6 +943,7 @@ class ProcessGroup(dist.ProcessGroup):
             return observed.call(self, "reduce_scatter", output_tensors, input_tensors, opts)
         output = self._one("reduce_scatter", output_tensors)
         inputs = self._one("reduce_scatter", input_tensors)
+        _warn_of_graph("reduce_scatter", [output])
         op, staged = _op(opts), _Staged()
         wider = _widened(output, op, inputs)
         lent, into = staged.each(inputs, written=False, type=wider), staged.lend(output, type=wider)
@@ -945,7 +958,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         opts = opts or c10d.ReduceScatterOptions()
-        if is_watched(self):
+        if is_watched(self) or is_of_graph([output]):
             return observed.call(self, "reduce_scatter_single", output, input, opts)
         op, staged = _op(opts), _Staged()
         wider = _widened(output, op, [input])
@@ -977,6 +990,7 @@ class ProcessGroup(dist.ProcessGroup):
         opts = opts or c10d.AllToAllOptions()
         if is_watched(self):
             return observed.call(self, "all_to_all_single", output, input, output_split_sizes, input_split_sizes, opts)
+        _warn_of_graph("all_to_all_single", [output])
         staged = _Staged()
         received = _counts("output", output, output_split_sizes, self.size())
         sent = _counts("input", input, input_split_sizes, self.size())
@@ -1002,6 +1016,7 @@ class ProcessGroup(dist.ProcessGroup):
         opts = opts or c10d.AllToAllOptions()
         if is_watched(self):
             return observed.call(self, "alltoall", output_tensors, input_tensors, opts)
+        _warn_of_graph("all_to_all", output_tensors)
         staged = _Staged()
         lent, into = staged.each(input_tensors, written=False), staged.each(output_tensors)
         return self._call(
@@ -1057,6 +1072,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _message(self, tensors: Any, written: bool, start: Callable[[torch.Tensor], _native.Work]) -> Work:
         tensor, staged = self._one("send and recv", tensors), _Staged()
+        if written:
+            _warn_of_graph("recv", tensors)
         self._sequence += 1
         work = Work(start(staged.lend(tensor, written)), tensors, staged.finish(), self._sequence, "message")
         if self._coalesced is not None:
@@ -1066,6 +1083,7 @@ class ProcessGroup(dist.ProcessGroup):
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> dist.Work:
         if is_watched(self):
             return observed.call(self, "send", tensors, dstRank, tag)
+        _check_peer("send", dstRank)
         return self._message(
             tensors, False, lambda tensor: self._native.send(tensor, dstRank, tag, (None, False))
         )
@@ -1073,6 +1091,7 @@ class ProcessGroup(dist.ProcessGroup):
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> dist.Work:
         if is_watched(self):
             return observed.call(self, "recv", tensors, srcRank, tag)
+        _check_peer("recv", srcRank)
         return self._message(
             tensors, True, lambda tensor: self._native.recv(tensor, srcRank, tag, (None, False))
         )
@@ -1139,6 +1158,34 @@ for _name in dir(c10d.Backend):
         setattr(ProcessGroup, _name, (lambda self, *arguments: False) if _is_call else False)
 
 
+def _root(what: str, options: Any) -> int:
+    """The root that the options name. The native part refuses ranks beyond the last one."""
+    root: int = options.rootRank
+    if root < 0:
+        raise ValueError(f"{what}: the root is rank {root}, and ranks begin with 0")
+    # Of gathers and scatters there is none.
+    tensor = getattr(options, "rootTensor", 0)
+    if tensor != 0:
+        raise ValueError(f"{what}: rootTensor is {tensor}, and each rank has one tensor: leave it out")
+    return root
+
+
+def _warn_of_graph(what: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Warns of a call that writes into a tensor that autograd follows, and of which PyTorch's dispatcher does not warn."""
+    if any(getattr(tensor, "requires_grad", False) for tensor in tensors) and torch.is_grad_enabled():
+        warnings.warn(
+            f"phalanx: {what} writes into a tensor that requires gradients, and autograd does not see that: gradients through it would be those of what "
+            "it was before. Give a tensor without gradients, such as detach() of it, or call it under torch.no_grad()",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _check_peer(what: str, rank: int) -> None:
+    if rank < 0:
+        raise ValueError(f"{what}: rank {rank} is not a rank of this group: ranks begin with 0")
+
+
 def _is_time(value: object) -> bool:
     return isinstance(value, datetime.timedelta)
 
@@ -1181,6 +1228,8 @@ def _counts(what: str, tensor: torch.Tensor, splits: Any, size: int) -> list[int
         if tensor.numel() and rows % size:
             raise ValueError(f"all_to_all_single: {size} ranks cannot have equal parts of the {rows} rows of the {what}: give split sizes")
         return []
+    if any(split < 0 for split in splits):
+        raise ValueError(f"all_to_all_single: the {what} split sizes are {splits}, and none may be below 0")
     if len(splits) != size:
         raise ValueError(f"all_to_all_single: {len(splits)} {what} split sizes for {size} ranks")
     if sum(splits) != tensor.size(0):
