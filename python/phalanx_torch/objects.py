@@ -225,9 +225,10 @@ def recv_object_list(
     senders: list[int] = []
 
     def receive() -> list[bytes]:
-        sender, found = part._native.recv_objects(source, expected, form)
+        objects: list[bytes]
+        sender, objects = part._native.recv_objects(source, expected, form)
         senders.append(sender)
-        return found
+        return objects
 
     def seen() -> Objects:
         came = bytes_of()

@@ -225,6 +225,7 @@ def call_objects(group: "ProcessGroup", title: str, seen: Objects, run: Callable
         came = run()
         found.append(came)
         parts = [b"".join(came)] if len(seen.came) == 1 else came
+        tensor: Any
         for tensor, part in zip(seen.came, parts):
             filled = bytes_of(part)
             with torch._C._DisableTorchDispatch():
