@@ -29,7 +29,7 @@ def register() -> None:
         _check_ours(taken)
     else:
         dist.Backend.register_backend("phalanx", _create, extended_api=True, devices=["cpu"])
-        # PyTorch's flight recorder looks into groups written in C++; ours are recorded by PHALANX_TRACE.
+        # PyTorch's flight recorder sees groups of ours if a program asks for it, and they let it (`ProcessGroup.let_be_recorded`).
         recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
         recording.add("phalanx")
     if _is_wanted("PHALANX_AS_GLOO", "be taken for gloo"):

@@ -1,5 +1,5 @@
-"""Lets PyTorch's tools see the calls of a group: the profiler, dispatch modes such as ``CommDebugMode``, hooks before and after each call, the
-check for NaN, and hooks on completion.
+"""Lets PyTorch's tools see the calls of a group: the profiler, execution traces, dispatch modes such as ``CommDebugMode``, hooks before and after
+each call, the check for NaN, the flight recorder, and hooks on completion.
 
 PyTorch tells most of these in its dispatcher, on the way to a backend, and a group that is written in Python is called past it. So while
 anybody watches, a call takes that way: to PyTorch's operation, and from there to a backend (:class:`device_backend.Watched`), which brings it

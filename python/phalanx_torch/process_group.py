@@ -58,7 +58,9 @@ def create(options: Any, backend_options: object) -> Any:
         from phalanx_torch.reconfigure import ReconfigurableGroup
 
         store = _of_this_attempt(options.store, os.environ)
-        return ReconfigurableGroup(store, options.group_rank, options.group_size, options.timeout, options.group_id)
+        reconfigurable = ReconfigurableGroup(store, options.group_rank, options.group_size, options.timeout, options.group_id)
+        reconfigurable.let_be_recorded()
+        return reconfigurable
     global _default
     ranks = list(options.global_ranks_in_group)
     source = _default() if ranks else None
@@ -67,7 +69,10 @@ def create(options: Any, backend_options: object) -> Any:
     if not ranks:
         _default = weakref.ref(group)
     # PyTorch takes a `ProcessGroup` for all devices.
-    return device_backend.DeviceBackend(group) if device_backend.has_other_backends(options) else group
+    if device_backend.has_other_backends(options):
+        return device_backend.DeviceBackend(group)
+    group.let_be_recorded()
+    return group
 
 
 def _of_this_attempt(store: c10d.Store, variables: Mapping[str, str]) -> c10d.Store:
@@ -275,6 +280,14 @@ def _is_to_find_nan() -> bool:
     return True
 
 
+def _is_recorder_asked_for() -> bool:
+    """Whether the program has set the size of PyTorch's flight recorder. It has one by default, too, but a call that goes to it takes several times as
+    long."""
+    size = os.environ.get("TORCH_FR_BUFFER_SIZE", "").strip()
+    # What is no number PyTorch refuses itself.
+    return size.isdecimal() and int(size) > 0
+
+
 _watch_lock = threading.Lock()
 # How often a group that has hooks is looked at, in seconds.
 _WATCH_INTERVAL = 0.02
@@ -398,6 +411,7 @@ class ProcessGroup(dist.ProcessGroup):
         # Whether hooks or the check for NaN see each call; whether it is the part of another group for one device.
         self._finds_nan = _is_to_find_nan()
         self._is_observed = self._finds_nan
+        self._is_recorded = False
         self._is_part = False
         self._backend: Any = None
         self._hooks_of_calls: set[tuple[str, int]] = set()
@@ -532,7 +546,24 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _look_for_hooks(self) -> None:
         """Lets calls go past PyTorch's dispatcher again when the last hook is gone."""
-        self._is_observed = self._finds_nan or bool(self._hooks_of_calls) or self._completion_hook is not None
+        self._is_observed = self._finds_nan or self._is_recorded or bool(self._hooks_of_calls) or self._completion_hook is not None
+
+    def let_be_recorded(self) -> None:
+        """Lets PyTorch's flight recorder see each call, if the program has asked for it. PyTorch attaches it when the group has been made, if it does not
+        think that groups of this name record themselves."""
+        module: Any = dist.distributed_c10d
+        themselves: set[str] = getattr(module, "_FR_SELF_RECORDING_BACKENDS", set())
+        if not _is_recorder_asked_for() or not hasattr(c10d, "FlightRecorderHook") or self._watched_backend() is None:
+            themselves.add("phalanx")
+            return
+        themselves.discard("phalanx")
+        # The recorder is in C++, and asks the part of the group that is there.
+        base: Any = super()
+        base._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+        base._set_group_name(self._name)
+        base._set_group_desc(self._description)
+        self._is_recorded = True
+        self._look_for_hooks()
 
     @staticmethod
     def _refuse_hooks_without_dispatcher(name: str) -> None:
@@ -562,6 +593,9 @@ class ProcessGroup(dist.ProcessGroup):
 
     def setGroupName(self, name: str) -> None:
         self._name = name
+        if self._is_recorded:
+            base: Any = super()
+            base._set_group_name(name)
 
     _set_group_name = setGroupName
 
@@ -574,6 +608,9 @@ class ProcessGroup(dist.ProcessGroup):
 
     def setGroupDesc(self, description: str) -> None:
         self._description = description
+        if self._is_recorded:
+            base: Any = super()
+            base._set_group_desc(description)
 
     _set_group_desc = setGroupDesc
 
@@ -1135,6 +1172,7 @@ class ProcessGroup(dist.ProcessGroup):
         store = c10d.PrefixStore(f"{group_name}/", self._store)
         group = self._part(store, new_ranks, timeout or self._timeout, group_name)
         group.take_name(self._backend_name)
+        group.let_be_recorded()
         if group_desc is not None:
             group.setGroupDesc(group_desc)
         return group

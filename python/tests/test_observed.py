@@ -201,6 +201,46 @@ def test_execution_traces_have_the_nodes_of_gloo(tmp_path, is_profiled):
         assert names.count("all_gather_object") == 1 and names.count("all_reduce") == 2 and len(names) == len(calls) + 1
 
 
+def _flown(rank, is_asked_for):
+    dist.all_reduce(torch.ones(3, 5))
+    dist.broadcast(torch.ones(4), 1)
+    phalanx_torch.all_gather_object([None, None], "text")
+    pair = dist.new_group([0, 1], group_desc="both")
+    dist.all_reduce(torch.ones(2), group=pair)
+    own = dist.split_group(split_ranks=[[0], [1]], group_desc="alone")
+    dist.all_reduce(torch.ones(1), group=own)
+    if rank == 0:
+        dist.send(torch.ones(7), 1)
+    else:
+        dist.recv(torch.ones(7), 0)
+    dist.barrier()
+    assert observed.is_watched(dist.group.WORLD) == is_asked_for
+    entries = json.loads(c10d._dump_fr_trace_json(backend="phalanx")).get("entries", [])
+    expected = [
+        ("default_pg", "phalanx:all_reduce", [[3, 5]]),
+        ("default_pg", "phalanx:broadcast", [[4]]),
+        ("default_pg", "phalanx:_all_gather_base", [[len(pickle.dumps("text"))]]),
+        ("both", "phalanx:all_reduce", [[2]]),
+        ("alone", "phalanx:all_reduce", [[1]]),
+        ("default_pg", "phalanx:send 0->1" if rank == 0 else "phalanx:recv 1<-0", [[7]] if rank == 0 else []),
+        ("default_pg", "phalanx:barrier", []),
+    ]
+    found = [(entry["process_group"][1], entry["profiling_name"], entry["input_sizes"]) for entry in entries]
+    assert found == (expected if is_asked_for else []), found
+    assert all(entry["retired"] for entry in entries)
+
+
+@needs_dispatcher
+@pytest.mark.parametrize("size", ["100", "0", None])
+def test_the_flight_recorder_sees_the_calls_if_it_is_asked_for(ranks, monkeypatch, size):
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
+    # That of NCCL's groups alone.
+    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "100")
+    if size is not None:
+        monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", size)
+    ranks(2, _flown, size == "100")
+
+
 def _in_backward(rank):
     from torch.profiler import ProfilerActivity, profile
 
