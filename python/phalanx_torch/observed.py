@@ -173,19 +173,33 @@ def is_watched(group: "ProcessGroup") -> bool:
 def is_of_graph(tensors: Sequence[Any]) -> bool:
     """Whether a call that writes into these tensors changes one that autograd follows: PyTorch's dispatcher, which has not been told of it yet, warns
     if the program then goes backward through it, for the gradients do not know of the call."""
-    return (
-        _place.depth == _CALLED
-        and any(getattr(tensor, "requires_grad", False) for tensor in tensors)
-        and torch.is_grad_enabled()
-    )
+    return _place.depth == _CALLED and any(map(_is_followed, tensors)) and torch.is_grad_enabled()
+
+
+def _is_followed(tensor: Any) -> bool:
+    """Whether autograd follows it, and it is one that a group takes: of others the group's own errors say more."""
+    if not getattr(tensor, "requires_grad", False) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def call(group: "ProcessGroup", name: str, *arguments: Any) -> dist.Work:
     """Makes the group's call ``name``, and lets those who watch see it."""
     kind = _KINDS[name]
-    if _place.depth == _CALLED and group._watched_backend() is not None:
+    if _place.depth == _CALLED and group._watched_backend() is not None and not _is_marked(kind, arguments):
         return _dispatched(group, kind, arguments)
     return _recorded(group, kind, arguments, lambda: getattr(group, name)(*arguments))
+
+
+def _is_marked(kind: _Kind, arguments: tuple[Any, ...]) -> bool:
+    """Whether a tensor of the call is conjugated or negated only when it is read: of such a one PyTorch's dispatcher gives a backend a copy, and what
+    the call writes there is lost."""
+    try:
+        tensors = [tensor for part in kind.before(*arguments) for tensor in _tensors(part)]
+    except TypeError:
+        # These are no tensors, and PyTorch says so.
+        return False
+    return any(tensor.is_conj() or tensor.is_neg() for tensor in tensors)
 
 
 class Objects(NamedTuple):

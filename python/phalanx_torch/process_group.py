@@ -501,6 +501,9 @@ class ProcessGroup(dist.ProcessGroup):
     def perform_nocolor_split(self, device: Any = None) -> None:
         """Nothing: ranks that are not in a new group have no part in making it."""
 
+    def _enable_collectives_timing(self) -> None:
+        """Nothing: there are no events of a device to measure. PyTorch would ask the backend that a watched group has, which is none for it."""
+
     def _watched_backend(self) -> Any:
         """What PyTorch's dispatcher passes calls to, if it can, and has not told of them already."""
         if self._is_part:

@@ -109,6 +109,23 @@ def test_pytorch_warns_of_gradients_through_a_call_as_over_gloo(ranks, backend):
     ranks(2, warned_of, 2, backend)
 
 
+def wrapped(rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    tensor = distribute_tensor(torch.ones(4), mesh, [Shard(0)]).requires_grad_()
+    for call in (lambda: dist.group.WORLD.allreduce([tensor]), lambda: dist.group.WORLD.broadcast([tensor])):
+        with pytest.raises(TypeError, match=r"DTensor has parts on several ranks.*to_local\(\)"):
+            call()
+    with pytest.raises(TypeError, match="on meta has no elements"):
+        dist.all_reduce(torch.ones(4, device="meta", requires_grad=True))
+
+
+def test_a_tensor_that_is_not_taken_has_our_error_also_if_autograd_follows_it(ranks):
+    ranks(2, wrapped)
+
+
 def warned_of_by_us(rank):
     other = 1 - rank
     for name, call in {

@@ -308,6 +308,20 @@ def test_dispatch_modes_see_each_call_and_leave_works_and_errors_as_they_are(ran
     ranks(2, _seen_by_a_mode)
 
 
+def _marked_while_seen(rank):
+    from test_collectives import marked
+    from torch.profiler import ProfilerActivity, profile
+
+    with CommDebugMode():
+        marked(rank, 2)
+    with profile(activities=[ProfilerActivity.CPU]):
+        marked(rank, 2)
+
+
+def test_results_come_into_tensors_that_are_conjugated_when_they_are_read_also_while_a_tool_watches(ranks):
+    ranks(2, _marked_while_seen)
+
+
 def _fails_under_a_mode(rank):
     with CommDebugMode(), pytest.raises(phalanx_torch.Error) as caught:
         if rank == 0:
