@@ -12,6 +12,8 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
+from phalanx_torch import _traces
+
 
 def register() -> None:
     """Registers the backend ``phalanx``, and with ``PHALANX_AS_GLOO=1`` takes gloo's place, with ``PHALANX_AS_HOROVOD=1`` Horovod's, with
@@ -20,12 +22,14 @@ def register() -> None:
 
     if not dist.is_available():
         return
+    # Observers may start before there is a group.
+    _traces.watch()
     taken = dist.Backend._plugins.get("PHALANX")
     if taken is not None:
         _check_ours(taken)
     else:
         dist.Backend.register_backend("phalanx", _create, extended_api=True, devices=["cpu"])
-        # PyTorch's flight recorder looks into groups written in C++; ours are recorded by PHALANX_TRACE.
+        # PyTorch's flight recorder sees groups of ours if a program asks for it, and they let it (`ProcessGroup.let_be_recorded`).
         recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
         recording.add("phalanx")
     if _is_wanted("PHALANX_AS_GLOO", "be taken for gloo"):

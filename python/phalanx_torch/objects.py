@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from phalanx_torch import _uncompiled, device_backend, observed
 from phalanx_torch._errors import Error
+from phalanx_torch.observed import Objects, bytes_of, waiting
 from phalanx_torch.process_group import ProcessGroup
 
 # How objects are written, by the native part's numbers: by `pickle`, by `torch.save`; and why there are none.
@@ -50,12 +52,18 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, weigh
     part = _member("all_gather_object", group)
     if part is None:
         return
+
+    def seen(sent: list[bytes]) -> Objects:
+        came = bytes_of()
+        return Objects("all_gather_single", (came, bytes_of(sent[0]), waiting(c10d.AllgatherOptions())), [came])
+
     found = _exchanged(
         part,
         "all_gather_object",
         [obj],
         weights_only,
         lambda group, sent, form: group._native.all_gather_object(sent[0], form),
+        seen,
         _without_places("all_gather_object", object_list, part.size()),
     )
     _fill(object_list, found, part.size(), weights_only)
@@ -79,12 +87,19 @@ def gather_object(
         raise ValueError("gather_object: object_gather_list must be given on the destination rank")
     if not is_root and object_gather_list:
         raise ValueError("gather_object: object_gather_list must not be given on other ranks than the destination")
+    places = part.size() if is_root else 0
+
+    def seen(sent: list[bytes]) -> Objects:
+        came = [bytes_of() for _ in range(places)]
+        return Objects("gather", ([came] if is_root else [], [bytes_of(sent[0])], waiting(c10d.GatherOptions(), root)), came)
+
     found = _exchanged(
         part,
         "gather_object",
         [obj],
         weights_only,
         lambda group, sent, form: group._native.gather_object(sent[0], form, root),
+        seen,
         _without_places("gather_object", object_gather_list or (), part.size()) if is_root else None,
     )
     if is_root and object_gather_list is not None:
@@ -106,12 +121,18 @@ def broadcast_object_list(
     root = _group_rank(part, group, src, group_src, default=0)
     _check_device(device)
     expected, is_root = len(object_list), part.rank() == root
+
+    def seen(sent: list[bytes]) -> Objects:
+        whole = bytes_of(b"".join(sent))
+        return Objects("broadcast", ([whole], waiting(c10d.BroadcastOptions(), root)), [] if is_root else [whole])
+
     found = _exchanged(
         part,
         "broadcast_object_list",
         object_list if is_root else [],
         weights_only,
         lambda group, sent, form: group._native.broadcast_objects(sent, expected, form, root),
+        seen,
     )
     if not is_root:
         _fill(object_list, found, expected, weights_only)
@@ -139,12 +160,18 @@ def scatter_object_list(
         if len(objects) != part.size():
             given = "none" if scatter_object_input_list is None else str(len(objects))
             refused = ValueError(f"scatter_object_list: {given} given, and the source rank has one object for each of {part.size()} ranks")
+
+    def seen(sent: list[bytes]) -> Objects:
+        came = bytes_of()
+        return Objects("scatter", ([came], [[bytes_of(data) for data in sent]] if sent else [], waiting(c10d.ScatterOptions(), root)), [came])
+
     found = _exchanged(
         part,
         "scatter_object_list",
         objects,
         weights_only,
         lambda group, sent, form: group._native.scatter_objects(sent, form, root),
+        seen,
         refused,
     )
     _fill(scatter_object_output_list, found, 1, weights_only)
@@ -167,13 +194,12 @@ def send_object_list(
     _check_device(device)
     if to == part.rank():
         raise ValueError("send_object_list: the destination rank is the rank of this process; send to another one")
-    _exchanged(
-        part,
-        "send_object_list",
-        object_list,
-        weights_only,
-        lambda group, sent, form: group._native.send_objects(sent, form, to),
-    )
+
+    def send(group: ProcessGroup, sent: list[bytes], form: int) -> list[bytes]:
+        group._native.send_objects(sent, form, to)
+        return []
+
+    _exchanged(part, "send_object_list", object_list, weights_only, send, lambda sent: Objects("send", ([bytes_of(b"".join(sent))], to, 0)))
 
 
 def recv_object_list(
@@ -196,14 +222,23 @@ def recv_object_list(
         raise ValueError("recv_object_list: the source rank is the rank of this process; receive from another one")
     expected, form = len(object_list), _form(weights_only)
 
-    part._sequence += 1
-    sender, found = observed.recorded(
-        part,
-        "recv_object_list",
-        lambda: part._native.recv_objects(source, expected, form),
-    )
+    senders: list[int] = []
+
+    def receive() -> list[bytes]:
+        objects: list[bytes]
+        sender, objects = part._native.recv_objects(source, expected, form)
+        senders.append(sender)
+        return objects
+
+    def seen() -> Objects:
+        came = bytes_of()
+        if source is None:
+            return Objects("recv_anysource", ([came], 0), [came])
+        return Objects("recv", ([came], source, 0), [came])
+
+    found = _called(part, "recv_object_list", seen, receive)
     _fill(object_list, found, expected, weights_only)
-    return dist.get_global_rank(_registered(group), sender)
+    return dist.get_global_rank(_registered(group), senders[-1])
 
 
 def _registered(group: Any) -> Any:
@@ -289,10 +324,12 @@ def _exchanged(
     name: str,
     objects: Iterable[Any],
     weights_only: bool,
-    exchange: Callable[[ProcessGroup, list[bytes], int], Any],
+    exchange: Callable[[ProcessGroup, list[bytes], int], list[bytes]],
+    seen: Callable[[list[bytes]], Objects],
     refused: ValueError | None = None,
-) -> Any:
-    """What ``exchange`` returns for the objects. If this rank cannot write them, or refuses the call, the others are told so, and do not wait for it."""
+) -> Sequence[bytes]:
+    """What ``exchange`` returns for the objects, a call that PyTorch's tools see as ``seen`` says. If this rank cannot write them, or refuses the call,
+    the others are told so, and do not wait for it."""
     try:
         if refused is not None:
             raise refused
@@ -310,8 +347,18 @@ def _exchanged(
             if hasattr(error, "add_note"):
                 error.add_note(f"the other ranks could not be told: {failed}")
         raise
+    return _called(
+        part,
+        name,
+        lambda: seen(written),
+        lambda: exchange(part, written, _form(weights_only)),
+    )
+
+
+def _called(part: ProcessGroup, name: str, seen: Callable[[], Objects], run: Callable[[], list[bytes]]) -> Sequence[bytes]:
+    """What ``run`` returns. Only if a tool watches are there tensors."""
     part._sequence += 1
-    return observed.recorded(part, name, lambda: exchange(part, written, _form(weights_only)))
+    return observed.call_objects(part, name, seen(), run) if observed.is_watched(part) else run()
 
 
 def _fill(places: Any, found: Sequence[bytes], expected: int, weights_only: bool) -> None:

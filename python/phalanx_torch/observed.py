@@ -1,5 +1,5 @@
-"""Lets PyTorch's tools see the calls of a group: the profiler, dispatch modes such as ``CommDebugMode``, hooks before and after each call, the
-check for NaN, and hooks on completion.
+"""Lets PyTorch's tools see the calls of a group: the profiler, execution traces, dispatch modes such as ``CommDebugMode``, hooks before and after
+each call, the check for NaN, the flight recorder, and hooks on completion.
 
 PyTorch tells most of these in its dispatcher, on the way to a backend, and a group that is written in Python is called past it. So while
 anybody watches, a call takes that way: to PyTorch's operation, and from there to a backend (:class:`device_backend.Watched`), which brings it
@@ -12,7 +12,7 @@ import datetime
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.autograd import profiler as profiler
 
+from phalanx_torch import _traces
 from phalanx_torch import work as works
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class _Place(threading.local):
     options: Any = None
     work: Any = None
     error: BaseException | None = None
+    # The call of objects that is with the dispatcher, if it is one: what it is seen as, and what carries it out.
+    objects: "tuple[_Kind, tuple[Any, ...], Callable[[], dist.Work]] | None" = None
 
 
 _CALLED, _DISPATCHED, _RECORDED = 0, 1, 2
@@ -141,7 +144,7 @@ _KINDS = {
     ),
     "barrier": _Kind(
         "barrier",
-        lambda opts: (torch.empty(0, device="cpu"),),
+        lambda opts: (torch.empty(1, dtype=torch.uint8, device="cpu"),),
         lambda opts: (list(opts.device_ids), *_how(opts)),
         "barrier",
         "BARRIER",
@@ -164,14 +167,95 @@ def can_dispatch() -> bool:
 
 def is_watched(group: "ProcessGroup") -> bool:
     """Whether a call goes to :func:`call` first: somebody watches, and has not been told of it yet."""
-    return bool(group._is_observed or profiler._is_profiler_enabled or modes()) and _place.depth < _RECORDED
+    return bool(group._is_observed or profiler._is_profiler_enabled or _traces.is_running or modes()) and _place.depth < _RECORDED
+
+
+def is_of_graph(tensors: Sequence[Any]) -> bool:
+    """Whether a call that writes into these tensors changes one that autograd follows: PyTorch's dispatcher, which has not been told of it yet, warns
+    if the program then goes backward through it, for the gradients do not know of the call."""
+    return _place.depth == _CALLED and any(map(_is_followed, tensors)) and torch.is_grad_enabled()
+
+
+def _is_followed(tensor: Any) -> bool:
+    """Whether autograd follows it, and it is one that a group takes: of others the group's own errors say more."""
+    if not getattr(tensor, "requires_grad", False) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def call(group: "ProcessGroup", name: str, *arguments: Any) -> dist.Work:
     """Makes the group's call ``name``, and lets those who watch see it."""
+    kind = _KINDS[name]
+    if _place.depth == _CALLED and group._watched_backend() is not None and not _is_marked(kind, arguments):
+        return _dispatched(group, kind, arguments)
+    return _recorded(group, kind, arguments, lambda: getattr(group, name)(*arguments))
+
+
+def _is_marked(kind: _Kind, arguments: tuple[Any, ...]) -> bool:
+    """Whether a tensor of the call is conjugated or negated only when it is read: of such a one PyTorch's dispatcher gives a backend a copy, and what
+    the call writes there is lost."""
+    try:
+        tensors = [tensor for part in kind.before(*arguments) for tensor in _tensors(part)]
+    except TypeError:
+        # These are no tensors, and PyTorch says so.
+        return False
+    return any(tensor.is_conj() or tensor.is_neg() for tensor in tensors)
+
+
+class Objects(NamedTuple):
+    """How a call of objects is seen: as the group's call ``name``, whose tensors have the bytes of the objects. Those in ``came`` are empty, and get
+    the bytes that come: one gets all, or each gets those of an object."""
+
+    name: str
+    arguments: tuple[Any, ...]
+    came: Sequence[torch.Tensor] = ()
+
+
+def bytes_of(data: bytes = b"") -> torch.Tensor:
+    """A tensor of these bytes, of which no tool is told."""
+    with torch._C._DisableTorchDispatch():
+        if not data:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        # PyTorch warns of memory that must not be written.
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def waiting(options: _T, root: int | None = None) -> _T:
+    """The options of a call that waits, with its root."""
+    given: Any = options
+    if hasattr(given, "asyncOp"):
+        given.asyncOp = False
+    if root is not None:
+        given.rootRank = root
+    return options
+
+
+def call_objects(group: "ProcessGroup", title: str, seen: Objects, run: Callable[[], Sequence[bytes]]) -> Sequence[bytes]:
+    """What ``run`` returns, the objects that have come, and lets those who watch see the call."""
+    kind = _KINDS[seen.name]._replace(title=title)
+    found: list[Sequence[bytes]] = []
+
+    def exchange() -> dist.Work:
+        came = run()
+        found.append(came)
+        parts = [b"".join(came)] if len(seen.came) == 1 else came
+        tensor: Any
+        for tensor, part in zip(seen.came, parts):
+            filled = bytes_of(part)
+            with torch._C._DisableTorchDispatch():
+                tensor.set_(filled)
+        return works.ended(list(seen.came), group._sequence)
+
     if _place.depth == _CALLED and group._watched_backend() is not None:
-        return _dispatched(group, _KINDS[name], arguments)
-    return _recorded(group, name, arguments)
+        _dispatched(group, kind, seen.arguments, exchange)
+    else:
+        _recorded(group, kind, seen.arguments, exchange)
+    if not found:
+        raise RuntimeError(
+            f"phalanx: {title}: a dispatch mode has kept PyTorch's operation c10d::{kind.operation} from the group, so no objects have been "
+            "exchanged: call it outside of that mode"
+        )
+    return found[-1]
 
 
 def from_backend(group: "ProcessGroup", name: str, arguments: tuple[Any, ...]) -> Any:
@@ -183,7 +267,8 @@ def from_backend(group: "ProcessGroup", name: str, arguments: tuple[Any, ...]) -
         # PyTorch's operation takes no limit.
         arguments = (*arguments[:-1], _place.options)
     try:
-        work = getattr(group, name)(*arguments)
+        exchange = _objects_of(name, arguments) if is_awaited else None
+        work = getattr(group, name)(*arguments) if exchange is None else exchange()
         if is_awaited:
             _place.work = work
         return work
@@ -195,11 +280,29 @@ def from_backend(group: "ProcessGroup", name: str, arguments: tuple[Any, ...]) -
         _place.depth = before
 
 
-def _dispatched(group: "ProcessGroup", kind: _Kind, arguments: tuple[Any, ...]) -> dist.Work:
+def _objects_of(name: str, arguments: tuple[Any, ...]) -> Callable[[], dist.Work] | None:
+    """What carries out this call of a backend if it is the call of objects that is awaited, and none that a hook makes."""
+    group, objects = _place.group, _place.objects
+    if group is None or objects is None:
+        return None
+    kind, given, exchange = objects
+    if kind.type != _KINDS[name].type:
+        return None
+    # By its tensors: a hook may make a call of the same kind.
+    theirs, ours = (_tensors(kind.before(*each)[kind.sent]) for each in (arguments, given))
+    if len(theirs) != len(ours) or any(one is not other for one, other in zip(theirs, ours)):
+        return None
+    return lambda: _recorded(group, kind, given, exchange)
+
+
+def _dispatched(
+    group: "ProcessGroup", kind: _Kind, arguments: tuple[Any, ...], exchange: Callable[[], dist.Work] | None = None
+) -> dist.Work:
     operation = getattr(torch.ops.c10d, kind.operation).default
     # A hook may call a group, too.
-    outer = _place.group, _place.options, _place.work, _place.error
+    outer = _place.group, _place.options, _place.work, _place.error, _place.objects
     _place.group, _place.options, _place.work, _place.error = group, arguments[-1], None, None
+    _place.objects = None if exchange is None else (kind, arguments, exchange)
     try:
         made = operation(*kind.before(*arguments), group.boxed(), *kind.after(*arguments))
         # PyTorch's work hides ours, which can do more; a mode may have made no call at all.
@@ -210,20 +313,20 @@ def _dispatched(group: "ProcessGroup", kind: _Kind, arguments: tuple[Any, ...]) 
             raise _place.error from None
         raise
     finally:
-        _place.group, _place.options, _place.work, _place.error = outer
+        _place.group, _place.options, _place.work, _place.error, _place.objects = outer
 
 
-def _recorded(group: "ProcessGroup", name: str, arguments: tuple[Any, ...]) -> dist.Work:
-    kind, before = _KINDS[name], _place.depth
+def _recorded(group: "ProcessGroup", kind: _Kind, arguments: tuple[Any, ...], run: Callable[[], dist.Work]) -> dist.Work:
+    before = _place.depth
     sent = kind.before(*arguments)
     record = None
-    if profiler._is_profiler_enabled:
+    if profiler._is_profiler_enabled or _traces.is_running:
         record = _enter(f"{group.name()}:{kind.title}", *_tensors(sent[kind.sent]))
     started, clock = datetime.datetime.now(), time.perf_counter()
     _place.depth = _RECORDED
     work: dist.Work | None = None
     try:
-        work = getattr(group, name)(*arguments)
+        work = run()
     finally:
         _place.depth = before
         if record is not None:
@@ -233,17 +336,6 @@ def _recorded(group: "ProcessGroup", name: str, arguments: tuple[Any, ...]) -> d
         group._completions.expect(work, hook, (getattr(_types, kind.type), group._sequence, started, clock))
     assert work is not None
     return work
-
-
-def recorded(group: "ProcessGroup", title: str, run: Callable[[], _T]) -> _T:
-    """What ``run`` returns, a call for which nobody makes tensors: only the profiler sees it."""
-    if not profiler._is_profiler_enabled:
-        return run()
-    record = _enter(f"{group.name()}:{title}")
-    try:
-        return run()
-    finally:
-        _exit(record)
 
 
 def _tensors(given: Any) -> list[torch.Tensor]:
@@ -266,7 +358,7 @@ def _end(record: Any, work: Any) -> None:
 
     def end() -> None:
         # What was recorded is gone when the profiler has ended.
-        if profiler._is_profiler_enabled:
+        if profiler._is_profiler_enabled or _traces.is_running:
             future.set_result(None)
         told.set()
 

@@ -22,11 +22,11 @@ import torch.distributed as dist
 # Not all versions have the options of calls in `torch.distributed`.
 from torch._C import _distributed_c10d as c10d
 
-from phalanx_torch import _ddp, _exit, _native, _uncompiled, _versions, device_backend, observed, sparse
+from phalanx_torch import _ddp, _exit, _native, _traces, _uncompiled, _versions, device_backend, observed, sparse
 from phalanx_torch import work as works
 from phalanx_torch._errors import Error
 from phalanx_torch._functional import stored, waited
-from phalanx_torch.observed import is_watched, modes, profiler
+from phalanx_torch.observed import is_of_graph, is_watched, modes, profiler
 from phalanx_torch.sparse import all_reduce_sparse
 from phalanx_torch.work import Ended, Work, Works, ended
 
@@ -58,7 +58,9 @@ def create(options: Any, backend_options: object) -> Any:
         from phalanx_torch.reconfigure import ReconfigurableGroup
 
         store = _of_this_attempt(options.store, os.environ)
-        return ReconfigurableGroup(store, options.group_rank, options.group_size, options.timeout, options.group_id)
+        reconfigurable = ReconfigurableGroup(store, options.group_rank, options.group_size, options.timeout, options.group_id)
+        reconfigurable.let_be_recorded()
+        return reconfigurable
     global _default
     ranks = list(options.global_ranks_in_group)
     source = _default() if ranks else None
@@ -67,7 +69,10 @@ def create(options: Any, backend_options: object) -> Any:
     if not ranks:
         _default = weakref.ref(group)
     # PyTorch takes a `ProcessGroup` for all devices.
-    return device_backend.DeviceBackend(group) if device_backend.has_other_backends(options) else group
+    if device_backend.has_other_backends(options):
+        return device_backend.DeviceBackend(group)
+    group.let_be_recorded()
+    return group
 
 
 def _of_this_attempt(store: c10d.Store, variables: Mapping[str, str]) -> c10d.Store:
@@ -275,6 +280,14 @@ def _is_to_find_nan() -> bool:
     return True
 
 
+def _is_recorder_asked_for() -> bool:
+    """Whether the program has set the size of PyTorch's flight recorder. It has one by default, too, but a call that goes to it takes several times as
+    long."""
+    size = os.environ.get("TORCH_FR_BUFFER_SIZE", "").strip()
+    # What is no number PyTorch refuses itself.
+    return size.isdecimal() and int(size) > 0
+
+
 _watch_lock = threading.Lock()
 # How often a group that has hooks is looked at, in seconds.
 _WATCH_INTERVAL = 0.02
@@ -398,6 +411,7 @@ class ProcessGroup(dist.ProcessGroup):
         # Whether hooks or the check for NaN see each call; whether it is the part of another group for one device.
         self._finds_nan = _is_to_find_nan()
         self._is_observed = self._finds_nan
+        self._is_recorded = False
         self._is_part = False
         self._backend: Any = None
         self._hooks_of_calls: set[tuple[str, int]] = set()
@@ -487,6 +501,9 @@ class ProcessGroup(dist.ProcessGroup):
     def perform_nocolor_split(self, device: Any = None) -> None:
         """Nothing: ranks that are not in a new group have no part in making it."""
 
+    def _enable_collectives_timing(self) -> None:
+        """Nothing: there are no events of a device to measure. PyTorch would ask the backend that a watched group has, which is none for it."""
+
     def _watched_backend(self) -> Any:
         """What PyTorch's dispatcher passes calls to, if it can, and has not told of them already."""
         if self._is_part:
@@ -532,7 +549,24 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _look_for_hooks(self) -> None:
         """Lets calls go past PyTorch's dispatcher again when the last hook is gone."""
-        self._is_observed = self._finds_nan or bool(self._hooks_of_calls) or self._completion_hook is not None
+        self._is_observed = self._finds_nan or self._is_recorded or bool(self._hooks_of_calls) or self._completion_hook is not None
+
+    def let_be_recorded(self) -> None:
+        """Lets PyTorch's flight recorder see each call, if the program has asked for it. PyTorch attaches it when the group has been made, if it does not
+        think that groups of this name record themselves."""
+        module: Any = dist.distributed_c10d
+        themselves: set[str] = getattr(module, "_FR_SELF_RECORDING_BACKENDS", set())
+        if not _is_recorder_asked_for() or not hasattr(c10d, "FlightRecorderHook") or self._watched_backend() is None:
+            themselves.add("phalanx")
+            return
+        themselves.discard("phalanx")
+        # The recorder is in C++, and asks the part of the group that is there.
+        base: Any = super()
+        base._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+        base._set_group_name(self._name)
+        base._set_group_desc(self._description)
+        self._is_recorded = True
+        self._look_for_hooks()
 
     @staticmethod
     def _refuse_hooks_without_dispatcher(name: str) -> None:
@@ -562,6 +596,9 @@ class ProcessGroup(dist.ProcessGroup):
 
     def setGroupName(self, name: str) -> None:
         self._name = name
+        if self._is_recorded:
+            base: Any = super()
+            base._set_group_name(name)
 
     _set_group_name = setGroupName
 
@@ -574,6 +611,9 @@ class ProcessGroup(dist.ProcessGroup):
 
     def setGroupDesc(self, description: str) -> None:
         self._description = description
+        if self._is_recorded:
+            base: Any = super()
+            base._set_group_desc(description)
 
     _set_group_desc = setGroupDesc
 
@@ -715,7 +755,7 @@ class ProcessGroup(dist.ProcessGroup):
 
         For the most frequent calls: their preparation costs more than the native part takes for a few bytes.
         """
-        if self._coalesced is not None or self._is_observed or profiler._is_profiler_enabled or modes():
+        if self._coalesced is not None or self._is_observed or profiler._is_profiler_enabled or _traces.is_running or modes():
             return None
         self._sequence += 1
         sequence = self._sequence
@@ -731,7 +771,7 @@ class ProcessGroup(dist.ProcessGroup):
         if timeout is None and op is None and (sequence := self._at_once(self._native.all_reduce_as_it_is, tensors, opts)) is not None:
             return ended(tensors, sequence)
         tensors, opts = _overload(tensors, opts, timeout, op, c10d.AllreduceOptions)
-        if is_watched(self):
+        if is_watched(self) or is_of_graph(tensors):
             return observed.call(self, "allreduce", tensors, opts)
         tensor = self._one("all_reduce", tensors)
         if tensor.layout is torch.sparse_coo:
@@ -755,9 +795,11 @@ class ProcessGroup(dist.ProcessGroup):
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
         opts = opts or c10d.AllreduceCoalescedOptions()
-        if is_watched(self):
+        if is_watched(self) or is_of_graph(tensors):
             return observed.call(self, "allreduce_coalesced", tensors, opts)
         op, how = _op(opts), _how(opts)
+        if not tensors:
+            raise ValueError("all_reduce_coalesced: there is no tensor; give at least one")
         if len({tensor.dtype for tensor in tensors}) != 1 or any(
             tensor.layout is not torch.strided for tensor in tensors
         ):
@@ -785,8 +827,10 @@ class ProcessGroup(dist.ProcessGroup):
         opts = opts or c10d.ReduceOptions()
         if is_watched(self):
             return observed.call(self, "reduce", tensors, opts)
-        tensor = self._one("reduce", tensors)
-        return self._reduce_in_place("reduce", tensors, tensor, _op(opts), _how(opts), opts.rootRank)
+        tensor, root = self._one("reduce", tensors), _root("reduce", opts)
+        if root == self.rank():
+            _warn_of_graph("reduce", tensors)
+        return self._reduce_in_place("reduce", tensors, tensor, _op(opts), _how(opts), root)
 
     def broadcast(
         self, tensors: Any, opts: Any = None, timeout: datetime.timedelta | None = None, *, root: int | None = None
@@ -800,13 +844,13 @@ class ProcessGroup(dist.ProcessGroup):
         else:
             _only_options("broadcast", root=root, timeout=timeout)
         opts = opts or c10d.BroadcastOptions()
-        if is_watched(self):
+        if is_watched(self) or is_of_graph(tensors):
             return observed.call(self, "broadcast", tensors, opts)
-        tensor = self._one("broadcast", tensors)
+        tensor, root = self._one("broadcast", tensors), _root("broadcast", opts)
         staged = _Staged()
-        lent = staged.lend(tensor, written=opts.rootRank != self.rank())
+        lent = staged.lend(tensor, written=root != self.rank())
         return self._call(
-            "broadcast", _how(opts), tensors, lambda how: self._native.broadcast(lent, opts.rootRank, how), staged
+            "broadcast", _how(opts), tensors, lambda how: self._native.broadcast(lent, root, how), staged
         )
 
     def allgather(
@@ -823,6 +867,7 @@ class ProcessGroup(dist.ProcessGroup):
         if is_watched(self):
             return observed.call(self, "allgather", output_tensors, input_tensors, opts)
         outputs, input = self._one("all_gather", output_tensors), self._one("all_gather", input_tensors)
+        _warn_of_graph("all_gather", outputs)
         staged = _Staged()
         lent, own = staged.each(outputs), staged.lend(input, written=False)
         return self._call(
@@ -835,7 +880,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         opts = opts or c10d.AllgatherOptions()
-        if is_watched(self):
+        if is_watched(self) or is_of_graph([output]):
             return observed.call(self, "all_gather_single", output, input, opts)
         staged = _Staged()
         lent, own = staged.lend(output), staged.lend(input, written=False)
@@ -879,19 +924,20 @@ class ProcessGroup(dist.ProcessGroup):
         opts = opts or c10d.GatherOptions()
         if is_watched(self):
             return observed.call(self, "gather", output_tensors, input_tensors, opts)
-        input = self._one("gather", input_tensors)
-        is_root = self.rank() == opts.rootRank
+        input, root = self._one("gather", input_tensors), _root("gather", opts)
+        is_root = self.rank() == root
         if len(output_tensors) != int(is_root):
             raise ValueError("gather: the root has one list of outputs, every other rank none")
         staged = _Staged()
         outputs = self._one("gather", output_tensors) if is_root else []
+        _warn_of_graph("gather", outputs)
         _same_length("gather", [*outputs, input])
         lent, own = staged.each(outputs), staged.lend(input, written=False)
         return self._call(
             "gather",
             _how(opts),
             list(outputs),
-            lambda how: self._native.gather(lent, own, opts.rootRank, how),
+            lambda how: self._native.gather(lent, own, root, how),
             staged,
         )
 
@@ -913,10 +959,10 @@ class ProcessGroup(dist.ProcessGroup):
         else:
             _only_options("scatter", root=root, timeout=timeout)
         opts = opts or c10d.ScatterOptions()
-        if is_watched(self):
+        if is_watched(self) or is_of_graph(output_tensors):
             return observed.call(self, "scatter", output_tensors, input_tensors, opts)
-        output = self._one("scatter", output_tensors)
-        is_root = self.rank() == opts.rootRank
+        output, root = self._one("scatter", output_tensors), _root("scatter", opts)
+        is_root = self.rank() == root
         if len(input_tensors) != int(is_root):
             raise ValueError("scatter: the root has one list of inputs, every other rank none")
         staged = _Staged()
@@ -927,7 +973,7 @@ class ProcessGroup(dist.ProcessGroup):
             "scatter",
             _how(opts),
             output_tensors,
-            lambda how: self._native.scatter(into, lent, opts.rootRank, how),
+            lambda how: self._native.scatter(into, lent, root, how),
             staged,
         )
 
@@ -944,6 +990,7 @@ class ProcessGroup(dist.ProcessGroup):
             return observed.call(self, "reduce_scatter", output_tensors, input_tensors, opts)
         output = self._one("reduce_scatter", output_tensors)
         inputs = self._one("reduce_scatter", input_tensors)
+        _warn_of_graph("reduce_scatter", [output])
         op, staged = _op(opts), _Staged()
         wider = _widened(output, op, inputs)
         lent, into = staged.each(inputs, written=False, type=wider), staged.lend(output, type=wider)
@@ -958,7 +1005,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         opts = opts or c10d.ReduceScatterOptions()
-        if is_watched(self):
+        if is_watched(self) or is_of_graph([output]):
             return observed.call(self, "reduce_scatter_single", output, input, opts)
         op, staged = _op(opts), _Staged()
         wider = _widened(output, op, [input])
@@ -990,6 +1037,7 @@ class ProcessGroup(dist.ProcessGroup):
         opts = opts or c10d.AllToAllOptions()
         if is_watched(self):
             return observed.call(self, "all_to_all_single", output, input, output_split_sizes, input_split_sizes, opts)
+        _warn_of_graph("all_to_all_single", [output])
         staged = _Staged()
         received = _counts("output", output, output_split_sizes, self.size())
         sent = _counts("input", input, input_split_sizes, self.size())
@@ -1015,6 +1063,7 @@ class ProcessGroup(dist.ProcessGroup):
         opts = opts or c10d.AllToAllOptions()
         if is_watched(self):
             return observed.call(self, "alltoall", output_tensors, input_tensors, opts)
+        _warn_of_graph("all_to_all", output_tensors)
         staged = _Staged()
         lent, into = staged.each(input_tensors, written=False), staged.each(output_tensors)
         return self._call(
@@ -1070,6 +1119,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _message(self, tensors: Any, written: bool, start: Callable[[torch.Tensor], _native.Work]) -> Work:
         tensor, staged = self._one("send and recv", tensors), _Staged()
+        if written:
+            _warn_of_graph("recv", tensors)
         self._sequence += 1
         work = Work(start(staged.lend(tensor, written)), tensors, staged.finish(), self._sequence, "message")
         if self._coalesced is not None:
@@ -1079,6 +1130,7 @@ class ProcessGroup(dist.ProcessGroup):
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> dist.Work:
         if is_watched(self):
             return observed.call(self, "send", tensors, dstRank, tag)
+        _check_peer("send", dstRank)
         return self._message(
             tensors, False, lambda tensor: self._native.send(tensor, dstRank, tag, (None, False))
         )
@@ -1086,6 +1138,7 @@ class ProcessGroup(dist.ProcessGroup):
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> dist.Work:
         if is_watched(self):
             return observed.call(self, "recv", tensors, srcRank, tag)
+        _check_peer("recv", srcRank)
         return self._message(
             tensors, True, lambda tensor: self._native.recv(tensor, srcRank, tag, (None, False))
         )
@@ -1129,6 +1182,7 @@ class ProcessGroup(dist.ProcessGroup):
         store = c10d.PrefixStore(f"{group_name}/", self._store)
         group = self._part(store, new_ranks, timeout or self._timeout, group_name)
         group.take_name(self._backend_name)
+        group.let_be_recorded()
         if group_desc is not None:
             group.setGroupDesc(group_desc)
         return group
@@ -1150,6 +1204,34 @@ for _name in dir(c10d.Backend):
     if _name.lstrip("_").startswith("supports_") and _name not in vars(ProcessGroup):
         _is_call = callable(getattr(c10d.Backend, _name))
         setattr(ProcessGroup, _name, (lambda self, *arguments: False) if _is_call else False)
+
+
+def _root(what: str, options: Any) -> int:
+    """The root that the options name. The native part refuses ranks beyond the last one."""
+    root: int = options.rootRank
+    if root < 0:
+        raise ValueError(f"{what}: the root is rank {root}, and ranks begin with 0")
+    # Of gathers and scatters there is none.
+    tensor = getattr(options, "rootTensor", 0)
+    if tensor != 0:
+        raise ValueError(f"{what}: rootTensor is {tensor}, and each rank has one tensor: leave it out")
+    return root
+
+
+def _warn_of_graph(what: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Warns of a call that writes into a tensor that autograd follows, and of which PyTorch's dispatcher does not warn."""
+    if any(getattr(tensor, "requires_grad", False) for tensor in tensors) and torch.is_grad_enabled():
+        warnings.warn(
+            f"phalanx: {what} writes into a tensor that requires gradients, and autograd does not see that: gradients through it would be those of what "
+            "it was before. Give a tensor without gradients, such as detach() of it, or call it under torch.no_grad()",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _check_peer(what: str, rank: int) -> None:
+    if rank < 0:
+        raise ValueError(f"{what}: rank {rank} is not a rank of this group: ranks begin with 0")
 
 
 def _is_time(value: object) -> bool:
@@ -1194,6 +1276,8 @@ def _counts(what: str, tensor: torch.Tensor, splits: Any, size: int) -> list[int
         if tensor.numel() and rows % size:
             raise ValueError(f"all_to_all_single: {size} ranks cannot have equal parts of the {rows} rows of the {what}: give split sizes")
         return []
+    if any(split < 0 for split in splits):
+        raise ValueError(f"all_to_all_single: the {what} split sizes are {splits}, and none may be below 0")
     if len(splits) != size:
         raise ValueError(f"all_to_all_single: {len(splits)} {what} split sizes for {size} ranks")
     if sum(splits) != tensor.size(0):

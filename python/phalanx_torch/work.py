@@ -69,6 +69,15 @@ def ended(tensors: Any, sequence: int) -> Ended:
     return work
 
 
+def _seconds(timeout: object) -> float | None:
+    """The limit of a wait; None if there is none. PyTorch's works take a number for seconds, too."""
+    if isinstance(timeout, datetime.timedelta):
+        timeout = timeout.total_seconds()
+    if timeout is None or isinstance(timeout, (int, float)):
+        return float(timeout) if timeout and timeout > 0 else None
+    raise TypeError(f"wait: the time-out is a timedelta or a number of seconds, and not a {type(timeout).__name__}")
+
+
 class Work(dist.Work):
     """One operation; ``finish`` is called once on its end, before anybody learns of it, and also if nobody waits."""
 
@@ -124,8 +133,8 @@ class Work(dist.Work):
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         if self._native is not None:
-            seconds = timeout.total_seconds() if timeout else None
-            if not self._native.wait(seconds if seconds and seconds > 0 else None):
+            seconds = _seconds(timeout)
+            if not self._native.wait(seconds):
                 raise RuntimeError(
                     f"{self._operation}: not done after {seconds} s; it still runs, and the group's time-out ends it"
                 )

@@ -44,7 +44,7 @@ impl Group {
         let Some(timeout) = waited_for(options)? else { return Ok(false) };
         let number = u8::try_from(options.getattr(intern!(py, "reduceOp"))?.hash()?);
         let Some(reduction) = number.ok().and_then(Reduction::usual) else { return Ok(false) };
-        let memory = only(tensors)?.and_then(|tensor| Memory::of_tensor(&tensor, reduction.meaning()).ok());
+        let memory = only(tensors)?.and_then(|tensor| written_as_it_is(&tensor, reduction.meaning()));
         self.all_reduce_usual(py, memory, timeout, reduction)
     }
 
@@ -129,9 +129,12 @@ impl Group {
         options: &Bound<'_, PyAny>,
     ) -> PyResult<bool> {
         let Some(timeout) = waited_for(options)? else { return Ok(false) };
-        let Ok(root) = options.getattr(intern!(py, "rootRank"))?.extract::<u32>() else { return Ok(false) };
-        let Some(tensor) = only(tensors)? else { return Ok(false) };
-        let Ok(mut memory) = Memory::of_tensor(&tensor, Meaning::Bytes) else { return Ok(false) };
+        let option = |name| options.getattr(name)?.extract::<u32>();
+        let (Ok(root), Ok(0)) = (option(intern!(py, "rootRank")), option(intern!(py, "rootTensor"))) else {
+            return Ok(false);
+        };
+        let memory = only(tensors)?.and_then(|tensor| written_as_it_is(&tensor, Meaning::Bytes));
+        let Some(mut memory) = memory else { return Ok(false) };
         self.moving(
             py,
             (timeout, true),
@@ -152,9 +155,11 @@ impl Group {
         let Some(timeout) = waited_for(options)? else { return Ok(false) };
         let (Some(outputs), Some(input)) = (only(outputs)?, only(inputs)?) else { return Ok(false) };
         let Ok(outputs) = outputs.cast_into::<PyList>() else { return Ok(false) };
-        let lend = |tensor: Bound<'_, PyAny>| Memory::of_tensor(&tensor, Meaning::Bytes).ok();
-        let lent: Option<Vec<Memory>> = outputs.iter().map(lend).collect();
-        let (Some(outputs), Some(input)) = (lent, lend(input)) else { return Ok(false) };
+        let lent: Option<Vec<Memory>> =
+            outputs.iter().map(|output| written_as_it_is(&output, Meaning::Bytes)).collect();
+        let (Some(outputs), Ok(input)) = (lent, Memory::of_tensor(&input, Meaning::Bytes)) else {
+            return Ok(false);
+        };
         self.gather_each(py, (timeout, true), outputs, input)?;
         Ok(true)
     }
@@ -424,6 +429,13 @@ fn waited_for(options: &Bound<'_, PyAny>) -> PyResult<Option<Option<f64>>> {
     let timeout = options.getattr(intern!(py, "timeout"))?;
     let seconds: f64 = timeout.call_method0(intern!(py, "total_seconds"))?.extract()?;
     Ok(Some((seconds > 0.0).then_some(seconds)))
+}
+
+/// The memory of a tensor that a call writes into, if nothing is to be done for that. If autograd follows the tensor, PyTorch warns of the call.
+fn written_as_it_is(tensor: &Bound<'_, PyAny>, meaning: Meaning) -> Option<Memory> {
+    let memory = Memory::of_tensor(tensor, meaning).ok()?;
+    let is_followed = tensor.getattr(intern!(tensor.py(), "requires_grad")).ok()?.is_truthy().ok()?;
+    (!is_followed).then_some(memory)
 }
 
 /// The only element of a list; None if it is not a list, or has others.

@@ -19,7 +19,7 @@ from ports import free_port  # noqa: F401
 from torch._C import _distributed_c10d as c10d
 
 import phalanx_torch
-from phalanx_torch import process_group
+from phalanx_torch import observed, process_group
 
 LIMIT = 90.0
 _torch = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -30,6 +30,10 @@ FORK = multiprocessing.get_context("fork")
 # Older versions do not tell a group whether its caller waits.
 needs_async_op = pytest.mark.skipif(
     not hasattr(c10d.AllreduceOptions(), "asyncOp"), reason="this PyTorch's options do not say whether the caller waits"
+)
+
+needs_dispatcher = pytest.mark.skipif(
+    not observed.can_dispatch(), reason="this PyTorch's dispatcher cannot pass calls to groups in Python"
 )
 
 

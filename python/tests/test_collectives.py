@@ -101,6 +101,7 @@ def as_they_are(rank):
     for tensors, options in (
         ([plain.t()], waiting()),
         ([filled(rank, torch.int16)], waiting()),
+        ([torch.ones(2, requires_grad=True)], waiting()),
         ([filled(rank, torch.uint64)], waiting()),
         ([filled(rank, torch.int32)], waiting(dist.ReduceOp.AVG)),
         ([filled(rank, torch.complex64)], waiting(dist.ReduceOp.MAX)),
@@ -157,6 +158,8 @@ def moved_as_they_are(rank):
     assert all_gather([[whole[:1], whole[1:]]], [whole[1:] if rank else whole[:1]], waiting_for_all())
     assert whole.tolist() == [0.0, 1.0, 1.0]
     # All else is left to the part in Python, with nothing done.
+    of_another_tensor = waiting_for_a_root(0)
+    of_another_tensor.rootTensor = 1
     asynchronous_root, asynchronous, into = waiting_for_a_root(0), waiting_for_all(), [plain.clone(), plain.clone()]
     asynchronous_root.asyncOp = asynchronous.asyncOp = True
     for tensors, options in (
@@ -166,6 +169,8 @@ def moved_as_they_are(rank):
         ([numpy.ones(2)], waiting_for_a_root(0)),
         ([plain], asynchronous_root),
         ([plain], waiting_for_a_root(-1)),
+        ([plain], of_another_tensor),
+        ([torch.ones(2, requires_grad=True)], waiting_for_a_root(0)),
         ([plain], None),
         ([plain, plain], waiting_for_a_root(0)),
         (plain, waiting_for_a_root(0)),
@@ -174,6 +179,7 @@ def moved_as_they_are(rank):
     for outputs, inputs, options in (
         ([into], [plain.t()], waiting_for_all()),
         ([[into[0].t(), into[1]]], [plain], waiting_for_all()),
+        ([[into[0], into[1].clone().requires_grad_()]], [plain], waiting_for_all()),
         ([into], [plain], asynchronous),
         ([into], [plain], None),
         ([into, into], [plain], waiting_for_all()),

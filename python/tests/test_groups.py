@@ -230,7 +230,10 @@ def as_gloo_answers(rank, folder):
     assert compared > 20
 
 
-def test_what_gloo_answers_is_answered(tmp_path):
+@pytest.mark.parametrize("recorded", ["0", "100"])
+def test_what_gloo_answers_is_answered(tmp_path, monkeypatch, recorded):
+    # With a flight recorder PyTorch's C++ knows a part of the group.
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", recorded)
     # In a process of its own: those that are forked later must not have gloo's threads.
     processes(1, as_gloo_answers, str(tmp_path))
 

@@ -13,11 +13,11 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import environment, free_port, processes
+from conftest import environment, free_port, needs_dispatcher, processes
 from torch.distributed import distributed_c10d as c10d
 
 import phalanx_torch
-from phalanx_torch import _object_functions, objects
+from phalanx_torch import _object_functions, objects, observed, work
 from phalanx_torch.device_backend import DeviceBackend, of_device
 
 Error = phalanx_torch.Error
@@ -363,20 +363,178 @@ def test_pytorchs_place_for_another_pickler_counts(ranks):
     ranks(2, other_pickler)
 
 
+def pickled(*objs):
+    """How many bytes these objects are."""
+    return sum(len(pickle.dumps(obj)) for obj in objs)
+
+
+def every_call(rank):
+    """Makes each call of objects once, and checks what comes. Returns, for each, its name, PyTorch's operation and kind of call, and the bytes that this rank sends."""
+    places, other = [None, None], 1 - rank
+    phalanx_torch.all_gather_object(places, "a" * (50 + rank))
+    assert places == ["a" * 50, "a" * 51]
+    gathered = [None, None] if rank == 1 else None
+    phalanx_torch.gather_object("b" * rank, gathered, dst=1)
+    assert gathered == (["", "b"] if rank == 1 else None)
+    places = ["c", "d"] if rank == 0 else [None, None]
+    phalanx_torch.broadcast_object_list(places)
+    assert places == ["c", "d"]
+    place = [None]
+    phalanx_torch.scatter_object_list(place, ["e", "f" * 20_000] if rank == 0 else None)
+    assert place == ["e" if rank == 0 else "f" * 20_000]
+    calls = [
+        ("all_gather_object", "_allgather_base_", "ALLGATHER_BASE", [pickled("a" * (50 + rank))]),
+        ("gather_object", "gather_", "GATHER", [pickled("b" * rank)]),
+        ("broadcast_object_list", "broadcast_", "BROADCAST", [pickled("c", "d") if rank == 0 else 0]),
+        ("scatter_object_list", "scatter_", "SCATTER", [pickled("e"), pickled("f" * 20_000)] if rank == 0 else []),
+    ]
+    for sender, source in ((0, 0), (1, None)):
+        if rank == sender:
+            phalanx_torch.send_object_list(["g", 1], other)
+            calls.append(("send_object_list", "send", "SEND", [pickled("g", 1)]))
+        else:
+            places = [None, None]
+            assert phalanx_torch.recv_object_list(places, source) == other and places == ["g", 1]
+            calls.append(("recv_object_list", "recv_" if source == 0 else "recv_any_source_", "RECV", [0]))
+    return calls
+
+
 def seen_by_the_profiler(rank):
-    places = [None, None]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        phalanx_torch.all_gather_object(places, rank)
-        phalanx_torch.broadcast_object_list(places)
-    names = {event.name for event in profile.events()}
-    assert {"phalanx:all_gather_object", "phalanx:broadcast_object_list"} <= names
-    before = dist.group.WORLD._get_sequence_number_for_group()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        calls = every_call(rank)
+    events = [event for event in profile.events() if event.name.startswith("phalanx:")]
+    assert [event.name for event in events] == [f"phalanx:{name}" for name, *_ in calls]
+    assert [event.input_shapes for event in events] == [[[length] for length in sent] for *_, sent in calls]
+    operations = [event.name for event in profile.events() if event.name.startswith("c10d::")]
+    assert operations == ([f"c10d::{operation}" for _, operation, *_ in calls] if observed.can_dispatch() else [])
+    before, places = dist.group.WORLD._get_sequence_number_for_group(), [None, None]
     phalanx_torch.all_gather_object(places, rank)
     assert dist.group.WORLD._get_sequence_number_for_group() == before + 1
 
 
 def test_the_profiler_sees_the_calls(ranks):
     ranks(2, seen_by_the_profiler)
+
+
+def seen_by_modes(rank):
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        seen: list = []
+
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            result = function(*arguments, **(options or {}))
+            self.seen.append((function.name(), arguments))
+            return result
+
+    with CommDebugMode() as counting:
+        calls = every_call(rank)
+    counts = counting.get_comm_counts()
+    assert counts[torch.ops.c10d._allgather_base_] == 1 and counts[torch.ops.c10d.broadcast_] == 1, counts
+    with Mode() as mode:
+        every_call(rank)
+    # Nothing but the calls: no tensor that is made for them.
+    assert [name for name, _ in mode.seen] == [f"c10d::{operation}" for _, operation, *_ in calls]
+    # What has come is there for whoever looks after the call.
+    output, sent = mode.seen[0][1][:2]
+    assert bytes(sent.tolist()) == pickle.dumps("a" * (50 + rank))
+    assert bytes(output.tolist()) == pickle.dumps("a" * 50) + pickle.dumps("a" * 51)
+    if rank == 1:
+        (outputs,), _ = mode.seen[1][1][:2]
+        assert [bytes(one.tolist()) for one in outputs] == [pickle.dumps(""), pickle.dumps("b")]
+        assert mode.seen[2][1][0][0].numel() == pickled("c", "d") and mode.seen[3][1][0][0].numel() == pickled("f" * 20_000)
+    place = observed._place
+    assert (place.group, place.options, place.work, place.error, place.objects) == (None,) * 5
+
+
+@needs_dispatcher
+def test_dispatch_modes_see_the_calls(ranks):
+    ranks(2, seen_by_modes)
+
+
+def seen_by_hooks(rank):
+    group, before, after, ended = dist.group.WORLD, [], [], []
+    group.register_pre_hook(1, lambda given: before.append((given.name.name, given.async_op, [tensor.numel() for tensor in given.input_tensors])))
+    group.register_post_hook(1, lambda given: after.append(given.name.name))
+    group._register_on_completion_hook(lambda info: ended.append((info.op_type.name, info.seq)))
+    calls = every_call(rank)
+    kinds = [kind for _, _, kind, _ in calls]
+    assert [name for name, *_ in before] == after == kinds
+    for (name, is_asynchronous, sent), (*_, expected) in zip(before, calls):
+        assert name in ("BROADCAST", "SEND", "RECV") or not is_asynchronous
+        assert name == "RECV" or sum(sent) == sum(expected), (name, sent, expected)
+    types = {"ALLGATHER_BASE": "_ALLGATHER_BASE"}
+    names = [types.get(kind, kind) for kind in kinds]
+    if rank == 0:
+        names[-1] = "RECVANYSOURCE"
+    assert [name for name, _ in ended] == names
+    first = ended[0][1]
+    assert [number for _, number in ended] == list(range(first, first + len(calls)))
+    group.unregister_pre_hook(1)
+    # A hook that makes calls of the same kind itself gets its own results.
+    totals = []
+
+    def nested(given):
+        if not totals:
+            totals.append(None)
+            found = torch.zeros(2)
+            dist.all_gather_into_tensor(found, torch.full((1,), rank + 1.0))
+            other, places = torch.zeros(2), [None, None]
+            torch.ops.c10d._allgather_base_(other, torch.full((1,), rank + 3.0), group.boxed(), False, -1)[1].wait()
+            phalanx_torch.all_gather_object(places, rank)
+            totals[:] = [*found.tolist(), *other.tolist(), *places]
+
+    group.register_pre_hook(2, nested)
+    places = [None, None]
+    phalanx_torch.all_gather_object(places, {"rank": rank})
+    assert places == [{"rank": 0}, {"rank": 1}] and totals == [1.0, 2.0, 3.0, 4.0, 0, 1]
+
+
+@needs_dispatcher
+def test_hooks_see_the_calls(ranks):
+    ranks(2, seen_by_hooks)
+
+
+def fails_while_seen(rank):
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    with CommDebugMode():
+        unwritten(rank)
+        wrong_on_one_rank(rank)
+    with CommDebugMode(), pytest.raises(Error) as caught:
+        CALLS["all_gather_object"](phalanx_torch if rank == 0 else dist, rank)
+    assert caught.value.kind == "mismatch"
+
+
+def test_errors_are_the_same_while_a_tool_watches(ranks):
+    ranks(2, fails_while_seen)
+
+
+def kept_from_the_group(rank):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            return arguments[0], work.ended([], 0).boxed()
+
+    places = ["untouched"]
+    with Mode(), pytest.raises(RuntimeError, match="all_gather_object: a dispatch mode has kept PyTorch's operation c10d::_allgather_base_"):
+        phalanx_torch.all_gather_object(places, rank)
+    assert places == ["untouched"]
+    phalanx_torch.all_gather_object(places, rank)
+    assert places == [0]
+
+
+@needs_dispatcher
+def test_a_mode_that_makes_no_call_is_an_error(ranks):
+    ranks(1, kept_from_the_group)
+
+
+@needs_dispatcher
+def test_the_check_for_nan_lets_objects_pass(ranks, monkeypatch):
+    monkeypatch.setenv("TORCH_DIST_NAN_CHECK", "1")
+    ranks(2, every_call)
 
 
 def replaced(rank, port):

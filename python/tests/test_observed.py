@@ -1,7 +1,10 @@
 """What PyTorch's tools see of a group's calls."""
 
+import contextlib
 import datetime
+import json
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -11,16 +14,12 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import free_port
+from conftest import free_port, needs_dispatcher, processes
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.tensor.debug import CommDebugMode
 
 import phalanx_torch
 from phalanx_torch import observed
-
-needs_dispatcher = pytest.mark.skipif(
-    not observed.can_dispatch(), reason="this PyTorch's dispatcher cannot pass calls to groups in Python"
-)
 
 
 def _every_call(rank):
@@ -148,6 +147,100 @@ def test_an_event_is_of_one_kind_however_soon_the_call_has_ended(ranks):
     ranks(2, _profiled_when_it_has_ended)
 
 
+def _traced(rank, folder, backend, is_profiled):
+    from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
+
+    path = f"{folder}/{backend}-{rank}.json"
+    # Before there is a group.
+    observer = ExecutionTraceObserver().register_callback(path)
+    if not is_profiled:
+        observer.start()
+    dist.init_process_group(
+        backend, f"file://{folder}/{backend}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60)
+    )
+    with profile(activities=[ProfilerActivity.CPU], execution_trace_observer=observer) if is_profiled else contextlib.nullcontext():
+        _every_call(rank)
+        dist.all_reduce(torch.ones(3, 5), async_op=True).wait()
+        dist.all_gather_object([None, None], "text")
+        if backend == "phalanx":
+            phalanx_torch.all_gather_object([None, None], "text")
+        dist.barrier()
+    observer.stop()
+    observer.unregister_callback()
+    # Nobody watches any more.
+    assert backend == "gloo" or not observed.is_watched(dist.group.WORLD)
+    dist.destroy_process_group()
+    with open(path) as file:
+        nodes = json.load(file)["nodes"]
+    nodes.sort(key=lambda node: next(attribute["value"] for attribute in node["attrs"] if attribute["name"] == "rf_id"))
+    names = [node["name"].partition(":")[2] for node in nodes if node["name"].startswith(f"{backend}:")]
+
+    def plain(values):
+        """What is no number of a tensor."""
+        return [value for value in values if isinstance(value, (bool, int, str))]
+
+    calls = [
+        (node["name"], *(node[side][what] for side in ("inputs", "outputs") for what in ("shapes", "types", "strides")), plain(node["inputs"]["values"]))
+        for node in nodes
+        if node["name"].startswith("c10d::")
+    ]
+    return names, calls
+
+
+@needs_dispatcher
+@pytest.mark.parametrize("is_profiled", [False, True])
+def test_execution_traces_have_the_nodes_of_gloo(tmp_path, is_profiled):
+    gloo = processes(2, _traced, tmp_path, "gloo", is_profiled)
+    ours = processes(2, _traced, tmp_path, "phalanx", is_profiled)
+    for (_, theirs), (names, calls) in zip(gloo, ours):
+        # The package's own function for objects, before the last barrier.
+        own = calls.pop(-2)
+        assert own[0] == "c10d::_allgather_base_" and own[1][:2] == [[0], [len(pickle.dumps("text"))]]
+        assert own[4][0] == [2 * len(pickle.dumps("text"))]
+        assert calls == theirs
+        assert names.count("all_gather_object") == 1 and names.count("all_reduce") == 2 and len(names) == len(calls) + 1
+
+
+def _flown(rank, is_asked_for):
+    dist.all_reduce(torch.ones(3, 5))
+    dist.broadcast(torch.ones(4), 1)
+    phalanx_torch.all_gather_object([None, None], "text")
+    pair = dist.new_group([0, 1], group_desc="both")
+    dist.all_reduce(torch.ones(2), group=pair)
+    own = dist.split_group(split_ranks=[[0], [1]], group_desc="alone")
+    dist.all_reduce(torch.ones(1), group=own)
+    if rank == 0:
+        dist.send(torch.ones(7), 1)
+    else:
+        dist.recv(torch.ones(7), 0)
+    dist.barrier()
+    assert observed.is_watched(dist.group.WORLD) == is_asked_for
+    entries = json.loads(c10d._dump_fr_trace_json(backend="phalanx")).get("entries", [])
+    expected = [
+        ("default_pg", "phalanx:all_reduce", [[3, 5]]),
+        ("default_pg", "phalanx:broadcast", [[4]]),
+        ("default_pg", "phalanx:_all_gather_base", [[len(pickle.dumps("text"))]]),
+        ("both", "phalanx:all_reduce", [[2]]),
+        ("alone", "phalanx:all_reduce", [[1]]),
+        ("default_pg", "phalanx:send 0->1" if rank == 0 else "phalanx:recv 1<-0", [[7]] if rank == 0 else []),
+        ("default_pg", "phalanx:barrier", []),
+    ]
+    found = [(entry["process_group"][1], entry["profiling_name"], entry["input_sizes"]) for entry in entries]
+    assert found == (expected if is_asked_for else []), found
+    assert all(entry["retired"] for entry in entries)
+
+
+@needs_dispatcher
+@pytest.mark.parametrize("size", ["100", "0", None])
+def test_the_flight_recorder_sees_the_calls_if_it_is_asked_for(ranks, monkeypatch, size):
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
+    # That of NCCL's groups alone.
+    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "100")
+    if size is not None:
+        monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", size)
+    ranks(2, _flown, size == "100")
+
+
 def _in_backward(rank):
     from torch.profiler import ProfilerActivity, profile
 
@@ -213,6 +306,20 @@ def _seen_by_a_mode(rank):
 @needs_dispatcher
 def test_dispatch_modes_see_each_call_and_leave_works_and_errors_as_they_are(ranks):
     ranks(2, _seen_by_a_mode)
+
+
+def _marked_while_seen(rank):
+    from test_collectives import marked
+    from torch.profiler import ProfilerActivity, profile
+
+    with CommDebugMode():
+        marked(rank, 2)
+    with profile(activities=[ProfilerActivity.CPU]):
+        marked(rank, 2)
+
+
+def test_results_come_into_tensors_that_are_conjugated_when_they_are_read_also_while_a_tool_watches(ranks):
+    ranks(2, _marked_while_seen)
 
 
 def _fails_under_a_mode(rank):

@@ -1,0 +1,152 @@
+"""Arguments that gloo refuses, or takes, and of which it warns."""
+
+import datetime
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import needs_dispatcher
+from torch._C import _distributed_c10d as c10d
+
+import phalanx_torch  # noqa: F401
+
+
+def ranks_below_zero(rank):
+    group, one = dist.group.WORLD, torch.ones(2)
+    second = c10d.BroadcastOptions()
+    second.rootTensor = 1
+    second_of_reduce = c10d.ReduceOptions()
+    second_of_reduce.rootTensor = 1
+    for call, said in (
+        (lambda: dist.broadcast(one, -1), "broadcast: the root is rank -1"),
+        (lambda: dist.reduce(one, -1), "reduce: the root is rank -1"),
+        (lambda: dist.gather(one, None, -1), "gather: the root is rank -1"),
+        (lambda: dist.scatter(one, None, -1), "scatter: the root is rank -1"),
+        (lambda: group.send([one], -1, 0), "send: rank -1 is not a rank of this group"),
+        (lambda: group.recv([one], -1, 0), "recv: rank -1 is not a rank of this group"),
+        (lambda: group.broadcast([one], second), "broadcast: rootTensor is 1, and each rank has one tensor"),
+        (lambda: group.reduce([one], second_of_reduce), "reduce: rootTensor is 1, and each rank has one tensor"),
+        (lambda: dist.broadcast(one, 5), "rank 5 is outside a world of 2"),
+        (
+            lambda: dist.all_to_all_single(torch.zeros(4), torch.ones(4), [-1, 5], [2, 2]),
+            r"the output split sizes are \[-1, 5\], and none may be below 0",
+        ),
+        (lambda: group.allreduce_coalesced([], c10d.AllreduceCoalescedOptions()), "all_reduce_coalesced: there is no tensor"),
+        (lambda: group.allreduce([]), "one tensor for each rank, and not 0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            call()
+    # Nobody has been called.
+    dist.all_reduce(one)
+    assert one.tolist() == [2.0, 2.0]
+
+
+def test_ranks_and_sizes_below_zero_are_named(ranks):
+    ranks(2, ranks_below_zero)
+
+
+def waits(rank):
+    # PyTorch's works take a number for seconds.
+    for limit in (5.0, 5, 0, datetime.timedelta(seconds=5), datetime.timedelta(0), None):
+        assert dist.all_reduce(torch.ones(1), async_op=True).wait(limit)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["waited"])
+        dist.all_reduce(torch.ones(1))
+        return
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    with pytest.raises(RuntimeError, match="all_reduce: not done after 0.1 s"):
+        work.wait(0.1)
+    with pytest.raises(TypeError, match="wait: the time-out is a timedelta or a number of seconds, and not a str"):
+        work.wait("5")
+    store.set("waited", "1")
+    work.wait()
+
+
+def test_a_wait_takes_numbers_as_pytorchs(ranks):
+    ranks(2, waits)
+
+
+def followed(shape=(2,)):
+    """A tensor that autograd follows, and that is no parameter."""
+    return torch.ones(shape, requires_grad=True) * 2
+
+
+def said_of(call, tensor):
+    """What is said of a call that writes into a tensor, and of the way backward through it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call(tensor)
+        if tensor.requires_grad:
+            tensor.sum().backward()
+    return [str(warning.message) for warning in caught]
+
+
+def warned_of(rank, world, backend):
+    group = dist.group.WORLD if backend == "phalanx" else dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=60))
+    inputs = [torch.ones(2), torch.ones(2)]
+    for operation, call in {
+        "allreduce_": lambda tensor: dist.all_reduce(tensor, group=group),
+        "broadcast_": lambda tensor: dist.broadcast(tensor, 1, group=group),
+        "scatter_": lambda tensor: dist.scatter(tensor, inputs if rank == 0 else None, group=group),
+        "_reduce_scatter_base_": lambda tensor: dist.reduce_scatter_tensor(tensor, torch.ones(4), group=group),
+    }.items():
+        said = said_of(call, followed())
+        assert len(said) == 1 and said[0].startswith(f"c10d::{operation}: an autograd kernel was not registered"), (operation, said)
+        # Nobody follows these.
+        assert said_of(call, torch.ones(2)) == []
+        with torch.no_grad():
+            leaf = torch.ones(2, requires_grad=True)
+            call(leaf)
+        assert said_of(lambda tensor: None, leaf * 1) == []
+    dist.barrier(group)
+
+
+@needs_dispatcher
+@pytest.mark.parametrize("backend", ["gloo", "phalanx"])
+def test_pytorch_warns_of_gradients_through_a_call_as_over_gloo(ranks, backend):
+    ranks(2, warned_of, 2, backend)
+
+
+def wrapped(rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    tensor = distribute_tensor(torch.ones(4), mesh, [Shard(0)]).requires_grad_()
+    for call in (lambda: dist.group.WORLD.allreduce([tensor]), lambda: dist.group.WORLD.broadcast([tensor])):
+        with pytest.raises(TypeError, match=r"DTensor has parts on several ranks.*to_local\(\)"):
+            call()
+    with pytest.raises(TypeError, match="on meta has no elements"):
+        dist.all_reduce(torch.ones(4, device="meta", requires_grad=True))
+
+
+def test_a_tensor_that_is_not_taken_has_our_error_also_if_autograd_follows_it(ranks):
+    ranks(2, wrapped)
+
+
+def warned_of_by_us(rank):
+    other = 1 - rank
+    for name, call in {
+        "all_gather": lambda tensor: dist.all_gather([tensor, torch.zeros(2)], torch.ones(2)),
+        "reduce_scatter": lambda tensor: dist.reduce_scatter(tensor, [torch.ones(2), torch.ones(2)]),
+        "all_to_all_single": lambda tensor: dist.all_to_all_single(tensor, torch.ones(2)),
+        "all_to_all": lambda tensor: dist.all_to_all([tensor, torch.zeros(2)], [torch.ones(2), torch.ones(2)]),
+        "gather": lambda tensor: dist.gather(torch.ones(2), [tensor, torch.zeros(2)] if rank == 0 else None),
+        "reduce": lambda tensor: dist.reduce(tensor, 0),
+        "recv": lambda tensor: (dist.isend(torch.ones(2), other), dist.recv(tensor, other))[0].wait(),
+    }.items():
+        said = said_of(call, followed())
+        is_written = rank == 0 or name not in ("gather", "reduce")
+        assert len(said) == is_written, (name, said)
+        assert not is_written or said[0].startswith(f"phalanx: {name} writes into a tensor that requires gradients"), said
+        assert said_of(call, torch.ones(2)) == []
+        with torch.no_grad():
+            assert said_of(call, torch.ones(2, requires_grad=True).detach()) == []
+    # Of what is only sent there is nothing to say.
+    assert said_of(lambda tensor: dist.all_gather([torch.zeros(2), torch.zeros(2)], tensor), followed()) == []
+
+
+def test_a_result_in_a_tensor_that_autograd_follows_is_warned_of(ranks):
+    ranks(2, warned_of_by_us)
