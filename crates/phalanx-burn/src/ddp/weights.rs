@@ -112,7 +112,10 @@ impl<M: Module> Ddp<M> {
                 drop(scaled(loss, weight).backward());
                 let scale = self.group.average_scale(total.is_some());
                 let sink = sink.clone();
-                sink.finish(|reducer| self.averages(reducer, scale))?
+                sink.finish(|reducer| {
+                    let scale = reducer.scale_in_step(scale);
+                    self.averages(reducer, scale)
+                })?
             }
         };
         Ok(SyncedGradients::new(gradients, &self.token))
