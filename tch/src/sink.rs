@@ -177,7 +177,10 @@ impl Sink {
                 outcome?;
                 deliveries.hand_over(reducer)
             })?;
-            let finished = self.0.finish(|reducer, deliveries| deliveries.place(reducer, scale()));
+            let finished = self.0.finish(|reducer, deliveries| {
+                let scale = reducer.scale_in_step(scale());
+                deliveries.place(reducer, scale)
+            });
             if finished.is_err() {
                 // If that has ended nothing, such as a step in which nobody has a sample, what follows waits for its calls all the same.
                 let _ended = self.0.attempt(|_, deliveries| {

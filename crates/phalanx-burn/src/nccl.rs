@@ -758,6 +758,11 @@ impl CommHook for Hook {
         true
     }
 
+    fn averages_over_all(&self) -> bool {
+        // The step is the number of those that have begun.
+        !matches!(self.how, How::Local { start, step, .. } if step > start)
+    }
+
     fn makes_zeros(&self) -> bool {
         true
     }

@@ -29,7 +29,8 @@
 //! | | [`LoadedHook`](crate::reducer::hooks::LoadedHook) | a loaded state waits in it for the communication hook that goes on from it |
 //!
 //! Gradients of passes without communication (`no_sync`) are added up by the adapter, and given with those of the next averaged pass.
-//! Averages are multiplied by [`JoinGroup::average_scale`](crate::join::JoinGroup::average_scale), which inside of `join` may not be 1.
+//! Averages are multiplied by [`JoinGroup::average_scale`](crate::join::JoinGroup::average_scale), which inside of `join` may not be 1, as
+//! far as [`Reducer::scale_in_step`] says.
 //!
 //! # What users must not hit
 //!

@@ -1,7 +1,7 @@
 //! The receiver of gradients: they go to the reducer, or are added up until the next averaged pass.
 
-use candle_core::Tensor;
 use candle_core::backprop::GradStore;
+use candle_core::{DType, Tensor};
 use phalanx::reducer::{HookedReducer, Reducer, StepWeight};
 use phalanx::{Error, Rank, Result, adapter};
 
@@ -117,6 +117,12 @@ impl Sink {
     fn backward(&self, mode: Mode, loss: &Tensor, weight: Option<f64>) -> Result<GradStore> {
         self.reducer.attempt(|reducer, gradients| {
             gradients.step = gradients.step.with(weight, self.rank, reducer.parameters())?;
+            // Its gradient would begin as the weight, rounded to that type.
+            if weight.is_some() && matches!(loss.dtype(), DType::F16 | DType::BF16) {
+                let cause = format!("a loss of type {:?} is too narrow for weights", loss.dtype());
+                return Err(adapter::invalid_argument(cause)
+                    .with_remedy("compute it in f32: `loss.to_dtype(DType::F32)`"));
+            }
             (gradients.mode, gradients.weight) = (Some(mode), weight);
             if mode == Mode::Average { gradients.start(reducer) } else { Ok(()) }
         })?;

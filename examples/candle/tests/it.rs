@@ -375,6 +375,10 @@ fn misuse_is_refused_by_name() {
         let loss = ddp.forward(|vb| pair(&vb, 1.0, true)).unwrap();
         ddp.backward_weighted(&loss, f64::NAN).unwrap_err().to_string()
     });
+    refused("too narrow for weights", |ddp, _| {
+        let loss = ddp.forward(|vb| pair(&vb, 1.0, true)?.to_dtype(DType::F16)).unwrap();
+        ddp.backward_weighted(&loss, 4097.0).unwrap_err().to_string()
+    });
     refused("with weights and of passes without", |ddp, map| {
         let loss = pair(&builder(map, DType::F64), 1.0, true).unwrap();
         ddp.backward_no_sync(&loss).unwrap();

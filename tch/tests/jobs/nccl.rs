@@ -1100,7 +1100,31 @@ fn local(group: &ProcessGroup) -> Result<()> {
     let (host, nccl) = (train(false)?, train(true)?);
     assert!(distance(&nccl.0, &host.0) < 1e-4, "{:e}", distance(&nccl.0, &host.0));
     assert_eq!(nccl.1, host.1, "bytes");
-    Ok(())
+    [false, true].into_iter().try_for_each(|over_nccl| local_in_join(group, over_nccl))
+}
+
+/// Gradients that are each rank's own are divided by nothing, also where averages are divided by the number of ranks that have data.
+fn local_in_join(group: &ProcessGroup, over_nccl: bool) -> Result<()> {
+    let group = &group.split(Some(0), 0)?.unwrap();
+    let store = VarStore::new(device());
+    let one = store.root().var("one", &[3], Init::Const(1.0));
+    let mut ddp = match over_nccl {
+        true => Ddp::with_nccl(&store, &devices(group)?, options())?,
+        false => Ddp::with_options(&store, group, options())?,
+    };
+    ddp.register_comm_hook(PostLocalSgd::new(0))?;
+    let mut optimizer = Optimizer::new(&store, Rule::sgd(0.0))?;
+    let mut join = JoinOptions::default();
+    join.divide_by_initial_world_size = false;
+    ddp.join(&mut optimizer, join, |ddp, optimizer| {
+        for step in 0..=group.rank().index() {
+            optimizer.zero_grad()?;
+            let loss = ddp.forward(|| one.sum(Kind::Float) * 3.0)?;
+            ddp.backward(&loss)?;
+            assert_eq!(elements(&one.grad()), [3.0; 3], "step {step}, over NCCL: {over_nccl}");
+        }
+        Ok(())
+    })
 }
 
 /// A hook for the host's memory.

@@ -114,7 +114,10 @@ impl<M: Module> Ddp<M> {
                 drop(past_hooks);
                 let scale = self.group.average_scale(total.is_some());
                 let sink = sink.clone();
-                sink.finish(|reducer| self.averages(reducer, scale))?
+                sink.finish(|reducer| {
+                    let scale = reducer.scale_in_step(scale);
+                    self.averages(reducer, scale)
+                })?
             }
         };
         Ok(SyncedGradients::new(gradients, &self.token))
@@ -162,10 +165,8 @@ impl<M: Module> Ddp<M> {
 
     /// What is accumulated with one pass more. An error ends the group: the others wait for this rank's gradients.
     fn accumulate<const D: usize>(&self, loss: &Tensor<D>, weight: Option<f64>) -> Result<StepWeight> {
-        let sum = || {
-            let sum = one_more(self.accumulated, weight, self.group.rank(), &self.inventory.parameters)?;
-            weight.map_or(Ok(()), |_| check_wide(loss)).map(|()| sum)
-        };
+        let (rank, parameters) = (self.group.rank(), &self.inventory.parameters);
+        let sum = || one_more(self.accumulated, (loss, weight), rank, parameters);
         match self.engine.sink() {
             Some(sink) => sink.call(|_| sum()),
             None => sum(),
@@ -173,16 +174,17 @@ impl<M: Module> Ddp<M> {
     }
 }
 
-/// A step's weight with one pass more of `rank`, in which `parameters` get gradients.
-pub(crate) fn one_more(
+/// A step's weight with one pass more of `rank`, from `loss`, in which `parameters` get gradients.
+pub(crate) fn one_more<const D: usize>(
     step: StepWeight,
-    weight: Option<f64>,
+    (loss, weight): (&Tensor<D>, Option<f64>),
     rank: Rank,
     parameters: &[Parameter],
 ) -> Result<StepWeight> {
     // Types matter to weights alone.
     let specs = weight.map(|_| specs(parameters)).transpose()?.unwrap_or_default();
-    step.with(weight, rank, &specs)
+    let step = step.with(weight, rank, &specs)?;
+    weight.map_or(Ok(()), |_| check_wide(loss)).map(|()| step)
 }
 
 /// An error if the loss is of 16 bits: its gradient begins as the weight, rounded to that type, while the sum of weights is exact.

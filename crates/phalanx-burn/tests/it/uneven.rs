@@ -195,7 +195,10 @@ fn early_termination_ends_every_rank_on_the_same_step() {
 #[test]
 fn an_average_of_the_model_is_that_of_the_ranks_that_still_train() {
     let start = Mlp::new(&[8, 16, 3]);
-    for ranks in [2, 3] {
+    // Gradients that are each rank's own are divided by nothing, whatever ranks average is divided by.
+    for (ranks, by_initial) in [(2, true), (3, true), (3, false)] {
+        let mut options = JoinOptions::default();
+        options.divide_by_initial_world_size = by_initial;
         // Every rank takes a step, the last rank takes two more.
         let step = |model: &Mlp, number: usize, rank: usize| {
             let gradients = GradientsParams::from_grads(model.loss(batch(0, number, rank)).backward(), model);
@@ -210,7 +213,7 @@ fn an_average_of_the_model_is_that_of_the_ranks_that_still_train() {
             let mut optimizer = SgdConfig::new().init();
             let mut reached = Vec::new();
             let steps = if rank + 1 == ranks { 3 } else { 1 };
-            ddp.join(&mut optimizer, JoinOptions::default(), |ddp, optimizer| {
+            ddp.join(&mut optimizer, options, |ddp, optimizer| {
                 for number in 0..steps {
                     let expected = step(ddp.model(), number, rank);
                     let loss = ddp.forward(|model| model.loss(batch(0, number, rank)))?;

@@ -94,6 +94,13 @@ impl Reducer {
         }
     }
 
+    /// By what an adapter multiplies the averages of a step, from [`finish`](Self::finish) to the next one, in which a `join` gives them this
+    /// [`scale`](crate::join::JoinGroup::average_scale): 1 if they are not [over all ranks](super::hooks::CommHook::averages_over_all), as a
+    /// rank's own gradients are not.
+    pub fn scale_in_step(&self, scale: f64) -> f64 {
+        if self.hook.averages_over_all() { scale } else { 1.0 }
+    }
+
     /// A step begins, or begins again in another group: where gradients lie elsewhere, this rank's weight goes to the others.
     pub(super) fn send_weight(&mut self) -> Result<()> {
         (self.weights.average, self.weights.sent) = (None, None);

@@ -268,7 +268,7 @@ impl<M: Module> Fsdp<M> {
     ///
     /// # Errors
     /// As [`backward`](Self::backward). On every rank, and it ends the groups: if a rank's weight is negative, infinite or not a number;
-    /// if some passes of a step are weighted and others not, on one rank or on several; if a parameter is of 16 bits.
+    /// if some passes of a step are weighted and others not, on one rank or on several; if a parameter, or the loss, is of 16 bits.
     ///
     /// If all weights are 0, an error on every rank that ends nothing: go on with the next step.
     #[doc(alias("uneven", "num_samples", "num_tokens"))]
@@ -288,7 +288,7 @@ impl<M: Module> Fsdp<M> {
         let order: Vec<usize> = self.order.iter().map(|(unit, _)| *unit).collect();
         let loss = scaled(loss, weight);
         let (mut gradients, present, sum) =
-            self.backward_with(|ddp| ddp.backward(&loss), weight, Some(&order))?;
+            self.backward_with((&loss, weight), |ddp| ddp.backward(&loss), Some(&order))?;
         // What no rank has a gradient of has none here either, by which an optimizer's decay or momentum would change it.
         for (unit, present) in present {
             let Some(&first) = self.parameters.get(&unit) else { continue };
@@ -316,7 +316,7 @@ impl<M: Module> Fsdp<M> {
     /// As [`backward`](Self::backward).
     #[doc(alias("no_sync", "set_requires_gradient_sync"))]
     pub fn backward_no_sync<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<()> {
-        self.backward_with(|ddp| ddp.backward_no_sync(loss), None, None).map(|_| ())
+        self.backward_with((loss, None), |ddp| ddp.backward_no_sync(loss), None).map(|_| ())
     }
 
     /// Runs backward as [`backward_no_sync`](Self::backward_no_sync) does, for the next
@@ -327,7 +327,7 @@ impl<M: Module> Fsdp<M> {
     /// As [`backward_weighted`](Self::backward_weighted).
     pub fn backward_no_sync_weighted<const D: usize>(&mut self, loss: &Tensor<D>, weight: f64) -> Result<()> {
         let loss = scaled(loss, Some(weight));
-        self.backward_with(|ddp| ddp.backward_no_sync(&loss), Some(weight), None).map(|_| ())
+        self.backward_with((&loss, Some(weight)), |ddp| ddp.backward_no_sync(&loss), None).map(|_| ())
     }
 
     /// Drops the gradients of [`backward_no_sync`](Self::backward_no_sync) since the last [`backward`](Self::backward), on this rank alone:
@@ -339,18 +339,18 @@ impl<M: Module> Fsdp<M> {
         self.ddp.drop_accumulated();
     }
 
-    /// Gives the outcome of `backward`, which is a pass of this `weight`, if the step is weighted; by unit of `order` which of its
-    /// parameters have got a gradient on any rank; and the sum of all weights.
-    fn backward_with<T>(
+    /// Gives the outcome of `backward`, which is a pass from `loss`, of this `weight`, if the step is weighted; by unit of `order` which of
+    /// its parameters have got a gradient on any rank; and the sum of all weights.
+    fn backward_with<T, const D: usize>(
         &mut self,
+        (loss, weight): (&Tensor<D>, Option<f64>),
         backward: impl FnOnce(&mut Ddp<M>) -> Result<T>,
-        weight: Option<f64>,
         order: Option<&[usize]>,
     ) -> Result<(T, Present, Option<f64>)> {
         let began = Instant::now();
         self.exchanges.check()?;
         let accumulated =
-            one_more(self.accumulated, weight, self.exchanges.group.rank(), self.ddp.parameters());
+            one_more(self.accumulated, (loss, weight), self.exchanges.group.rank(), self.ddp.parameters());
         // The others wait for this rank's gradients.
         let accumulated = accumulated.inspect_err(|error| self.exchanges.fail(error.clone()))?;
         self.accumulated = if order.is_some() { StepWeight::Nothing } else { accumulated };

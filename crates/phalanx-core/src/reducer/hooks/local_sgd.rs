@@ -65,6 +65,11 @@ impl CommHook for PostLocalSgd {
         Ok(())
     }
 
+    fn averages_over_all(&self) -> bool {
+        // The step is the number of those that have begun.
+        self.step <= self.start
+    }
+
     fn built_in(&self) -> Option<BuiltInHook> {
         // A smaller group of the hosts has no way to gradients that lie elsewhere.
         self.subgroup.is_none().then_some(BuiltInHook::PostLocalSgd { start: self.start })

@@ -120,6 +120,12 @@ pub trait CommHook: Send {
         false
     }
 
+    /// Whether what it has given in the last step are averages over all ranks, which a `join` may [scale](super::Reducer::scale_in_step) to
+    /// those over ranks that have data. True by default.
+    fn averages_over_all(&self) -> bool {
+        true
+    }
+
     /// Whether it averages zeros for a parameter that has no gradient on this rank, where gradients lie
     /// [elsewhere](super::Reducer::elsewhere). False by default.
     fn makes_zeros(&self) -> bool {

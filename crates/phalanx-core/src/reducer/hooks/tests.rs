@@ -368,7 +368,10 @@ fn local_sgd_stops_averaging_and_may_go_on_in_a_subgroup() {
             let mut reducer = reducer(group.clone(), hook);
             let mine = full_rank(group.rank());
             assert!(farthest(&step(&mut reducer, &mine), &average(2, full_rank)) < 1e-6);
+            // What a `join` multiplies averages by is nothing to a rank's own gradients.
+            assert_eq!(reducer.scale_in_step(2.0), 2.0);
             assert_eq!(step(&mut reducer, &mine), mine);
+            assert_eq!(reducer.scale_in_step(2.0), 1.0);
         }
     });
 }

@@ -1,7 +1,7 @@
 //! Ranks with unequal numbers of samples, against one process with the whole batch.
 
 use burn::optim::GradientsParams;
-use burn::tensor::Tensor;
+use burn::tensor::{FloatDType, Tensor};
 use phalanx::checkpoint::Checkpoints;
 use phalanx::mesh::DeviceMesh;
 use phalanx::testing::{self, Fabric};
@@ -184,6 +184,20 @@ fn what_is_no_weight_is_refused_on_every_rank() {
         fsdp.backward(&second).map(drop)
     });
     assert!(errors.iter().all(|error| error.contains("of passes without")), "{errors:?}");
+}
+
+/// The gradient of such a loss begins as the weight, rounded to 16 bits.
+#[test]
+fn a_loss_of_16_bits_has_no_weight() {
+    type Pass = fn(&mut Fsdp<Sharded>, &Tensor<1>) -> Result<()>;
+    let passes: [Pass; 2] = [
+        |fsdp, loss| fsdp.backward_weighted(loss, 4097.0).map(drop),
+        |fsdp, loss| fsdp.backward_no_sync_weighted(loss, 4097.0),
+    ];
+    for pass in passes {
+        let errors = refused(|fsdp, loss, _| pass(fsdp, &loss.clone().cast(FloatDType::F16)));
+        assert!(errors.iter().all(|error| error.contains("too narrow for weights")), "{errors:?}");
+    }
 }
 
 #[test]
