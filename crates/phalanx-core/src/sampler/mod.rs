@@ -141,6 +141,9 @@ impl DistributedSampler {
     ///
     /// If a second pass with shuffling comes without [`set_epoch`](Self::set_epoch) in between, there is a warning in
     /// the log.
+    ///
+    /// # Panics
+    /// If there is no memory for them, or with shuffling for an order of all samples.
     pub fn indices(&self) -> Vec<usize> {
         if self.shuffle {
             self.reminder.pass_begins();

@@ -1,9 +1,9 @@
 //! torch's `randperm` on the CPU, bit for bit: checked against torch 2.15 with the vectors in `tests/data`.
 
-use crate::error::{Error, Result};
-
 // `Mt::new` seeds like the reference's `init_genrand`, as torch does. The crate has no dependencies.
 use rand_mt::Mt;
+
+use crate::error::{Error, Result};
 
 /// From this length on, torch draws 64 bits for each place.
 const WIDE: usize = (u32::MAX / 20) as usize;
