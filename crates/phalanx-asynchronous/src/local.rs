@@ -255,7 +255,7 @@ impl LocalUpdates {
     ///
     /// # Errors
     /// If the state is of another method or interval, of another number of parameters, or of another step than the other ranks'
-    /// states: on every rank. If the group fails.
+    /// states, or counts more than any run has: on every rank. If the group fails.
     pub fn resume(
         group: &ProcessGroup,
         method: LocalMethod,
