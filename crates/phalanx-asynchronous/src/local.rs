@@ -15,6 +15,9 @@ use crate::hash::fnv1a;
 use crate::rank::Rank;
 use crate::sampler::random_permutation;
 
+/// The most steps, and bytes, of a state: counting on from there never overflows.
+const MAX_STEPS: u64 = u64::MAX / 2;
+
 /// How workers come together.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub enum LocalMethod {
@@ -193,6 +196,13 @@ impl LocalState {
             ))
             .with_remedy("name the method, the interval and the model with which it was saved"));
         }
+        if self.steps > MAX_STEPS || self.rounds > self.steps || self.bytes > MAX_STEPS {
+            return Err(Error::invalid_argument(format!(
+                "the state counts {} steps, {} meetings and {} bytes, which no run has",
+                self.steps, self.rounds, self.bytes
+            ))
+            .with_remedy("load a state that is whole"));
+        }
         let (has_center, has_velocity) = method.keeps();
         let expected = |kept: bool| if kept { elements } else { 0 };
         if (self.center.len(), self.velocity.len()) != (expected(has_center), expected(has_velocity)) {
@@ -245,7 +255,7 @@ impl LocalUpdates {
     ///
     /// # Errors
     /// If the state is of another method or interval, of another number of parameters, or of another step than the other ranks'
-    /// states: on every rank. If the group fails.
+    /// states, or counts more than any run has: on every rank. If the group fails.
     pub fn resume(
         group: &ProcessGroup,
         method: LocalMethod,
@@ -391,6 +401,25 @@ mod tests {
                 }
             }
             prop_assert_eq!(partners.iter().filter(|partner| partner.is_none()).count() as u32, world % 2);
+        }
+    }
+
+    #[test]
+    fn a_state_that_no_run_has_is_refused() {
+        let (group, method) = (ProcessGroup::alone().unwrap(), LocalMethod::Average);
+        let mut parameters = [1.0f32; 3];
+        let mut local = LocalUpdates::new(&group, method, 1, &mut parameters).unwrap();
+        local.step(&mut parameters).unwrap();
+        let state = local.state().clone();
+        let resume = |state| LocalUpdates::resume(&group, method, 1, &parameters, state);
+        resume(state.clone()).unwrap();
+        for damaged in [
+            LocalState { steps: u64::MAX, ..state.clone() },
+            LocalState { rounds: u64::MAX, ..state.clone() },
+            LocalState { bytes: u64::MAX, ..state.clone() },
+        ] {
+            let error = resume(damaged).unwrap_err();
+            assert!(error.is_invalid_argument() && error.to_string().contains("no run has"), "{error}");
         }
     }
 

@@ -24,6 +24,7 @@ use super::disk::{Disk, SystemDisk};
 use super::folder::{self, Folder, Part, Unfit, carry_out};
 use super::layout::{self, Proposed, TensorEntry};
 use super::manifest::{FileEntry, Manifest, max_parts, shard};
+use super::names;
 use super::snapshot::Snapshot;
 use super::writer::{Job, unwritten};
 use super::writes::{Operation, Outcome, Role, WriteOrder};
@@ -38,6 +39,9 @@ use crate::rank::Rank;
 const VISIBILITY_TIMEOUT: Duration = Duration::from_secs(60);
 /// How often a rank looks: soon at first, then less often.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(500));
+
+/// So much of a name that is none is shown, in characters.
+const LONGEST_SHOWN: usize = 100;
 
 /// The remedy if ranks do not see the same files.
 pub(super) const SHARE: &str = "put the folder on a disk that all ranks share, and give every rank its path there, or call `save` on all";
@@ -270,6 +274,14 @@ impl<'a> Threads<'a> {
     /// The folder that rank 0 has made, as soon as this rank sees it.
     fn begun(&self, path: &Path, name: &str) -> Result<PathBuf> {
         let (begun, rank) = (path.join(name), self.0.rank());
+        // It comes from another process, and this one writes there.
+        if !names::is_writing(name) {
+            let name: String = name.chars().take(LONGEST_SHOWN).collect();
+            let cause = format!(
+                "rank 0 says that it writes the checkpoint in {name:?}, which is no name of its folder"
+            );
+            return Err(Error::protocol(cause).at(rank, host::name()));
+        }
         match self.wait(path, self.visible(), || begun.is_dir().then_some(()).ok_or(())) {
             Ok(()) => Ok(begun),
             Err(()) => {
@@ -362,6 +374,21 @@ impl Drop for Threads<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_folder_elsewhere_is_not_written_to() {
+        let (root, group) = (tempfile::tempdir().unwrap(), ProcessGroup::alone().unwrap());
+        let (path, ours) = (root.path().join("checkpoints"), names::writing(1, 1));
+        for folder in [path.join(&ours), root.path().join("other")] {
+            std::fs::create_dir_all(folder).unwrap();
+        }
+        let threads = Threads(&group);
+        assert_eq!(threads.begun(&path, &ours).unwrap(), path.join(&ours));
+        for name in ["../other", "..", "", root.path().join("other").to_str().unwrap()] {
+            let error = threads.begun(&path, name).unwrap_err();
+            assert!(error.to_string().contains("no name of its folder"), "{error}");
+        }
+    }
 
     #[test]
     fn every_rank_may_save_as_many_parts_as_one() {

@@ -1,7 +1,7 @@
-//! Files with secrets that only this user may read.
+//! Files with secrets that only this user may read, and others of which a pipe in their place must not be waited for.
 
-use std::fs::OpenOptions;
-use std::io::{self, Read};
+use std::fs::{File, OpenOptions};
+use std::io::{self, ErrorKind, Read};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
@@ -24,9 +24,7 @@ impl From<io::Error> for Unfit {
 /// Reads a regular file that belongs to this user and that no other user may access. Of a longer file it reads
 /// `longest` bytes and one more.
 pub(crate) fn read(path: &Path, longest: usize) -> Result<Vec<u8>, Unfit> {
-    // Without NONBLOCK, opening a pipe without a writer would wait.
-    let flags = (OFlags::NONBLOCK | OFlags::CLOEXEC).bits().cast_signed();
-    let file = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
+    let file = open(path)?;
     let about = file.metadata()?;
     let user = rustix::process::geteuid().as_raw();
     let (why, remedy) = if !about.is_file() {
@@ -43,4 +41,45 @@ pub(crate) fn read(path: &Path, longest: usize) -> Result<Vec<u8>, Unfit> {
         return Ok(bytes);
     };
     Err(Unfit::Unsafe { why, remedy })
+}
+
+fn open(path: &Path) -> io::Result<File> {
+    // Without NONBLOCK, opening a pipe without a writer would wait.
+    let flags = (OFlags::NONBLOCK | OFlags::CLOEXEC).bits().cast_signed();
+    OpenOptions::new().read(true).custom_flags(flags).open(path)
+}
+
+/// Reads a regular file, whoever may read it, if it has `longest` bytes at most. Of a pipe nobody may ever write the end.
+pub(crate) fn read_regular(path: &Path, longest: u64) -> io::Result<Vec<u8>> {
+    let file = open(path)?;
+    if !file.metadata()?.is_file() {
+        return Err(io::Error::new(ErrorKind::InvalidInput, "it is not a regular file"));
+    }
+    let mut bytes = Vec::new();
+    file.take(longest.saturating_add(1)).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > longest {
+        return Err(io::Error::new(ErrorKind::FileTooLarge, format!("it is longer than {longest} bytes")));
+    }
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn a_pipe_is_no_file_and_holds_nobody_up() {
+        let folder = tempfile::tempdir().unwrap();
+        let [file, pipe] = ["file", "pipe"].map(|name| folder.path().join(name));
+        std::fs::write(&file, "1234").unwrap();
+        assert_eq!(read_regular(&file, 4).unwrap(), b"1234");
+        assert!(read_regular(&file, 3).unwrap_err().to_string().contains("longer than 3 bytes"));
+        rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RWXU).unwrap();
+        let (tell, told) = std::sync::mpsc::channel();
+        std::thread::spawn(move || tell.send(read_regular(&pipe, 4).unwrap_err().to_string()));
+        let said = told.recv_timeout(Duration::from_secs(60)).unwrap();
+        assert!(said.contains("not a regular file"), "{said}");
+    }
 }

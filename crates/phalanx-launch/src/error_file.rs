@@ -7,10 +7,11 @@
 use std::fs::File;
 use std::io::{Read, Seek};
 use std::os::fd::AsRawFd;
-use std::path::PathBuf;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::fs::{MemfdFlags, OFlags, memfd_create};
 use serde_json::Value;
 
 use crate::worker_error::Ended;
@@ -87,7 +88,7 @@ impl ErrorFile {
         let mut file = match self {
             Self::Memory(file) => &*file,
             Self::Kept(path) => {
-                opened = File::open(path).ok()?;
+                opened = open_regular(path)?;
                 &opened
             }
         };
@@ -96,6 +97,13 @@ impl ErrorFile {
         file.take(MAX_FILE).read_to_end(&mut bytes).ok()?;
         Some(bytes)
     }
+}
+
+/// A worker may have put a pipe in the place of its file. Whoever opens that waits, and here it would be the supervisor.
+fn open_regular(path: &Path) -> Option<File> {
+    let flags = OFlags::NONBLOCK.bits().cast_signed();
+    let file = File::options().read(true).custom_flags(flags).open(path).ok()?;
+    file.metadata().ok()?.is_file().then_some(file)
 }
 
 /// `{"message": {"message": ..}}`, or shorter: `{"message": ..}`.
@@ -175,6 +183,20 @@ mod tests {
         write_to(&file.path(), "no data", Ended::ByError).unwrap();
         age(&file);
         assert!(file.announces_an_end());
+    }
+
+    #[test]
+    fn a_pipe_in_the_place_of_a_kept_file_holds_nobody_up() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("error.json");
+        let mut kept = ErrorFile::Kept(path.clone());
+        write_to(&path, "no data", Ended::ByError).unwrap();
+        assert_eq!(kept.read().unwrap(), error("no data", Ended::ByError));
+        std::fs::remove_file(&path).unwrap();
+        rustix::fs::mkfifoat(rustix::fs::CWD, &path, rustix::fs::Mode::RWXU).unwrap();
+        let (tell, told) = std::sync::mpsc::channel();
+        std::thread::spawn(move || tell.send(kept.read()));
+        assert_eq!(told.recv_timeout(Duration::from_secs(60)).unwrap(), None);
     }
 
     #[test]

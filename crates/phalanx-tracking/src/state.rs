@@ -236,7 +236,19 @@ impl StateFile {
         let mut file = File::create(&half_done)?;
         file.write_all(&text)?;
         file.sync_all()?;
-        std::fs::rename(&half_done, &path)
+        std::fs::rename(&half_done, &path)?;
+        sync_folder(&self.directory)
+    }
+}
+
+/// Returns when the names in a folder survive a loss of power, where the file system can do that.
+pub(crate) fn sync_folder(folder: &Path) -> io::Result<()> {
+    let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
+    match File::open(folder)?.sync_all() {
+        Err(error) if matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported) => {
+            Ok(())
+        }
+        synced => synced,
     }
 }
 
@@ -323,6 +335,15 @@ mod tests {
         let last = status.attempts().last().unwrap();
         assert_eq!((last.restart_count, last.cause.as_deref()), (11, Some(&cause[..MAX_CAUSE])));
         assert!((2..12).contains(&status.attempts().len()));
+    }
+
+    #[test]
+    fn names_are_synced_in_any_folder() {
+        let folder = tempfile::tempdir().unwrap();
+        sync_folder(folder.path()).unwrap();
+        // That of a record in the directory itself.
+        sync_folder(Path::new("")).unwrap();
+        assert!(sync_folder(&folder.path().join("gone")).is_err());
     }
 
     #[test]

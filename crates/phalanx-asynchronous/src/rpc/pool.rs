@@ -143,9 +143,18 @@ impl Pool {
             state.running = state.running.saturating_sub(1);
             pool.employ(&state);
         }
-        let outcome = wait();
-        pool.state.lock().running += 1;
-        outcome
+        let _again = RunsAgain(pool);
+        wait()
+    }
+}
+
+/// Counts this thread's job again when it is dropped, also by a panic of what it waits with: the thread that runs the job takes it
+/// away at its end.
+struct RunsAgain(Arc<Pool>);
+
+impl Drop for RunsAgain {
+    fn drop(&mut self) {
+        self.0.state.lock().running += 1;
     }
 }
 
@@ -208,6 +217,20 @@ mod tests {
             said.recv_timeout(LIMIT).unwrap();
         }
         drop(end);
+        pool.close();
+    }
+
+    #[test]
+    fn a_panic_while_it_waits_leaves_the_count_right() {
+        let pool = Pool::new(1, "jobs".to_owned()).unwrap();
+        let (say, said) = mpsc::channel();
+        let counted = pool.clone();
+        pool.push(0, move || {
+            let outcome =
+                std::panic::catch_unwind(|| Pool::waiting::<()>(|| panic!("as a program's code may")));
+            say.send((outcome.is_err(), counted.state.lock().running)).unwrap();
+        });
+        assert_eq!(said.recv_timeout(LIMIT), Ok((true, 1)));
         pool.close();
     }
 

@@ -1,7 +1,5 @@
 //! From a rendezvous to a group.
 
-use std::fs::File;
-use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,11 +14,15 @@ use crate::env;
 use crate::error::{Error, Result};
 use crate::health::Heartbeat;
 use crate::rendezvous::{self, Rendezvous};
+use crate::secret_file::read_regular;
 use crate::trace::Trace;
 use crate::transport::{MeshConfig, TransportKind};
 use crate::wire::frame::Operation;
 use crate::worker_error;
 use crate::world_size::WorldSize;
+
+/// The longest table of `PHALANX_TUNING`, in bytes.
+const LONGEST_TUNING: u64 = 16 << 20;
 
 /// Joins the group that the launcher's variables describe; without a launcher, a world of one.
 ///
@@ -98,19 +100,13 @@ impl GroupOptions {
     }
 }
 
-/// The longest tuning table that is read, in bytes.
-const TUNING_LIMIT: u64 = 1 << 20;
-
 fn read_tuning(path: &Path) -> Result<Tuning> {
     let unusable = |cause: String| {
         Error::environment(format!("PHALANX_TUNING={}: {cause}", path.display()))
             .with_remedy("unset it to use the defaults")
     };
-    let mut text = String::new();
-    let read = File::open(path).and_then(|file| file.take(TUNING_LIMIT + 1).read_to_string(&mut text));
-    if read.map_err(|error| unusable(error.to_string()))? as u64 > TUNING_LIMIT {
-        return Err(unusable(format!("this is no tuning table: it has more than {TUNING_LIMIT} bytes")));
-    }
+    let text = read_regular(path, LONGEST_TUNING).map_err(|error| unusable(error.to_string()))?;
+    let text = String::from_utf8(text).map_err(|error| unusable(error.to_string()))?;
     Tuning::from_json(&text).map_err(|error| unusable(error.full_cause()))
 }
 
@@ -293,7 +289,8 @@ mod tests {
         let error = read_tuning(Path::new("/no/such/table.json")).unwrap_err();
         assert!(error.is_environment(), "{error}");
         assert!(error.to_string().contains("PHALANX_TUNING=/no/such/table.json"), "{error}");
-        let error = read_tuning(Path::new("/dev/zero")).unwrap_err();
-        assert!(error.to_string().contains("no tuning table: it has more than"), "{error}");
+        // As a pipe, it is no file, and a reader of a pipe would wait.
+        let error = read_tuning(Path::new("/dev/null")).unwrap_err();
+        assert!(error.is_environment() && error.to_string().contains("not a regular file"), "{error}");
     }
 }

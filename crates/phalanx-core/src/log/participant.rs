@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use super::{Log, Machine, Read, Replica, Turn};
+use super::{ENDED, Log, Machine, Read, Replica, Turn};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use phalanx_proto::log::liveness::Liveness;
@@ -18,6 +18,9 @@ const READ_TIMEOUT: Duration = Duration::from_secs(3600);
 /// A call that waits for a store ends soon after its deadline. If this process, or the whole machine, stood still meanwhile, as after SIGSTOP, it
 /// ends later than by so much.
 pub(super) const STANDSTILL_LIMIT: Duration = Duration::from_secs(1);
+
+/// How long the look may take that says why a heartbeat could not be counted.
+const EXPLANATION_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// When a process sends its heartbeats, and how long others may be silent.
 #[derive(Clone, Copy, Debug)]
@@ -258,6 +261,28 @@ fn watch<M: Machine>(
     }
 }
 
+/// Why a heartbeat could not be counted: `error`, unless the store has written that this process has ended. It does that when the connection
+/// that it was told to watch ends, for whatever reason.
+fn taken_for_ended<M: Machine>(log: &Log<M>, key: &str, error: Error) -> Error {
+    if error.is_timeout() {
+        return error;
+    }
+    let deadline = Deadline::after(EXPLANATION_TIMEOUT);
+    let has_ended = log.store.check(&[key], deadline).unwrap_or(false)
+        && log.store.get(key, deadline).is_ok_and(|beat| beat == ENDED);
+    if !has_ended {
+        return error;
+    }
+    let cause = format!(
+        "this {} runs, and the store takes it for ended: the connection that tells the store of its end was cut. The \
+         others go on without it",
+        M::PROCESS
+    );
+    Error::aborted(cause).with_remedy(
+        "start it again; does a firewall between the hosts cut connections on which nothing is sent for a while?",
+    )
+}
+
 /// Sends a heartbeat, and appends the processes that have ended or become silent.
 fn beat<M: Machine>(
     log: &Log<M>,
@@ -276,7 +301,7 @@ fn beat<M: Machine>(
     };
     let (id, key) = own;
     if let Some(key) = key {
-        log.store.add(&key, 1, deadline)?;
+        log.store.add(&key, 1, deadline).map_err(|error| taken_for_ended(log, &key, error))?;
     }
     if watched.is_empty() {
         return Ok(());

@@ -837,6 +837,27 @@ fn who_sends_a_heartbeat_once_in_an_age_sends_it() {
 }
 
 #[test]
+fn whoever_the_store_takes_for_ended_says_so() {
+    let store = memory();
+    let (mut member, _) = participant::<Whole>(&store, Mac::none());
+    assert!(member.join(1, "beat/1".to_owned(), &Entry::Join(1), limit()).unwrap());
+    // As when the connection that tells the store of its end is cut.
+    store.set("beat/1", ENDED, limit()).unwrap();
+    member.watch(HEARTBEATS, |_, _| Ok(())).unwrap();
+    wait_for(member.replica(), |view| view.lost.is_some());
+    let error = member.replica().view().lost.clone().unwrap();
+    assert!(error.is_aborted() && error.to_string().contains("takes it for ended"), "{error}");
+    // Another cause stays what it is.
+    let (mut other, _) = participant::<Whole>(&store, Mac::none());
+    assert!(other.join(2, "beat/2".to_owned(), &Entry::Join(2), limit()).unwrap());
+    store.set("beat/2", b"nonsense", limit()).unwrap();
+    other.watch(HEARTBEATS, |_, _| Ok(())).unwrap();
+    wait_for(other.replica(), |view| view.lost.is_some());
+    let error = other.replica().view().lost.clone().unwrap();
+    assert!(error.to_string().contains("nonsense"), "{error}");
+}
+
+#[test]
 fn a_thread_that_panics_loses_the_log() {
     fn loses<M: Machine>(replica: &Replica<M>) {
         let (limit, mut view) = (limit(), replica.view());

@@ -21,11 +21,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 pub use phalanx_proto::sampler::random_permutation;
 pub use phalanx_proto::sampler::{ElasticSampler, Tail};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::notice::warn;
 use crate::rank::Rank;
 use crate::world_size::WorldSize;
 use phalanx_proto::sampler::Share;
+
+/// The most samples of an order. Behind it sums of places and ranks would overflow.
+const MAX_SAMPLES: usize = isize::MAX as usize / size_of::<usize>();
 
 /// Distributes the indices of a data set among the ranks; see the [module](self) for the exact order.
 ///
@@ -58,8 +61,14 @@ impl DistributedSampler {
     /// group [`for_group`](Self::for_group) is shorter, and cannot fail.
     ///
     /// # Errors
-    /// If `rank` is not in the world.
+    /// If `rank` is not in the world, or no memory can hold an order of so many samples.
     pub fn new(samples: usize, rank: Rank, world_size: WorldSize) -> Result<Self> {
+        if samples > MAX_SAMPLES {
+            return Err(Error::invalid_argument(format!(
+                "a data set of {samples} samples has more than any memory holds, {MAX_SAMPLES}"
+            ))
+            .with_remedy("is the length of the data set right?"));
+        }
         let rank = world_size.rank(rank.get()).map_err(|error| {
             error.with_remedy("DistributedSampler::for_group(samples, &group) takes both from the group")
         })?;
@@ -132,6 +141,9 @@ impl DistributedSampler {
     ///
     /// If a second pass with shuffling comes without [`set_epoch`](Self::set_epoch) in between, there is a warning in
     /// the log.
+    ///
+    /// # Panics
+    /// If there is no memory for them, or with shuffling for an order of all samples.
     pub fn indices(&self) -> Vec<usize> {
         if self.shuffle {
             self.reminder.pass_begins();
@@ -334,6 +346,21 @@ mod tests {
         let error = DistributedSampler::new(10, Rank::new(2), WorldSize::new(2).unwrap()).unwrap_err();
         assert!(error.is_invalid_argument(), "{error}");
         assert!(error.to_string().contains("DistributedSampler::for_group"), "{error}");
+    }
+
+    #[test]
+    fn more_samples_than_any_memory_holds_are_refused() {
+        for samples in [MAX_SAMPLES + 1, usize::MAX] {
+            let error =
+                DistributedSampler::new(samples, Rank::MAIN, WorldSize::new(64).unwrap()).unwrap_err();
+            assert!(
+                error.is_invalid_argument() && error.to_string().contains(&samples.to_string()),
+                "{error}"
+            );
+        }
+        // None of its places is counted wrongly.
+        let last = sampler(MAX_SAMPLES, 63, 64);
+        assert_eq!(last.len(), MAX_SAMPLES.div_ceil(64));
     }
 
     #[test]

@@ -195,20 +195,13 @@ fn roots(path: &Path) -> Result<RootCertStore> {
 }
 
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
-    use std::io::Read;
     let refuse = |why: String| {
         unusable(path, why).with_remedy(
             "name a readable file of certificates in PEM: `phalanx certgen` creates valid certificates",
         )
     };
-    let mut text = Vec::new();
-    std::fs::File::open(path)
-        .and_then(|file| file.take(LONGEST as u64 + 1).read_to_end(&mut text))
-        .map_err(|error| refuse(error.to_string()))?;
-    // What a file holds behind that would be left out without a word: a CA that peers have, or the end of a chain.
-    if text.len() > LONGEST {
-        return Err(refuse("it is longer than 1 MiB".to_owned()));
-    }
+    // What a longer file holds behind that would be left out without a word: a CA that peers have, or the end of a chain.
+    let text = secret_file::read_regular(path, LONGEST as u64).map_err(|error| refuse(error.to_string()))?;
     let certificates: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&text).collect();
     let certificates = certificates.map_err(|error| refuse(error.to_string()))?;
     match certificates.is_empty() {

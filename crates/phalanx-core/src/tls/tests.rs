@@ -365,7 +365,7 @@ fn files_are_looked_at_before_anybody_connects() {
     let long = ca.certificate();
     let long = Certificate { pem: format!("{}{}", long.pem, "\n".repeat(1 << 20)), ..long };
     for (certificate, why) in [
-        (long, "it is longer than 1 MiB"),
+        (long, "it is longer than 1048576 bytes"),
         (ca.expired(), "host.pem cannot be used for TLS: it has expired"),
         (other.certificate(), "it is of another CA"),
         (Certificate { key: ca.certificate().key, ..ca.certificate() }, "host.key cannot be used for TLS"),

@@ -37,7 +37,7 @@ impl NpyDataset {
     ///
     /// # Errors
     /// If there is no such file, or one is no whole `.npy` file, is not little-endian, has a second array behind the first, or does not
-    /// fit to the others.
+    /// fit to the others. If there are more than 2^24 rows without an element.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let mut rows = Rows::default();
         for path in files(path, &["npy"])? {

@@ -15,6 +15,8 @@ use crate::dataset::outside;
 const PIECE: usize = 1 << 16;
 /// The most bytes of a row.
 const MAX_ROW: u64 = 1 << 30;
+/// The most rows of a data set whose rows have no element: the files' lengths say nothing about them, and an order of them takes memory.
+const MAX_EMPTY_ROWS: usize = 1 << 24;
 /// As many files stay open, and others are opened for each item.
 const KEPT_OPEN: usize = 256;
 
@@ -91,7 +93,13 @@ impl Rows {
             same(before, &path, &columns)?;
         }
         let first = self.len;
-        self.len = first.checked_add(rows).ok_or_else(|| Error::invalid_argument("too many rows"))?;
+        let len = first.checked_add(rows).ok_or_else(|| Error::invalid_argument("too many rows"))?;
+        if len > MAX_EMPTY_ROWS && columns.iter().all(|column| column.bytes() == Some(0)) {
+            let cause =
+                format!("with it there are {len} rows without an element, and there may be {MAX_EMPTY_ROWS}");
+            return Err(bad(&path, "its arrays", cause, "is it whole? Copy it again, or write it again"));
+        }
+        self.len = len;
         self.parts.push(Part { path, columns, rows, first, open: OnceLock::new() });
         Ok(())
     }
@@ -203,18 +211,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_of_no_element_are_as_many_as_their_file_says() {
+    fn rows_of_no_element_are_as_many_as_their_file_says_within_a_limit() {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         io::Write::write_all(&mut file, b"header").unwrap();
         for order in [Order::RowMajor, Order::ColumnMajor] {
             let (name, shape) = ("array".to_owned(), vec![0]);
             let column = Column { name, dtype: ElementType::F64, shape, start: 6, order };
             let mut rows = Rows::default();
-            rows.add(file.path().to_owned(), 6, vec![column], 1 << 61).unwrap();
-            for row in [0, 1, (1 << 61) - 1] {
+            rows.add(file.path().to_owned(), 6, vec![column.clone()], MAX_EMPTY_ROWS).unwrap();
+            for row in [0, 1, MAX_EMPTY_ROWS - 1] {
                 assert!(rows.row(row).unwrap()[0].1.as_bytes().is_empty());
             }
-            assert!(rows.row(1 << 61).is_err());
+            assert!(rows.row(MAX_EMPTY_ROWS).is_err());
+            // In one file or in several.
+            let mut one = Rows::default();
+            for (rows, count) in [(&mut rows, 1), (&mut one, 1 << 61)] {
+                let error = rows.add(file.path().to_owned(), 6, vec![column.clone()], count).unwrap_err();
+                assert!(error.to_string().contains("rows without an element"), "{error}");
+            }
         }
     }
 }

@@ -37,7 +37,8 @@ impl SafetensorsDataset {
     /// The file, or folder, at `path`. Only headers are read.
     ///
     /// # Errors
-    /// If there is no such file, or one is no whole safetensors file or does not fit to the others.
+    /// If there is no such file, or one is no whole safetensors file or does not fit to the others. If there are more than 2^24 rows without
+    /// an element.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let mut rows = Rows::default();
         for path in files(path, &["safetensors"])? {

@@ -202,7 +202,7 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
     ///
     /// # Errors
     /// If an option is out of its range, there are a sampler and [`shuffle`](Self::shuffle), the sampler is for another number of items,
-    /// there are fewer items than ranks, or [`reuse`](Self::reuse) does not come after [`collate_each`](Self::collate_each).
+    /// there are fewer items than ranks or more than memory holds an order of, or [`reuse`](Self::reuse) does not come after [`collate_each`](Self::collate_each).
     pub fn build(self) -> Result<DataLoader<D, B>> {
         if self.reuses_in_vain {
             return Err(Error::invalid_argument("`reuse` is called without a `collate_each` before it")
@@ -252,6 +252,8 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
             return Err(Error::invalid_argument("there is nothing to shuffle: the data set has no item")
                 .with_remedy("look whether its path is right"));
         }
+        // A file may announce any number of items.
+        places.check_memory()?;
         let inner = Inner {
             dataset: Arc::new(self.dataset),
             collate: self.collate,

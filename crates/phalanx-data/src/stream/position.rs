@@ -3,6 +3,9 @@
 use phalanx::{Error, Rank, Result, WorldSize};
 use serde::{Deserialize, Serialize};
 
+/// The most items of a shard: counting on from there never overflows.
+const MAX_READ: u64 = u64::MAX / 2;
+
 /// How far a loop has come in a stream: for each shard, how many items of it were in batches that the loop has got.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StreamPosition {
@@ -100,6 +103,13 @@ impl StreamPosition {
             .with_remedy(format!("build the loader with `.shards({saved})`")));
         }
         self.suffices(shard)?;
+        if let Some(shard) = self.read.iter().position(|read| *read > MAX_READ) {
+            return Err(Error::invalid_argument(format!(
+                "the position says that {} items of shard {shard} were read, and no stream has so many",
+                self.read[shard]
+            ))
+            .with_remedy("it is damaged: resume with another one, or begin anew"));
+        }
         // Alone, a rank had all shards.
         Ok(Self { part: self.part.filter(|(_, world)| *world > 1), ..self.clone() })
     }
@@ -129,4 +139,18 @@ fn list(parts: &[Option<(u32, u32)>]) -> String {
     });
     let more = if parts.len() > SHOWN { ", .." } else { "" };
     format!("{}{more}", shown.collect::<Vec<_>>().join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_position_behind_any_stream_is_refused() {
+        let (own, shard) = (StreamPosition::start(2), (Rank::MAIN, WorldSize::ONE));
+        let at = |read| StreamPosition { read: vec![0, read], ..StreamPosition::start(2) };
+        assert_eq!(at(MAX_READ).for_loader(&own, shard).unwrap(), at(MAX_READ));
+        let error = at(u64::MAX).for_loader(&own, shard).unwrap_err();
+        assert!(error.is_invalid_argument() && error.to_string().contains("of shard 1"), "{error}");
+    }
 }

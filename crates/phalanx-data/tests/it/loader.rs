@@ -763,3 +763,24 @@ fn memory_that_would_not_be_used_again_is_an_error() {
     }
     assert!(builder().collate_each(Vec::with_capacity, add).reuse(Vec::clear).build().is_ok());
 }
+
+#[test]
+fn more_items_than_memory_holds_an_order_of_are_refused_if_they_are_shuffled() {
+    struct Endless;
+    impl Dataset for Endless {
+        type Item = usize;
+
+        fn len(&self) -> usize {
+            1 << 45
+        }
+
+        fn get(&self, index: usize) -> Result<usize> {
+            Ok(index)
+        }
+    }
+    let shuffled = DataLoader::builder(Endless).shuffle(true).build();
+    let error = shuffled.expect_err("the pass would abort the process");
+    assert!(error.is_invalid_argument() && error.to_string().contains("no memory for an order"), "{error}");
+    let ordered = DataLoader::builder(Endless).batch_size(2).build().unwrap();
+    assert_eq!(ordered.iter().next().unwrap().unwrap(), [0, 1]);
+}

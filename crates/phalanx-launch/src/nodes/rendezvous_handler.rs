@@ -321,7 +321,7 @@ fn open_store(
         RendezvousBackend::Etcd(endpoints) => {
             let store = EtcdStore::open(endpoints, job, deadline)?;
             // The etcd of this host is reached at the loopback, this host is not.
-            let address = store.local_address().filter(|address| !is_every_hosts(*address));
+            let address = store.local_address(deadline).filter(|address| !is_every_hosts(*address));
             (Arc::new(store), address)
         }
         RendezvousBackend::File(path) => {

@@ -6,6 +6,7 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::process::CommandExt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::Command;
 use std::time::Duration;
 
@@ -76,7 +77,7 @@ impl RemoteNode {
         let follower = agent.clone();
         std::thread::Builder::new()
             .name("phalanx-driver".into())
-            .spawn(move || follow(messages, follower.as_ref()))
+            .spawn(move || then_end(|| follow(messages, follower.as_ref()), end_job))
             .map_err(|error| Error::io("cannot start a thread for the signals of another host", error))?;
         let arguments = arguments.into_iter().map(OsString::from_vec).collect();
         Ok(Some(Self { arguments, config, agent }))
@@ -166,6 +167,17 @@ fn undecodable(error: io::Error) -> Error {
     Error::io("the messages of the job's command cannot be decoded", error)
 }
 
+/// Calls `follow`, and then `end`, also if it panics: nobody would hear what the command says any more, and the job would never end.
+fn then_end(follow: impl FnOnce(), end: impl FnOnce()) {
+    // The panic is on standard error.
+    let _ = catch_unwind(AssertUnwindSafe(follow));
+    end();
+}
+
+fn end_job() {
+    let _ = kill_process(getpid(), Signal::TERM);
+}
+
 /// Until the instructions end, which is the end of the job.
 fn follow(mut messages: DriverMessages, agent: Option<&Agent>) {
     loop {
@@ -176,10 +188,7 @@ fn follow(mut messages: DriverMessages, agent: Option<&Agent>) {
                 None
             }
             Ok(Some(_)) => None,
-            Ok(None) | Err(_) => {
-                let _ = kill_process(getpid(), Signal::TERM);
-                return;
-            }
+            Ok(None) | Err(_) => return,
         };
         if let Some(signal) = signal {
             let _ = kill_process(getpid(), signal);
@@ -213,5 +222,18 @@ impl Read for DriverMessages {
             return Err(ErrorKind::TimedOut.into());
         }
         self.stdin.read(buffer)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_of_who_follows_the_command_ends_the_job() {
+        let mut ends = 0;
+        then_end(|| (), || ends += 1);
+        then_end(|| panic!("as a fault of this program would"), || ends += 1);
+        assert_eq!(ends, 2);
     }
 }

@@ -58,6 +58,13 @@ pub fn claim_number(name: &str) -> Option<u64> {
     digits.parse().ok().filter(|number| *number < MAX_NUMBER)
 }
 
+/// Whether this is the name of a checkpoint that is being written.
+pub fn is_writing(name: &str) -> bool {
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let numbers = name.strip_prefix(WRITING).and_then(|what| what.split_once(BY));
+    numbers.is_some_and(|(number, claim)| is_number(number) && is_number(claim))
+}
+
 /// What an owner does with a folder that a writer has left.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Leftover {
@@ -119,6 +126,25 @@ mod tests {
         }
         for name in [writing(1, 2), removing(1, 2), "7".to_owned(), ".owner-x".to_owned()] {
             assert_eq!((checkpoint_number(&name), claim_number(&name)), (None, None), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_checkpoint_that_is_being_written_has_no_other_name() {
+        assert!(is_writing(&writing(12, 3)) && is_writing(&writing(u64::MAX, u64::MAX)));
+        for name in [
+            "",
+            "..",
+            "/",
+            &complete(12, 1200),
+            &removing(12, 3),
+            ".writing-00000012",
+            ".writing-00000012-by-",
+            ".writing-00000012-by-00000003-by-00000004",
+            ".writing-00000012-by-00000003/..",
+            "../.writing-00000012-by-00000003",
+        ] {
+            assert!(!is_writing(name), "{name}");
         }
     }
 

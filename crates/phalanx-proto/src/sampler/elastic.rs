@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::random_permutation;
+use super::{check_order, random_permutation};
 use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::world_size::WorldSize;
@@ -127,6 +127,15 @@ impl ElasticSampler {
         let mut other = Self { samples, order: None, ..self.clone() };
         other.set_epoch(self.epoch);
         other
+    }
+
+    /// Checks that there is memory for the order, if it shuffles. Without it a step of a sampler whose number of samples is wrong, as a
+    /// damaged file may announce it, panics.
+    ///
+    /// # Errors
+    /// If there is not ([`is_invalid_argument`](Error::is_invalid_argument)).
+    pub fn check_memory(&self) -> Result<()> {
+        if self.shuffle { check_order(self.samples) } else { Ok(()) }
     }
 
     /// Checks that `saved`, which is to replace this sampler, distributes the same samples in the same order. The epoch and the progress
@@ -388,6 +397,19 @@ mod tests {
             let error = other.check_resumes(&saved).unwrap_err();
             assert!(error.is_mismatch() && error.to_string().contains(said), "{error}");
         }
+    }
+
+    #[test]
+    fn an_order_that_no_memory_holds_is_refused_if_it_is_needed() {
+        let sampler = ElasticSampler::new(1 << 45);
+        let error = sampler.check_memory().unwrap_err();
+        assert!(
+            error.is_invalid_argument() && error.to_string().contains("no memory for an order"),
+            "{error}"
+        );
+        let mut ordered = sampler.shuffle(false);
+        ordered.check_memory().unwrap();
+        assert_eq!(ordered.next_batch(2, Rank::MAIN, WorldSize::ONE), Some(vec![0, 1]));
     }
 
     #[test]

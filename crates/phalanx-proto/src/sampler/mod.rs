@@ -4,7 +4,7 @@ mod elastic;
 mod permutation;
 
 pub use self::elastic::{ElasticSampler, Tail};
-pub use self::permutation::random_permutation;
+pub use self::permutation::{check_order, random_permutation};
 use crate::rank::Rank;
 use crate::world_size::WorldSize;
 

@@ -3,12 +3,45 @@
 // `Mt::new` seeds like the reference's `init_genrand`, as torch does. The crate has no dependencies.
 use rand_mt::Mt;
 
+use crate::error::{Error, Result};
+
 /// From this length on, torch draws 64 bits for each place.
 const WIDE: usize = (u32::MAX / 20) as usize;
+
+/// Checks that there is memory for an order of `samples`.
+///
+/// # Errors
+/// If there is not.
+pub fn check_order(samples: usize) -> Result<()> {
+    memory_for(samples).map(drop)
+}
+
+/// Memory for an order of `samples`.
+fn memory_for(samples: usize) -> Result<Vec<usize>> {
+    let mut order = Vec::new();
+    match order.try_reserve_exact(samples) {
+        Ok(()) => Ok(order),
+        Err(error) => Err(Error::invalid_argument(format!(
+            "there is no memory for an order of {samples} samples, which takes {} bytes",
+            samples as u128 * size_of::<usize>() as u128
+        ))
+        .with_remedy("is the length of the data set right?")
+        .with_source(error)),
+    }
+}
+
+/// The same for who cannot return an error.
+#[expect(clippy::panic, reason = "an allocation that fails would abort the process, without this sentence")]
+fn room_for(samples: usize) -> Vec<usize> {
+    memory_for(samples).unwrap_or_else(|error| panic!("{error}"))
+}
 
 /// A random order of `0..len`.
 ///
 /// Only the lower 32 bits of `seed` count, as in torch.
+///
+/// # Panics
+/// If there is no memory for it, which [`check_order`] finds out beforehand.
 pub fn random_permutation(len: usize, seed: u64) -> Vec<usize> {
     let mut generator = Mt::new(seed as u32);
     if len < WIDE { narrow(len, &mut generator) } else { wide(len, &mut generator) }
@@ -16,7 +49,8 @@ pub fn random_permutation(len: usize, seed: u64) -> Vec<usize> {
 
 /// Swaps each place with itself or one after it.
 fn narrow(len: usize, generator: &mut Mt) -> Vec<usize> {
-    let mut order: Vec<usize> = (0..len).collect();
+    let mut order = room_for(len);
+    order.extend(0..len);
     for (place, other) in narrow_places(len, generator).enumerate() {
         order.swap(place, other);
     }
@@ -30,7 +64,7 @@ fn narrow_places(len: usize, generator: &mut Mt) -> impl Iterator<Item = usize> 
 
 /// Puts each number into one of the places up to its own, and the number that was there into its own place.
 fn wide(len: usize, generator: &mut Mt) -> Vec<usize> {
-    let mut order = Vec::with_capacity(len);
+    let mut order = room_for(len);
     for (number, place) in wide_places(len, generator).enumerate() {
         order.push(number);
         order.swap(number, place);
@@ -67,6 +101,22 @@ mod tests {
             }
         }
         first
+    }
+
+    #[test]
+    fn an_order_for_which_there_is_no_memory_is_refused_by_its_length() {
+        // More than a process can address, and more than a `Vec` can have.
+        for samples in [1 << 45, 1 << 61, usize::MAX] {
+            let error = check_order(samples).unwrap_err();
+            assert!(
+                error.is_invalid_argument() && error.to_string().contains(&samples.to_string()),
+                "{error}"
+            );
+            let panic = std::panic::catch_unwind(|| random_permutation(samples, 0)).unwrap_err();
+            let said = panic.downcast_ref::<String>().unwrap();
+            assert!(said.contains("no memory for an order"), "{said}");
+        }
+        check_order(1000).unwrap();
     }
 
     #[test]

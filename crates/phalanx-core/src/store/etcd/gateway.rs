@@ -8,7 +8,7 @@
 //! rare news.
 
 use std::io;
-use std::net::{IpAddr, SocketAddr, ToSocketAddrs, UdpSocket};
+use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
@@ -18,6 +18,7 @@ use serde_json::Value;
 
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::store::tcp::resolve_in_order;
 
 /// By default etcd accepts 1.5 MiB in a request, and base64 makes 4 bytes of 3.
 const MAX_ANSWER: u64 = 16 * 1024 * 1024;
@@ -78,9 +79,10 @@ impl Gateway {
     }
 
     /// The address of this host in the network that leads to etcd.
-    pub(super) fn local_address(&self) -> Option<IpAddr> {
+    pub(super) fn local_address(&self, deadline: Deadline) -> Option<IpAddr> {
+        let resolve = |member: &String| resolve_in_order(member, deadline.at_most(TIMEOUT)).ok();
         let target: SocketAddr =
-            self.members.iter().find_map(|member| member.to_socket_addrs().ok()?.next())?;
+            self.members.iter().find_map(|member| resolve(member)?.into_iter().next())?;
         let any: IpAddr = if target.is_ipv4() { [0; 4].into() } else { [0_u16; 8].into() };
         // Nothing is sent: the kernel only looks up the route.
         let socket = UdpSocket::bind((any, 0)).ok()?;
@@ -190,6 +192,7 @@ mod tests {
         let deadline = Deadline::after(Duration::from_millis(200));
         let refused = gateway.ask("kv/range", &Value::Null, true, deadline).unwrap_err();
         assert!(matches!(refused, Refused::Silent { was_heard: false, .. }), "{refused:?}");
-        assert!(gateway.local_address().is_some_and(|address| address.is_loopback()));
+        // What needs no look-up is known, however late it is.
+        assert!(gateway.local_address(deadline).is_some_and(|address| address.is_loopback()));
     }
 }

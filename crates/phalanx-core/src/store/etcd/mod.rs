@@ -55,9 +55,9 @@ impl EtcdStore {
         Ok(Self { gateway, name, prefix: format!("{scope}key/").into_bytes(), lease })
     }
 
-    /// The address of this host in the network that leads to etcd.
-    pub fn local_address(&self) -> Option<IpAddr> {
-        self.gateway.local_address()
+    /// The address of this host in the network that leads to etcd, unless a name has to be looked up and is not found in time.
+    pub fn local_address(&self, deadline: Deadline) -> Option<IpAddr> {
+        self.gateway.local_address(deadline)
     }
 
     fn key(&self, key: &str) -> String {

@@ -142,8 +142,8 @@ impl Log {
         self.file.seek(SeekFrom::Start(self.end))?;
         let mut reader = BufReader::new(&self.file);
         while let Some(Change { bytes, content }) = read_change(&mut reader)? {
-            self.end += bytes as u64;
             let Content::Entries(entries) = content else {
+                self.end += bytes as u64;
                 self.is_continued = true;
                 break;
             };
@@ -156,6 +156,8 @@ impl Log {
                     None => drop(self.table.delete(&key)),
                 }
             }
+            // A change that could not be applied is read again, as a whole: else this process alone would never know it.
+            self.end += bytes as u64;
         }
         Ok(())
     }
@@ -343,6 +345,30 @@ pub fn fuzz(bytes: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_change_that_cannot_be_applied_is_not_passed_over() {
+        let folder = tempfile::tempdir().unwrap();
+        let identity = Identity { store: 1, generation: 0 };
+        let mut log = Log::create(&folder.path().join("log"), identity).unwrap();
+        let mut reader = Log::new(log.file.try_clone().unwrap(), identity);
+        reader.table = Table::with_caps(1, 1 << 20);
+        log.change(&["one", "two"], |table| {
+            table.set(b"one", vec![1])?;
+            table.set(b"two", vec![2])?;
+            Ok(((), true))
+        })
+        .unwrap()
+        .unwrap();
+        for _ in 0..2 {
+            let error = reader.catch_up().unwrap_err();
+            assert!(error.to_string().contains("the store is full"), "{error}");
+        }
+        // Once there is room, nothing is missing.
+        reader.table = Table::default();
+        reader.catch_up().unwrap();
+        assert_eq!([b"one", b"two"].map(|key| reader.table.contains(key)), [true; 2]);
+    }
 
     #[test]
     fn a_change_of_several_keys_is_read_as_a_whole_or_not_at_all() {

@@ -18,6 +18,8 @@ pub use client::{AtEnd, TcpStore};
 pub use client_connection::Patience;
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub use client_connection::fuzz;
+#[cfg(feature = "etcd")]
+pub(super) use resolve::resolve_in_order;
 pub use resolve::{host_port, resolve};
 pub use server::TcpStoreServer;
 pub use server::{addresses_to_serve, listen, warn_of_own_name};

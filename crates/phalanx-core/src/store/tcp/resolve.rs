@@ -52,14 +52,19 @@ fn repeat_look_up(
 
 /// The addresses of `host:port`, IPv4 first: the server binds to the first of the same list.
 pub fn resolve(address: &str, deadline: Deadline) -> io::Result<Vec<SocketAddr>> {
+    let mut targets = resolve_in_order(address, deadline)?;
+    targets.sort_by_key(SocketAddr::is_ipv6);
+    targets.dedup();
+    Ok(targets)
+}
+
+/// [`resolve`], in the system's order.
+pub(in crate::store) fn resolve_in_order(address: &str, deadline: Deadline) -> io::Result<Vec<SocketAddr>> {
     if let Ok(address) = address.parse() {
         return Ok(vec![address]);
     }
     let (name, deadline) = (address.to_owned(), deadline.at_most(RESOLVE_RETRY_LIMIT));
-    let mut targets: Vec<SocketAddr> = within(deadline, move || Ok(name.to_socket_addrs()?.collect()))?;
-    targets.sort_by_key(SocketAddr::is_ipv6);
-    targets.dedup();
-    Ok(targets)
+    within(deadline, move || Ok(name.to_socket_addrs()?.collect()))
 }
 
 /// The system's resolver has no deadline, and may take half a minute. So it runs in a thread, for which this waits only

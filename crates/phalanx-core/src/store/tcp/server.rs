@@ -271,6 +271,22 @@ impl PendingClients {
     }
 }
 
+/// An admitted client, which counts until this is dropped: a task that panics, or is aborted, must not keep a drain waiting.
+struct Inside(Rc<Cell<usize>>);
+
+impl Inside {
+    fn enter(clients: &Rc<Cell<usize>>) -> Self {
+        clients.update(|clients| clients + 1);
+        Self(Rc::clone(clients))
+    }
+}
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        self.0.update(|clients| clients.saturating_sub(1));
+    }
+}
+
 async fn run(listener: TcpListener, access: Access, mut orders: mpsc::UnboundedReceiver<Order>) {
     let shared = Rc::new(RefCell::new(Shared::default()));
     let admission = Rc::new(Admission::new(access));
@@ -296,12 +312,11 @@ async fn run(listener: TcpListener, access: Access, mut orders: mpsc::UnboundedR
                         tune(&stream);
                         let on_admitted = || {
                             told.set(true);
-                            inside.update(|clients| clients + 1);
+                            Inside::enter(&inside)
                         };
                         if let Err(error) = serve(Stream::new(stream), admission, shared, on_admitted).await {
                             tracing::debug!("the store dropped {peer}: {error}");
                         }
-                        inside.update(|clients| clients - usize::from(told.get()));
                     });
                     pending_clients.push(task, admitted);
                     // Who is accepted is heard before the next ones are: in a flood it would be the oldest that nobody has heard yet, and
@@ -355,6 +370,29 @@ mod tests {
             let _third = come(false);
             tokio::task::yield_now().await;
             assert_eq!([&inside, &first, &second].map(AbortHandle::is_finished), [false, true, false]);
+        });
+    }
+
+    #[test]
+    fn a_client_whose_task_panics_counts_no_more() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let count = Rc::<Cell<usize>>::default();
+        LocalSet::new().block_on(&runtime, async {
+            let mut clients = JoinSet::new();
+            for panics in [false, true] {
+                let count = Rc::clone(&count);
+                clients.spawn_local(async move {
+                    let _inside = Inside::enter(&count);
+                    tokio::task::yield_now().await;
+                    assert!(!panics, "as a fault of the server would");
+                });
+            }
+            let mut ended = Vec::new();
+            while let Some(outcome) = clients.join_next().await {
+                ended.push(outcome.is_ok());
+            }
+            ended.sort_unstable();
+            assert_eq!((ended, count.get()), (vec![false, true], 0));
         });
     }
 }

@@ -43,17 +43,18 @@ impl Shared {
     }
 }
 
-/// Serves `stream` until its client closes it. If the client breaks the protocol, that is the error.
-pub(super) async fn serve(
+/// Serves `stream` until its client closes it. What `admitted` gives is kept until then. If the client breaks the protocol, that is the
+/// error.
+pub(super) async fn serve<T>(
     mut stream: Stream,
     admission: Rc<Admission>,
     shared: Rc<RefCell<Shared>>,
-    admitted: impl FnOnce(),
+    admitted: impl FnOnce() -> T,
 ) -> io::Result<()> {
     // It has no buffer before it is admitted.
     admission.admit(&mut stream).await?;
     stream.admit();
-    admitted();
+    let _inside = admitted();
     let at_end = AtEnd { shared: Rc::clone(&shared), pair: None };
     Box::pin(Connection { stream: BufReader::with_capacity(BUFFER, stream), shared, at_end }.run()).await
 }

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{self, ErrorKind, PipeWriter, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -74,8 +75,10 @@ impl Drop for Discovery {
 fn ask(from: &HostDiscovery, answers: &SyncSender<Result<HostList>>, wake: &PipeWriter, ends: &AtomicBool) {
     while !ends.load(Ordering::Relaxed) {
         let next = Instant::now() + INTERVAL;
-        let answer = answer(&from.script, ends)
-            .and_then(|text| HostList::from_lines(&text, from.slots).map_err(|error| error.to_string()));
+        let answer = without_panic(|| {
+            let text = answer(&from.script, ends)?;
+            HostList::from_lines(&text, from.slots).map_err(|error| error.to_string())
+        });
         let answer = answer.map_err(|why| {
             Error::environment(format!("--host-discovery-script {}: {why}", from.script.display()))
                 .with_remedy("it must print a line host:slots for each host, and end with exit code 0")
@@ -88,6 +91,12 @@ fn ask(from: &HostDiscovery, answers: &SyncSender<Result<HostList>>, wake: &Pipe
             std::thread::sleep(POLL_INTERVAL);
         }
     }
+}
+
+/// A panic is an answer that cannot be used: without a thread that asks, the job would wait for hosts for ever.
+fn without_panic(ask: impl FnOnce() -> Result<HostList, String>) -> Result<HostList, String> {
+    catch_unwind(AssertUnwindSafe(ask))
+        .unwrap_or_else(|_| Err("reading what it printed panicked: see standard error".to_owned()))
 }
 
 /// The command that runs the script: by a shell, as Horovod does, so that it may have arguments and needs no first line that names
@@ -246,6 +255,12 @@ mod tests {
         assert!(said.ends_with("exit status: 3, and said: no such cloud"), "{said}");
         // Output beside its answer changes nothing, however long it is.
         assert_eq!(asked("head -c 300000 /dev/zero >&2; echo a").unwrap(), "a\n");
+    }
+
+    #[test]
+    fn a_panic_is_an_answer_that_cannot_be_used() {
+        let why = without_panic(|| panic!("as a fault of this program would")).err();
+        assert!(why.is_some_and(|why| why.contains("panicked")));
     }
 
     #[test]
