@@ -341,7 +341,16 @@ impl<'a> MultiNode<'a> {
                 .in_operation("rendezvous of the launchers", None)
                 .with_remedy(remedy);
         }
-        if self.view.state.running().is_some() {
+        if let Some(running) = self.view.state.running() {
+            if running.node_rank(self.me).is_some() {
+                let cause = format!(
+                    "a round has begun with this node, and its first node has not said where the workers meet: this node has waited {waited:.0} s \
+                     for it, and for the other nodes"
+                );
+                return Error::timeout(cause).in_operation("rendezvous of the launchers", None).with_remedy(
+                    "does the first node's launcher say why? --rdzv-conf join_timeout=.. waits longer",
+                );
+            }
             let nodes = self.view.state.present().count() - self.view.state.waiting().len();
             let cause = format!(
                 "the {nodes} nodes of the round that runs have gone on without this node, which has waited {waited:.0} s for a place"
@@ -593,6 +602,27 @@ mod tests {
         let error = node.too_few(Instant::now());
         assert!(
             error.is_timeout() && error.to_string().contains("the 2 nodes of the round that runs"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn a_node_of_a_round_whose_store_nobody_names_is_told_so() {
+        let others = Others::new();
+        others.join(1, "elsewhere", 0, None);
+        let (cluster, refused) = (others.cluster().node_rank(1), Refused::new().unwrap());
+        let job = Job::new("unused", WorldSize::new(1).unwrap());
+        let mut node = MultiNode::new(&job, &cluster, "test".to_owned(), refused.refusals()).unwrap();
+        while node.view.state.running().is_none() {
+            assert!(!others.limit.has_passed(), "the round has not begun");
+            node.take_news();
+            node.check().unwrap();
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(node.placement().unwrap().is_none());
+        let error = node.too_few(Instant::now());
+        assert!(
+            error.is_timeout() && error.to_string().contains("a round has begun with this node"),
             "{error}"
         );
     }
