@@ -220,8 +220,9 @@ impl Thread {
         let (interval, silence) = (cluster.keep_alive.0, cluster.silence());
         let node = node(server.is_some());
         let tcp = opened.tcp.filter(|_| opened.served_elsewhere);
-        // While the first entry is on its way. It is held until this function ends, or this launcher has another number.
-        let mut _at_end = self.announce(&participant, tcp.as_deref(), node.id)?;
+        // While the first entry is on its way. All are held until this function ends: a heartbeat under an earlier number may still be on its
+        // way, and would be refused where the store has written that this launcher has ended.
+        let mut at_ends = vec![self.announce(&participant, tcp.as_deref(), node.id)?];
         if opened.served_elsewhere
             && let Err(error) = wait_for_host(replica, cluster, deadline)
         {
@@ -242,7 +243,7 @@ impl Thread {
                 // It was refused, and asks again under another number.
                 Entry::Join { node, settings } => {
                     self.announce(&participant, tcp.as_deref(), node.id).and_then(|at_end| {
-                        _at_end = at_end;
+                        at_ends.push(at_end);
                         self.enter(&participant, node, settings)
                     })
                 }
@@ -303,7 +304,7 @@ impl Thread {
 }
 
 /// The entry by which this launcher joins may be lost, or the others have read it and missed this launcher since.
-fn stopped_while_joining() -> Error {
+pub(super) fn stopped_while_joining() -> Error {
     let cause = "this launcher stood still while it joined, for so long that the others have gone on";
     Error::new(Kind::PeerLeft, cause)
         .in_operation("rendezvous of the launchers", None)
