@@ -78,8 +78,9 @@ impl Left {
         let panic = if caught { notes.panic.take() } else { None };
         for path in notes.blame.take().into_iter().chain(panic.map(|(path, _)| path)) {
             let Ok(about) = fs::metadata(&path) else { continue };
-            // torchrun takes any file for an error's. A file that only a launcher holds open cannot be removed, and a device stays.
-            if !about.is_file() || fs::remove_file(&path).is_err() {
+            // torchrun takes any file for an error's. A file that only a launcher holds open cannot be removed. A device stays; and what went
+            // into a pipe cannot be taken back: whoever opens that waits for a reader.
+            if about.is_file() && fs::remove_file(&path).is_err() {
                 let _ = fs::write(&path, "");
             }
         }
@@ -247,5 +248,22 @@ mod tests {
         fs::remove_file(&gone).unwrap();
         left.take_back(true);
         assert!(!gone.exists());
+    }
+
+    #[test]
+    fn a_pipe_in_the_place_of_what_was_left_holds_nobody_up() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("blame");
+        let left = Left::nothing();
+        left.blame(path.clone(), Rank::new(3));
+        fs::remove_file(&path).unwrap();
+        rustix::fs::mkfifoat(rustix::fs::CWD, &path, rustix::fs::Mode::RWXU).unwrap();
+        let (tell, told) = std::sync::mpsc::channel();
+        thread::spawn(move || {
+            left.take_back(true);
+            tell.send(())
+        });
+        told.recv_timeout(std::time::Duration::from_secs(60)).unwrap();
+        assert!(path.exists());
     }
 }

@@ -65,8 +65,8 @@ impl<M: Machine> Participant<M> {
         &self.replica
     }
 
-    /// Joins as `id`, by the entry `join`. If it is `false`, nobody knows whether the others have read that: the next try
-    /// needs another number.
+    /// Joins as `id`, by the entry `join`. If it is `false`, nobody knows whether the others have read that, as after a time in which this
+    /// process stood still: the next try needs another number.
     pub(crate) fn join(
         &self,
         id: M::Id,
@@ -75,7 +75,10 @@ impl<M: Machine> Participant<M> {
         deadline: Deadline,
     ) -> Result<bool> {
         self.announce(&heartbeat_key, deadline)?;
-        self.enter(id, heartbeat_key, join, deadline)
+        match self.enter(id, heartbeat_key, join, deadline) {
+            Err(error) if stood_still(&error, deadline) => Ok(false),
+            entered => entered,
+        }
     }
 
     /// The first half of [`join`](Self::join), which needs nothing from the log: sends the first heartbeat, which those that watch this

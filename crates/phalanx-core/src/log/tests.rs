@@ -115,8 +115,10 @@ enum Fault {
         was_asked: bool,
     },
     Broken,
-    /// Whoever writes next stands still until its time has been up for long.
-    Stopped,
+    /// Whoever writes next, after so many writes that are answered, stands still until its time has been up for long.
+    Stopped {
+        after: u32,
+    },
 }
 
 impl Faulty {
@@ -141,10 +143,13 @@ impl Faulty {
 
     fn write(&self, deadline: Deadline) -> Result<&MemoryStore> {
         let mut fault = self.fault.lock();
-        if fault.take_if(|fault| *fault == Fault::Stopped).is_some() {
+        if fault.take_if(|fault| *fault == Fault::Stopped { after: 0 }).is_some() {
             drop(fault);
             thread::sleep(deadline.remaining() + STANDSTILL_LIMIT + STANDSTILL_LIMIT / 5);
             return Err(Error::timeout("the process was stopped"));
+        }
+        if let Some(Fault::Stopped { after }) = &mut *fault {
+            *after -= 1;
         }
         while let Some(Fault::Silent { was_asked }) = &mut *fault {
             *was_asked = true;
@@ -960,17 +965,21 @@ fn whoever_stood_still_does_not_take_its_store_for_lost() {
     let store = Arc::clone(&faulty) as SharedStore;
     let (mut member, _) = participant::<Whole>(&store, Mac::none());
     assert!(member.join(1, "beat/1".to_owned(), &Entry::Join(1), limit()).unwrap());
-    faulty.set_fault(Some(Fault::Stopped));
+    faulty.set_fault(Some(Fault::Stopped { after: 0 }));
     member.append(&Entry::Word(1), Deadline::after(HEARTBEATS.silence)).unwrap();
     wait_for(member.replica(), |view| view.state.words == [1]);
     // An entry by which a process joins is not written again: it may have been read, and its author missed since.
-    faulty.set_fault(Some(Fault::Stopped));
+    faulty.set_fault(Some(Fault::Stopped { after: 0 }));
     let deadline = Deadline::after(HEARTBEATS.silence);
     let error = member.enter(2, "beat/2".to_owned(), &Entry::Join(2), deadline).unwrap_err();
     assert!(stood_still(&error, deadline) && !stood_still(&error, Deadline::now()), "{error}");
+    // After its first heartbeat: it may try again under another number.
+    faulty.set_fault(Some(Fault::Stopped { after: 1 }));
+    let deadline = Deadline::after(HEARTBEATS.silence);
+    assert!(!member.join(4, "beat/4".to_owned(), &Entry::Join(4), deadline).unwrap());
     assert!(member.join(3, "beat/3".to_owned(), &Entry::Join(3), limit()).unwrap());
     member.watch(HEARTBEATS, |_, _| Ok(())).unwrap();
-    faulty.set_fault(Some(Fault::Stopped));
+    faulty.set_fault(Some(Fault::Stopped { after: 0 }));
     let limit = limit();
     let wait_until = |what: &dyn Fn() -> bool| {
         while !what() {

@@ -50,7 +50,7 @@ pub struct FileStore {
 }
 
 impl FileStore {
-    /// Creates a new store at `path`, atomically, replacing any existing file.
+    /// Creates a new store at `path`, atomically, replacing any existing file. A device or a pipe there is an error.
     pub fn create(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
         let log = create_in_place(&path).map_err(|error| unusable(&path, "create", error))?;
@@ -309,8 +309,11 @@ fn value(table: &Table, key: &str) -> Vec<u8> {
     table.get(key.as_bytes()).unwrap_or_default().to_vec()
 }
 
-/// Creates an empty store at `path`, replacing any existing file.
+/// Creates an empty store at `path`, replacing any existing file, but no device or pipe: root could replace `/dev/null`, for all programs.
 fn create_in_place(path: &Path) -> io::Result<Log> {
+    if std::fs::metadata(path).is_ok_and(|about| !about.is_file()) {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "what is there is no regular file"));
+    }
     create_by(path, |temporary| std::fs::rename(temporary, path))
 }
 
@@ -363,6 +366,7 @@ fn unusable(path: &Path, verb: &str, error: io::Error) -> Error {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::FileTypeExt;
     use std::sync::atomic::{AtomicU32, Ordering};
 
     use super::*;
@@ -464,6 +468,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("store");
         rustix::fs::mkfifoat(rustix::fs::CWD, &path, rustix::fs::Mode::RWXU).unwrap();
+        let error = FileStore::create(&path).unwrap_err().to_string();
+        assert!(error.contains("no regular file"), "{error}");
+        assert!(std::fs::metadata(&path).unwrap().file_type().is_fifo());
         let (tell, told) = std::sync::mpsc::channel();
         std::thread::spawn(move || tell.send(FileStore::open(&path, Deadline::now()).err()));
         let error = told.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();

@@ -130,8 +130,8 @@ impl<'a> MultiNode<'a> {
     }
 
     fn store_is_lost(&self, error: Error) -> Error {
-        // This host lacks something, or this launcher has a fault: no other node is to blame.
-        if error.is_local_shortage() || error.is_aborted() {
+        // This host lacks something, or this launcher has a fault, or stood still while it joined: no other node is to blame.
+        if error.is_local_shortage() || error.is_aborted() || error.is_peer_left() {
             return error;
         }
         let server = self.view.state.present().find(|node| node.serves_store && node.id != self.me);
@@ -341,7 +341,16 @@ impl<'a> MultiNode<'a> {
                 .in_operation("rendezvous of the launchers", None)
                 .with_remedy(remedy);
         }
-        if self.view.state.running().is_some() {
+        if let Some(running) = self.view.state.running() {
+            if running.node_rank(self.me).is_some() {
+                let cause = format!(
+                    "a round has begun with this node, and its first node has not said where the workers meet: this node has waited {waited:.0} s \
+                     for it, and for the other nodes"
+                );
+                return Error::timeout(cause).in_operation("rendezvous of the launchers", None).with_remedy(
+                    "does the first node's launcher say why? --rdzv-conf join_timeout=.. waits longer",
+                );
+            }
             let nodes = self.view.state.present().count() - self.view.state.waiting().len();
             let cause = format!(
                 "the {nodes} nodes of the round that runs have gone on without this node, which has waited {waited:.0} s for a place"
@@ -535,6 +544,7 @@ mod tests {
 
     use phalanx_proto::wire::control::ProcessId;
 
+    use super::super::rendezvous_handler::stopped_while_joining;
     use super::*;
     use crate::cluster::Hosting;
     use crate::deadline::Deadline;
@@ -598,6 +608,45 @@ mod tests {
         );
     }
 
+    #[test]
+    fn a_node_of_a_round_whose_store_nobody_names_is_told_so() {
+        let others = Others::new();
+        others.join(1, "elsewhere", 0, None);
+        let (cluster, refused) = (others.cluster().node_rank(1), Refused::new().unwrap());
+        let job = Job::new("unused", WorldSize::new(1).unwrap());
+        let mut node = MultiNode::new(&job, &cluster, "test".to_owned(), refused.refusals()).unwrap();
+        while node.view.state.running().is_none() {
+            assert!(!others.limit.has_passed(), "the round has not begun");
+            node.take_news();
+            node.check().unwrap();
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(node.placement().unwrap().is_none());
+        let error = node.too_few(Instant::now());
+        assert!(
+            error.is_timeout() && error.to_string().contains("a round has begun with this node"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn whoever_stood_still_while_it_joined_blames_nobody() {
+        let others = Others::new();
+        others.join(1, "elsewhere", 0, None);
+        let (cluster, refused) = (others.cluster().node_rank(1), Refused::new().unwrap());
+        let job = Job::new("unused", WorldSize::new(1).unwrap());
+        let mut node = MultiNode::new(&job, &cluster, "test".to_owned(), refused.refusals()).unwrap();
+        while !node.view.state.present().any(|other| other.serves_store) {
+            assert!(!others.limit.has_passed(), "it has not read the first entry");
+            node.take_news();
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let error = node.store_is_lost(stopped_while_joining());
+        assert!(error.is_peer_left() && !error.to_string().contains("node 0"), "{error}");
+        let error = node.store_is_lost(Error::timeout("no answer"));
+        assert!(error.to_string().contains("node 0 (elsewhere) does not answer"), "{error}");
+    }
+
     /// It has its place, and is given up, before it looks at what the log says: as if it had been stopped in that moment.
     #[test]
     fn a_replacement_that_is_given_up_at_once_is_told_so() {
@@ -632,6 +681,8 @@ mod tests {
         assert!(matches!(&entries[0], Entry::Join { node, .. } if node.id == first), "{entries:?}");
         assert_eq!(entries[1], Entry::Left { node: NodeId(2), why: Departure::Replaced });
         assert!(matches!(&entries[2], Entry::Join { node: again, .. } if again.id == node.me), "{entries:?}");
+        // A heartbeat under the first number, which may still be on its way, finds a counter.
+        assert!(others.store.add(&first.heartbeat_key(), 0, limit).unwrap() > 0);
         let why = Departure::Silent(Duration::from_secs(1));
         log.append(&Entry::Left { node: node.me, why }, limit).unwrap();
         while !node.is_given_up() {

@@ -220,10 +220,17 @@ impl Thread {
         let (interval, silence) = (cluster.keep_alive.0, cluster.silence());
         let node = node(server.is_some());
         let tcp = opened.tcp.filter(|_| opened.served_elsewhere);
-        // While the first entry is on its way. It is held until this function ends, or this launcher has another number.
-        let mut _at_end = self.announce(&participant, tcp.as_deref(), node.id)?;
-        if opened.served_elsewhere {
-            wait_for_host(replica, cluster, deadline)?;
+        // While the first entry is on its way. All are held until this function ends: a heartbeat under an earlier number may still be on its
+        // way, and would be refused where the store has written that this launcher has ended.
+        let mut at_ends = vec![self.announce(&participant, tcp.as_deref(), node.id)?];
+        if opened.served_elsewhere
+            && let Err(error) = wait_for_host(replica, cluster, deadline)
+        {
+            if replica.view().lost.is_none() {
+                // No entry names this launcher: nobody waits for its key, and nobody else would remove it.
+                let _ = store.delete_key(&node.id.heartbeat_key(), Deadline::after(LAST_MESSAGE_TIMEOUT));
+            }
+            return Err(error);
         }
         self.enter(&participant, node, settings)?;
         participant.watch(Heartbeats { interval, silence, must_be_answered: true }, |_, _| Ok(()))?;
@@ -236,7 +243,7 @@ impl Thread {
                 // It was refused, and asks again under another number.
                 Entry::Join { node, settings } => {
                     self.announce(&participant, tcp.as_deref(), node.id).and_then(|at_end| {
-                        _at_end = at_end;
+                        at_ends.push(at_end);
                         self.enter(&participant, node, settings)
                     })
                 }
@@ -297,7 +304,7 @@ impl Thread {
 }
 
 /// The entry by which this launcher joins may be lost, or the others have read it and missed this launcher since.
-fn stopped_while_joining() -> Error {
+pub(super) fn stopped_while_joining() -> Error {
     let cause = "this launcher stood still while it joined, for so long that the others have gone on";
     Error::new(Kind::PeerLeft, cause)
         .in_operation("rendezvous of the launchers", None)
@@ -754,6 +761,36 @@ mod tests {
             assert!(!limit.has_passed(), "its key has stayed");
             std::thread::sleep(Duration::from_millis(1));
         }
+    }
+
+    #[test]
+    fn whoever_ends_before_it_has_joined_leaves_no_key() {
+        let server = TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
+        let (address, limit) = (server.local_addr(), Deadline::after(Duration::from_secs(60)));
+        let store = PrefixStore::new("job", Arc::new(TcpStore::connect(address, limit).unwrap()));
+        let settings = Settings { min_nodes: 2, max_nodes: 2, max_restarts: 0 };
+        let node = |_| Node {
+            id: NodeId(7),
+            host: "here".to_owned(),
+            workers: 1,
+            node_rank: None,
+            serves_store: false,
+            process: None,
+        };
+        let cluster = Cluster::new(2, 2, "127.0.0.1", address.port()).unwrap().hosting(Hosting::Connect);
+        let handler =
+            RendezvousHandler::start(&cluster, Access::default(), "job".to_owned(), node, settings).unwrap();
+        let key = NodeId(7).heartbeat_key();
+        let wait_until_it_is_there = |is_there: bool| {
+            while store.check(&[&key], limit).unwrap() != is_there {
+                assert!(!limit.has_passed(), "is its key there? {}", !is_there);
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        };
+        // Nobody has registered the job, so it waits.
+        wait_until_it_is_there(true);
+        drop(handler);
+        wait_until_it_is_there(false);
     }
 
     #[test]
