@@ -213,14 +213,14 @@ impl Ddp {
     }
 
     /// All its collectives go through this handle, by which it changes its group.
-    pub(crate) fn group(&self) -> &phalanx::join::JoinGroup {
+    pub(crate) fn group(&self) -> &JoinGroup {
         &self.group
     }
 
     /// The same variables in another group, from rank 0, with gradients that `nccl` averages, if it is there.
     pub(crate) fn again(
         mut self,
-        group: phalanx::join::JoinGroup,
+        group: JoinGroup,
         nccl: Option<Communicator>,
         options: &DdpOptions,
     ) -> Result<Self> {
