@@ -183,7 +183,7 @@ pub(crate) fn one_more(
 }
 
 /// An error if the loss is of 16 bits: its gradient begins as the weight, rounded to that type, while the sum of weights is exact.
-fn check_wide<const D: usize>(loss: &Tensor<D>) -> Result<()> {
+pub(crate) fn check_wide<const D: usize>(loss: &Tensor<D>) -> Result<()> {
     let dtype = loss.dtype();
     if !matches!(dtype, DType::F16 | DType::BF16) {
         return Ok(());

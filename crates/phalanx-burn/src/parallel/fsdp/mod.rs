@@ -44,7 +44,7 @@ pub use self::unit::FullySharded;
 use self::unit::unit_name;
 pub(super) use self::unit::{UNIT, first_shard};
 use super::refuse_divided;
-use crate::ddp::{one_more, scaled};
+use crate::ddp::{check_wide, one_more, scaled};
 use crate::gradients::{Synced, SyncedGradients};
 use crate::parameters::{Inventory, Parameter, Select};
 use crate::{Ddp, DdpOptions, Scalar, clip, replicas};
@@ -269,7 +269,7 @@ impl<M: Module> Fsdp<M> {
     ///
     /// # Errors
     /// As [`backward`](Self::backward). On every rank, and it ends the groups: if a rank's weight is negative, infinite or not a number;
-    /// if some passes of a step are weighted and others not, on one rank or on several; if a parameter is of 16 bits.
+    /// if some passes of a step are weighted and others not, on one rank or on several; if a parameter, or the loss, is of 16 bits.
     ///
     /// If all weights are 0, an error on every rank that ends nothing: go on with the next step.
     #[doc(alias("uneven", "num_samples", "num_tokens"))]
@@ -287,6 +287,7 @@ impl<M: Module> Fsdp<M> {
         weight: Option<f64>,
     ) -> Result<SyncedGradients> {
         let order: Vec<usize> = self.order.iter().map(|(unit, _)| *unit).collect();
+        self.check_weighted(loss, weight)?;
         let loss = scaled(loss, weight);
         let (mut gradients, present, sum) =
             self.backward_with(|ddp| ddp.backward(&loss), weight, Some(&order))?;
@@ -327,8 +328,16 @@ impl<M: Module> Fsdp<M> {
     /// # Errors
     /// As [`backward_weighted`](Self::backward_weighted).
     pub fn backward_no_sync_weighted<const D: usize>(&mut self, loss: &Tensor<D>, weight: f64) -> Result<()> {
+        self.check_weighted(loss, Some(weight))?;
         let loss = scaled(loss, Some(weight));
         self.backward_with(|ddp| ddp.backward_no_sync(&loss), Some(weight), None).map(|_| ())
+    }
+
+    /// An error if the pass has a weight and its loss cannot have one. It ends the groups: the others wait for this rank's gradients.
+    fn check_weighted<const D: usize>(&self, loss: &Tensor<D>, weight: Option<f64>) -> Result<()> {
+        self.exchanges.check()?;
+        let wide = weight.map_or(Ok(()), |_| check_wide(loss));
+        wide.inspect_err(|error| self.exchanges.fail(error.clone()))
     }
 
     /// Drops the gradients of [`backward_no_sync`](Self::backward_no_sync) since the last [`backward`](Self::backward), on this rank alone:

@@ -1,7 +1,7 @@
 //! Ranks with unequal numbers of samples, against one process with the whole batch.
 
 use burn::optim::GradientsParams;
-use burn::tensor::Tensor;
+use burn::tensor::{FloatDType, Tensor};
 use phalanx::checkpoint::Checkpoints;
 use phalanx::mesh::DeviceMesh;
 use phalanx::testing::{self, Fabric};
@@ -184,6 +184,21 @@ fn what_is_no_weight_is_refused_on_every_rank() {
         fsdp.backward(&second).map(drop)
     });
     assert!(errors.iter().all(|error| error.contains("of passes without")), "{errors:?}");
+}
+
+/// The gradient of such a loss begins as the weight: 4097 is 4096 in f16, and 70,000 is infinite.
+#[test]
+fn a_loss_of_16_bits_has_no_weight() {
+    for accumulates in [false, true] {
+        let errors = refused(|fsdp, loss, rank| {
+            let loss = if rank == 1 { loss.clone().cast(FloatDType::F16) } else { loss.clone() };
+            match accumulates {
+                true => fsdp.backward_no_sync_weighted(&loss, 70_000.0),
+                false => fsdp.backward_weighted(&loss, 4097.0).map(drop),
+            }
+        });
+        assert!(errors.iter().all(|error| error.contains("too narrow for weights")), "{errors:?}");
+    }
 }
 
 #[test]
