@@ -37,7 +37,7 @@ impl Ddp {
     ///
     /// Afterwards, if some ranks were done earlier, all ranks have the variables and the optimizer's state of a rank that
     /// took part to the end. All other code that calls collectives inside `body`, such as a synchronised batch norm, must
-    /// do so through the same [`JoinGroup`](phalanx::join::JoinGroup).
+    /// do so through the same [`JoinGroup`].
     ///
     /// Over [NCCL](Self::with_nccl) a rank that is done makes the others' calls, too, with zeros on its device. It makes those of this `Ddp`
     /// alone: another one over NCCL cannot train in the same `join`.
@@ -45,7 +45,7 @@ impl Ddp {
     /// The `Ddp` of a [`TrainState`](crate::TrainState) joins by [`TrainState::join`](crate::TrainState::join), which counts the steps.
     ///
     /// # Errors
-    /// As [`JoinGroup::join`](phalanx::join::JoinGroup::join).
+    /// As [`JoinGroup::join`].
     pub fn join<T>(
         &mut self,
         optimizer: &mut Optimizer,
