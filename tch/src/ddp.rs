@@ -313,7 +313,10 @@ impl Ddp {
         match &self.sink {
             Some(sink) => {
                 let complete = || self.inventory.check_complete(&self.variables);
-                sink.call(|_| check().and_then(|()| self.check_run()).and_then(|()| complete()))
+                // A model without buffers may have run outside of `forward`.
+                let taken = || self.loaded_hook.check_taken(self.hooked());
+                let checks = || check().and_then(|()| self.check_run()).and_then(|()| taken());
+                sink.call(|_| checks().and_then(|()| complete()))
             }
             None => self.check_world().and_then(|()| check()),
         }

@@ -33,7 +33,7 @@
 //! | `gradient_as_bucket_view` | always, on processors and over NCCL |
 //! | `register_comm_hook` | [`Ddp::register_comm_hook`], [`Ddp::register_device_hook`] |
 //! | `PeriodicModelAverager` | [`PeriodicModelAverager`] |
-//! | `model.join()` | [`Ddp::join`] |
+//! | `model.join()` | [`Ddp::join`], [`TrainState::join`] |
 //! | `SyncBatchNorm` | [`SyncBatchNorm`] |
 //! | `AdamW(fused=True)`, `SGD(fused=True)` | [`Optimizer`] |
 //! | `TorchState` of Horovod, `torch.save` | [`TrainState`] |

@@ -95,6 +95,31 @@ impl Optimizer {
         Ok(Self { rule, parameters, moments })
     }
 
+    /// How it changes parameters.
+    pub fn rule(&self) -> Rule {
+        self.rule
+    }
+
+    /// Goes on by another rule of the same kind, with the state that there is. All ranks call it in the same step. A checkpoint has the new
+    /// rule.
+    ///
+    /// # Errors
+    /// If it needs another state, as AdamW does after SGD, or momentum after none.
+    #[doc(alias = "param_groups")]
+    pub fn set_rule(&mut self, rule: Rule) -> Result<()> {
+        if rule.fields() != self.rule.fields() {
+            return Err(Error::invalid_argument(format!(
+                "Optimizer::set_rule: {rule:?} keeps {} of each parameter, and {:?} keeps {}",
+                listed(rule.fields()),
+                self.rule,
+                listed(self.rule.fields())
+            ))
+            .with_remedy("make a new Optimizer"));
+        }
+        self.rule = rule;
+        Ok(())
+    }
+
     /// Leaves all parameters without a gradient: before each step, or before the first backward pass of several. It is PyTorch's
     /// `zero_grad(set_to_none=True)`: a parameter that the next backward pass does not use keeps its value, whatever its momentum and the
     /// weight decay. tch's own optimizers do the same; `Tensor::zero_grad` leaves zeros, which count as gradients.
@@ -170,8 +195,8 @@ impl Optimizer {
         tensors::from_rank(group, root, &tensors)
     }
 
-    /// Saves the rule's kind and the state behind `prefix`: for each parameter whether anything is kept of it. One that has had no gradient
-    /// has nothing.
+    /// Saves the rule and the state behind `prefix`: for each parameter whether anything is kept of it. One that has had no gradient has
+    /// nothing.
     pub(crate) fn save(&self, writer: &mut impl StateWriter, prefix: &str) -> Result<()> {
         let each = self.parameters.iter().zip(&self.moments);
         let each: Vec<(&str, bool)> =
@@ -188,18 +213,14 @@ impl Optimizer {
     }
 
     /// The state behind `prefix`, for [`load`](Self::load): nothing is changed yet.
-    pub(crate) fn read(&self, reader: &impl StateReader, prefix: &str) -> Result<Vec<Option<Vec<Tensor>>>> {
+    pub(crate) fn read(&self, reader: &impl StateReader, prefix: &str) -> Result<OptimizerState> {
         let (rule, saved): (Rule, Vec<(String, bool)>) = reader.value(prefix)?;
         if rule.fields() != self.rule.fields() {
-            let list = |fields: &[&str]| match fields {
-                [] => "nothing".to_owned(),
-                fields => fields.join(", "),
-            };
             return Err(Error::mismatch(format!(
                 "the state is that of another optimizer: {rule:?}, which keeps {} of each parameter; here it is {:?}, which needs {}",
-                list(rule.fields()),
+                listed(rule.fields()),
                 self.rule,
-                list(self.rule.fields())
+                listed(self.rule.fields())
             ))
             .with_remedy("make the optimizer as it was made when the state was saved"));
         }
@@ -231,16 +252,39 @@ impl Optimizer {
         };
         let is_kept =
             |parameter: &Named| saved.iter().any(|(name, kept)| *kept && *name == parameter.spec.name);
-        self.parameters.iter().map(|one| is_kept(one).then(|| of(one)).transpose()).collect()
+        let moments = self.parameters.iter().map(|one| is_kept(one).then(|| of(one)).transpose());
+        Ok(OptimizerState { rule, moments: moments.collect::<Result<_>>()? })
     }
 
-    /// Goes on from what [`read`](Self::read) has given.
-    pub(crate) fn load(&mut self, moments: Vec<Option<Vec<Tensor>>>) {
-        self.moments = moments;
+    /// Goes on from what [`read`](Self::read) has given: by its rule, too, as PyTorch's `load_state_dict` does.
+    pub(crate) fn load(&mut self, OptimizerState { rule, moments }: OptimizerState) {
+        if rule != self.rule {
+            phalanx::warn(format_args!(
+                "the optimizer goes on by the rule with which the state was saved, {rule:?}, and not by its own, {:?}; to go on by another \
+                 one, call Optimizer::set_rule after loading",
+                self.rule
+            ));
+        }
+        (self.rule, self.moments) = (rule, moments);
     }
 
     fn kept(&self) -> impl Iterator<Item = (&Named, &Vec<Tensor>)> {
         self.parameters.iter().zip(&self.moments).filter_map(|(one, kept)| Some((one, kept.as_ref()?)))
+    }
+}
+
+/// What an [`Optimizer`] goes on from.
+pub(crate) struct OptimizerState {
+    rule: Rule,
+    /// As in the optimizer.
+    moments: Vec<Option<Vec<Tensor>>>,
+}
+
+/// Fields, for people.
+fn listed(fields: &[&str]) -> String {
+    match fields {
+        [] => "nothing".to_owned(),
+        fields => fields.join(", "),
     }
 }
 

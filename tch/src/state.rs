@@ -7,7 +7,7 @@ use std::fmt;
 use phalanx::checkpoint::training::{self, TrainingState};
 use phalanx::checkpoint::{Checkpoints, Saved, Snapshot};
 use phalanx::elastic::{Context, Parts, State, Step};
-use phalanx::join::JoinGroup;
+use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::reducer::ParameterSpec;
 use phalanx::reducer::hooks::{HookState, PeriodicModelAverager};
 use phalanx::sampler::ElasticSampler;
@@ -73,6 +73,10 @@ use crate::{Ddp, DdpOptions, Optimizer};
 /// safetensors file as `model.conv1.weight` and `optimizer.conv1.weight.exp_avg`. A checkpoint of a model with other
 /// variables, shapes or types is refused; the error names the first difference. So is one of an optimizer that keeps something else, or
 /// of other parameters, and one that has or lacks an averager or a communication hook that this state lacks or has.
+///
+/// The optimizer's [rule](crate::Rule), with its betas, decay and momentum, becomes the saved one, with a warning if the program has made it
+/// with another, as PyTorch's `load_state_dict` restores `param_groups`. [`Optimizer::set_rule`] changes it afterwards. Learning rates are
+/// not saved: each [step](Self::step) gets its own.
 ///
 /// With an [`ElasticSampler`] as `progress`, a checkpoint whose sampler has another number of samples, seed, `shuffle` or tail is refused.
 /// To go on with another sampler, resume with the old one, and set `progress` then. For a sampler that is a field of `progress` call
@@ -158,6 +162,8 @@ impl<T> TrainState<T> {
         self.ddp = self.ddp.again(handle, nccl, &self.options)?;
         let own_remains = self.ddp.world_size() == ranks;
         self.ddp.load_hook(hook.map(|hook| if own_remains { hook } else { hook.without_own() }))?;
+        // Replicas would drift apart. In an elastic job all load what one of them has.
+        self.ddp.check_alike("optimizer", &format!("{:?}", self.optimizer.rule()))?;
         if is_absent {
             self.ddp.loaded_hook.mark_absent();
         }
@@ -168,7 +174,7 @@ impl<T> TrainState<T> {
     /// not elastic; all ranks call it together, before or after they load the same checkpoint.
     ///
     /// # Errors
-    /// As [`Ddp::new`].
+    /// As [`Ddp::new`]. On every rank, if the optimizers' rules differ.
     pub fn with_group(self, group: &ProcessGroup) -> Result<Self> {
         let shared = self.ddp.group().clone();
         let ranks = self.ddp.world_size();
@@ -233,6 +239,46 @@ impl<T> TrainState<T> {
             averager.step(&mut self.ddp)?;
         }
         Ok(())
+    }
+
+    /// Runs `body`, such as an epoch, whose number of batches may differ between ranks, as [`Ddp::join`] does: all ranks call it together, and
+    /// return together.
+    ///
+    /// Afterwards, if some ranks were done earlier, all ranks have the variables, the optimizer's state, the number of [steps](Self::steps) and
+    /// the averager's position of a rank that took part to the end. [`progress`](Self::progress) stays each rank's own: a checkpoint has rank
+    /// 0's.
+    ///
+    /// ```no_run
+    /// # use phalanx::{Result, join::JoinOptions};
+    /// # use phalanx_tch::TrainState;
+    /// # use tch::{Kind, Tensor, nn::Linear};
+    /// # fn epoch(state: &mut TrainState, model: &Linear, batches: Vec<Tensor>) -> Result<()> {
+    /// state.join(JoinOptions::default(), |state| {
+    ///     for batch in batches {
+    ///         let loss = state.ddp.forward(|| batch.apply(model).mean(Kind::Float))?;
+    ///         state.optimizer.zero_grad()?;
+    ///         state.ddp.backward(&loss)?;
+    ///         state.step(1e-3)?;
+    ///     }
+    ///     Ok(())
+    /// })
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Ddp::join`].
+    pub fn join<R>(&mut self, options: JoinOptions, body: impl FnOnce(&mut Self) -> Result<R>) -> Result<R> {
+        let joined = self.ddp.joining().run(options, || body(self))?;
+        if joined.uneven {
+            self.ddp.adopt(&mut self.optimizer, joined.last)?;
+            let averaged = self.averager.as_ref().map_or(0, PeriodicModelAverager::steps);
+            let [steps, averaged] = self.ddp.adopt_counts([self.steps, averaged], joined.last)?;
+            self.steps = steps;
+            if let Some(averager) = &mut self.averager {
+                averager.resume_at(averaged);
+            }
+        }
+        Ok(joined.value)
     }
 
     /// How many steps the model has done, including those before a checkpoint.
@@ -376,7 +422,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
         let tensor =
             |spec: &ParameterSpec| reader.tensor(&format!("model.{}", spec.name), spec.dtype, &spec.shape);
         let elements = here.iter().map(tensor).collect::<Result<Vec<_>>>()?;
-        let moments = self.optimizer.read(reader, "optimizer")?;
+        let optimizer = self.optimizer.read(reader, "optimizer")?;
         let averaged: Option<u64> =
             match reader.is_saved("averager", self.averager.is_some(), ("a model averager", "averager"))? {
                 true => Some(reader.value("averager")?),
@@ -390,7 +436,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
         self.ddp.load_hook(hook)?;
         let state = self.ddp.state().iter().zip(&elements);
         state.into_iter().try_for_each(|(one, elements)| tensors::write_elements(&one.tensor, elements))?;
-        self.optimizer.load(moments);
+        self.optimizer.load(optimizer);
         if let (Some(averager), Some(steps)) = (&mut self.averager, averaged) {
             averager.resume_at(steps);
         }

@@ -74,11 +74,16 @@ impl SyncBatchNorm {
     /// call it together.
     ///
     /// # Errors
-    /// If an exchange fails, which leaves the running statistics as they were; or if `input` has another number of channels. Where ranks exchange
-    /// statistics, an error of one ends the group: the others wait for its part.
+    /// If an exchange fails, which leaves the running statistics as they were; or if `input` has another number of channels. On every rank, if
+    /// `train`, and all ranks together have one value of each channel, which has no variance. Where ranks exchange statistics, an error of
+    /// one ends the group: the others wait for its part.
     pub fn forward(&self, input: &Tensor, train: bool) -> Result<Tensor> {
         let exchange = self.exchange();
         if !train || exchange.ranks() == 1 {
+            // libtorch would make the running variance NaN.
+            if train && is_one_value(&input.size()) {
+                return Err(one_value(&input.size()));
+            }
             let BatchNorm { running_mean, running_var, ws, bs, .. } = &self.norm;
             let (momentum, epsilon) = (self.momentum, self.epsilon);
             let (mean, variance) = (Some(running_mean), Some(running_var));
@@ -104,18 +109,20 @@ impl SyncBatchNorm {
             return Err(error);
         }
         let output = self.normalised(input, &size, exchange.clone()).map_err(torch);
+        let output = output.and_then(|output| output.ok_or_else(|| one_value(&size)));
         match exchange.failure() {
             Some(cause) => Err(cause),
             None => output.inspect_err(|error| exchange.abort(error.clone())),
         }
     }
 
+    /// Nothing if all ranks together have one value of each channel.
     fn normalised(
         &self,
         input: &Tensor,
         size: &[i64],
         exchange: Exchange,
-    ) -> std::result::Result<Tensor, tch::TchError> {
+    ) -> std::result::Result<Option<Tensor>, tch::TchError> {
         let channels = size[1];
         // Half precision loses what statistics are about: the layer computes in f32 then, and rounds the output.
         let kind = input.kind();
@@ -150,6 +157,11 @@ impl SyncBatchNorm {
         let sums =
             shim::sum_over_ranks(&part, sum).map_err(|error| tch::TchError::Torch(error.to_string()))?;
         let total = sums.f_narrow(0, 2 * channels, 1)?.f_detach()?;
+        // NaN after a failure.
+        let values = total.f_double_value(&[0])?;
+        if values == 1.0 {
+            return Ok(None);
+        }
         // Where no rank has a sample, the statistics are zeros and not 0/0.
         let divisor = total.f_clamp_min(1.0)?;
         let mean = sums.f_narrow(0, 0, channels)?.f_div(&divisor)?;
@@ -161,7 +173,7 @@ impl SyncBatchNorm {
             .f_clamp_min(0.0)?;
 
         // After a failure they are NaN, and the caller gets the cause. A batch of no sample changes nothing.
-        if exchange.failure().is_none() && total.f_double_value(&[0])? != 0.0 {
+        if exchange.failure().is_none() && values != 0.0 {
             self.update(&mean, &variance, &total)?;
         }
         let mut wide = vec![1; size.len()];
@@ -177,7 +189,7 @@ impl SyncBatchNorm {
             Some(bias) => output.f_add(&bias.f_reshape(wide.as_slice())?)?,
             None => output,
         };
-        output.f_to_kind(kind)
+        output.f_to_kind(kind).map(Some)
     }
 
     /// The running statistics take their share of this batch's; the variance is the unbiased one, as PyTorch's.
@@ -201,4 +213,17 @@ impl SyncBatchNorm {
     fn exchange(&self) -> Exchange {
         self.exchange.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
     }
+}
+
+/// Whether a tensor of this size has one value of each channel.
+fn is_one_value(size: &[i64]) -> bool {
+    size.len() >= 2 && size[0] == 1 && size[2..].iter().product::<i64>() == 1
+}
+
+/// The error for a batch of one value: the output would be the bias, whatever the input, and the running variance would shrink.
+fn one_value(size: &[i64]) -> Error {
+    Error::invalid_argument(format!(
+        "batch norm: all ranks together have one value of each channel while training, which has no variance; this rank's input is {size:?}"
+    ))
+    .with_remedy("train on more than one sample in each step (drop the last batch), or pass `train = false`")
 }

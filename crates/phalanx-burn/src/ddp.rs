@@ -450,6 +450,8 @@ impl<M: Module> Ddp<M> {
     /// Where NCCL averages, a rank that is done makes NCCL's calls of the others, too, with zeros on its device. It makes those of this `Ddp`
     /// alone: another one over NCCL cannot train in the same `join`.
     ///
+    /// The `Ddp` of a [`TrainState`](crate::TrainState) joins by [`TrainState::join`](crate::TrainState::join), which counts the steps.
+    ///
     /// # Errors
     /// As [`JoinGroup::join`]. An error of `body` ends the group; one that
     /// [`throw_on_early_termination`](JoinOptions::throw_on_early_termination) causes does not, comes from
@@ -460,11 +462,7 @@ impl<M: Module> Ddp<M> {
         options: JoinOptions,
         body: impl FnOnce(&mut Self, &mut ModuleOptimizer) -> Result<T>,
     ) -> Result<T> {
-        let (group, elsewhere) = (self.group.clone(), self.engine.elsewhere());
-        let joined = match elsewhere {
-            Some(elsewhere) => group.join_elsewhere(options, elsewhere, || body(self, optimizer)),
-            None => group.join(options, || body(self, optimizer)),
-        }?;
+        let joined = self.joining().run(options, || body(self, optimizer))?;
         if joined.uneven {
             self.adopt(joined.last, optimizer)?;
         }

@@ -1,5 +1,6 @@
 //! An evaluation, the same on every rank.
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::Instant;
 
 use phalanx::trace::Track;
@@ -15,7 +16,8 @@ impl Ddp {
     ///
     /// The model must be told that it does not train, as in `model.forward_t(&x, false)`.
     ///
-    /// It communicates only if the model has buffers, and does not change the training: afterwards each rank has its own buffers again.
+    /// It communicates only if the model has buffers, and does not change the training: afterwards, also if `pass` panics, each rank has its
+    /// own buffers again.
     /// [`DdpOptions::broadcast_buffers`](super::DdpOptions::broadcast_buffers) is about training alone. PyTorch evaluates with each rank's
     /// own buffers, which differ between ranks.
     ///
@@ -34,9 +36,19 @@ impl Ddp {
             self.take_buffers(Caller::DdpEvaluate)?;
         }
         self.waited_since(begin);
-        let output = tch::no_grad(pass);
+        // A program may catch the panic of `pass`, and train on: `tch::no_grad` would leave its thread without gradients.
+        let output = catch_unwind(AssertUnwindSafe(|| {
+            let _guard = tch::no_grad_guard();
+            pass()
+        }));
         let mut own = buffers.iter().zip(&own);
-        self.or_end(own.try_for_each(|(buffer, elements)| tensors::write_elements(buffer, elements)))?;
+        let restored =
+            self.or_end(own.try_for_each(|(buffer, elements)| tensors::write_elements(buffer, elements)));
+        let output = match output {
+            Ok(output) => output,
+            Err(panic) => resume_unwind(panic),
+        };
+        restored?;
         self.group.trace().complete(Track::Forward, "evaluate", begin, Instant::now(), &[]);
         Ok(output)
     }

@@ -1,15 +1,34 @@
 //! A `Ddp` that changes from one group to another, and ranks that end at different times.
 
-use phalanx::join::JoinOptions;
-use phalanx::reducer::Reducer;
-use phalanx::{Caller, Error, ProcessGroup, Rank, Result, WorldSize};
+use std::sync::Arc;
+
+use phalanx::join::{JoinGroup, JoinOptions, Joined};
+use phalanx::reducer::{Reducer, verify_description};
+use phalanx::{Buffer, Caller, Communicator as _, Error, ProcessGroup, Rank, Result, WorldSize};
 use phalanx_nccl::Communicator;
 use tch::Tensor;
 
 use super::{Accumulated, Ddp, DdpOptions, prepare};
 use crate::Optimizer;
+use crate::nccl::OnDevice;
 use crate::shim;
 use crate::tensors::{Named, Shared};
+
+/// A `join` of the group of a [`Ddp`], which borrows nothing of it.
+pub(crate) struct Joining {
+    group: JoinGroup,
+    /// What makes the others' calls of NCCL, if it averages.
+    nccl: Option<Arc<OnDevice>>,
+}
+
+impl Joining {
+    pub(crate) fn run<T>(self, options: JoinOptions, body: impl FnOnce() -> Result<T>) -> Result<Joined<T>> {
+        match self.nccl {
+            Some(nccl) => self.group.join_elsewhere(options, nccl, body),
+            None => self.group.join(options, body),
+        }
+    }
+}
 
 impl Ddp {
     /// Runs `body`, such as an epoch, whose number of batches may differ between ranks. A rank that is done answers the
@@ -18,33 +37,65 @@ impl Ddp {
     ///
     /// Afterwards, if some ranks were done earlier, all ranks have the variables and the optimizer's state of a rank that
     /// took part to the end. All other code that calls collectives inside `body`, such as a synchronised batch norm, must
-    /// do so through the same [`JoinGroup`](phalanx::join::JoinGroup).
+    /// do so through the same [`JoinGroup`].
     ///
     /// Over [NCCL](Self::with_nccl) a rank that is done makes the others' calls, too, with zeros on its device. It makes those of this `Ddp`
     /// alone: another one over NCCL cannot train in the same `join`.
     ///
+    /// The `Ddp` of a [`TrainState`](crate::TrainState) joins by [`TrainState::join`](crate::TrainState::join), which counts the steps.
+    ///
     /// # Errors
-    /// As [`JoinGroup::join`](phalanx::join::JoinGroup::join).
+    /// As [`JoinGroup::join`].
     pub fn join<T>(
         &mut self,
         optimizer: &mut Optimizer,
         options: JoinOptions,
         body: impl FnOnce(&mut Self, &mut Optimizer) -> Result<T>,
     ) -> Result<T> {
-        let (group, nccl) = (self.group.clone(), self.sink.as_ref().and_then(|sink| sink.on_device()));
-        let joined = match nccl {
-            Some(nccl) => group.join_elsewhere(options, nccl, || body(self, optimizer)),
-            None => group.join(options, || body(self, optimizer)),
-        }?;
+        let joined = self.joining().run(options, || body(self, optimizer))?;
         if joined.uneven {
-            let adopted = self.adopt(optimizer, joined.last);
-            self.or_end(adopted)?;
+            self.adopt(optimizer, joined.last)?;
         }
         Ok(joined.value)
     }
 
-    /// Takes over the variables of rank `root`, and the optimizer's state there.
-    fn adopt(&mut self, optimizer: &mut Optimizer, root: Rank) -> Result<()> {
+    /// What runs a `join` in which this `Ddp` trains.
+    pub(crate) fn joining(&self) -> Joining {
+        let nccl = self.sink.as_ref().and_then(|sink| sink.on_device());
+        Joining { group: self.group.clone(), nccl }
+    }
+
+    /// After a `join`, takes over the variables of rank `root`, and the optimizer's state there. An error ends the group.
+    pub(crate) fn adopt(&mut self, optimizer: &mut Optimizer, root: Rank) -> Result<()> {
+        let adopted = self.adopt_all(optimizer, root);
+        self.or_end(adopted)
+    }
+
+    /// After a `join`, the numbers of rank `root`, which are counts of steps. An error ends the group.
+    pub(crate) fn adopt_counts<const N: usize>(&self, counts: [u64; N], root: Rank) -> Result<[u64; N]> {
+        let adopted = || {
+            let group = self.group.in_call(Caller::Join);
+            let counts =
+                group.broadcast_async(Buffer::from_slice(&counts.map(|count| count as i64)), root)?;
+            let counts = counts.wait()?;
+            let mut adopted = [0; N];
+            for (to, from) in adopted.iter_mut().zip(counts.as_slice::<i64>()?) {
+                *to = *from as u64;
+            }
+            Ok(adopted)
+        };
+        self.or_end(adopted())
+    }
+
+    /// An error on every rank, which ends the group, unless this rank's `what` is described as all others' are.
+    pub(crate) fn check_alike(&self, what: &str, mine: &str) -> Result<()> {
+        if self.sink.is_none() {
+            return Ok(());
+        }
+        self.or_end(verify_description(&self.group.in_call(Caller::DdpNew), what, mine))
+    }
+
+    fn adopt_all(&mut self, optimizer: &mut Optimizer, root: Rank) -> Result<()> {
         if let Some(sink) = &self.sink {
             sink.adopt(root)?;
         }
@@ -162,14 +213,14 @@ impl Ddp {
     }
 
     /// All its collectives go through this handle, by which it changes its group.
-    pub(crate) fn group(&self) -> &phalanx::join::JoinGroup {
+    pub(crate) fn group(&self) -> &JoinGroup {
         &self.group
     }
 
     /// The same variables in another group, from rank 0, with gradients that `nccl` averages, if it is there.
     pub(crate) fn again(
         mut self,
-        group: phalanx::join::JoinGroup,
+        group: JoinGroup,
         nccl: Option<Communicator>,
         options: &DdpOptions,
     ) -> Result<Self> {

@@ -1,5 +1,6 @@
 //! Gradients: where they lie, when they leave, and what is refused.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use phalanx::join::{JoinGroup, JoinOptions};
@@ -543,6 +544,28 @@ fn an_evaluation_gives_the_same_on_every_rank() {
     let model = Mlp::new(&WIDTHS);
     let mut ddp = Ddp::new(&model.store, &ProcessGroup::alone().unwrap()).unwrap();
     assert!(!ddp.evaluate(|| model.loss(samples(0, 4)).requires_grad()).unwrap());
+}
+
+/// A program that catches it trains on.
+#[test]
+fn a_panic_in_an_evaluation_leaves_each_rank_its_own_buffers_and_gradients() {
+    let means = run(2, |group| {
+        let store = nn::VarStore::new(device());
+        let norm = nn::batch_norm1d(store.root(), 8, Default::default());
+        let mut ddp = Ddp::new(&store, &group).unwrap();
+        let from = 100 * group.rank().index();
+        let pass = || samples(from, from + 4).0.apply_t(&norm, true).square().mean(Kind::Float);
+        let loss = ddp.forward(pass).unwrap();
+        ddp.backward(&loss).unwrap();
+        let own = elements(&norm.running_mean);
+        let fails = || assert!(elements(&norm.running_mean).is_empty(), "no such file");
+        let outcome = catch_unwind(AssertUnwindSafe(|| ddp.evaluate(fails)));
+        assert!(outcome.is_err());
+        assert_eq!(elements(&norm.running_mean), own);
+        assert!(samples(0, 4).0.apply_t(&norm, false).requires_grad());
+        own
+    });
+    assert_ne!(means[0], means[1]);
 }
 
 #[test]

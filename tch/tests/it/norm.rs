@@ -105,6 +105,36 @@ fn an_input_that_one_rank_alone_cannot_normalise_ends_the_group() {
     }
 }
 
+/// It has no variance, and the running variance would be divided by 0.
+#[test]
+fn one_value_of_each_channel_in_all_ranks_together_is_refused_on_every_rank() {
+    let norm = |group: &ProcessGroup| {
+        let store = nn::VarStore::new(device());
+        let config = nn::BatchNormConfig::default();
+        (SyncBatchNorm::new(nn::batch_norm1d(store.root(), 6, config), config, group), store)
+    };
+    let input = |samples: i64| Tensor::ones([samples, 6], on_device(Kind::Float));
+    for ranks in [1, 2] {
+        run(ranks, |group| {
+            let (norm, _store) = norm(&group);
+            let mine = i64::from(group.rank().is_main());
+            let error = norm.forward(&input(mine), true).unwrap_err().to_string();
+            assert!(error.contains("one value of each channel"), "{error}");
+            assert_eq!(elements(&norm.norm.running_mean), [0.0; 6]);
+            assert_eq!(elements(&norm.norm.running_var), [1.0; 6]);
+        });
+    }
+    // One of each rank is enough, and so is one with several places; an evaluation needs none.
+    run(2, |group| {
+        let (norm, _store) = norm(&group);
+        norm.forward(&input(1), true).unwrap();
+        assert!(elements(&norm.norm.running_var).iter().all(|variance| variance.is_finite()));
+    });
+    let (norm, _store) = norm(&ProcessGroup::alone().unwrap());
+    norm.forward(&Tensor::ones([1, 6, 2], on_device(Kind::Float)), true).unwrap();
+    norm.forward(&input(1), false).unwrap();
+}
+
 #[test]
 fn half_precision_is_normalised_in_single() {
     // Far from zero, where the squares of bf16 say nothing of the variance.

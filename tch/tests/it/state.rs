@@ -1,7 +1,10 @@
 //! Checkpoints.
 
+use std::sync::Barrier;
+
 use phalanx::checkpoint::{Checkpoints, Snapshot};
 use phalanx::elastic::{Parts, State};
+use phalanx::join::JoinOptions;
 use phalanx::reducer::hooks::{
     AllReduce, CommHook, GradBucket, HookState, Pending, PostLocalSgd, PowerSgd, PowerSgdOptions,
 };
@@ -587,4 +590,106 @@ fn a_hook_whose_state_comes_with_its_first_step_goes_on_from_it_and_back_to_none
             assert_eq!(rank, [expected[0].clone(), expected[0].clone()], "after {saved_after} steps");
         }
     }
+}
+
+/// A model without buffers in `group`.
+fn plain(rule: Rule, group: &ProcessGroup) -> Result<(Mlp, TrainState)> {
+    let model = Mlp::new(&WIDTHS);
+    let state = TrainState::new(&model.store, Optimizer::new(&model.store, rule)?, ())?;
+    let averager = PeriodicModelAverager::new(2)?;
+    Ok((model, state.with_averager(averager).with_group(group)?))
+}
+
+#[test]
+fn steps_in_a_join_are_counted_and_all_ranks_go_on_from_the_same_count() {
+    let folder = tempfile::tempdir().unwrap();
+    run(2, |group| {
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let (model, mut state) = plain(Rule::sgd(0.9), &group).unwrap();
+        let rank = group.rank().index();
+        let done = state.join(JoinOptions::default(), |state| {
+            for step in 0..1 + 2 * rank {
+                let loss = state.ddp.forward(|| model.loss(samples(4 * step, 4 * step + 4)))?;
+                state.optimizer.zero_grad()?;
+                state.ddp.backward(&loss)?;
+                state.step(0.01)?;
+            }
+            Ok(state.steps())
+        });
+        assert_eq!(done.unwrap(), 1 + 2 * rank as u64);
+        let averaged = state.averager.as_ref().map(PeriodicModelAverager::steps);
+        assert_eq!((state.steps(), averaged), (3, Some(3)));
+        assert!(state.ddp.replicas_identical().unwrap());
+        state.checkpoint(&checkpoints).unwrap();
+        checkpoints.finish().unwrap();
+        assert_eq!(checkpoints.newest().unwrap().unwrap().step(), 3);
+    });
+}
+
+#[test]
+fn the_rule_of_a_checkpoint_is_gone_on_by_until_the_program_sets_another() {
+    let rule = |weight_decay| Rule::AdamW { betas: (0.8, 0.9), epsilon: 1e-6, weight_decay };
+    let (folder, alone) = (tempfile::tempdir().unwrap(), ProcessGroup::alone().unwrap());
+    let checkpoints = Checkpoints::open(folder.path(), &alone).unwrap();
+    let mut training = Training::new(rule(0.3));
+    training.train(0..3);
+    training.state.checkpoint(&checkpoints).unwrap();
+    checkpoints.finish().unwrap();
+    let mut parts = Parts::default();
+    training.state.save(&mut parts).unwrap();
+    training.train(3..6);
+    for from_checkpoint in [true, false] {
+        let mut again = Training::new(Rule::ADAMW);
+        match from_checkpoint {
+            true => assert!(again.state.resume(&checkpoints).unwrap()),
+            false => again.state.load(&parts).unwrap(),
+        }
+        assert_eq!(again.state.optimizer.rule(), rule(0.3));
+        again.train(3..6);
+        assert_eq!(floats(&again.model.store), floats(&training.model.store));
+        again.state.optimizer.set_rule(rule(0.0)).unwrap();
+        assert_eq!(again.state.optimizer.rule(), rule(0.0));
+        let error = again.state.optimizer.set_rule(Rule::sgd(0.9)).unwrap_err().to_string();
+        assert!(error.contains("momentum_buffer") && error.contains("make a new Optimizer"), "{error}");
+    }
+}
+
+#[test]
+fn ranks_whose_rules_differ_are_refused_with_both() {
+    let errors = run(3, |group| {
+        let momentum = if group.rank().index() == 2 { 0.8 } else { 0.9 };
+        plain(Rule::sgd(momentum), &group).map(drop).unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(
+            error.contains("momentum: 0.9") && error.contains("rank 2 is Sgd { momentum: 0.8"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn a_loaded_hook_that_is_not_registered_is_refused_in_a_backward_pass_without_forward() {
+    let folder = tempfile::tempdir().unwrap();
+    let all_have_loaded = Barrier::new(2);
+    run(2, |group| {
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let loss = |model: &Mlp| model.loss(samples(0, 4));
+        let (model, mut state) = plain(Rule::sgd(0.9), &group).unwrap();
+        state.ddp.register_comm_hook(power_sgd()).unwrap();
+        for _ in 0..5 {
+            state.optimizer.zero_grad().unwrap();
+            state.ddp.backward(&loss(&model)).unwrap();
+            state.step(0.01).unwrap();
+        }
+        state.checkpoint(&checkpoints).unwrap();
+        checkpoints.finish().unwrap();
+        let (model, mut state) = plain(Rule::sgd(0.9), &group).unwrap();
+        assert!(state.resume(&checkpoints).unwrap());
+        // Its error ends the group, which one rank has left before the other.
+        all_have_loaded.wait();
+        let error = state.ddp.backward(&loss(&model)).unwrap_err().to_string();
+        assert!(error.contains("none is registered"), "{error}");
+        assert!(group.failure().is_some());
+    });
 }

@@ -8,9 +8,12 @@
 //! A group records that its own rank has ended it: that rank's gradients are lost (they may be NaN), and all go back to
 //! the commit.
 
+use std::sync::Arc;
+
 use burn::module::Module;
 use burn::tensor::Tensor;
-use phalanx::join::JoinGroup;
+use phalanx::adapter::Elsewhere;
+use phalanx::join::{JoinGroup, JoinOptions, Joined};
 use phalanx::reducer::{Reducer, StepWeight};
 use phalanx::{Communicator, Error, ProcessGroup, Result, WorldSize};
 
@@ -21,7 +24,28 @@ use crate::packed::Packed;
 use crate::parallel::refuse_units;
 use crate::parameters::{Inventory, Parameter};
 
+/// A `join` of the group of a [`Ddp`], which borrows nothing of it.
+pub(crate) struct Joining {
+    group: JoinGroup,
+    /// What makes the others' calls of NCCL, if it averages.
+    elsewhere: Option<Arc<dyn Elsewhere>>,
+}
+
+impl Joining {
+    pub(crate) fn run<T>(self, options: JoinOptions, body: impl FnOnce() -> Result<T>) -> Result<Joined<T>> {
+        match self.elsewhere {
+            Some(elsewhere) => self.group.join_elsewhere(options, elsewhere, body),
+            None => self.group.join(options, body),
+        }
+    }
+}
+
 impl<M: Module> Ddp<M> {
+    /// What runs a `join` in which this `Ddp` trains.
+    pub(crate) fn joining(&self) -> Joining {
+        Joining { group: self.group.clone(), elsewhere: self.engine.elsewhere() }
+    }
+
     /// Changes to `group`, on all of whose ranks the model is equal already; it checks that the models have the same
     /// structure. Objects of the previous group, such as a communication hook, are removed.
     pub(crate) fn enter(&mut self, group: &ProcessGroup, options: &DdpOptions) -> Result<()> {

@@ -82,7 +82,7 @@ impl<M: Module> Ddp<M> {
     }
 
     /// Takes over all of rank `root`'s state.
-    pub(super) fn adopt(&mut self, root: Rank, optimizer: &mut ModuleOptimizer) -> Result<()> {
+    pub(crate) fn adopt(&mut self, root: Rank, optimizer: &mut ModuleOptimizer) -> Result<()> {
         self.accumulated = Default::default(); // As what is held.
         if let Some(sink) = self.engine.sink() {
             sink.adopt(root)?;

@@ -16,11 +16,12 @@ use burn::tensor::Tensor;
 use phalanx::checkpoint::training::{self, TrainingState};
 use phalanx::checkpoint::{Checkpoints, Saved, Snapshot};
 use phalanx::elastic::{Context, Parts, State, Step};
-use phalanx::join::JoinGroup;
+use phalanx::join::{JoinGroup, JoinOptions};
+use phalanx::reducer::broadcast_bytes;
 use phalanx::reducer::hooks::HookState;
 use phalanx::sampler::ElasticSampler;
 use phalanx::state::{StateReader, StateWriter};
-use phalanx::{Error, ProcessGroup, Rank, Result, WorldSize};
+use phalanx::{Caller, Communicator, Error, ProcessGroup, Rank, Result, WorldSize};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -31,6 +32,9 @@ use crate::gradients::{Synced, SyncedGradients};
 use crate::parallel::refuse_divided;
 use crate::parameters::Select;
 use crate::{Ddp, DdpOptions, PeriodicModelAverager};
+
+/// The most bytes of a scheduler's position that a rank accepts from another.
+const MAX_POSITION_BYTES: usize = 1 << 20;
 
 /// Everything that the next step of a training depends on: the model with its buffers, the optimizer with its state,
 /// the number of steps taken, a learning-rate [scheduler](Self::with_scheduler) and a [model averager](Self::with_averager) if there
@@ -117,7 +121,8 @@ use crate::{Ddp, DdpOptions, PeriodicModelAverager};
 /// What this state has and the checkpoint lacks is an error with its name, and so is the reverse: a scheduler, an averager, a
 /// communication hook, and of the optimizer each tensor, as when AdamW is to go on from what SGD has saved. A parameter that has never had
 /// a gradient has no moments, in a checkpoint either. Optimizers with the same fields, such as [`AdamW`](burn::optim::AdamW) and
-/// [`FusedAdamW`](crate::FusedAdamW), go on from each other's.
+/// [`FusedAdamW`](crate::FusedAdamW), go on from each other's. Settings such as betas, decay and momentum are the program's, as Burn's records
+/// do not have them: all ranks give the optimizer the same, also when they resume.
 ///
 /// With an [`ElasticSampler`] as `progress`, a checkpoint whose sampler has another number of samples, seed, `shuffle` or tail is refused.
 /// To go on with another sampler, resume with the old one, and set `progress` then. For a sampler that is a field of `progress` call
@@ -350,6 +355,68 @@ impl<M: Module, T> TrainState<M, T> {
         let base = rate.base();
         self.step(rate, gradients)?;
         Ok(base)
+    }
+
+    /// Runs `body`, such as an epoch, whose number of batches may differ between ranks, as [`Ddp::join`] does: all ranks call it together, and
+    /// return together.
+    ///
+    /// Afterwards, if some ranks were done earlier, all ranks have the model, the buffers, the optimizer's state, the number of
+    /// [steps](Self::steps), and the positions of the scheduler and the averager of a rank that took part to the end.
+    /// [`progress`](Self::progress) stays each rank's own: a checkpoint has rank 0's.
+    ///
+    /// ```
+    /// # use burn::{nn::Linear, tensor::Tensor};
+    /// # use phalanx::{Result, join::JoinOptions};
+    /// # use phalanx_burn::TrainState;
+    /// # fn epoch(state: &mut TrainState<Linear>, batches: Vec<Tensor<2>>) -> Result<()> {
+    /// state.join(JoinOptions::default(), |state| {
+    ///     for batch in batches {
+    ///         let loss = state.model.forward(|model| model.forward(batch).mean())?;
+    ///         let gradients = state.model.backward(&loss)?;
+    ///         state.step(1e-3, gradients)?;
+    ///     }
+    ///     Ok(())
+    /// })
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Ddp::join`].
+    pub fn join<R>(&mut self, options: JoinOptions, body: impl FnOnce(&mut Self) -> Result<R>) -> Result<R> {
+        let joined = self.model.joining().run(options, || body(self))?;
+        if joined.uneven {
+            self.model.adopt(joined.last, &mut self.optimizer)?;
+            // The others wait for this rank's part.
+            let adopted = self.adopt_position(joined.last);
+            adopted.inspect_err(|error| self.model.group().abort(error.clone()))?;
+        }
+        Ok(joined.value)
+    }
+
+    /// Takes over the number of steps of rank `root`, and what goes by it.
+    fn adopt_position(&mut self, root: Rank) -> Result<()> {
+        let group = self.model.group().in_call(Caller::Join);
+        let (mut own, mut theirs) = (Parts::default(), Parts::default());
+        let mut adopt = |own: &Parts, name: &str| {
+            let bytes = broadcast_bytes(&group, root, own.bytes(name)?, MAX_POSITION_BYTES)?;
+            theirs.put(name, bytes.as_bytes())
+        };
+        let averaged = self.averager.as_ref().map_or(0, PeriodicModelAverager::steps);
+        own.serialize("steps", &(self.steps, averaged))?;
+        adopt(&own, "steps")?;
+        if let Some(scheduler) = &self.scheduler {
+            schedule::save(scheduler, &mut own, "scheduler")?;
+            adopt(&own, "scheduler")?;
+        }
+        let (steps, averaged): (u64, u64) = theirs.deserialize("steps")?;
+        if let Some(scheduler) = &mut self.scheduler {
+            *scheduler = schedule::load(scheduler, &theirs, "scheduler")?;
+        }
+        if let Some(averager) = &mut self.averager {
+            averager.resume_at(averaged);
+        }
+        self.steps = steps;
+        Ok(())
     }
 
     /// How many [steps](Self::step) this state has done, including those before a checkpoint. Those that another optimizer does with the

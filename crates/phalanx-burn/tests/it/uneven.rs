@@ -1,16 +1,18 @@
 //! Ranks with unequal numbers of batches.
 
 use crate::common::{Mlp, device, distance, floats, run, samples};
+use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
 use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{GradientsAccumulator, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::tensor::Tensor;
+use phalanx::checkpoint::Checkpoints;
 use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::reducer::ReducerOptions;
 use phalanx::reducer::hooks::PostLocalSgd;
 use phalanx::{Buffer, Communicator, ProcessGroup, ReduceOp, Result};
-use phalanx_burn::{Ddp, DdpOptions, PeriodicModelAverager, ZeroRedundancyOptimizer};
+use phalanx_burn::{Ddp, DdpOptions, PeriodicModelAverager, TrainState, ZeroRedundancyOptimizer};
 
 const BATCH: usize = 4;
 const LEARNING_RATE: f64 = 0.05;
@@ -260,4 +262,38 @@ fn an_optimizer_that_is_spread_says_that_it_needs_every_rank() {
         .to_string()
     });
     assert!(errors.iter().all(|error| error.contains("1 of 2 ranks have no data left")), "{errors:?}");
+}
+
+#[test]
+fn a_training_state_counts_its_steps_and_all_ranks_go_on_from_the_same_place() {
+    let (start, folder) = (Mlp::new(&[8, 16, 3]), tempfile::tempdir().unwrap());
+    let rates = run(2, |group| {
+        let rank = group.rank().index();
+        let scheduler = LinearLrSchedulerConfig::new(0.1, 0.01, 10).init().unwrap();
+        let state = TrainState::new(start.clone(), sgd(), ()).unwrap().with_scheduler(scheduler);
+        let averager = PeriodicModelAverager::new(2).unwrap();
+        let mut state = state.with_averager(averager).with_group(&group).unwrap();
+        let epoch = |state: &mut TrainState<Mlp>, steps: usize| {
+            state.join(JoinOptions::default(), |state| {
+                let mut rate = 0.0;
+                for number in 0..steps {
+                    let loss = state.model.forward(|model| model.loss(batch(0, number, rank)))?;
+                    let gradients = state.model.backward(&loss)?;
+                    rate = state.scheduled_step(gradients)?;
+                }
+                Ok(rate)
+            })
+        };
+        epoch(&mut state, 1 + 2 * rank).unwrap();
+        let averaged = state.averager.as_ref().map(PeriodicModelAverager::steps);
+        assert_eq!((state.steps(), averaged), (3, Some(3)));
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        state.checkpoint(&checkpoints).unwrap();
+        checkpoints.finish().unwrap();
+        assert_eq!(checkpoints.newest().unwrap().unwrap().step(), 3);
+        let rate = epoch(&mut state, 1).unwrap();
+        assert!(state.model.replicas_identical().unwrap());
+        rate
+    });
+    assert_eq!(rates[0], rates[1]);
 }

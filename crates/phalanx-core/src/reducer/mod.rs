@@ -52,7 +52,7 @@ pub use identical::states_identical;
 pub use phalanx_proto::reducer::{ParameterSpec, ReducerOptions, StepWeight, check_weight, check_weight_sum};
 pub use step_times::StepTime;
 pub use sync::{StateTensor, broadcast_state, broadcast_state_from};
-pub use verify::{broadcast_bytes, verify_state, verify_state_on};
+pub use verify::{broadcast_bytes, verify_description, verify_state, verify_state_on};
 
 use self::bucket::Bucket;
 use self::hooks::{AllReduce, CommHook, HookLabel, HookState, Metered};

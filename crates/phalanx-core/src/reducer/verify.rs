@@ -84,6 +84,23 @@ pub fn verify_state_on(group: &dyn Communicator, device: &str, tensors: Vec<Para
     verify(group, &Contract { parameters: tensors, options: Vec::new(), device, plan_hash: 0 })
 }
 
+/// Compares `mine`, which describes this rank's `what`, such as its optimizer, with rank 0's.
+///
+/// # Errors
+/// On every rank, if one differs: it shows both sides.
+pub fn verify_description(group: &dyn Communicator, what: &str, mine: &str) -> Result<()> {
+    if group.world_size().get() == 1 {
+        return Ok(());
+    }
+    let mine = mine.to_owned();
+    let main: String = share(group, Rank::MAIN, &mine)?;
+    let Some(rank) = first_rank(group, mine != main)? else { return Ok(()) };
+    let theirs = share(group, rank, &mine)?;
+    Err(Error::mismatch(format!("the {what} of rank 0 is {main}, and that of rank {rank} is {theirs}"))
+        .with_peer(rank)
+        .with_remedy("give every rank the same"))
+}
+
 /// Checks that every rank has the same `hash`.
 pub(crate) fn verify_hash(group: &dyn Communicator, what: &str, hash: u64) -> Result<()> {
     // The smallest of the numbers, and of their complements: they belong together only if all are the same.
@@ -205,5 +222,26 @@ impl Difference {
             ),
         };
         Error::mismatch(cause).with_peer(rank).with_remedy("build the same model on every rank")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{Fabric, run};
+
+    #[test]
+    fn a_description_that_differs_on_one_rank_is_shown_on_all() {
+        for different in [None, Some(2)] {
+            let errors = run(3, Fabric::InProcess, |group| {
+                let mine = if different == Some(group.rank().index()) { "SGD 0.8" } else { "SGD 0.9" };
+                verify_description(&group, "optimizer", mine).err().map(|error| error.to_string())
+            });
+            let said = "the optimizer of rank 0 is SGD 0.9, and that of rank 2 is SGD 0.8";
+            for error in errors {
+                assert_eq!(error.is_some(), different.is_some());
+                assert!(error.is_none_or(|error| error.contains(said)));
+            }
+        }
     }
 }
