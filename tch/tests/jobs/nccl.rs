@@ -1185,8 +1185,8 @@ impl DeviceHook for Sends {
 /// Rounds what is sent to f16, and makes up for it in later steps.
 #[derive(Default)]
 struct Rounded {
-    /// By the number of the bucket.
-    losses: BTreeMap<usize, Tensor>,
+    /// By the parameters of the bucket.
+    losses: BTreeMap<Vec<usize>, Tensor>,
     steps: Arc<AtomicU64>,
 }
 
@@ -1198,12 +1198,13 @@ impl DeviceHook for Rounded {
     fn send(&mut self, bucket: &DeviceBucket) -> Result<(Tensor, ReduceOp)> {
         let parts = bucket.gradients().map(|(_, part)| part.numel()).sum::<usize>();
         assert_eq!((parts, bucket.world_size().get()), (bucket.buffer().numel(), 2));
-        let whole = match self.losses.get(&bucket.index()) {
+        let parameters: Vec<usize> = bucket.gradients().map(|(parameter, _)| parameter).collect();
+        let whole = match self.losses.get(&parameters) {
             Some(loss) => bucket.buffer() + loss,
             None => bucket.buffer() * 1.0,
         };
         let half = whole.to_kind(Kind::Half);
-        self.losses.insert(bucket.index(), whole - half.to_kind(Kind::Float));
+        self.losses.insert(parameters, whole - half.to_kind(Kind::Float));
         if bucket.is_last() {
             self.steps.fetch_add(1, Ordering::Relaxed);
         }

@@ -115,6 +115,9 @@ pub struct DeviceBucket {
 
 impl DeviceBucket {
     /// Its number in this step, in the order of sending.
+    ///
+    /// After the first step, buckets may have other gradients: what a hook keeps from step to step is of [gradients](Self::gradients), and not of
+    /// this number.
     pub fn index(&self) -> usize {
         self.index
     }
