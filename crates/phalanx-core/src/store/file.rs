@@ -256,6 +256,26 @@ impl Store for FileStore {
         })
     }
 
+    /// All or, if one is refused, none, under the file's lock, which on a file system at the end of a network takes as long as all else.
+    fn multi_compare_set(
+        &self,
+        changes: &[(&str, &[u8], &[u8])],
+        deadline: Deadline,
+    ) -> Result<Vec<Vec<u8>>> {
+        let keys: Vec<&str> = changes.iter().map(|(key, ..)| *key).collect();
+        let call = Call::new(&self.name, "compare_set", &keys, deadline)?;
+        self.change(&call, |table| {
+            let mut has_changed = false;
+            let values = changes.iter().map(|(key, expected, desired)| {
+                let (value, written) = table.compare_set(key.as_bytes(), expected, desired)?;
+                has_changed |= written;
+                Ok(value.to_vec())
+            });
+            let values = values.collect::<Result<Vec<_>, Refusal>>()?;
+            Ok((values, has_changed))
+        })
+    }
+
     fn delete_key(&self, key: &str, deadline: Deadline) -> Result<bool> {
         let call = Call::new(&self.name, "delete_key", from_ref(&key), deadline)?;
         self.change(&call, |table| {
