@@ -884,10 +884,12 @@ fn devices_of_one_process() {
     // What the driver has copied: the inputs of each step, and what is gathered, and nothing twice.
     let copies = std::fs::read_to_string(&copies).unwrap();
     let of = |way: &str| copies.lines().filter(|copy| copy.starts_with(way)).count();
-    let of_towers = 2 * 2 * STEPS;
-    assert_eq!((of("0 1 "), of("1 0 ")), (of_towers + 4 * STEPS, STEPS), "{copies}");
+    // Rows and their numbers: twice from the first device, and once from the second.
+    let of_towers = 2 * STEPS;
+    assert_eq!((of("0 1 "), of("1 0 ")), (2 * of_towers + 4 * STEPS, of_towers + STEPS), "{copies}");
+    // Outputs are as long as the rows of towers.
     let output = format!("1 0 {}", ROWS * WIDTH * 4);
-    assert_eq!(copies.lines().filter(|copy| *copy == output).count(), STEPS, "{copies}");
+    assert_eq!(copies.lines().filter(|copy| *copy == output).count(), 2 * STEPS, "{copies}");
 }
 
 /// The replicas' parameters come by a broadcast, and their gradients go by a reduce. Inputs, outputs and their gradients are copied from device to
@@ -944,6 +946,8 @@ fn one_process() -> Result<()> {
         assert_eq!(calls(&first) + 1, 2 * STEPS);
         drop(towers);
     }
+    cuda.reverse();
+    devices.reverse();
     gathered(&cuda, &devices)?;
     inputs_of_another_device(&cuda, &devices)
 }
