@@ -30,7 +30,7 @@ use crate::clip;
 use crate::gradients::{Handover, ModelToken, Synced, SyncedGradients, averages};
 use crate::hook;
 use crate::packed::Packed;
-use crate::parallel::{check_elementwise, divided_dimensions, of_stages, refuse_parts};
+use crate::parallel::{check_parts, of_stages, refuse_parts};
 use crate::parameters::{Inventory, Parameter, Select};
 use crate::replicas;
 use crate::sink::Pass;
@@ -393,16 +393,11 @@ impl<M: Module> Ddp<M> {
     /// An error, which ends the group, if this rank has parts of layers and `optimizer` does otherwise with them than with the whole ones. It is
     /// asked once.
     fn check_elementwise(&mut self, optimizer: &ModuleOptimizer) -> Result<()> {
-        if self.is_elementwise || !self.inventory.is_divided() {
-            return Ok(());
+        if !self.is_elementwise {
+            let checked = check_parts(optimizer, self.model(), &self.inventory);
+            checked.map_err(|error| self.fail(error))?;
+            self.is_elementwise = true;
         }
-        let dims = divided_dimensions(self.model());
-        let parts = self.inventory.parameters.iter().filter(|parameter| dims.contains_key(&parameter.id));
-        let parts: Vec<Parameter> = parts.cloned().collect();
-        let clips = "phalanx_burn::parallel::clip_grad_norm";
-        let checked = check_elementwise(optimizer, (self.model(), &parts), &dims, clips);
-        checked.map_err(|error| self.fail(error))?;
-        self.is_elementwise = true;
         Ok(())
     }
 

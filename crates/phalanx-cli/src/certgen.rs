@@ -33,6 +33,8 @@ pub(crate) struct Certgen {
     days: u32,
 }
 
+/// The name of the CA's files.
+const CA: &str = "ca";
 /// How long a CA is valid at least.
 const DAYS_OF_CA: u32 = 3650;
 const DAY: Duration = Duration::from_secs(24 * 3600);
@@ -49,6 +51,9 @@ pub(crate) fn run(options: &Certgen) -> ExitCode {
 
 fn make(options: &Certgen) -> Result<(), String> {
     let Certgen { folder, hosts, days } = options;
+    if hosts.iter().any(|host| host == CA) {
+        return Err(format!("{CA} is the name of the CA's own files: give the host another one"));
+    }
     if let Some(host) = hosts.iter().find(|host| !is_file_name(host)) {
         return Err(format!("{host:?} is no name for a file: use letters, digits, dots and dashes"));
     }
@@ -72,21 +77,31 @@ fn make(options: &Certgen) -> Result<(), String> {
         .mode(0o700)
         .create(folder)
         .map_err(|error| format!("{} cannot be made: {error}", folder.display()))?;
-    let ca = ca(folder, (*days).max(DAYS_OF_CA))?;
+    let mut new_files = NewFiles { folder, made: Vec::new() };
+    let made = make_all(hosts, *days, &mut new_files);
+    if made.is_err() {
+        new_files.remove();
+    }
+    made
+}
+
+fn make_all(hosts: &[String], days: u32, files: &mut NewFiles<'_>) -> Result<(), String> {
+    let ca = ca(files, days.max(DAYS_OF_CA))?;
     hosts.iter().try_for_each(|host| {
-        let (key, mut params) = new(host, *days)?;
+        let (key, mut params) = new(host, days)?;
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         // Each rank and each launcher is both client and server.
         params.extended_key_usages =
             vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
         let certificate = params.signed_by(&key, &ca).map_err(|error| error.to_string())?;
-        write(folder, &format!("{host}.key"), &key.serialize_pem(), 0o600)?;
-        write(folder, &format!("{host}.pem"), &certificate.pem(), 0o644)
+        files.write(&format!("{host}.key"), &key.serialize_pem(), 0o600)?;
+        files.write(&format!("{host}.pem"), &certificate.pem(), 0o644)
     })
 }
 
-/// The CA of this folder, which is made if there is none.
-fn ca(folder: &Path, days: u32) -> Result<Issuer<'static, KeyPair>, String> {
+/// The CA of the folder of `files`, which is made if there is none.
+fn ca(files: &mut NewFiles<'_>, days: u32) -> Result<Issuer<'static, KeyPair>, String> {
+    let folder = files.folder;
     let file = folder.join("ca.key");
     let read = match fs::read_to_string(&file) {
         Ok(_) if let Err(why) = check(folder, &file) => Some(Err(why)),
@@ -108,9 +123,9 @@ fn ca(folder: &Path, days: u32) -> Result<Issuer<'static, KeyPair>, String> {
             ));
         }
         None => {
-            write(folder, "ca.key", &key.serialize_pem(), 0o600)?;
+            files.write("ca.key", &key.serialize_pem(), 0o600)?;
             let certificate = params.self_signed(&key).map_err(|error| error.to_string())?;
-            write(folder, "ca.pem", &certificate.pem(), 0o644)?;
+            files.write("ca.pem", &certificate.pem(), 0o644)?;
             key
         }
     };
@@ -157,19 +172,33 @@ fn new(name: &str, days: u32) -> Result<(KeyPair, CertificateParams), String> {
     Ok((key, params))
 }
 
-/// Existing files are not replaced, and no part of one is left.
-fn write(folder: &Path, name: &str, text: &str, mode: u32) -> Result<(), String> {
-    let path = folder.join(name);
-    let file = OpenOptions::new().write(true).create_new(true).mode(mode).open(&path);
-    let written = file.and_then(|mut file| {
-        file.write_all(text.as_bytes()).inspect_err(|_| {
-            let _ = fs::remove_file(&path);
-        })
-    });
-    written.map_err(|error| format!("{} cannot be written: {error}", path.display()))
+/// What this call has made in a folder.
+struct NewFiles<'a> {
+    folder: &'a Path,
+    made: Vec<PathBuf>,
+}
+
+impl NewFiles<'_> {
+    /// Existing files are not replaced.
+    fn write(&mut self, name: &str, text: &str, mode: u32) -> Result<(), String> {
+        let path = self.folder.join(name);
+        let file = OpenOptions::new().write(true).create_new(true).mode(mode).open(&path);
+        let written = file.and_then(|mut file| {
+            self.made.push(path.clone());
+            file.write_all(text.as_bytes())
+        });
+        written.map_err(|error| format!("{} cannot be written: {error}", path.display()))
+    }
+
+    /// Removes them all: a key without its certificate would be in the way of the next call.
+    fn remove(&self) {
+        for file in &self.made {
+            let _ = fs::remove_file(file);
+        }
+    }
 }
 
 fn is_file_name(name: &str) -> bool {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
-    name.bytes().all(plain) && name.starts_with(|first: char| first.is_ascii_alphanumeric()) && name != "ca"
+    name.bytes().all(plain) && name.starts_with(|first: char| first.is_ascii_alphanumeric())
 }

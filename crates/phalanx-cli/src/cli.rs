@@ -84,8 +84,8 @@ unless NO_COLOR is set, and a status line stays at the bottom.
   With --redirects or --tee each job has a folder, in --log-dir or else in the system's folder for temporary files: \
 <log-dir>/<name>_<random>/attempt_<restart>/<local rank>/ with stdout.log, stderr.log and error.json, as torchrun \
 makes them. With --log-format json each line is a JSON object: workers' lines on the stream they were \
-written to, this command's events on standard error. The last one is `ended`, with `outcome` and `exit_code`, also if no worker could be started; only an error in \
-the options themselves is plain text.
+written to, this command's events on standard error. The last one is `ended`, with `outcome` and `exit_code`, also if no worker could be started; only an \
+option that cannot be read is answered in plain text.
 
 How it ends:
   The first worker that fails ends the job, or, with --max-restarts, this attempt: the other workers, and all processes that workers have started, also in \

@@ -15,6 +15,7 @@ use super::sink::{Delivery, Pass, Sink};
 use super::state::check_replicas;
 use crate::gradients::Leaves;
 use crate::hook;
+use crate::parallel::check_parts;
 use crate::parameters::{self, Inventory, Parameter};
 use crate::tensor_bytes::{self, TensorBytes};
 
@@ -176,7 +177,8 @@ impl DistributedOptimizer {
     /// # Errors
     /// If the model has none, or is on a device without autodiff, or on one that this build does not know; if it has
     /// [units](crate::parallel::fsdp::FullySharded), or ranks have different parts of [divided](crate::parallel::tensor) layers: of a model
-    /// with those, all ranks make it together.
+    /// with those, all ranks make it together. If layers are divided and `optimizer` does not treat each element by itself, as LAMB and Burn's
+    /// clipping by norm do not: it would take a norm of this rank's part.
     pub fn new<M: Module>(optimizer: ModuleOptimizer, model: &M, hvd: &Horovod) -> Result<Self> {
         Self::with_options(optimizer, model, hvd, DistributedOptions::default())
     }
@@ -198,6 +200,7 @@ impl DistributedOptimizer {
         }
         check_replicas(hvd, model, &format!("{}.parts", options.name), "DistributedOptimizer")?;
         let inventory = Inventory::of(model)?;
+        check_parts(&optimizer, model, &inventory)?;
         let reduction = options.reduction(hvd.size())?;
         let sink = Sink::new(hvd.clone(), &inventory.parameters, reduction, &options)?;
         Ok(Self {

@@ -12,8 +12,9 @@ use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use phalanx::{Error, Result};
 
+use super::whole::divided_dimensions;
 use crate::optimizer::OptimizerState;
-use crate::parameters::Parameter;
+use crate::parameters::{Inventory, Parameter};
 use crate::read_back;
 
 /// The two numbers of each half of a parameter. One of a single dimension has the first of each.
@@ -57,6 +58,22 @@ pub(crate) fn check<M: Module>(
     .with_remedy(format!(
         "take one that treats each element by itself, such as SGD, Adam, AdamW or RMSProp, without Burn's clipping by norm: {clips} clips"
     )))
+}
+
+/// As [`check`], of those parameters of `model`, which has this `inventory`, of which this rank has a part. If it has all of each, any optimizer
+/// will do.
+pub(crate) fn check_parts<M: Module>(
+    optimizer: &ModuleOptimizer,
+    model: &M,
+    inventory: &Inventory,
+) -> Result<()> {
+    if !inventory.is_divided() {
+        return Ok(());
+    }
+    let dims = divided_dimensions(model);
+    let parts = inventory.parameters.iter().filter(|parameter| dims.contains_key(&parameter.id));
+    let parts: Vec<Parameter> = parts.cloned().collect();
+    check(optimizer, (model, &parts), &dims, "phalanx_burn::parallel::clip_grad_norm")
 }
 
 /// Numbers that are not finite say nothing.
@@ -165,7 +182,6 @@ mod tests {
     use burn::optim::{AdafactorConfig, AdamWConfig, MuonConfig};
 
     use super::*;
-    use crate::parameters::Inventory;
 
     #[test]
     fn halves_lie_along_the_dimension_in_which_a_parameter_is_divided() {

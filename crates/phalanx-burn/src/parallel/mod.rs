@@ -27,11 +27,11 @@ mod whole;
 
 pub use clip::clip_grad_norm;
 pub(crate) use clip::{of_stages, refuse_parts};
-pub(crate) use elementwise::check as check_elementwise;
+pub(crate) use elementwise::{check as check_elementwise, check_parts};
 pub(crate) use exchange::gathered;
 pub use link::StageLink;
 pub use state::{ShardedState, StateNames};
-pub(crate) use whole::{divided_dimensions, parts_in_words, refuse_divided, refuse_units};
+pub(crate) use whole::{parts_in_words, refuse_divided, refuse_units};
 
 /// One number of several, each of which changes all its bits (SplitMix64).
 fn mixed(numbers: impl IntoIterator<Item = u64>) -> u64 {

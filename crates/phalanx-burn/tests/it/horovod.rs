@@ -3,7 +3,7 @@
 use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::{BatchNorm, BatchNormConfig, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
-use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig};
+use burn::optim::{AdamWConfig, GradientsParams, LambConfig, ModuleOptimizer, SgdConfig};
 use burn::tensor::{Tensor, TensorData};
 use phalanx::checkpoint::Checkpoints;
 use phalanx::sampler::ElasticSampler;
@@ -514,6 +514,11 @@ fn parts_of_a_model_are_refused() {
             assert!(error.contains("rank 0 has `weight (part 0 of 2 along dimension 1)`"), "{error}");
             assert!(error.contains("rank 1 `weight (part 1 of 2 along dimension 1)`"), "{error}");
         }
+        // Those that have the same part, of which there is one of each here, are replicas.
+        let own = horovod(&ProcessGroup::alone().unwrap());
+        drop(DistributedOptimizer::new(sgd(), &divided, &own).unwrap());
+        let error = said(DistributedOptimizer::new(LambConfig::new().init(), &divided, &own).err());
+        assert!(error.contains("of `weight`, of which each rank has a piece"), "{error}");
         let error = said(ModelState::new(divided, sgd(), ()).err());
         assert!(error.contains("of `weight`, and ModelState takes"), "{error}");
         // Nothing has ended.

@@ -157,19 +157,48 @@ fn of_several_hosts_all_get_certificates_or_none() {
     }
 }
 
-/// As on a full disk: the next call must not find half a key.
+/// A program with no room for a file of more than so many blocks of 512 bytes, as on a full disk.
+fn with_room(blocks: u32, words: &[&str], folder: &Path) -> Output {
+    let mut shell = Command::new("sh");
+    let script = format!("ulimit -f {blocks}; exec \"$0\" \"$@\"");
+    shell.args(["-c", &script, env!("CARGO_BIN_EXE_phalanx")]).args(words).current_dir(folder);
+    shell.output().unwrap()
+}
+
+/// The next call must not find half a key, or a key without its certificate.
 #[test]
 fn what_cannot_be_written_leaves_nothing() {
     let folder = tempfile::tempdir().unwrap();
-    for words in [["certgen", "tls", "node0"], ["keygen", "key", ""]] {
-        let mut shell = Command::new("sh");
-        shell.args(["-c", "ulimit -f 0; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_phalanx")]);
-        shell.args(words.iter().filter(|word| !word.is_empty())).current_dir(folder.path());
-        let output = shell.output().unwrap();
+    // A key is shorter than a block, and a certificate is longer.
+    for (blocks, words, named) in [
+        (0, &["certgen", "tls", "node0"][..], "tls/ca.key"),
+        (1, &["certgen", "tls", "node0"], "tls/ca.pem"),
+        (0, &["keygen", "key"], "key"),
+    ] {
+        let output = with_room(blocks, words, folder.path());
         let err = text(&output.stderr);
         assert!(output.status.code() == Some(1) && err.contains("File too large"), "{err}");
+        assert!(err.contains(named), "{err}");
     }
-    assert!(!folder.path().join("tls/ca.key").exists() && !folder.path().join("key").exists());
+    assert!(!folder.path().join("key").exists());
+    let folder = folder.path().join("tls");
+    assert_eq!(fs::read_dir(&folder).unwrap().count(), 0);
+    // Of a CA that is there, nothing is removed.
+    assert!(certgen(&["node0"], &folder).status.success());
+    let output = with_room(1, &["certgen", "tls", "node1"], folder.parent().unwrap());
+    let err = text(&output.stderr);
+    assert!(output.status.code() == Some(1) && err.contains("tls/node1.pem"), "{err}");
+    assert_eq!(fs::read_dir(&folder).unwrap().count(), 4);
+    assert!(certgen(&["node1"], &folder).status.success());
+}
+
+#[test]
+fn a_host_with_the_name_of_the_ca_s_files_is_refused_by_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = certgen(&["node0", "ca"], folder.path());
+    let err = text(&output.stderr);
+    assert!(output.status.code() == Some(1) && err.contains("ca is the name of the CA's own files"), "{err}");
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
 }
 
 #[test]
