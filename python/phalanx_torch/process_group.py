@@ -1219,8 +1219,9 @@ def _root(what: str, options: Any) -> int:
 
 
 def _warn_of_graph(what: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Warns of a call that writes into a tensor that autograd follows, and of which PyTorch's dispatcher does not warn."""
-    if any(getattr(tensor, "requires_grad", False) for tensor in tensors) and torch.is_grad_enabled():
+    """Warns of a call that writes into a result of earlier operations that autograd follows, and of which PyTorch's dispatcher does not warn. A leaf has
+    no gradients but its own: pipelines receive into such ones."""
+    if any(getattr(tensor, "requires_grad", False) and not tensor.is_leaf for tensor in tensors) and torch.is_grad_enabled():
         warnings.warn(
             f"phalanx: {what} writes into a tensor that requires gradients, and autograd does not see that: gradients through it would be those of what "
             "it was before. Give a tensor without gradients, such as detach() of it, or call it under torch.no_grad()",
