@@ -1120,7 +1120,8 @@ class ProcessGroup(dist.ProcessGroup):
     def _message(self, tensors: Any, written: bool, start: Callable[[torch.Tensor], _native.Work]) -> Work:
         tensor, staged = self._one("send and recv", tensors), _Staged()
         if written:
-            _warn_of_graph("recv", tensors)
+            # Pipelines receive into leaves, whose gradients they send back.
+            _warn_of_graph("recv", [tensor for tensor in tensors if not getattr(tensor, "is_leaf", True)])
         self._sequence += 1
         work = Work(start(staged.lend(tensor, written)), tensors, staged.finish(), self._sequence, "message")
         if self._coalesced is not None:
@@ -1219,9 +1220,8 @@ def _root(what: str, options: Any) -> int:
 
 
 def _warn_of_graph(what: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Warns of a call that writes into a result of earlier operations that autograd follows, and of which PyTorch's dispatcher does not warn. A leaf has
-    no gradients but its own: pipelines receive into such ones."""
-    if any(getattr(tensor, "requires_grad", False) and not tensor.is_leaf for tensor in tensors) and torch.is_grad_enabled():
+    """Warns of a call that writes into a tensor that autograd follows, and of which PyTorch's dispatcher does not warn."""
+    if any(getattr(tensor, "requires_grad", False) for tensor in tensors) and torch.is_grad_enabled():
         warnings.warn(
             f"phalanx: {what} writes into a tensor that requires gradients, and autograd does not see that: gradients through it would be those of what "
             "it was before. Give a tensor without gradients, such as detach() of it, or call it under torch.no_grad()",
