@@ -33,6 +33,8 @@ _enter: Any = _autograd._record_function_with_args_enter
 _exit: Any = _autograd._record_function_with_args_exit
 _exit_with: Any = torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction
 _types: Any = vars(c10d)["OpType"]
+_mode: Any = vars(torch._C)["_get_dispatch_mode"]
+_keys: Any = vars(torch._C)["_TorchDispatchModeKey"]
 
 
 class _Place(threading.local):
@@ -220,6 +222,12 @@ def bytes_of(data: bytes = b"") -> torch.Tensor:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
+def _takes_bytes() -> bool:
+    """Whether the dispatch modes of this thread let a call with :func:`bytes_of` be made. ``FakeTensorMode`` takes no tensor with memory, and ``make_fx``
+    would write it into its graph; the objects are exchanged all the same."""
+    return _mode(_keys.FAKE) is None and _mode(_keys.PROXY) is None
+
+
 def waiting(options: _T, root: int | None = None) -> _T:
     """The options of a call that waits, with its root."""
     given: Any = options
@@ -246,7 +254,7 @@ def call_objects(group: "ProcessGroup", title: str, seen: Objects, run: Callable
                 tensor.set_(filled)
         return works.ended(list(seen.came), group._sequence)
 
-    if _place.depth == _CALLED and group._watched_backend() is not None:
+    if _place.depth == _CALLED and group._watched_backend() is not None and _takes_bytes():
         _dispatched(group, kind, seen.arguments, exchange)
     else:
         _recorded(group, kind, seen.arguments, exchange)

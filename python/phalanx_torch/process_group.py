@@ -1120,7 +1120,8 @@ class ProcessGroup(dist.ProcessGroup):
     def _message(self, tensors: Any, written: bool, start: Callable[[torch.Tensor], _native.Work]) -> Work:
         tensor, staged = self._one("send and recv", tensors), _Staged()
         if written:
-            _warn_of_graph("recv", tensors)
+            # Pipelines receive into leaves, whose gradients they send back.
+            _warn_of_graph("recv", [tensor for tensor in tensors if not getattr(tensor, "is_leaf", True)])
         self._sequence += 1
         work = Work(start(staged.lend(tensor, written)), tensors, staged.finish(), self._sequence, "message")
         if self._coalesced is not None:

@@ -143,7 +143,11 @@ def warned_of_by_us(rank):
         assert not is_written or said[0].startswith(f"phalanx: {name} writes into a tensor that requires gradients"), said
         assert said_of(call, torch.ones(2)) == []
         with torch.no_grad():
-            assert said_of(call, torch.ones(2, requires_grad=True).detach()) == []
+            assert said_of(call, followed()) == []
+    # Pipelines receive into leaves, and send their gradients back.
+    leaf = torch.zeros(2, requires_grad=True)
+    assert said_of(lambda tensor: (dist.isend(torch.full((2,), 3.0), other), dist.recv(tensor, other))[0].wait(), leaf) == []
+    assert leaf.tolist() == [3.0, 3.0] and leaf.grad.tolist() == [1.0, 1.0]
     # Of what is only sent there is nothing to say.
     assert said_of(lambda tensor: dist.all_gather([torch.zeros(2), torch.zeros(2)], tensor), followed()) == []
 

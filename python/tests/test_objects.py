@@ -531,6 +531,25 @@ def test_a_mode_that_makes_no_call_is_an_error(ranks):
     ranks(1, kept_from_the_group)
 
 
+def without_tensors(rank):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with FakeTensorMode():
+        every_call(rank)
+
+    def traced(tensor):
+        every_call(rank)
+        return tensor + 1
+
+    graph = make_fx(traced)(torch.ones(2)).graph
+    assert not [node for node in graph.nodes if "c10d" in str(node.target)], graph
+
+
+def test_objects_are_exchanged_where_tensors_are_only_traced(ranks):
+    ranks(2, without_tensors)
+
+
 @needs_dispatcher
 def test_the_check_for_nan_lets_objects_pass(ranks, monkeypatch):
     monkeypatch.setenv("TORCH_DIST_NAN_CHECK", "1")
