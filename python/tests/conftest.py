@@ -128,7 +128,7 @@ def environment(rank, world, port):
 
 
 # Lines of the package that call its native part.
-_CALL = re.compile(r"_native\b|run\(how\)|call\.wait\(\)")
+_CALL = re.compile(r"_native\b|run\(how\)|call\(\*arguments\)|call\.wait\(\)")
 
 
 def _native_call(thread):
