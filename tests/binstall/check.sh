@@ -47,17 +47,17 @@ END
 python3 server.py 2> server.log &
 server=$!
 for _ in {1..100}; do [ -e port ] || sleep 0.1; done
-address=https://localhost:$(cat port)/owner/phalanx
+address=https://localhost:$(cat port)/owner/name
 
 git -C "$OLDPWD" ls-files -z --cached --others --exclude-standard | tar -C "$OLDPWD" --null -T - -c | tar -x --one-top-level=copy
-(cd copy && git init -q && git add -A && .ci/address https://localhost/owner/phalanx > address.log && sed -i "s,https://localhost/owner/phalanx,$address," Cargo.toml)
+(cd copy && git init -q && git add -A && .ci/address https://localhost/owner/name > address.log && sed -i "s,https://localhost/owner/name,$address," Cargo.toml)
 of=$(sed -n '/^\[workspace.package\]/,/^\[/s/^version = "\(.*\)"$/\1/p' copy/Cargo.toml)
-mkdir -p "owner/phalanx/releases/download"
-ln -s "$(dirname "$folder")/archives" "owner/phalanx/releases/download/v$of"
+mkdir -p "owner/name/releases/download"
+ln -s "$(dirname "$folder")/archives" "owner/name/releases/download/v$of"
 for package in phalanx-cli phalanx-bench; do
     BINSTALL_HTTPS_ROOT_CERTS=$work/ca.pem timeout 120 "$tool" binstall --no-confirm --manifest-path "copy/crates/$package" --root "$work/root" \
         --strategies crate-meta-data --disable-telemetry --no-discover-github-token "$package"
-    grep -q "GET /owner/phalanx/releases/download/v$of/$package-$of-.*tar.gz HTTP/1.1\" 200" server.log
+    grep -q "GET /owner/name/releases/download/v$of/$package-$of-.*tar.gz HTTP/1.1\" 200" server.log
 done
 root/bin/phalanx --version
 # It finds the other command beside it.
