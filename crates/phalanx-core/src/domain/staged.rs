@@ -14,7 +14,7 @@ use std::ops::Range;
 
 use phalanx_sys::control_block::{Division, SharedOperation, TakeBack, WINDOW, block_start, share, with_all};
 
-use phalanx_sys::copy::{take, take_lines};
+use phalanx_sys::copy::{copy_part, take_lines, take_part};
 use phalanx_sys::processors::rereads_slowly;
 
 use super::routes::Routes;
@@ -127,7 +127,10 @@ pub(super) fn collect(
     share: impl Fn(usize) -> Range<usize>,
 ) -> Result<()> {
     let layout = for_all(job, &share);
-    layout.copy(operation, job.me, &share, |memory, range, piece| piece.copy_to(&mut memory[range]))
+    layout.copy(operation, job.me, &share, |memory, range, piece| {
+        let whole = memory.len();
+        piece.copy_to(&mut memory[range], whole);
+    })
 }
 
 /// This rank's share in one block for all others.
@@ -169,8 +172,8 @@ pub(super) fn copy(
     output[routes.output_range(job.me)].copy_from_slice(&input[routes.given(job.me)]);
     let layout =
         WindowLayout::of_blocks((job.ranks, routes.blocks()), routes.longest(), |to| routes.given(to));
-    let destination = |from| routes.output_range(from);
-    layout.copy(operation, job.me, destination, |_, range, piece| piece.copy_to(&mut output[range]))
+    let (destination, whole) = (|from| routes.output_range(from), output.len());
+    layout.copy(operation, job.me, destination, |_, range, piece| piece.copy_to(&mut output[range], whole))
 }
 
 /// Each rank combines its share of all ranks' memory, in the windows. Ranks that need the results read them there.
@@ -350,10 +353,11 @@ enum Piece<'a> {
 }
 
 impl Piece<'_> {
-    fn copy_to(self, place: &mut [u8]) {
+    /// Copies it to its place in memory of `whole` bytes, into which all pieces go.
+    fn copy_to(self, place: &mut [u8], whole: usize) {
         match self {
-            Self::Own(piece) => take(piece, place),
-            Self::Shared(piece) => place.copy_from_slice(piece),
+            Self::Own(piece) => take_part(piece, place, whole),
+            Self::Shared(piece) => copy_part(piece, place, whole),
         }
     }
 }
