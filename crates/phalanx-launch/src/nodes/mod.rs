@@ -8,6 +8,7 @@ mod agent_node;
 mod fuzz;
 mod multi_node;
 mod rendezvous_handler;
+mod rendezvous_store;
 mod single_node;
 mod who_serves;
 

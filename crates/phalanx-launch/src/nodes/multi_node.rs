@@ -20,7 +20,8 @@ use rustix::process::Signal as Raw;
 use super::membership::{
     Cause, Departure, Entry, JobEnd, MembershipState, Node, NodeId, Settings, WorkerFailure,
 };
-use super::rendezvous_handler::{Reached, RendezvousHandler, serve_round};
+use super::rendezvous_handler::{Reached, RendezvousHandler};
+use super::rendezvous_store::serve_round;
 use super::{AfterAttempt, AttemptEnd, Gathered, Nodes};
 use crate::attempts::Control;
 use crate::cluster::{Cluster, RendezvousBackend};
