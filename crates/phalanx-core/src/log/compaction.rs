@@ -19,8 +19,8 @@
 //!   removed once more, 64 entries later.
 //! * The keys of heartbeats of those that have left, if nobody uses them again (`heartbeats_of`). Whoever is named by an entry
 //!   that is removed, and is not in the state that has taken its place, had left before that state, which is as old as a silence: those who
-//!   are still counted have read that, and watch that process no more. One that has not read it waits for the key, which is not there, until it has read on
-//!   (`beat`). A process that comes back has another number. These keys are removed before the entries: a caretaker that takes over
+//!   are still counted have read that, and watch that process no more. One that has not read it finds no key, and takes that for a counter that does
+//!   not move (`beat`). A process that comes back has another number. These keys are removed before the entries: a caretaker that takes over
 //!   finds what is left to remove in the entries that are left.
 //!
 //! A store takes values of a limited size: etcd, unless it is told otherwise, requests of 1.5 MiB, which the state of some 10,000 nodes exceeds. So a

@@ -1,7 +1,6 @@
 //! The threads of a process that takes part in a log.
 
 use std::cmp::Ordering;
-use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
@@ -21,6 +20,9 @@ pub(super) const STANDSTILL_LIMIT: Duration = Duration::from_secs(1);
 
 /// How long the look may take that says why a heartbeat could not be counted.
 const EXPLANATION_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// What no heartbeat is.
+const NO_BEAT: &[u8] = b"?";
 
 /// When a process sends its heartbeats, and how long others may be silent.
 #[derive(Clone, Copy, Debug)]
@@ -310,21 +312,11 @@ fn beat<M: Machine>(
         return Ok(());
     }
     let (others, keys): (Vec<M::Id>, Vec<String>) = watched.into_iter().unzip();
-    let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
-    // They exist: a process sends a heartbeat before it joins, and its key is removed long after it has left. If this process has not read
-    // that yet, it waits until it has, and looks again after the next heartbeat.
-    let mut is_over = false;
-    let mut go_on = || {
-        let view = replica.view();
-        let watched: BTreeSet<M::Id> = view.state.watched_by(id).into_iter().collect();
-        let is_there = |other: &M::Id| watched.contains(other) || view.state.is_present(*other);
-        is_over = view.is_closing() || !others.iter().all(is_there);
-        if is_over { Err(Error::aborted("one of those that are watched has left")) } else { Ok(()) }
-    };
-    let beats = match log.store.set_and_get(&[], &keys, deadline, &mut go_on) {
-        Err(_) if is_over => return Ok(()),
-        beats => beats?,
-    };
+    // A comparison with what no heartbeat is changes nothing, says what is there, and waits for nothing. A process sends a heartbeat before it
+    // joins. So a key that is not there has been removed: after its process has left, which this one will read soon, or by somebody else. It
+    // stands for a counter that does not move, until its process makes it anew with the next heartbeat. To wait for it would silence this one.
+    let asked: Vec<(&str, &[u8], &[u8])> = keys.iter().map(|key| (key.as_str(), NO_BEAT, NO_BEAT)).collect();
+    let beats = log.store.multi_compare_set(&asked, deadline)?;
     let beats = others.into_iter().zip(beats.iter().map(Vec::as_slice));
     for (other, absence) in liveness.observe(beats, Instant::now()) {
         log.append(&M::absent(other, id, absence), deadline)?;

@@ -890,7 +890,7 @@ fn a_thread_that_panics_loses_the_log() {
 }
 
 #[test]
-fn whoever_watches_one_whose_key_is_gone_goes_on_when_it_has_read_that_it_has_left() {
+fn whoever_watches_one_whose_key_is_gone_beats_on() {
     let store = memory();
     let (mut first, _) = participant::<Compacted>(&store, Mac::none());
     assert!(first.join(1, "beat/1".to_owned(), &Entry::Join(1), limit()).unwrap());
@@ -898,20 +898,42 @@ fn whoever_watches_one_whose_key_is_gone_goes_on_when_it_has_read_that_it_has_le
     wait_for(first.replica(), |view| view.state.present.contains(&2));
     let silence = Duration::from_secs(3600);
     first.watch(Heartbeats { silence, ..HEARTBEATS }, |_, _| Ok(())).unwrap();
-    let wait_for_beat = |least: u32| {
-        let limit = limit();
-        let beat = || String::from_utf8(store.get("beat/1", limit).unwrap()).unwrap().parse::<u32>().unwrap();
-        while beat() < least {
-            assert!(!limit.has_passed(), "it waits for a key that is gone");
-            thread::sleep(Duration::from_millis(1));
-        }
-    };
-    // It looks for the other's, which is not there.
-    wait_for_beat(2);
-    thread::sleep(2 * HEARTBEATS.interval);
-    first.append(&Entry::Gone(2), limit()).unwrap();
-    wait_for_beat(6);
-    assert!(first.replica().view().lost.is_none());
+    let limit = limit();
+    let beat = || String::from_utf8(store.get("beat/1", limit).unwrap()).unwrap().parse::<u32>().unwrap();
+    while beat() < 6 {
+        assert!(!limit.has_passed(), "it waits for a key that is gone");
+        thread::sleep(Duration::from_millis(1));
+    }
+    let view = first.replica().view();
+    assert!(view.lost.is_none() && view.state.present.contains(&2));
+}
+
+#[test]
+fn one_whose_key_is_gone_is_missed_as_one_that_is_silent_and_nobody_else() {
+    let store = memory();
+    let [(mut first, _), (mut second, _)] = [(); 2].map(|()| participant::<Compacted>(&store, Mac::none()));
+    for (member, id) in [(&first, 1), (&second, 2)] {
+        assert!(member.join(id, format!("beat/{id}"), &Entry::Join(id), limit()).unwrap());
+    }
+    // It has joined, and has no key.
+    first.append(&Entry::Join(3), limit()).unwrap();
+    // Long enough for a thread that waits for a processor.
+    let silence = Duration::from_secs(3);
+    for member in [&mut first, &mut second] {
+        wait_for(member.replica(), |view| view.state.present.contains(&3));
+        member.watch(Heartbeats { silence, ..HEARTBEATS }, |_, _| Ok(())).unwrap();
+    }
+    for member in [&first, &second] {
+        wait_for(member.replica(), |view| view.state.present == BTreeSet::from([1, 2]));
+        assert!(member.replica().view().lost.is_none());
+    }
+    // One whose key is removed while it is there makes it anew, and stays.
+    store.delete_key("beat/2", limit()).unwrap();
+    let limit = limit();
+    while !store.check(&["beat/2"], limit).unwrap() {
+        assert!(!limit.has_passed(), "it sends no heartbeat any more");
+        thread::sleep(Duration::from_millis(1));
+    }
 }
 
 #[test]
