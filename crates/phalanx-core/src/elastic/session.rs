@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 use crate::host;
 use crate::interfaces::is_every_hosts;
-use crate::log::{Heartbeats, Log, Mac, Participant, Replica};
+use crate::log::{Heartbeats, Log, Mac, Participant, Replica, awake};
 use crate::notice::{Reminders, warn};
 use crate::random;
 use crate::rank::{Generation, Rank};
@@ -230,7 +230,8 @@ impl Session {
     /// Asks to take part, under a new number.
     fn join(&mut self) -> Result<()> {
         loop {
-            let id = next_id(&*self.current.store, self.me.slot, Deadline::after(ANSWER_TIMEOUT))?;
+            let next = |deadline| next_id(&*self.current.store, self.me.slot, deadline);
+            let id = awake(Deadline::after(ANSWER_TIMEOUT), next)?;
             self.me.id = id;
             let join = Entry::Join { worker: self.me.clone(), settings: self.settings };
             let deadline = Deadline::after(ANSWER_TIMEOUT);

@@ -46,7 +46,7 @@ pub(crate) use self::compaction::STRIDE;
 use self::compaction::{BASE, NO_BASE, number};
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub use self::outside::read_all;
-pub use self::participant::{Heartbeats, Participant, stood_still};
+pub use self::participant::{Heartbeats, Participant, awake, stood_still};
 pub use self::replica::{Replica, View};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};

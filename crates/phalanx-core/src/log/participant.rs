@@ -43,7 +43,7 @@ pub struct Participant<M: Machine> {
 impl<M: Machine> Participant<M> {
     /// Takes the latest state in the log, and starts the threads that read on from there.
     pub fn start(log: Log<M>, replica: Arc<Replica<M>>, deadline: Deadline) -> Result<Self> {
-        let (state, next) = log.begin(deadline)?;
+        let (state, next) = awake(deadline, |deadline| log.begin(deadline))?;
         Self::start_from(log, replica, state, next)
     }
 
@@ -218,7 +218,7 @@ fn next_after<M: Machine>(replica: &Replica<M>, index: u64) -> Option<u64> {
 }
 
 /// Asks until `deadline`, and once more, for as long, if this process stood still meanwhile: then it knows nothing of the store.
-fn awake<T>(deadline: Deadline, ask: impl Fn(Deadline) -> Result<T>) -> Result<T> {
+pub fn awake<T>(deadline: Deadline, ask: impl Fn(Deadline) -> Result<T>) -> Result<T> {
     let timeout = deadline.remaining();
     match ask(deadline) {
         Err(error) if stood_still(&error, deadline) => ask(Deadline::after(timeout)),

@@ -1016,6 +1016,21 @@ fn whoever_stood_still_does_not_take_its_store_for_lost() {
 }
 
 #[test]
+fn whoever_stood_still_while_it_began_asks_again() {
+    let faulty = Arc::new(Faulty::default());
+    let store = Arc::clone(&faulty) as SharedStore;
+    faulty.set_fault(Some(Fault::Stopped { after: 0 }));
+    let (log, replica) = (log::<true>(&store), Arc::new(Replica::new(|_| ())));
+    let member = Participant::start(log, replica, Deadline::after(HEARTBEATS.silence)).unwrap();
+    assert!(faulty.fault.lock().is_none());
+    faulty.set_fault(Some(Fault::Stopped { after: 0 }));
+    member.announce("beat/1", Deadline::after(HEARTBEATS.silence)).unwrap();
+    assert!(faulty.fault.lock().is_none());
+    assert_eq!(store.add("beat/1", 0, limit()).unwrap(), 1);
+    member.close();
+}
+
+#[test]
 fn a_store_that_is_slow_for_a_while_is_not_lost_to_one_that_may_wait() {
     let faulty = Arc::new(Faulty::default());
     let store = Arc::clone(&faulty) as SharedStore;

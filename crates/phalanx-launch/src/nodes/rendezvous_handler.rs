@@ -23,7 +23,7 @@ use crate::cluster::Cluster;
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
 use crate::key::JobKey;
-use crate::log::{ENDED, Heartbeats, Log, Mac, Participant, Replica, View, stood_still};
+use crate::log::{ENDED, Heartbeats, Log, Mac, Participant, Replica, View, awake, stood_still};
 use crate::notice::while_waiting;
 use crate::poll::{drain, wake_pipe};
 use crate::store::{Access, AtEnd, PrefixStore, SharedStore, Store, TcpStore};
@@ -176,7 +176,7 @@ impl Thread {
         // way, and would be refused where the store has written that this launcher has ended.
         let mut at_ends = vec![self.announce(&participant, tcp.as_deref(), node.id)?];
         if opened.served_elsewhere
-            && let Err(error) = wait_for_host(replica, cluster, deadline)
+            && let Err(error) = awake(deadline, |deadline| wait_for_host(replica, cluster, deadline))
         {
             if replica.view().lost.is_none() {
                 // No entry names this launcher: nobody waits for its key, and nobody else would remove it.
@@ -220,7 +220,8 @@ impl Thread {
         let (key, silence) = (id.heartbeat_key(), self.cluster.silence());
         participant.announce(&key, Deadline::after(silence))?;
         let key = PrefixStore::key_in(&self.scope, &key);
-        tcp.map_or(Ok(None), |tcp| tcp.set_at_end(&key, ENDED, Deadline::after(silence)))
+        let Some(tcp) = tcp else { return Ok(None) };
+        awake(Deadline::after(silence), |deadline| tcp.set_at_end(&key, ENDED, deadline))
     }
 
     /// Joins as `node`, which has not joined before.
