@@ -308,6 +308,13 @@ impl Error {
         hint.into_iter().fold(error, Self::with_remedy).with_source(source)
     }
 
+    /// For a thread of this project that has panicked.
+    pub fn panicked(cause: impl Into<String>) -> Self {
+        Self::aborted(cause).with_remedy(
+            "standard error says where it panicked, which is a fault of Phalanx: please report it, and start the job again",
+        )
+    }
+
     /// Adds the rank that reports it, and its host.
     pub fn at(self, rank: Rank, host: impl Into<String>) -> Self {
         self.edit(|inner| inner.site = Some(Site { rank, host: host.into() }))

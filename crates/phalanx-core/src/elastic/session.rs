@@ -21,7 +21,7 @@ use crate::group::ProcessGroup;
 use crate::host;
 use crate::interfaces::is_every_hosts;
 use crate::log::{Heartbeats, Log, Mac, Participant, Replica, awake};
-use crate::notice::{Reminders, warn};
+use crate::notice::{Aside, Reminders, warn};
 use crate::random;
 use crate::rank::{Generation, Rank};
 use crate::rendezvous::{self, Rendezvous, interface_named};
@@ -332,10 +332,23 @@ pub(super) fn scope(run_id: &str) -> String {
 /// Reads the workers' log from now on.
 fn participate(store: &SharedStore, current: &Arc<CurrentRound>) -> Result<Participant<MembersState>> {
     let current = Arc::clone(current);
-    let replica = Replica::new(move |replica| current.end_if_broken(replica));
+    let told = Mutex::new(0);
+    let replica = Replica::new(move |replica| {
+        current.end_if_broken(replica);
+        tell(replica, &told);
+    });
     // The store of a job authenticates with the key already: its log needs no MACs.
     let log = Log::new(Arc::clone(store), Mac::none());
     Participant::start(log, Arc::new(replica), Deadline::after(ANSWER_TIMEOUT))
+}
+
+/// Warns of what a person should know, `told` times already.
+fn tell(replica: &Replica<MembersState>, told: &Mutex<usize>) {
+    let mut told = told.lock();
+    let new: Vec<String> = replica.view().warnings().skip(*told).map(str::to_owned).collect();
+    *told += new.len();
+    // The log's threads must not wait for whoever reads standard error.
+    new.into_iter().for_each(|warning| Aside::default().warn(warning));
 }
 
 /// The number of a worker that joins now in `slot`.

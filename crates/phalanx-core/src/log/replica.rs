@@ -1,11 +1,12 @@
 //! One process's copy of the state, which its threads share.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::Machine;
 use super::compaction::STRIDE;
+use super::standstill::{Standstill, since_boot};
 use crate::error::Error;
 
 /// The state as far as this process has read the log, and this process's part in it.
@@ -28,11 +29,22 @@ pub struct View<M: Machine> {
     pub(super) own: Option<Own<M::Id>>,
     /// Why this process was refused, under the number that it has now.
     pub refusal: Option<String>,
-    /// The first thing that a person should know, though the job goes on.
-    pub warning: Option<String>,
+    warnings: Vec<(Concern, String)>,
     /// Why the log cannot be used any more.
     pub lost: Option<Error>,
+    /// For how long this process, or its machine, stood still a short time ago.
+    pub stood_still: Option<Duration>,
+    standstill: Standstill,
     is_closing: bool,
+}
+
+/// What a warning is about. The first about each stays.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Concern {
+    /// An entry that nobody of this job has signed.
+    ForgedEntry,
+    /// What is not removed from the store.
+    OldEntries,
 }
 
 /// How this process takes part.
@@ -104,7 +116,7 @@ impl<M: Machine> Replica<M> {
         self.change(|view| {
             let (index, process) = (view.next, M::PROCESS);
             self.pass(view);
-            view.warning.get_or_insert_with(|| {
+            view.warn(Concern::ForgedEntry, || {
                 format!(
                     "entry {index} of the {process}s' log was ignored, because it is not signed with this job's key. \
                      Another {process} needs the same --job-key-file; or another program writes to the store"
@@ -129,15 +141,29 @@ impl<M: Machine> Replica<M> {
         self.change(|view| view.own.iter_mut().for_each(|own| own.joined_at = Some(index)));
     }
 
-    /// Something that a person should know. The first stays.
-    pub(super) fn warn(&self, warning: String) {
-        self.change(|view| {
-            view.warning.get_or_insert(warning);
-        });
+    /// Something that a person should know.
+    pub(super) fn warn(&self, concern: Concern, warning: String) {
+        self.change(|view| view.warn(concern, || warning));
+    }
+
+    /// The thread that sends the heartbeats is awake, and will be again within `limit`.
+    pub(super) fn awake(&self, limit: Duration) {
+        let (mut view, now) = (self.view.lock(), since_boot());
+        view.standstill.awake(now, limit);
+        view.stood_still = view.standstill.look(now);
+    }
+
+    /// For how long this process stood still a short time ago.
+    pub(super) fn stood_still(&self) -> Option<Duration> {
+        self.view.lock().look_at_clock()
     }
 
     fn change(&self, how: impl FnOnce(&mut View<M>)) {
-        how(&mut self.view.lock());
+        {
+            let mut view = self.view.lock();
+            how(&mut view);
+            view.look_at_clock();
+        }
         self.changed.notify_all();
         (self.on_change)(self);
     }
@@ -146,8 +172,9 @@ impl<M: Machine> Replica<M> {
 impl<M: Machine> Default for View<M> {
     fn default() -> Self {
         let (state, next, own) = (M::default(), 0, None);
-        let (refusal, warning, lost, is_closing) = (None, None, None, false);
-        Self { state, next, own, refusal, warning, lost, is_closing }
+        let (refusal, warnings, lost, is_closing) = (None, Vec::new(), None, false);
+        let (stood_still, standstill) = (None, Standstill::default());
+        Self { state, next, own, refusal, warnings, lost, stood_still, standstill, is_closing }
     }
 }
 
@@ -165,5 +192,21 @@ impl<M: Machine> View<M> {
 
     pub fn is_closing(&self) -> bool {
         self.is_closing
+    }
+
+    /// What a person should know, though the job goes on: of each kind the first, in their order.
+    pub fn warnings(&self) -> impl Iterator<Item = &str> {
+        self.warnings.iter().map(|(_, warning)| warning.as_str())
+    }
+
+    fn warn(&mut self, concern: Concern, warning: impl FnOnce() -> String) {
+        if self.warnings.iter().all(|(known, _)| *known != concern) {
+            self.warnings.push((concern, warning()));
+        }
+    }
+
+    fn look_at_clock(&mut self) -> Option<Duration> {
+        self.stood_still = self.standstill.look(since_boot());
+        self.stood_still
     }
 }

@@ -115,6 +115,8 @@ enum Fault {
         was_asked: bool,
     },
     Broken,
+    /// Nothing is removed.
+    Keeps,
     /// Whoever writes next, after so many writes that are answered, stands still until its time has been up for long.
     Stopped {
         after: u32,
@@ -141,6 +143,11 @@ impl Faulty {
         }
     }
 
+    fn remove(&self, deadline: Deadline) -> Result<&MemoryStore> {
+        let keeps = *self.fault.lock() == Some(Fault::Keeps);
+        if keeps { Err(Error::protocol("the store keeps everything")) } else { self.write(deadline) }
+    }
+
     fn write(&self, deadline: Deadline) -> Result<&MemoryStore> {
         let mut fault = self.fault.lock();
         if fault.take_if(|fault| *fault == Fault::Stopped { after: 0 }).is_some() {
@@ -163,7 +170,7 @@ impl Faulty {
     }
 }
 
-/// Passes each call on to the store, if reading or writing is possible.
+/// Passes each call on to the store, if reading, writing or removing is possible.
 macro_rules! pass_on {
     ($($access:ident $call:ident($($name:ident: $kind:ty),*) -> $result:ty;)*) => {
         impl Store for Faulty {
@@ -182,7 +189,7 @@ pass_on! {
     read check(keys: &[&str]) -> bool;
     write add(key: &str, amount: i64) -> i64;
     write compare_set(key: &str, expected: &[u8], desired: &[u8]) -> Vec<u8>;
-    write delete_key(key: &str) -> bool;
+    remove delete_key(key: &str) -> bool;
     read num_keys() -> usize;
     write append(key: &str, value: &[u8]) -> ();
     read multi_get(keys: &[&str]) -> Vec<Vec<u8>>;
@@ -604,7 +611,7 @@ fn a_compaction_that_fails_is_tried_again_or_told() {
     // No answer in time: the same state is written later.
     faulty.set_fault(Some(Fault::Silent { was_asked: false }));
     assert!(clean(Deadline::now()).unwrap_err().is_timeout());
-    assert_eq!(reader.replica.view().warning, None);
+    assert_eq!(reader.replica.view().warnings().next(), None);
     faulty.set_fault(None);
     clean(limit()).unwrap();
     assert_eq!(log.base(limit()).unwrap(), STRIDE);
@@ -613,8 +620,74 @@ fn a_compaction_that_fails_is_tried_again_or_told() {
     reader.read_up_to(2 * STRIDE);
     faulty.set_fault(Some(Fault::Broken));
     assert!(!clean(limit()).unwrap_err().is_timeout());
-    let warning = reader.replica.view().warning.clone().unwrap();
+    let warning = reader.replica.view().warnings().next().unwrap().to_owned();
     assert!(warning.contains("old entries of the testers' log stay in the store"), "{warning}");
+}
+
+/// A caretaker, and one entry more than a state needs, at a store that can fail.
+fn caretaker(faulty: &Arc<Faulty>) -> (Caretaker<Compacted>, Reader) {
+    let store: SharedStore = faulty.clone();
+    let log = log::<true>(&store);
+    log.append(&Entry::Join(1), limit()).unwrap();
+    let reader = Reader::new(&store);
+    reader.replica.set_own(1, "beat/1".to_owned());
+    (1..=STRIDE).for_each(|word| log.append(&Entry::Word(word as u32), limit()).unwrap());
+    reader.read_up_to(STRIDE + 1);
+    (Caretaker::new(Duration::ZERO), reader)
+}
+
+#[test]
+fn entries_that_the_store_keeps_are_told_once_and_tried_again() {
+    let faulty = Arc::new(Faulty::default());
+    let (mut caretaker, reader) = caretaker(&faulty);
+    let tidied = AtomicUsize::new(0);
+    let tidy = |_: &Compacted, _: Deadline| -> Result<()> {
+        tidied.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    };
+    let mut clean = || caretaker.clean(&reader.log, &reader.replica, limit(), &tidy);
+    faulty.set_fault(Some(Fault::Keeps));
+    for _ in 0..2 {
+        assert!(!clean().unwrap_err().is_timeout());
+    }
+    // It is not in the way of what else is to be removed.
+    assert_eq!(tidied.load(Ordering::Relaxed), 2);
+    let warnings: Vec<String> = reader.replica.view().warnings().map(str::to_owned).collect();
+    assert_eq!(warnings.len(), 1, "{warnings:?}");
+    for part in ["old entries of the testers' log", "which ends the job", "the store keeps everything"] {
+        assert!(warnings[0].contains(part), "{warnings:?}");
+    }
+    assert!(faulty.check(&["log/1"], limit()).unwrap());
+    faulty.set_fault(None);
+    clean().unwrap();
+    assert!(!faulty.check(&["log/1"], limit()).unwrap());
+}
+
+#[test]
+fn a_store_that_is_never_in_time_for_the_caretaker_is_told() {
+    let faulty = Arc::new(Faulty::default());
+    let (mut caretaker, reader) = caretaker(&faulty);
+    faulty.set_fault(Some(Fault::Silent { was_asked: false }));
+    for told in [0, 1, 1] {
+        let cleaned = caretaker.clean(&reader.log, &reader.replica, Deadline::now(), &|_, _| Ok(()));
+        assert!(cleaned.unwrap_err().is_timeout());
+        // One that may hold a state for no time has no patience.
+        assert_eq!(reader.replica.view().warnings().count(), told);
+    }
+}
+
+#[test]
+fn a_log_that_is_lost_after_a_standstill_says_how_long_it_was() {
+    let replica = Replica::<Whole>::new(|_| ());
+    replica.lose(Error::aborted("without heartbeats nothing is known"));
+    assert_eq!(replica.view().stood_still, None);
+    let replica = Replica::<Whole>::new(|_| ());
+    // It is to be awake again at once, and is not.
+    replica.awake(Duration::ZERO);
+    thread::sleep(Duration::from_millis(2));
+    replica.lose(Error::aborted("the connection was closed"));
+    let stood_still = replica.view().stood_still;
+    assert!(stood_still.is_some_and(|time| time >= Duration::from_millis(2)), "{stood_still:?}");
 }
 
 #[test]
@@ -776,7 +849,7 @@ fn an_entry_that_nobody_of_the_job_has_signed_is_passed_over() {
     let (member, _) = participant::<Whole>(&store, mac(1));
     wait_for(member.replica(), |view| view.next == 4);
     assert_eq!(member.replica().view().state.words, [4]);
-    let warning = member.replica().view().warning.clone().unwrap();
+    let warning = member.replica().view().warnings().next().unwrap().to_owned();
     assert!(warning.contains("entry 0 of the testers' log was ignored"), "{warning}");
     // A process without a key is told which one is missing.
     let (keyless, threads) = participant::<Whole>(&store, Mac::none());
@@ -872,6 +945,7 @@ fn a_thread_that_panics_loses_the_log() {
         }
         let error = view.lost.clone().unwrap();
         assert!(error.is_aborted() && error.to_string().contains("panicked"), "{error}");
+        assert!(error.remedy().unwrap().contains("standard error"), "{error}");
     }
     let replica = Arc::new(Replica::<Whole>::new(|replica| {
         let view = replica.view();

@@ -54,6 +54,11 @@ pub(super) trait Nodes {
         None
     }
 
+    /// What a person should know next, though the job goes on.
+    fn next_warning(&mut self) -> Option<String> {
+        None
+    }
+
     /// The workers of this node cannot be started or watched.
     fn give_up(&mut self, error: &Error);
 

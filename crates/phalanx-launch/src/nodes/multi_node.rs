@@ -31,7 +31,7 @@ use crate::event::Event;
 use crate::exit::{Failure, NodeFailure, Outcome, Signal};
 use crate::host;
 use crate::job::Job;
-use crate::log::View;
+use crate::log::{AFTER_STANDSTILL, View};
 use crate::placement::Placement;
 use crate::poll::poll_readable;
 use crate::random;
@@ -64,7 +64,8 @@ pub(crate) struct MultiNode<'a> {
     store: Option<(u64, TcpStoreServer)>,
     /// Why the log is lost, for the user.
     lost: Option<Error>,
-    warned: bool,
+    /// How many warnings were shown.
+    warned: usize,
     /// The number of waiting nodes that was shown last.
     shown: Option<usize>,
     /// The entry with which this node has joined, until it takes the place of an earlier launcher.
@@ -108,7 +109,7 @@ impl<'a> MultiNode<'a> {
             round: None,
             store: None,
             lost: None,
-            warned: false,
+            warned: 0,
             shown: None,
             join: Some((again, settings)),
             refused_until: None,
@@ -124,9 +125,8 @@ impl<'a> MultiNode<'a> {
     }
 
     fn warn(&mut self, control: &mut Control<'_>) {
-        if let Some(text) = self.view.warning.as_ref().filter(|_| !self.warned) {
-            control.tell(Event::Warning { text });
-            self.warned = true;
+        while let Some(text) = self.next_warning() {
+            control.tell(Event::Warning { text: &text });
         }
     }
 
@@ -135,11 +135,31 @@ impl<'a> MultiNode<'a> {
         if error.is_local_shortage() || error.is_aborted() || error.is_peer_left() {
             return error;
         }
+        // What the log says, or what the store refuses, is the cause. The store is there.
+        if matches!(error.kind(), Kind::Protocol | Kind::InvalidArgument | Kind::Mismatch | Kind::OutOfMemory)
+        {
+            return error.with_remedy_if_none(
+                "does another program write to the launchers' store, or another job with the same --rdzv-id?",
+            );
+        }
+        // The others have given it up, and closed its connections, meanwhile.
+        if let Some(time) = self.view.stood_still {
+            let cause = format!(
+                "this launcher stood still for {:.0} s, and has lost the launchers' store since: {}",
+                time.as_secs_f64(),
+                error.full_cause()
+            );
+            return Error::new(Kind::PeerLeft, cause)
+                .in_operation("rendezvous of the launchers", None)
+                .with_remedy(AFTER_STANDSTILL);
+        }
         let server = self.view.state.present().find(|node| node.serves_store && node.id != self.me);
         let is_served = matches!(self.cluster.backend, RendezvousBackend::Store { .. });
         match server {
             Some(node) => {
-                let what = if error.is_timeout() { "does not answer" } else { "is gone" };
+                // A call that may not end with a time-out ends with an error of the environment.
+                let is_silent = error.is_timeout() || error.is_environment();
+                let what = if is_silent { "does not answer" } else { "is gone" };
                 let cause =
                     format!("node 0 ({}) {what}, and with it the launchers' store: {}", node.host, error.cause());
                 Error::new(Kind::PeerFailed, cause).with_remedy("its own launcher's output says why")
@@ -150,8 +170,6 @@ impl<'a> MultiNode<'a> {
                 error.with_remedy("is the launchers' store up, and does this host reach it?")
             }
             // It has ended before it joined, or has sent no heartbeat.
-            // Another store answers there, or none, and the error says what to do.
-            _ if error.kind() == Kind::Protocol => error,
             None if self.served_at().is_none() => error.with_remedy(
                 "is the launcher that serves the store gone? Its own output says why; then start all nodes again",
             ),
@@ -228,6 +246,14 @@ impl<'a> MultiNode<'a> {
         }
         if self.is_given_up() && self.view.state.job_end().is_none() {
             let silence = self.cluster.silence().as_secs_f64();
+            if let Some(time) = self.view.stood_still {
+                let cause = format!(
+                    "this launcher stood still for {:.0} s; the other nodes got no heartbeat from this node for {silence} s, and go on \
+                     without it",
+                    time.as_secs_f64()
+                );
+                return Err(Error::new(Kind::PeerLeft, cause).with_remedy(AFTER_STANDSTILL));
+            }
             let cause = format!(
                 "the other nodes got no heartbeat from this node for {silence} s, and go on without it"
             );
@@ -470,6 +496,12 @@ impl Nodes for MultiNode<'_> {
     // An elastic job runs on one node.
     fn worker_lost(&mut self, _slot: u32, _process: u32) {}
 
+    fn next_warning(&mut self) -> Option<String> {
+        let text = self.view.warnings().nth(self.warned)?.to_owned();
+        self.warned += 1;
+        Some(text)
+    }
+
     fn give_up(&mut self, error: &Error) {
         self.leave(Departure::GaveUp(error.to_string()));
     }
@@ -646,6 +678,20 @@ mod tests {
         assert!(error.is_peer_left() && !error.to_string().contains("node 0"), "{error}");
         let error = node.store_is_lost(Error::timeout("no answer"));
         assert!(error.to_string().contains("node 0 (elsewhere) does not answer"), "{error}");
+        // What is wrong with the log, or with a call, is what it is.
+        for error in [Error::protocol("an entry cannot be decoded"), Error::invalid_argument("no number")] {
+            let told = node.store_is_lost(error.clone());
+            assert_eq!((told.kind(), told.cause()), (error.kind(), error.cause()));
+            assert!(told.remedy().is_some() && !told.to_string().contains("node 0"), "{told}");
+        }
+        let closed = Error::new(Kind::Io, "the store has closed the connection");
+        let error = node.store_is_lost(closed.clone());
+        assert!(error.to_string().contains("node 0 (elsewhere) is gone"), "{error}");
+        // Whose machine has slept has lost its connections, and node 0 is there.
+        node.view.stood_still = Some(Duration::from_secs(1200));
+        let error = node.store_is_lost(closed);
+        assert!(error.is_peer_left() && error.to_string().contains("stood still for 1200 s"), "{error}");
+        assert!(!error.to_string().contains("node 0") && error.remedy().is_some(), "{error}");
     }
 
     /// It has its place, and is given up, before it looks at what the log says: as if it had been stopped in that moment.

@@ -80,7 +80,7 @@ impl RendezvousHandler {
                 catch_unwind(AssertUnwindSafe(|| thread.run(&mut server, &shared_reached, first, &inbox)));
             // The supervisor would wait for it without an end.
             let ran = ran.unwrap_or_else(|_| {
-                Err(Error::aborted("the thread that speaks with the other launchers has panicked"))
+                Err(Error::panicked("the thread that speaks with the other launchers has panicked"))
             });
             if let Err(error) = ran {
                 thread.replica.lose(error);

@@ -122,6 +122,7 @@ fn a_panic_of_the_thread_is_told() {
         std::thread::sleep(Duration::from_millis(1));
     };
     assert!(error.is_aborted() && error.to_string().contains("panicked"), "{error}");
+    assert!(error.remedy().is_some(), "{error}");
 }
 
 #[test]
