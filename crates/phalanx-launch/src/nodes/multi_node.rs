@@ -136,11 +136,11 @@ impl<'a> MultiNode<'a> {
             return error;
         }
         // What the log says, or what the store refuses, is the cause. The store is there.
-        if matches!(error.kind(), Kind::Protocol | Kind::InvalidArgument | Kind::Mismatch | Kind::OutOfMemory)
-        {
-            return error.with_remedy_if_none(
-                "does another program write to the launchers' store, or another job with the same --rdzv-id?",
-            );
+        let kinds = [Kind::Protocol, Kind::InvalidArgument, Kind::Mismatch, Kind::OutOfMemory];
+        if kinds.contains(&error.kind()) {
+            let advice =
+                "does another program write to the launchers' store, or another job with the same --rdzv-id?";
+            return if self.reached.is_some() { error.with_remedy_if_none(advice) } else { error };
         }
         // The others have given it up, and closed its connections, meanwhile.
         if let Some(time) = self.view.stood_still {
