@@ -506,6 +506,12 @@ mod tests {
     }
 
     #[test]
+    fn a_panic_of_a_thread_says_where_more_is_said() {
+        let error = Error::panicked("a thread has panicked");
+        assert!(error.is_aborted() && error.remedy().unwrap().contains("standard error"), "{error}");
+    }
+
+    #[test]
     fn a_message_names_rank_host_operation_sequence_cause_and_remedy() {
         let error = Error::timeout("rank 1 did not answer within 2 s")
             .with_peer(Rank::new(1))

@@ -83,7 +83,7 @@ pub(crate) fn connect_among(
         let connected = connect_mesh(config, None, members.as_ref(), options, &starting, deadline)?;
         let shared = match sharing {
             Some(Ok(sharing)) => {
-                sharing.join().unwrap_or_else(|_| Err(Error::aborted("a thread that shares memory panicked")))
+                sharing.join().unwrap_or_else(|_| Err(Error::panicked("a thread that shares memory panicked")))
             }
             None | Some(Err(_)) => share(),
         };
