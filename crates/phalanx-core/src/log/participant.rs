@@ -382,12 +382,15 @@ impl<M: Machine> Caretaker<M> {
             *self = Self::new(self.hold);
             return Ok(());
         };
-        let compacted = self.compact(log, replica, deadline);
+        let is_paused = self.retry_at.is_some_and(|at| Instant::now() < at);
+        let compacted = if is_paused { Ok(()) } else { self.compact(log, replica, deadline) };
         let is_late = compacted.as_ref().is_err_and(Error::is_timeout);
         // What the store keeps is not in the way of the rest, unless no time is left for that.
         let tidied = if is_late { Ok(()) } else { tidy(&state, deadline) };
         let cleaned = compacted.and(tidied);
         match &cleaned {
+            // A pause between two failures is no progress.
+            Ok(()) if is_paused => {}
             Ok(()) => self.stuck_since = None,
             Err(error) => self.note(replica, error),
         }
@@ -395,9 +398,6 @@ impl<M: Machine> Caretaker<M> {
     }
 
     fn compact(&mut self, log: &Log<M>, replica: &Replica<M>, deadline: Deadline) -> Result<()> {
-        if self.retry_at.is_some_and(|at| Instant::now() < at) {
-            return Ok(());
-        }
         self.retry_at = None;
         if self.held.is_none() {
             let checkpoint = replica.take_checkpoint();

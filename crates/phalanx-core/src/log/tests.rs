@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::compaction::{IN_PARTS, Looks, PART, answer, state_key};
 use super::participant::{Caretaker, STANDSTILL_LIMIT};
 use super::*;
+use crate::error::Kind;
 use crate::store::{MemoryStore, Store};
 
 /// Longer than a newcomer needs to ask for the state.
@@ -115,8 +116,8 @@ enum Fault {
         was_asked: bool,
     },
     Broken,
-    /// Nothing is removed.
-    Keeps,
+    /// Nothing is removed, with an error of this kind.
+    Keeps(Kind),
     /// Whoever writes next, after so many writes that are answered, stands still until its time has been up for long.
     Stopped {
         after: u32,
@@ -144,8 +145,11 @@ impl Faulty {
     }
 
     fn remove(&self, deadline: Deadline) -> Result<&MemoryStore> {
-        let keeps = *self.fault.lock() == Some(Fault::Keeps);
-        if keeps { Err(Error::protocol("the store keeps everything")) } else { self.write(deadline) }
+        let fault = *self.fault.lock();
+        match fault {
+            Some(Fault::Keeps(kind)) => Err(Error::new(kind, "the store keeps everything")),
+            _ => self.write(deadline),
+        }
     }
 
     fn write(&self, deadline: Deadline) -> Result<&MemoryStore> {
@@ -625,7 +629,7 @@ fn a_compaction_that_fails_is_tried_again_or_told() {
 }
 
 /// A caretaker, and one entry more than a state needs, at a store that can fail.
-fn caretaker(faulty: &Arc<Faulty>) -> (Caretaker<Compacted>, Reader) {
+fn caretaker(faulty: &Arc<Faulty>, hold: Duration) -> (Caretaker<Compacted>, Reader) {
     let store: SharedStore = faulty.clone();
     let log = log::<true>(&store);
     log.append(&Entry::Join(1), limit()).unwrap();
@@ -633,20 +637,20 @@ fn caretaker(faulty: &Arc<Faulty>) -> (Caretaker<Compacted>, Reader) {
     reader.replica.set_own(1, "beat/1".to_owned());
     (1..=STRIDE).for_each(|word| log.append(&Entry::Word(word as u32), limit()).unwrap());
     reader.read_up_to(STRIDE + 1);
-    (Caretaker::new(Duration::ZERO), reader)
+    (Caretaker::new(hold), reader)
 }
 
 #[test]
 fn entries_that_the_store_keeps_are_told_once_and_tried_again() {
     let faulty = Arc::new(Faulty::default());
-    let (mut caretaker, reader) = caretaker(&faulty);
+    let (mut caretaker, reader) = caretaker(&faulty, Duration::ZERO);
     let tidied = AtomicUsize::new(0);
     let tidy = |_: &Compacted, _: Deadline| -> Result<()> {
         tidied.fetch_add(1, Ordering::Relaxed);
         Ok(())
     };
     let mut clean = || caretaker.clean(&reader.log, &reader.replica, limit(), &tidy);
-    faulty.set_fault(Some(Fault::Keeps));
+    faulty.set_fault(Some(Fault::Keeps(Kind::Protocol)));
     for _ in 0..2 {
         assert!(!clean().unwrap_err().is_timeout());
     }
@@ -666,13 +670,27 @@ fn entries_that_the_store_keeps_are_told_once_and_tried_again() {
 #[test]
 fn a_store_that_is_never_in_time_for_the_caretaker_is_told() {
     let faulty = Arc::new(Faulty::default());
-    let (mut caretaker, reader) = caretaker(&faulty);
+    let (mut caretaker, reader) = caretaker(&faulty, Duration::ZERO);
     faulty.set_fault(Some(Fault::Silent { was_asked: false }));
     for told in [0, 1, 1] {
         let cleaned = caretaker.clean(&reader.log, &reader.replica, Deadline::now(), &|_, _| Ok(()));
         assert!(cleaned.unwrap_err().is_timeout());
         // One that may hold a state for no time has no patience.
         assert_eq!(reader.replica.view().warnings().count(), told);
+    }
+}
+
+#[test]
+fn a_store_that_fails_again_and_again_while_entries_are_removed_is_told() {
+    let faulty = Arc::new(Faulty::default());
+    let (mut caretaker, reader) = caretaker(&faulty, Duration::from_millis(1));
+    faulty.set_fault(Some(Fault::Keeps(Kind::Io)));
+    let limit = limit();
+    // It may pass, so nobody is told at once.
+    while reader.replica.view().warnings().count() == 0 {
+        assert!(!limit.has_passed(), "nobody has heard of it");
+        let _ = caretaker.clean(&reader.log, &reader.replica, limit, &|_, _| Ok(()));
+        thread::sleep(Duration::from_millis(1));
     }
 }
 
