@@ -43,6 +43,8 @@ use crate::world_size::WorldSize;
 const LAST_ATTEMPT_GRACE: Duration = Duration::from_secs(2);
 /// How much longer than its silence the others may take to notice that a launcher is gone.
 const NOTICE_GRACE: Duration = Duration::from_secs(2);
+/// A wait that ends later than by so much was one in which this process was stopped.
+const STANDSTILL_LIMIT: Duration = Duration::from_secs(5);
 
 /// This node among the others.
 pub(crate) struct MultiNode<'a> {
@@ -416,7 +418,7 @@ impl<'a> MultiNode<'a> {
 
 impl Nodes for MultiNode<'_> {
     fn gather(&mut self, control: &mut Control<'_>) -> Result<Gathered> {
-        let since = Instant::now();
+        let mut since = Instant::now();
         let mut enough_since = None;
         self.shown = None;
         loop {
@@ -450,10 +452,12 @@ impl Nodes for MultiNode<'_> {
                 }
             }
             timeout = self.waits_for_silence().map_or(timeout, |left| left.min(timeout));
+            let began = Instant::now();
             if let Some(signal) = self.wait(control, timeout)? {
                 self.leave(Departure::Signal(signal.number()));
                 return Ok(Gathered::Over(Outcome::Interrupted(signal)));
             }
+            since = without_standstill(since, began, Instant::now(), timeout);
         }
     }
 
@@ -538,6 +542,13 @@ impl Nodes for MultiNode<'_> {
             }
         }
     }
+}
+
+/// Since when this launcher waits for others. A wait that has begun at `began`, and has ended long after its `timeout`, does not count: this
+/// process was stopped, and has heard nothing of those who have come.
+fn without_standstill(since: Instant, began: Instant, now: Instant, timeout: Duration) -> Instant {
+    let waited = now.saturating_duration_since(began);
+    if waited > timeout.saturating_add(STANDSTILL_LIMIT) { since + waited } else { since }
 }
 
 /// How a job ends for this cause.
@@ -660,6 +671,19 @@ mod tests {
             error.is_timeout() && error.to_string().contains("a round has begun with this node"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn a_time_in_which_this_process_was_stopped_is_no_time_in_which_nobody_came() {
+        let (since, second) = (Instant::now(), Duration::from_secs(1));
+        let began = since + 10 * second;
+        let at = |waited, timeout| without_standstill(since, began, began + waited, timeout) - since;
+        // It was woken, or was slow.
+        assert_eq!(at(second, 600 * second), Duration::ZERO);
+        assert_eq!(at(604 * second, 600 * second), Duration::ZERO);
+        // It has as much time left as it had before.
+        assert_eq!(at(900 * second, 600 * second), 900 * second);
+        assert_eq!(at(second, Duration::MAX), Duration::ZERO);
     }
 
     #[test]

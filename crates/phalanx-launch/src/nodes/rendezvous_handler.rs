@@ -158,10 +158,12 @@ impl Thread {
         let Self { cluster, access, scope, replica } = self;
         let deadline = Deadline::after(cluster.join_timeout);
         let mac = Mac::new(access.credentials().key.as_ref().map(JobKey::bytes), scope);
-        let opened = open_store(cluster, access, scope, replica, deadline)?;
+        let opened = awake(deadline, |deadline| open_store(cluster, access, scope, replica, deadline))?;
         if replica.view().is_closing() {
             return Ok(());
         }
+        // It stood still, and has reached the store all the same: the others have their time from now on.
+        let deadline = if deadline.has_passed() { Deadline::after(cluster.join_timeout) } else { deadline };
         *server = opened.server;
         let served_at = server.as_ref().map(|served| served.server.local_addr());
         *reached.lock() = Some(Reached { served_at, store_address: opened.store_address });
