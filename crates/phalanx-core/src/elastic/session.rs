@@ -151,8 +151,8 @@ impl Session {
         let mut reminders = Reminders::new();
         loop {
             let mut view = self.participant.replica().view();
-            if let Some(error) = &view.lost {
-                return Err(error.clone());
+            if let Some(error) = view.why_lost() {
+                return Err(error);
             }
             if let Some(why) = view.refusal.as_ref().filter(|_| view.state.job_end().is_none()) {
                 return Err(Error::mismatch(format!("this worker cannot take part: {why}"))

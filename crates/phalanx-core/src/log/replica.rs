@@ -6,8 +6,9 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::Machine;
 use super::compaction::STRIDE;
+use super::participant::AFTER_STANDSTILL;
 use super::standstill::{Standstill, since_boot};
-use crate::error::Error;
+use crate::error::{Error, Kind};
 
 /// The state as far as this process has read the log, and this process's part in it.
 pub struct Replica<M: Machine> {
@@ -192,6 +193,21 @@ impl<M: Machine> View<M> {
 
     pub fn is_closing(&self) -> bool {
         self.is_closing
+    }
+
+    /// Why the log cannot be used any more. If its connections have ended after this process stood still, that is why.
+    pub(crate) fn why_lost(&self) -> Option<Error> {
+        let error = self.lost.clone()?;
+        let is_unreachable = matches!(error.kind(), Kind::Io | Kind::Timeout | Kind::Environment);
+        let stood_still = self.stood_still.filter(|_| is_unreachable && !error.is_local_shortage());
+        Some(match stood_still {
+            Some(time) => {
+                let why =
+                    format!("; before that this {} stood still for {:.0} s", M::PROCESS, time.as_secs_f64());
+                error.adding(why).with_remedy(AFTER_STANDSTILL)
+            }
+            None => error,
+        })
     }
 
     /// What a person should know, though the job goes on: of each kind the first, in their order.

@@ -703,9 +703,12 @@ fn a_log_that_is_lost_after_a_standstill_says_how_long_it_was() {
     // It is to be awake again at once, and is not.
     replica.awake(Duration::ZERO);
     thread::sleep(Duration::from_millis(2));
-    replica.lose(Error::aborted("the connection was closed"));
+    replica.lose(Error::new(Kind::Io, "the connection was closed"));
     let stood_still = replica.view().stood_still;
     assert!(stood_still.is_some_and(|time| time >= Duration::from_millis(2)), "{stood_still:?}");
+    let error = replica.view().why_lost().unwrap();
+    assert!(error.to_string().contains("was closed; before that this tester stood still for 0 s"), "{error}");
+    assert!(error.remedy().unwrap().contains("must not sleep"), "{error}");
 }
 
 #[test]
