@@ -677,7 +677,9 @@ mod tests {
     fn a_time_in_which_this_process_was_stopped_is_no_time_in_which_nobody_came() {
         let (since, second) = (Instant::now(), Duration::from_secs(1));
         let began = since + 10 * second;
-        let at = |waited, timeout| without_standstill(since, began, began + waited, timeout) - since;
+        let at = |waited: Duration, timeout: Duration| {
+            without_standstill(since, began, began + waited, timeout) - since
+        };
         // It was woken, or was slow.
         assert_eq!(at(second, 600 * second), Duration::ZERO);
         assert_eq!(at(604 * second, 600 * second), Duration::ZERO);
