@@ -11,6 +11,7 @@
 //! known counts only if it is about the number under which this launcher has asked last (`knows_of_me`). Nothing is known of that number
 //! before the writer has noted it.
 
+use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
@@ -168,9 +169,12 @@ impl<'a> MultiNode<'a> {
             }
             // It was never reached: the error says what may stand between, or why it was refused.
             None if self.reached.is_none() && error.remedy().is_some() && (is_served || !error.is_timeout()) => error,
-            None if !is_served => {
-                error.with_remedy("is the launchers' store up, and does this host reach it?")
-            }
+            None if !is_served => match error.io_kind() {
+                Some(ErrorKind::StorageFull | ErrorKind::QuotaExceeded) => {
+                    error.with_remedy("make room on the disk where the launchers meet, and start all nodes again")
+                }
+                _ => error.with_remedy("is the launchers' store up, and does this host reach it?"),
+            },
             // It has ended before it joined, or has sent no heartbeat.
             None if self.served_at().is_none() => error.with_remedy(
                 "is the launcher that serves the store gone? Its own output says why; then start all nodes again",
@@ -718,6 +722,20 @@ mod tests {
         let error = node.store_is_lost(closed);
         assert!(error.is_peer_left() && error.to_string().contains("stood still for 1200 s"), "{error}");
         assert!(!error.to_string().contains("node 0") && error.remedy().is_some(), "{error}");
+    }
+
+    #[test]
+    fn a_disk_without_room_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let cluster = Cluster::file(1, 1, folder.path().join("launchers")).unwrap().local_addr("127.0.0.1");
+        let (job, refused) = (Job::new("unused", WorldSize::new(1).unwrap()), Refused::new().unwrap());
+        let node = MultiNode::new(&job, &cluster, "test".to_owned(), refused.refusals()).unwrap();
+        let remedy = |kind: ErrorKind| {
+            let error = node.store_is_lost(Error::io("cannot add", std::io::Error::from(kind)));
+            error.remedy().map(str::to_owned).unwrap_or_default()
+        };
+        assert!(remedy(ErrorKind::StorageFull).contains("make room on the disk"));
+        assert!(remedy(ErrorKind::NotConnected).contains("is the launchers' store up"));
     }
 
     /// It has its place, and is given up, before it looks at what the log says: as if it had been stopped in that moment.
