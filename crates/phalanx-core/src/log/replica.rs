@@ -46,6 +46,8 @@ pub(super) enum Concern {
     ForgedEntry,
     /// What is not removed from the store.
     OldEntries,
+    /// A time in which this process stood still.
+    Standstill,
 }
 
 /// How this process takes part.
@@ -149,9 +151,10 @@ impl<M: Machine> Replica<M> {
 
     /// The thread that sends the heartbeats is awake, and will be again within `limit`.
     pub(super) fn awake(&self, limit: Duration) {
-        let (mut view, now) = (self.view.lock(), since_boot());
-        view.standstill.awake(now, limit);
-        view.stood_still = view.standstill.look(now);
+        let mut view = self.view.lock();
+        // What the time before was is known before the next begins.
+        view.look_at_clock();
+        view.standstill.awake(since_boot(), limit);
     }
 
     /// For how long this process stood still a short time ago.
@@ -223,6 +226,17 @@ impl<M: Machine> View<M> {
 
     fn look_at_clock(&mut self) -> Option<Duration> {
         self.stood_still = self.standstill.look(since_boot());
+        if let Some(time) = self.stood_still {
+            // Whatever happens now may be a consequence.
+            self.warn(Concern::Standstill, || {
+                format!(
+                    "this {} stood still for {:.0} s: did its host sleep, or was it stopped (Ctrl-Z, SIGSTOP)? The others may have gone on \
+                     without it",
+                    M::PROCESS,
+                    time.as_secs_f64()
+                )
+            });
+        }
         self.stood_still
     }
 }

@@ -706,6 +706,8 @@ fn a_log_that_is_lost_after_a_standstill_says_how_long_it_was() {
     replica.lose(Error::new(Kind::Io, "the connection was closed"));
     let stood_still = replica.view().stood_still;
     assert!(stood_still.is_some_and(|time| time >= Duration::from_millis(2)), "{stood_still:?}");
+    let warnings: Vec<String> = replica.view().warnings().map(str::to_owned).collect();
+    assert!(warnings.len() == 1 && warnings[0].starts_with("this tester stood still for"), "{warnings:?}");
     let error = replica.view().why_lost().unwrap();
     assert!(error.to_string().contains("was closed; before that this tester stood still for 0 s"), "{error}");
     assert!(error.remedy().unwrap().contains("must not sleep"), "{error}");
