@@ -13,7 +13,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
@@ -158,7 +158,14 @@ impl Thread {
         let Self { cluster, access, scope, replica } = self;
         let deadline = Deadline::after(cluster.join_timeout);
         let mac = Mac::new(access.credentials().key.as_ref().map(JobKey::bytes), scope);
-        let opened = awake(deadline, |deadline| open_store(cluster, access, scope, replica, deadline))?;
+        let opened = match open_store(cluster, access, scope, replica, deadline) {
+            // This process stood still, and knows nothing of the store.
+            Err(error) if error.is_timeout() && has_passed_long_ago(deadline) => {
+                let again = Deadline::after(cluster.join_timeout);
+                open_store(cluster, access, scope, replica, again)?
+            }
+            opened => opened?,
+        };
         if replica.view().is_closing() {
             return Ok(());
         }
@@ -256,6 +263,13 @@ impl Thread {
             let _ = store.delete_key(&key, Deadline::after(LAST_MESSAGE_TIMEOUT));
         }
     }
+}
+
+/// Whether `deadline` passed so long ago that a call which has it would have ended, if this process had not stood still.
+fn has_passed_long_ago(deadline: Deadline) -> bool {
+    // A name is looked up for so long at most, and a connection tried.
+    const STANDSTILL_LIMIT: Duration = Duration::from_secs(5);
+    Instant::now() > deadline.instant() + STANDSTILL_LIMIT
 }
 
 /// The entry by which this launcher joins may be lost, or the others have read it and missed this launcher since.
