@@ -704,6 +704,8 @@ mod tests {
             node.take_news();
             std::thread::sleep(Duration::from_millis(1));
         }
+        // The store was reached before.
+        node.take_news();
         let error = node.store_is_lost(stopped_while_joining());
         assert!(error.is_peer_left() && !error.to_string().contains("node 0"), "{error}");
         let error = node.store_is_lost(Error::timeout("no answer"));
