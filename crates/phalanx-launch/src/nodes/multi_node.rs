@@ -531,6 +531,8 @@ impl Nodes for MultiNode<'_> {
             }
             self.check()?;
             if self.view.state.round() > round {
+                // The workers of all nodes have ended, and another node may be the first of the next round.
+                self.store = None;
                 match self.view.state.last_cause().map(outcome_of) {
                     Some(Outcome::Failed(failure)) => control.tell(Event::Restarting { failure: &failure }),
                     Some(Outcome::NodeFailed(failure)) => {
@@ -588,6 +590,7 @@ fn outcome_of(cause: &Cause) -> Outcome {
 
 #[cfg(test)]
 mod tests {
+    use std::ops::ControlFlow;
     use std::sync::Arc;
 
     use phalanx_proto::wire::control::ProcessId;
@@ -724,6 +727,20 @@ mod tests {
         let error = node.store_is_lost(closed);
         assert!(error.is_peer_left() && error.to_string().contains("stood still for 1200 s"), "{error}");
         assert!(!error.to_string().contains("node 0") && error.remedy().is_some(), "{error}");
+    }
+
+    #[test]
+    fn the_store_of_a_round_ends_with_the_round() {
+        let folder = tempfile::tempdir().unwrap();
+        let cluster = Cluster::file(1, 1, folder.path().join("launchers")).unwrap().local_addr("127.0.0.1");
+        let (job, refused) = (Job::new("unused", WorldSize::new(1).unwrap()), Refused::new().unwrap());
+        let mut node = MultiNode::new(&job, &cluster, "test".to_owned(), refused.refusals()).unwrap();
+        let mut observer = |_: Event<'_>| ControlFlow::Continue(());
+        let mut control = Control { signals: None, observer: &mut observer, refused, stops: false };
+        let gathered = node.gather(&mut control).unwrap();
+        assert!(matches!(gathered, Gathered::Placed(_)) && node.store.is_some(), "{gathered:?}");
+        let next = node.after_attempt(AttemptEnd::Elsewhere, &mut control).unwrap();
+        assert!(matches!(next, AfterAttempt::Restart) && node.store.is_none(), "{next:?}");
     }
 
     #[test]
