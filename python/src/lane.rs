@@ -183,7 +183,7 @@ impl Shared {
 
 fn guarded(operation: impl FnOnce() -> Outcome) -> Outcome {
     let outcome = catch_unwind(AssertUnwindSafe(operation));
-    outcome.unwrap_or_else(|_| Err(Error::aborted("an operation panicked on this rank")))
+    outcome.unwrap_or_else(|_| Err(Error::panicked("an operation panicked on this rank")))
 }
 
 fn in_handler() -> Error {

@@ -366,7 +366,7 @@ impl Drop for Threads<'_> {
         if std::thread::panicking() {
             let (rank, host) = (self.0.rank(), host::name());
             let cause = "the thread that writes this rank's part of a checkpoint has panicked";
-            self.0.abort(Error::aborted(cause).at(rank, host).with_peer(rank));
+            self.0.abort(Error::panicked(cause).at(rank, host).with_peer(rank));
         }
     }
 }

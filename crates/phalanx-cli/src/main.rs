@@ -16,6 +16,7 @@ mod manual;
 mod node;
 mod nodes;
 mod output;
+mod parse;
 mod plan;
 mod processes;
 mod render;
@@ -30,7 +31,7 @@ use std::process::ExitCode;
 fn main() -> ExitCode {
     // Output into a file that becomes too large is an error that is shown.
     let _ = phalanx_sys::signal::ignore_file_size_signal();
-    let parsed = cli::parse(horovodrun::command_line(std::env::args_os()));
+    let parsed = parse::parse(horovodrun::command_line(std::env::args_os()));
     match parsed.unwrap_or_else(|error| error.exit()).command {
         cli::Command::Run(options) => run::run(*options),
         cli::Command::Launch(options) => run::run(options.into_run()),

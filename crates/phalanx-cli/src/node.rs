@@ -8,8 +8,9 @@ use clap::Args;
 use phalanx::launch::{Event, Observer, RemoteNode, Report, Stream};
 use phalanx::{Error, Result};
 
-use crate::cli::{self, Command};
+use crate::cli::Command;
 use crate::output::Output;
+use crate::parse;
 use crate::render::Format;
 use crate::run::job;
 
@@ -41,7 +42,7 @@ pub(crate) fn run(options: &Node) -> ExitCode {
 /// This host's part of the job; nothing if the job has ended.
 fn run_part(teller: &mut Teller) -> Result<Option<Report>> {
     let Some(node) = RemoteNode::start()? else { return Ok(None) };
-    let parsed = cli::parse(node.arguments().iter().cloned());
+    let parsed = parse::parse(node.arguments().iter().cloned());
     let command = parsed.map_err(|error| Error::invalid_argument(error.to_string()))?.command;
     let mut options = match command {
         Command::Run(options) => *options,

@@ -4,8 +4,9 @@
 //! A program may catch a panic, or the failure of another rank, and go on: it does when it calls something of a group that
 //! stands. The earlier report is taken back then, so that a later failure is reported as its own.
 
-use std::fs;
-use std::io;
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::panic::{self, PanicHookInfo};
 use std::path::{Path, PathBuf};
 use std::sync::Once;
@@ -14,8 +15,11 @@ use std::thread;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use parking_lot::Mutex;
+use rustix::fs::OFlags;
+use rustix::io::Errno;
 use serde_json::json;
 
+use crate::notice::warn;
 use crate::rank::Rank;
 
 /// torchrun's variable: the file for the error with which this process ends.
@@ -59,17 +63,20 @@ impl Left {
     fn blame(&self, path: PathBuf, rank: Rank) {
         let mut notes = self.notes.lock();
         // Without it the launcher uses the order in which workers end.
-        let _ = fs::write(&path, rank.to_string());
+        let _ = write_file(&path, rank.to_string().as_bytes());
         notes.blame = Some(path);
         self.any.store(true, Ordering::Relaxed);
     }
 
     fn panic(&self, path: PathBuf, place: &str, message: &str) {
         let mut notes = self.notes.lock();
-        if write_to(&path, &format!("panicked{place}: {message}"), Ended::ByPanic).is_ok() {
+        let written = write_to(&path, &format!("panicked{place}: {message}"), Ended::ByPanic);
+        if written.is_ok() {
             notes.panic = Some((path, message.to_owned()));
             self.any.store(true, Ordering::Relaxed);
         }
+        drop(notes);
+        tell_of_pipe(written);
     }
 
     /// `caught`: a panic of the main thread has been.
@@ -78,10 +85,9 @@ impl Left {
         let panic = if caught { notes.panic.take() } else { None };
         for path in notes.blame.take().into_iter().chain(panic.map(|(path, _)| path)) {
             let Ok(about) = fs::metadata(&path) else { continue };
-            // torchrun takes any file for an error's. A file that only a launcher holds open cannot be removed. A device stays; and what went
-            // into a pipe cannot be taken back: whoever opens that waits for a reader.
+            // torchrun takes any file for an error's. A file that only a launcher holds open cannot be removed. A device stays.
             if about.is_file() && fs::remove_file(&path).is_err() {
-                let _ = fs::write(&path, "");
+                let _ = write_file(&path, b"");
             }
         }
         self.any.store(notes.panic.is_some(), Ordering::Relaxed);
@@ -91,13 +97,15 @@ impl Left {
 /// Writes `message` to the error file of this process, if its launcher has set one (`TORCHELASTIC_ERROR_FILE`).
 ///
 /// The launcher shows it as the cause of the failure. If the file cannot be written, this is ignored: the
-/// worker has a worse error to report.
+/// worker has a worse error to report. A pipe in the place of the file is refused with a warning: to open it could wait for ever.
 pub fn write(message: &str) {
     if let Some(path) = path(ERROR_FILE) {
         let mut notes = LEFT.notes.lock();
-        let _ = write_to(&path, message, Ended::ByError);
+        let written = write_to(&path, message, Ended::ByError);
         // It is not a panic's any more.
         notes.panic = None;
+        drop(notes);
+        tell_of_pipe(written);
     }
 }
 
@@ -114,7 +122,9 @@ pub(crate) fn disagreed(message: &str) {
         && (notes.panic.is_some() || fs::metadata(&path).map_or(true, |file| file.len() == 0))
     {
         notes.panic = None;
-        let _ = write_to(&path, message, Ended::InDisagreement);
+        let written = write_to(&path, message, Ended::InDisagreement);
+        drop(notes);
+        tell_of_pipe(written);
     }
 }
 
@@ -194,7 +204,33 @@ pub fn write_to(path: &Path, message: &str, ended: Ended) -> io::Result<()> {
     let timestamp = seconds.to_string();
     let extra =
         json!({ "py_callstack": "", "timestamp": timestamp, "panicked": panicked, "disagreed": disagreed });
-    fs::write(path, json!({ "message": { "message": message, "extraInfo": extra } }).to_string())
+    let text = json!({ "message": { "message": message, "extraInfo": extra } }).to_string();
+    write_file(path, text.as_bytes())
+}
+
+/// Writes a whole file, as [`fs::write`] does, and never waits for a reader: what is a pipe is an error.
+fn write_file(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let flags = OFlags::NONBLOCK.bits().cast_signed();
+    let opened = File::options().write(true).create(true).truncate(true).custom_flags(flags).open(path);
+    let is_pipe = match &opened {
+        Ok(file) => file.metadata()?.file_type().is_fifo(),
+        // A pipe without a reader, or a socket.
+        Err(error) => error.raw_os_error() == Some(Errno::NXIO.raw_os_error()),
+    };
+    if is_pipe {
+        let what = format!("{} is a pipe or a socket, and must be a file", path.display());
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
+    }
+    opened?.write_all(bytes)
+}
+
+/// Tells the person who has named a pipe as the error file. Any other error is the disk's.
+fn tell_of_pipe(written: io::Result<()>) {
+    if let Err(error) = written
+        && error.kind() == io::ErrorKind::InvalidInput
+    {
+        warn(format_args!("the error is not written for the launcher: {error}; set {ERROR_FILE} to a file"));
+    }
 }
 
 #[cfg(test)]
@@ -265,5 +301,35 @@ mod tests {
         });
         told.recv_timeout(std::time::Duration::from_secs(60)).unwrap();
         assert!(path.exists());
+    }
+
+    #[test]
+    fn a_pipe_that_is_named_as_the_file_is_refused_and_holds_nobody_up() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("error.json");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &path, rustix::fs::Mode::RWXU).unwrap();
+        let (tell, told) = std::sync::mpsc::channel();
+        let named = path.clone();
+        thread::spawn(move || {
+            let refused = || write_to(&named, "no data", Ended::ByError).unwrap_err();
+            let without_reader = refused();
+            // Whoever reads gets nothing either.
+            let flags = OFlags::NONBLOCK.bits().cast_signed();
+            let reader = File::options().read(true).custom_flags(flags).open(&named).unwrap();
+            let with_reader = refused();
+            drop(reader);
+            let left = Left::nothing();
+            left.blame(named.clone(), Rank::new(3));
+            left.panic(named, " at a.rs:1:2", "no data");
+            tell.send((without_reader, with_reader, left.notes.lock().panic.is_some()))
+        });
+        let (without_reader, with_reader, is_left) =
+            told.recv_timeout(std::time::Duration::from_secs(60)).unwrap();
+        for error in [without_reader, with_reader] {
+            assert!(error.to_string().contains("error.json is a pipe or a socket"), "{error}");
+        }
+        assert!(!is_left);
+        // A device takes it.
+        write_to(Path::new("/dev/null"), "no data", Ended::ByError).unwrap();
     }
 }

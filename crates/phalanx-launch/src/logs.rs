@@ -2,17 +2,22 @@
 //! `<folder>/<run id>_<random>/attempt_<n>/<local rank>/{stdout.log,stderr.log,error.json}`.
 //!
 //! A thread writes them, so that a slow or full disk delays neither signals nor the handling of failures.
+//!
+//! Jobs run for weeks, and logs are rotated: renamed, compressed, removed. Before it writes, the thread looks now and then whether the file is
+//! still the one at its path, and goes on in a new one if not. Otherwise what follows would go into a file that nobody finds, and that keeps
+//! its place on the disk.
 
 use std::fs::{self, DirBuilder, File};
-use std::io::{ErrorKind, Write};
-use std::os::unix::fs::DirBuilderExt;
+use std::io::{self, ErrorKind, Write};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use rustix::fs::OFlags;
 
 use super::event::Stream;
 use crate::error::{Error, Result};
@@ -24,6 +29,8 @@ const ENOUGH: usize = 8 << 20;
 const NAME_LIMIT: usize = 200;
 /// How long the last bytes may take to be written when the job is over.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(10);
+/// How often to look whether a file is still at its path.
+const ROTATION_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A selection of a worker's two output streams; torchrun's `Std`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -229,8 +236,8 @@ impl JobLogs {
 /// One log file, on the supervisor's side.
 #[derive(Debug)]
 pub(super) struct Log {
-    file: Arc<File>,
-    queue: Sender<(Arc<File>, Vec<u8>)>,
+    file: Arc<LogFile>,
+    queue: Sender<(Arc<LogFile>, Vec<u8>)>,
     state: Arc<Mutex<LogState>>,
 }
 
@@ -242,9 +249,62 @@ impl Log {
     }
 }
 
+/// One log file, on the side of the thread that writes.
+#[derive(Debug)]
+struct LogFile {
+    path: PathBuf,
+    open: Mutex<OpenFile>,
+}
+
+#[derive(Debug)]
+struct OpenFile {
+    file: File,
+    looked_at: Instant,
+}
+
+impl LogFile {
+    fn open(path: &Path) -> io::Result<Self> {
+        let open = OpenFile { file: open(path)?, looked_at: Instant::now() };
+        Ok(Self { path: path.to_owned(), open: Mutex::new(open) })
+    }
+
+    fn write(&self, bytes: &[u8], now: Instant) -> io::Result<()> {
+        let mut open_file = self.open.lock();
+        if now.saturating_duration_since(open_file.looked_at) >= ROTATION_INTERVAL {
+            open_file.looked_at = now;
+            // If none can be made, the old one still takes it.
+            if has_been_moved(&open_file.file, &self.path)
+                && let Ok(file) = open(&self.path)
+            {
+                open_file.file = file;
+            }
+        }
+        (&open_file.file).write_all(bytes)
+    }
+}
+
+/// Opens a file to add to, and makes it if it is not there. What a worker may have put there in its place, such as a pipe, is not waited for.
+fn open(path: &Path) -> io::Result<File> {
+    let flags = OFlags::NONBLOCK.bits().cast_signed();
+    let file = File::options().append(true).create(true).custom_flags(flags).open(path)?;
+    if file.metadata()?.file_type().is_fifo() {
+        return Err(io::Error::new(ErrorKind::InvalidInput, "it is a pipe, and must be a file"));
+    }
+    Ok(file)
+}
+
+/// Whether another file than `file`, or none, is at `path`.
+fn has_been_moved(file: &File, path: &Path) -> bool {
+    match (file.metadata(), fs::metadata(path)) {
+        (Ok(own), Ok(there)) => (own.dev(), own.ino()) != (there.dev(), there.ino()),
+        (Ok(_), Err(error)) => error.kind() == ErrorKind::NotFound,
+        (Err(_), _) => false,
+    }
+}
+
 #[derive(Debug)]
 struct Writer {
-    queue: Sender<(Arc<File>, Vec<u8>)>,
+    queue: Sender<(Arc<LogFile>, Vec<u8>)>,
     state: Arc<Mutex<LogState>>,
     /// Closed when the thread has written everything.
     done: Receiver<()>,
@@ -274,15 +334,14 @@ impl Writer {
     }
 
     fn open(&self, path: &Path) -> Result<Log> {
-        let file =
-            File::options().append(true).create(true).open(path).map_err(|error| cannot_make(path, error))?;
+        let file = LogFile::open(path).map_err(|error| cannot_make(path, error))?;
         Ok(Log { file: Arc::new(file), queue: self.queue.clone(), state: Arc::clone(&self.state) })
     }
 }
 
-fn write_all(chunks: &Receiver<(Arc<File>, Vec<u8>)>, state: &Mutex<LogState>) {
+fn write_all(chunks: &Receiver<(Arc<LogFile>, Vec<u8>)>, state: &Mutex<LogState>) {
     for (file, bytes) in chunks {
-        let written = (&*file).write_all(&bytes);
+        let written = file.write(&bytes, Instant::now());
         let mut state = state.lock();
         state.waiting = state.waiting.saturating_sub(bytes.len());
         // A full disk must not end the training.
@@ -377,6 +436,43 @@ mod tests {
         let path = logs.folder().join("attempt_0/0/stdout.log");
         logs.finish();
         assert_eq!(fs::read(path).unwrap(), b"one\ntwo\n");
+    }
+
+    #[test]
+    fn what_follows_a_rotation_is_in_a_new_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let [path, rotated] = ["stdout.log", "stdout.log.1"].map(|name| folder.path().join(name));
+        let (log, now) = (LogFile::open(&path).unwrap(), Instant::now());
+        log.write(b"one\n", now).unwrap();
+        fs::rename(&path, &rotated).unwrap();
+        log.write(b"two\n", now + ROTATION_INTERVAL).unwrap();
+        log.write(b"three\n", now + 2 * ROTATION_INTERVAL).unwrap();
+        assert_eq!(fs::read(&rotated).unwrap(), b"one\n");
+        assert_eq!(fs::read(&path).unwrap(), b"two\nthree\n");
+        // Another one has been made in its place.
+        fs::remove_file(&path).unwrap();
+        fs::write(&path, "four\n").unwrap();
+        log.write(b"five\n", now + 3 * ROTATION_INTERVAL).unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"four\nfive\n");
+        // One that was made shorter is the same file.
+        fs::write(&path, "").unwrap();
+        log.write(b"six\n", now + 4 * ROTATION_INTERVAL).unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"six\n");
+        // Where no file can be made, nothing is lost of what its reader has open.
+        let open = File::open(&path).unwrap();
+        fs::remove_dir_all(folder.path()).unwrap();
+        log.write(b"seven\n", now + 5 * ROTATION_INTERVAL).unwrap();
+        assert_eq!(io::read_to_string(open).unwrap(), "six\nseven\n");
+    }
+
+    #[test]
+    fn a_pipe_in_the_place_of_a_log_holds_nobody_up() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("stdout.log");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &path, rustix::fs::Mode::RWXU).unwrap();
+        let (tell, told) = channel();
+        std::thread::spawn(move || tell.send(LogFile::open(&path).is_err()));
+        assert!(told.recv_timeout(Duration::from_secs(60)).unwrap());
     }
 
     #[test]

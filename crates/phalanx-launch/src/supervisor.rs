@@ -367,6 +367,9 @@ impl Supervisor<'_, '_> {
         if self.nodes.ask_for_end() {
             self.policy.ended_elsewhere(Instant::now());
         }
+        while let Some(text) = self.nodes.next_warning() {
+            self.tell(Event::Warning { text: &text });
+        }
     }
 
     fn handle_logs(&mut self) {

@@ -308,6 +308,13 @@ impl Error {
         hint.into_iter().fold(error, Self::with_remedy).with_source(source)
     }
 
+    /// For a thread of this project that has panicked.
+    pub fn panicked(cause: impl Into<String>) -> Self {
+        Self::aborted(cause).with_remedy(
+            "standard error says where it panicked, which is a fault of Phalanx: please report it, and start the job again",
+        )
+    }
+
     /// Adds the rank that reports it, and its host.
     pub fn at(self, rank: Rank, host: impl Into<String>) -> Self {
         self.edit(|inner| inner.site = Some(Site { rank, host: host.into() }))
@@ -496,6 +503,12 @@ mod tests {
         );
         // For a socket it means that there is no data yet.
         assert!(Error::io("cannot read", refused(libc::EAGAIN)).remedy().is_none());
+    }
+
+    #[test]
+    fn a_panic_of_a_thread_says_where_more_is_said() {
+        let error = Error::panicked("a thread has panicked");
+        assert!(error.is_aborted() && error.remedy().unwrap().contains("standard error"), "{error}");
     }
 
     #[test]

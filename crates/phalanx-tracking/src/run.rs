@@ -385,7 +385,7 @@ impl Recorder {
                 ))
                 .with_remedy("look at the disk, or set RunOptions::finish_timeout"),
                 RecvTimeoutError::Disconnected => {
-                    Error::aborted("the thread that writes the record has panicked")
+                    Error::panicked("the thread that writes the record has panicked")
                 }
             })?;
         if !report.is_complete() {

@@ -10,7 +10,7 @@ use super::session::scope;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::log::{Log, Mac};
+use crate::log::{Log, Mac, awake};
 use crate::random;
 use crate::store::{PrefixStore, TcpStore};
 
@@ -74,7 +74,7 @@ fn tell(inbox: &Receiver<Entry>, connect: impl Fn() -> Result<Log<MembersState>>
                 Some(log) => log,
                 none => none.insert(connect()?),
             };
-            log.append(&entry, Deadline::after(TIMEOUT))
+            awake(Deadline::after(TIMEOUT), |deadline| log.append(&entry, deadline))
         };
         if let Err(error) = append() {
             tracing::debug!(%error, "the workers could not be told what their launcher has seen, and must notice it themselves");

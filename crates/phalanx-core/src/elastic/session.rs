@@ -20,8 +20,8 @@ use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 use crate::host;
 use crate::interfaces::is_every_hosts;
-use crate::log::{Heartbeats, Log, Mac, Participant, Replica};
-use crate::notice::{Reminders, warn};
+use crate::log::{Heartbeats, Log, Mac, Participant, Replica, awake};
+use crate::notice::{Aside, Reminders, warn};
 use crate::random;
 use crate::rank::{Generation, Rank};
 use crate::rendezvous::{self, Rendezvous, interface_named};
@@ -151,8 +151,8 @@ impl Session {
         let mut reminders = Reminders::new();
         loop {
             let mut view = self.participant.replica().view();
-            if let Some(error) = &view.lost {
-                return Err(error.clone());
+            if let Some(error) = view.why_lost() {
+                return Err(error);
             }
             if let Some(why) = view.refusal.as_ref().filter(|_| view.state.job_end().is_none()) {
                 return Err(Error::mismatch(format!("this worker cannot take part: {why}"))
@@ -230,7 +230,8 @@ impl Session {
     /// Asks to take part, under a new number.
     fn join(&mut self) -> Result<()> {
         loop {
-            let id = next_id(&*self.current.store, self.me.slot, Deadline::after(ANSWER_TIMEOUT))?;
+            let next = |deadline| next_id(&*self.current.store, self.me.slot, deadline);
+            let id = awake(Deadline::after(ANSWER_TIMEOUT), next)?;
             self.me.id = id;
             let join = Entry::Join { worker: self.me.clone(), settings: self.settings };
             let deadline = Deadline::after(ANSWER_TIMEOUT);
@@ -331,10 +332,23 @@ pub(super) fn scope(run_id: &str) -> String {
 /// Reads the workers' log from now on.
 fn participate(store: &SharedStore, current: &Arc<CurrentRound>) -> Result<Participant<MembersState>> {
     let current = Arc::clone(current);
-    let replica = Replica::new(move |replica| current.end_if_broken(replica));
+    let told = Mutex::new(0);
+    let replica = Replica::new(move |replica| {
+        current.end_if_broken(replica);
+        tell(replica, &told);
+    });
     // The store of a job authenticates with the key already: its log needs no MACs.
     let log = Log::new(Arc::clone(store), Mac::none());
     Participant::start(log, Arc::new(replica), Deadline::after(ANSWER_TIMEOUT))
+}
+
+/// Warns of what a person should know, `told` times already.
+fn tell(replica: &Replica<MembersState>, told: &Mutex<usize>) {
+    let mut told = told.lock();
+    let new: Vec<String> = replica.view().warnings().skip(*told).map(str::to_owned).collect();
+    *told += new.len();
+    // The log's threads must not wait for whoever reads standard error.
+    new.into_iter().for_each(|warning| Aside::default().warn(warning));
 }
 
 /// The number of a worker that joins now in `slot`.

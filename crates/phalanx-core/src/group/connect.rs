@@ -82,9 +82,9 @@ pub(crate) fn connect_among(
             beside.then(|| thread::Builder::new().name("phalanx-share".into()).spawn_scoped(scope, share));
         let connected = connect_mesh(config, None, members.as_ref(), options, &starting, deadline)?;
         let shared = match sharing {
-            Some(Ok(sharing)) => {
-                sharing.join().unwrap_or_else(|_| Err(Error::aborted("a thread that shares memory panicked")))
-            }
+            Some(Ok(sharing)) => sharing
+                .join()
+                .unwrap_or_else(|_| Err(Error::panicked("a thread that shares memory panicked"))),
             None | Some(Err(_)) => share(),
         };
         Ok::<_, Error>((connected, shared))

@@ -149,18 +149,18 @@ impl QueueShared {
         f: impl FnOnce(&mut Engine) -> R,
     ) -> Result<R> {
         let Some(mut engine) = state.engine.take() else {
-            return Err(Error::aborted("an earlier operation of this group panicked"));
+            return Err(Error::panicked("an earlier operation of this group panicked"));
         };
         drop(state);
         let outcome = catch_unwind(AssertUnwindSafe(|| f(&mut engine)));
         if outcome.is_err() {
-            engine.health().fail(Error::aborted("an operation panicked on this rank"));
+            engine.health().fail(Error::panicked("an operation panicked on this rank"));
         }
         let mut state = self.state.lock();
         state.engine = Some(engine);
         state.serving += 1;
         self.wake_next(state);
-        outcome.map_err(|_| Error::aborted("an operation panicked on this rank"))
+        outcome.map_err(|_| Error::panicked("an operation panicked on this rank"))
     }
 
     /// Wakes the thread whose turn is next.

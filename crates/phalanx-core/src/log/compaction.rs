@@ -19,8 +19,8 @@
 //!   removed once more, 64 entries later.
 //! * The keys of heartbeats of those that have left, if nobody uses them again (`heartbeats_of`). Whoever is named by an entry
 //!   that is removed, and is not in the state that has taken its place, had left before that state, which is as old as a silence: those who
-//!   are still counted have read that, and watch that process no more. One that has not read it waits for the key, which is not there, until it has read on
-//!   (`beat`). A process that comes back has another number. These keys are removed before the entries: a caretaker that takes over
+//!   are still counted have read that, and watch that process no more. One that has not read it finds no key, and takes that for a counter that does
+//!   not move (`beat`). A process that comes back has another number. These keys are removed before the entries: a caretaker that takes over
 //!   finds what is left to remove in the entries that are left.
 //!
 //! A store takes values of a limited size: etcd, unless it is told otherwise, requests of 1.5 MiB, which the state of some 10,000 nodes exceeds. So a
@@ -248,11 +248,11 @@ impl<M: Machine> Log<M> {
     }
 
     /// Removes what is before `end`, but for entry 0; the base is there, or further, and the log has led to `state` there, or later. What was
-    /// done is noted: if the time is up before, the next call goes on from there.
-    pub(super) fn trim(&self, state: &M, end: u64, deadline: Deadline) -> Result<()> {
+    /// done is noted: if the time is up before, the next call goes on from there. `trimmed` is how far it has come, also if it fails.
+    pub(super) fn trim(&self, state: &M, end: u64, deadline: Deadline, trimmed: &mut u64) -> Result<()> {
         let store = &self.store;
-        let from = u64::try_from(store.add(TRIMMED, 0, deadline)?).unwrap_or(0);
-        let mut noted = from;
+        let mut noted = u64::try_from(store.add(TRIMMED, 0, deadline)?).unwrap_or(0);
+        *trimmed = noted;
         while noted < end {
             let mark = (noted + 1).next_multiple_of(MARK).min(end);
             let first = noted.max(1);
@@ -271,6 +271,7 @@ impl<M: Machine> Log<M> {
             let (noted_text, mark_text) = (noted.to_string(), mark.to_string());
             store.compare_set(TRIMMED, noted_text.as_bytes(), mark_text.as_bytes(), deadline)?;
             noted = mark;
+            *trimmed = noted;
         }
         Ok(())
     }
@@ -296,7 +297,7 @@ impl<M: Machine> Log<M> {
     #[cfg(test)]
     pub(super) fn compact(&self, state: &M, index: u64, deadline: Deadline) -> Result<()> {
         let end = self.replace_entries(state, index, deadline)?;
-        self.trim(state, end, deadline)
+        self.trim(state, end, deadline, &mut 0)
     }
 
     /// The index of the first entry that still counts.

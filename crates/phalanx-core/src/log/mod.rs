@@ -31,6 +31,7 @@ mod compaction;
 mod outside;
 mod participant;
 mod replica;
+mod standstill;
 
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -46,7 +47,7 @@ pub(crate) use self::compaction::STRIDE;
 use self::compaction::{BASE, NO_BASE, number};
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub use self::outside::read_all;
-pub use self::participant::{Heartbeats, Participant, stood_still};
+pub use self::participant::{AFTER_STANDSTILL, Heartbeats, Participant, awake, stood_still};
 pub use self::replica::{Replica, View};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};

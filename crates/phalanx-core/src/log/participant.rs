@@ -1,15 +1,15 @@
 //! The threads of a process that takes part in a log.
 
 use std::cmp::Ordering;
-use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use super::replica::Concern;
 use super::{ENDED, Log, Machine, Read, Replica, Turn};
 use crate::deadline::Deadline;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use phalanx_proto::log::liveness::Liveness;
 
 /// How long the reader waits for one entry before it asks for it anew.
@@ -21,6 +21,15 @@ pub(super) const STANDSTILL_LIMIT: Duration = Duration::from_secs(1);
 
 /// How long the look may take that says why a heartbeat could not be counted.
 const EXPLANATION_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// What to do about a process that stood still.
+pub const AFTER_STANDSTILL: &str = "start it again; did this host sleep, or was this process stopped (Ctrl-Z, SIGSTOP)? The host of a job must not sleep";
+
+/// After how many silences without progress a person should know that nothing can be removed.
+const STUCK_SILENCES: u32 = 50;
+
+/// What no heartbeat is.
+const NO_BEAT: &[u8] = b"?";
 
 /// When a process sends its heartbeats, and how long others may be silent.
 #[derive(Clone, Copy, Debug)]
@@ -41,7 +50,7 @@ pub struct Participant<M: Machine> {
 impl<M: Machine> Participant<M> {
     /// Takes the latest state in the log, and starts the threads that read on from there.
     pub fn start(log: Log<M>, replica: Arc<Replica<M>>, deadline: Deadline) -> Result<Self> {
-        let (state, next) = log.begin(deadline)?;
+        let (state, next) = awake(deadline, |deadline| log.begin(deadline))?;
         Self::start_from(log, replica, state, next)
     }
 
@@ -138,7 +147,7 @@ impl<M: Machine> Participant<M> {
             // Else this process would wait for ever for what this thread reads, or be given up without a word.
             if catch_unwind(AssertUnwindSafe(|| body(&log, &replica))).is_err() {
                 let cause = format!("a thread for messages of other {}s has panicked", M::PROCESS);
-                replica.lose(Error::aborted(cause));
+                replica.lose(Error::panicked(cause));
             }
         };
         let thread = thread::Builder::new().name(name.to_owned()).spawn(run);
@@ -216,7 +225,7 @@ fn next_after<M: Machine>(replica: &Replica<M>, index: u64) -> Option<u64> {
 }
 
 /// Asks until `deadline`, and once more, for as long, if this process stood still meanwhile: then it knows nothing of the store.
-fn awake<T>(deadline: Deadline, ask: impl Fn(Deadline) -> Result<T>) -> Result<T> {
+pub fn awake<T>(deadline: Deadline, ask: impl Fn(Deadline) -> Result<T>) -> Result<T> {
     let timeout = deadline.remaining();
     match ask(deadline) {
         Err(error) if stood_still(&error, deadline) => ask(Deadline::after(timeout)),
@@ -238,7 +247,11 @@ fn watch<M: Machine>(
 ) {
     let mut liveness = Liveness::new(heartbeats.interval, heartbeats.silence);
     let mut task = Caretaker::new(heartbeats.silence);
+    // The store may take its time for a heartbeat, and a part of it for what is removed.
+    let slow = heartbeats.silence.saturating_mul(3) / 2;
+    let limit = slow.saturating_add(heartbeats.interval).saturating_add(STANDSTILL_LIMIT * 3);
     loop {
+        replica.awake(limit);
         let next = Deadline::after(heartbeats.interval).instant();
         let deadline = Deadline::after(heartbeats.silence);
         match beat(log, replica, &mut liveness, deadline) {
@@ -266,7 +279,7 @@ fn watch<M: Machine>(
 
 /// Why a heartbeat could not be counted: `error`, unless the store has written that this process has ended. It does that when the connection
 /// that it was told to watch ends, for whatever reason.
-fn taken_for_ended<M: Machine>(log: &Log<M>, key: &str, error: Error) -> Error {
+fn taken_for_ended<M: Machine>(log: &Log<M>, replica: &Replica<M>, key: &str, error: Error) -> Error {
     if error.is_timeout() {
         return error;
     }
@@ -275,6 +288,14 @@ fn taken_for_ended<M: Machine>(log: &Log<M>, key: &str, error: Error) -> Error {
         && log.store.get(key, deadline).is_ok_and(|beat| beat == ENDED);
     if !has_ended {
         return error;
+    }
+    if let Some(time) = replica.stood_still() {
+        return Error::aborted(format!(
+            "this {process} stood still for {:.0} s, and the store takes it for ended. The others go on without it",
+            time.as_secs_f64(),
+            process = M::PROCESS
+        ))
+        .with_remedy(AFTER_STANDSTILL);
     }
     let cause = format!(
         "this {} runs, and the store takes it for ended: the connection that tells the store of its end was cut. The \
@@ -304,27 +325,17 @@ fn beat<M: Machine>(
     };
     let (id, key) = own;
     if let Some(key) = key {
-        log.store.add(&key, 1, deadline).map_err(|error| taken_for_ended(log, &key, error))?;
+        log.store.add(&key, 1, deadline).map_err(|error| taken_for_ended(log, replica, &key, error))?;
     }
     if watched.is_empty() {
         return Ok(());
     }
     let (others, keys): (Vec<M::Id>, Vec<String>) = watched.into_iter().unzip();
-    let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
-    // They exist: a process sends a heartbeat before it joins, and its key is removed long after it has left. If this process has not read
-    // that yet, it waits until it has, and looks again after the next heartbeat.
-    let mut is_over = false;
-    let mut go_on = || {
-        let view = replica.view();
-        let watched: BTreeSet<M::Id> = view.state.watched_by(id).into_iter().collect();
-        let is_there = |other: &M::Id| watched.contains(other) || view.state.is_present(*other);
-        is_over = view.is_closing() || !others.iter().all(is_there);
-        if is_over { Err(Error::aborted("one of those that are watched has left")) } else { Ok(()) }
-    };
-    let beats = match log.store.set_and_get(&[], &keys, deadline, &mut go_on) {
-        Err(_) if is_over => return Ok(()),
-        beats => beats?,
-    };
+    // A comparison with what no heartbeat is changes nothing, says what is there, and waits for nothing. A process sends a heartbeat before it
+    // joins. So a key that is not there has been removed: after its process has left, which this one will read soon, or by somebody else. It
+    // stands for a counter that does not move, until its process makes it anew with the next heartbeat. To wait for it would silence this one.
+    let asked: Vec<(&str, &[u8], &[u8])> = keys.iter().map(|key| (key.as_str(), NO_BEAT, NO_BEAT)).collect();
+    let beats = log.store.multi_compare_set(&asked, deadline)?;
     let beats = others.into_iter().zip(beats.iter().map(Vec::as_slice));
     for (other, absence) in liveness.observe(beats, Instant::now()) {
         log.append(&M::absent(other, id, absence), deadline)?;
@@ -340,14 +351,20 @@ pub(super) struct Caretaker<M> {
     held: Option<(M, u64, Instant)>,
     /// Before this index all can be removed, if it has not been yet. The log has led to the state there, or later.
     trim_to: Option<(M, u64)>,
+    /// Before this index all has been removed, as far as this process knows.
+    trimmed: u64,
+    /// Since when it fails, without progress.
+    stuck_since: Option<Instant>,
+    /// The store has refused: it is asked again then.
+    retry_at: Option<Instant>,
 }
 
 impl<M: Machine> Caretaker<M> {
     pub(super) fn new(hold: Duration) -> Self {
-        Self { hold, held: None, trim_to: None }
+        Self { hold, held: None, trim_to: None, trimmed: 0, stuck_since: None, retry_at: None }
     }
 
-    /// Compacts the log, and calls `tidy`, if this process is to.
+    /// Compacts the log, and calls `tidy`, if this process is to. A person hears of it if that fails for good.
     pub(super) fn clean(
         &mut self,
         log: &Log<M>,
@@ -365,31 +382,79 @@ impl<M: Machine> Caretaker<M> {
             *self = Self::new(self.hold);
             return Ok(());
         };
+        let is_paused = self.retry_at.is_some_and(|at| Instant::now() < at);
+        let compacted = if is_paused { Ok(()) } else { self.compact(log, replica, deadline) };
+        let is_late = compacted.as_ref().is_err_and(Error::is_timeout);
+        // What the store keeps is not in the way of the rest, unless no time is left for that.
+        let tidied = if is_late { Ok(()) } else { tidy(&state, deadline) };
+        let cleaned = compacted.and(tidied);
+        match &cleaned {
+            // A pause between two failures is no progress.
+            Ok(()) if is_paused => {}
+            Ok(()) => self.stuck_since = None,
+            Err(error) => self.note(replica, error),
+        }
+        cleaned
+    }
+
+    fn compact(&mut self, log: &Log<M>, replica: &Replica<M>, deadline: Deadline) -> Result<()> {
+        self.retry_at = None;
         if self.held.is_none() {
             let checkpoint = replica.take_checkpoint();
             self.held = checkpoint.map(|(state, index)| (state, index, Instant::now()));
         }
-        if let Some((held, index, since)) = &self.held
-            && since.elapsed() >= self.hold
-        {
-            match log.replace_entries(held, *index, deadline) {
-                Ok(end) => self.trim_to = self.held.take().map(|(held, ..)| (held, end)),
-                // The next call tries it again.
-                Err(error) if error.is_timeout() => return Err(error),
-                Err(error) => {
-                    // A later state may be smaller.
-                    self.held = None;
-                    replica
-                        .warn(format!("old entries of the {}s' log stay in the store: {error}", M::PROCESS));
-                    return Err(error);
-                }
+        let compacted = self.replace(log, deadline).and_then(|()| self.trim(log, deadline));
+        if compacted.as_ref().is_err_and(|error| !error.is_timeout()) {
+            self.retry_at = Some(Deadline::after(self.hold).instant());
+        }
+        compacted
+    }
+
+    /// Puts the state that is held in the place of entries, if it is old enough.
+    fn replace(&mut self, log: &Log<M>, deadline: Deadline) -> Result<()> {
+        let Some((held, index, since)) = &self.held else { return Ok(()) };
+        if since.elapsed() < self.hold {
+            return Ok(());
+        }
+        match log.replace_entries(held, *index, deadline) {
+            Ok(end) => self.trim_to = self.held.take().map(|(held, ..)| (held, end)),
+            // The next call tries it again.
+            Err(error) if error.is_timeout() => return Err(error),
+            Err(error) => {
+                // A later state may be smaller.
+                self.held = None;
+                return Err(error);
             }
         }
-        // On a slow network the time may be up before all is removed. The next call goes on.
-        if let Some((held, end)) = &self.trim_to {
-            log.trim(held, *end, deadline)?;
+        Ok(())
+    }
+
+    /// Removes what the state has replaced. On a slow network the time may be up before all is removed. The next call goes on.
+    fn trim(&mut self, log: &Log<M>, deadline: Deadline) -> Result<()> {
+        let Some((held, end)) = &self.trim_to else { return Ok(()) };
+        let before = self.trimmed;
+        let trimmed = log.trim(held, *end, deadline, &mut self.trimmed);
+        if self.trimmed != before {
+            self.stuck_since = None;
+        }
+        if trimmed.is_ok() {
             self.trim_to = None;
         }
-        tidy(&state, deadline)
+        trimmed
+    }
+
+    /// Tells a person of `error`, if it will not pass: the store refuses, or nothing has gone on for long.
+    fn note(&mut self, replica: &Replica<M>, error: &Error) {
+        let limit = self.hold.saturating_mul(STUCK_SILENCES);
+        let is_long = self.stuck_since.is_some_and(|since| since.elapsed() >= limit);
+        self.stuck_since.get_or_insert_with(Instant::now);
+        if is_long || error.kind() == Kind::Protocol || error.is_invalid_argument() {
+            let what = format!(
+                "old entries of the {}s' log stay in the store, and it grows until it is full, which ends the job. They are tried again. \
+                 The store says: {error}",
+                M::PROCESS
+            );
+            replica.warn(Concern::OldEntries, what);
+        }
     }
 }

@@ -1,12 +1,14 @@
 //! One process's copy of the state, which its threads share.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::Machine;
 use super::compaction::STRIDE;
-use crate::error::Error;
+use super::participant::AFTER_STANDSTILL;
+use super::standstill::{Standstill, since_boot};
+use crate::error::{Error, Kind};
 
 /// The state as far as this process has read the log, and this process's part in it.
 pub struct Replica<M: Machine> {
@@ -28,11 +30,24 @@ pub struct View<M: Machine> {
     pub(super) own: Option<Own<M::Id>>,
     /// Why this process was refused, under the number that it has now.
     pub refusal: Option<String>,
-    /// The first thing that a person should know, though the job goes on.
-    pub warning: Option<String>,
+    warnings: Vec<(Concern, String)>,
     /// Why the log cannot be used any more.
     pub lost: Option<Error>,
+    /// For how long this process, or its machine, stood still a short time ago.
+    pub stood_still: Option<Duration>,
+    standstill: Standstill,
     is_closing: bool,
+}
+
+/// What a warning is about. The first about each stays.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Concern {
+    /// An entry that nobody of this job has signed.
+    ForgedEntry,
+    /// What is not removed from the store.
+    OldEntries,
+    /// A time in which this process stood still.
+    Standstill,
 }
 
 /// How this process takes part.
@@ -104,7 +119,7 @@ impl<M: Machine> Replica<M> {
         self.change(|view| {
             let (index, process) = (view.next, M::PROCESS);
             self.pass(view);
-            view.warning.get_or_insert_with(|| {
+            view.warn(Concern::ForgedEntry, || {
                 format!(
                     "entry {index} of the {process}s' log was ignored, because it is not signed with this job's key. \
                      Another {process} needs the same --job-key-file; or another program writes to the store"
@@ -129,15 +144,30 @@ impl<M: Machine> Replica<M> {
         self.change(|view| view.own.iter_mut().for_each(|own| own.joined_at = Some(index)));
     }
 
-    /// Something that a person should know. The first stays.
-    pub(super) fn warn(&self, warning: String) {
-        self.change(|view| {
-            view.warning.get_or_insert(warning);
-        });
+    /// Something that a person should know.
+    pub(super) fn warn(&self, concern: Concern, warning: String) {
+        self.change(|view| view.warn(concern, || warning));
+    }
+
+    /// The thread that sends the heartbeats is awake, and will be again within `limit`.
+    pub(super) fn awake(&self, limit: Duration) {
+        let mut view = self.view.lock();
+        // What the time before was is known before the next begins.
+        view.look_at_clock();
+        view.standstill.awake(since_boot(), limit);
+    }
+
+    /// For how long this process stood still a short time ago.
+    pub(super) fn stood_still(&self) -> Option<Duration> {
+        self.view.lock().look_at_clock()
     }
 
     fn change(&self, how: impl FnOnce(&mut View<M>)) {
-        how(&mut self.view.lock());
+        {
+            let mut view = self.view.lock();
+            how(&mut view);
+            view.look_at_clock();
+        }
         self.changed.notify_all();
         (self.on_change)(self);
     }
@@ -146,8 +176,9 @@ impl<M: Machine> Replica<M> {
 impl<M: Machine> Default for View<M> {
     fn default() -> Self {
         let (state, next, own) = (M::default(), 0, None);
-        let (refusal, warning, lost, is_closing) = (None, None, None, false);
-        Self { state, next, own, refusal, warning, lost, is_closing }
+        let (refusal, warnings, lost, is_closing) = (None, Vec::new(), None, false);
+        let (stood_still, standstill) = (None, Standstill::default());
+        Self { state, next, own, refusal, warnings, lost, stood_still, standstill, is_closing }
     }
 }
 
@@ -165,5 +196,47 @@ impl<M: Machine> View<M> {
 
     pub fn is_closing(&self) -> bool {
         self.is_closing
+    }
+
+    /// Why the log cannot be used any more. If its connections have ended after this process stood still, that is why.
+    pub(crate) fn why_lost(&self) -> Option<Error> {
+        let error = self.lost.clone()?;
+        let is_unreachable = matches!(error.kind(), Kind::Io | Kind::Timeout | Kind::Environment);
+        let stood_still = self.stood_still.filter(|_| is_unreachable && !error.is_local_shortage());
+        Some(match stood_still {
+            Some(time) => {
+                let why =
+                    format!("; before that this {} stood still for {:.0} s", M::PROCESS, time.as_secs_f64());
+                error.adding(why).with_remedy(AFTER_STANDSTILL)
+            }
+            None => error,
+        })
+    }
+
+    /// What a person should know, though the job goes on: of each kind the first, in their order.
+    pub fn warnings(&self) -> impl Iterator<Item = &str> {
+        self.warnings.iter().map(|(_, warning)| warning.as_str())
+    }
+
+    fn warn(&mut self, concern: Concern, warning: impl FnOnce() -> String) {
+        if self.warnings.iter().all(|(known, _)| *known != concern) {
+            self.warnings.push((concern, warning()));
+        }
+    }
+
+    fn look_at_clock(&mut self) -> Option<Duration> {
+        self.stood_still = self.standstill.look(since_boot());
+        if let Some(time) = self.stood_still {
+            // Whatever happens now may be a consequence.
+            self.warn(Concern::Standstill, || {
+                format!(
+                    "this {} stood still for {:.0} s: did its host sleep, or was it stopped (Ctrl-Z, SIGSTOP)? The others may have gone on \
+                     without it",
+                    M::PROCESS,
+                    time.as_secs_f64()
+                )
+            });
+        }
+        self.stood_still
     }
 }

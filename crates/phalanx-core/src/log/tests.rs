@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::compaction::{IN_PARTS, Looks, PART, answer, state_key};
 use super::participant::{Caretaker, STANDSTILL_LIMIT};
 use super::*;
+use crate::error::Kind;
 use crate::store::{MemoryStore, Store};
 
 /// Longer than a newcomer needs to ask for the state.
@@ -115,6 +116,8 @@ enum Fault {
         was_asked: bool,
     },
     Broken,
+    /// Nothing is removed, with an error of this kind.
+    Keeps(Kind),
     /// Whoever writes next, after so many writes that are answered, stands still until its time has been up for long.
     Stopped {
         after: u32,
@@ -141,6 +144,14 @@ impl Faulty {
         }
     }
 
+    fn remove(&self, deadline: Deadline) -> Result<&MemoryStore> {
+        let fault = *self.fault.lock();
+        match fault {
+            Some(Fault::Keeps(kind)) => Err(Error::new(kind, "the store keeps everything")),
+            _ => self.write(deadline),
+        }
+    }
+
     fn write(&self, deadline: Deadline) -> Result<&MemoryStore> {
         let mut fault = self.fault.lock();
         if fault.take_if(|fault| *fault == Fault::Stopped { after: 0 }).is_some() {
@@ -163,7 +174,7 @@ impl Faulty {
     }
 }
 
-/// Passes each call on to the store, if reading or writing is possible.
+/// Passes each call on to the store, if reading, writing or removing is possible.
 macro_rules! pass_on {
     ($($access:ident $call:ident($($name:ident: $kind:ty),*) -> $result:ty;)*) => {
         impl Store for Faulty {
@@ -182,7 +193,7 @@ pass_on! {
     read check(keys: &[&str]) -> bool;
     write add(key: &str, amount: i64) -> i64;
     write compare_set(key: &str, expected: &[u8], desired: &[u8]) -> Vec<u8>;
-    write delete_key(key: &str) -> bool;
+    remove delete_key(key: &str) -> bool;
     read num_keys() -> usize;
     write append(key: &str, value: &[u8]) -> ();
     read multi_get(keys: &[&str]) -> Vec<Vec<u8>>;
@@ -604,7 +615,7 @@ fn a_compaction_that_fails_is_tried_again_or_told() {
     // No answer in time: the same state is written later.
     faulty.set_fault(Some(Fault::Silent { was_asked: false }));
     assert!(clean(Deadline::now()).unwrap_err().is_timeout());
-    assert_eq!(reader.replica.view().warning, None);
+    assert_eq!(reader.replica.view().warnings().next(), None);
     faulty.set_fault(None);
     clean(limit()).unwrap();
     assert_eq!(log.base(limit()).unwrap(), STRIDE);
@@ -613,8 +624,93 @@ fn a_compaction_that_fails_is_tried_again_or_told() {
     reader.read_up_to(2 * STRIDE);
     faulty.set_fault(Some(Fault::Broken));
     assert!(!clean(limit()).unwrap_err().is_timeout());
-    let warning = reader.replica.view().warning.clone().unwrap();
+    let warning = reader.replica.view().warnings().next().unwrap().to_owned();
     assert!(warning.contains("old entries of the testers' log stay in the store"), "{warning}");
+}
+
+/// A caretaker, and one entry more than a state needs, at a store that can fail.
+fn caretaker(faulty: &Arc<Faulty>, hold: Duration) -> (Caretaker<Compacted>, Reader) {
+    let store: SharedStore = faulty.clone();
+    let log = log::<true>(&store);
+    log.append(&Entry::Join(1), limit()).unwrap();
+    let reader = Reader::new(&store);
+    reader.replica.set_own(1, "beat/1".to_owned());
+    (1..=STRIDE).for_each(|word| log.append(&Entry::Word(word as u32), limit()).unwrap());
+    reader.read_up_to(STRIDE + 1);
+    (Caretaker::new(hold), reader)
+}
+
+#[test]
+fn entries_that_the_store_keeps_are_told_once_and_tried_again() {
+    let faulty = Arc::new(Faulty::default());
+    let (mut caretaker, reader) = caretaker(&faulty, Duration::ZERO);
+    let tidied = AtomicUsize::new(0);
+    let tidy = |_: &Compacted, _: Deadline| -> Result<()> {
+        tidied.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    };
+    let mut clean = || caretaker.clean(&reader.log, &reader.replica, limit(), &tidy);
+    faulty.set_fault(Some(Fault::Keeps(Kind::Protocol)));
+    for _ in 0..2 {
+        assert!(!clean().unwrap_err().is_timeout());
+    }
+    // It is not in the way of what else is to be removed.
+    assert_eq!(tidied.load(Ordering::Relaxed), 2);
+    let warnings: Vec<String> = reader.replica.view().warnings().map(str::to_owned).collect();
+    assert_eq!(warnings.len(), 1, "{warnings:?}");
+    for part in ["old entries of the testers' log", "which ends the job", "the store keeps everything"] {
+        assert!(warnings[0].contains(part), "{warnings:?}");
+    }
+    assert!(faulty.check(&["log/1"], limit()).unwrap());
+    faulty.set_fault(None);
+    clean().unwrap();
+    assert!(!faulty.check(&["log/1"], limit()).unwrap());
+}
+
+#[test]
+fn a_store_that_is_never_in_time_for_the_caretaker_is_told() {
+    let faulty = Arc::new(Faulty::default());
+    let (mut caretaker, reader) = caretaker(&faulty, Duration::ZERO);
+    faulty.set_fault(Some(Fault::Silent { was_asked: false }));
+    for told in [0, 1, 1] {
+        let cleaned = caretaker.clean(&reader.log, &reader.replica, Deadline::now(), &|_, _| Ok(()));
+        assert!(cleaned.unwrap_err().is_timeout());
+        // One that may hold a state for no time has no patience.
+        assert_eq!(reader.replica.view().warnings().count(), told);
+    }
+}
+
+#[test]
+fn a_store_that_fails_again_and_again_while_entries_are_removed_is_told() {
+    let faulty = Arc::new(Faulty::default());
+    let (mut caretaker, reader) = caretaker(&faulty, Duration::from_millis(1));
+    faulty.set_fault(Some(Fault::Keeps(Kind::Io)));
+    let limit = limit();
+    // It may pass, so nobody is told at once.
+    while reader.replica.view().warnings().count() == 0 {
+        assert!(!limit.has_passed(), "nobody has heard of it");
+        let _ = caretaker.clean(&reader.log, &reader.replica, limit, &|_, _| Ok(()));
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn a_log_that_is_lost_after_a_standstill_says_how_long_it_was() {
+    let replica = Replica::<Whole>::new(|_| ());
+    replica.lose(Error::aborted("without heartbeats nothing is known"));
+    assert_eq!(replica.view().stood_still, None);
+    let replica = Replica::<Whole>::new(|_| ());
+    // It is to be awake again at once, and is not.
+    replica.awake(Duration::ZERO);
+    thread::sleep(Duration::from_millis(2));
+    replica.lose(Error::new(Kind::Io, "the connection was closed"));
+    let stood_still = replica.view().stood_still;
+    assert!(stood_still.is_some_and(|time| time >= Duration::from_millis(2)), "{stood_still:?}");
+    let warnings: Vec<String> = replica.view().warnings().map(str::to_owned).collect();
+    assert!(warnings.len() == 1 && warnings[0].starts_with("this tester stood still for"), "{warnings:?}");
+    let error = replica.view().why_lost().unwrap();
+    assert!(error.to_string().contains("was closed; before that this tester stood still for 0 s"), "{error}");
+    assert!(error.remedy().unwrap().contains("must not sleep"), "{error}");
 }
 
 #[test]
@@ -776,7 +872,7 @@ fn an_entry_that_nobody_of_the_job_has_signed_is_passed_over() {
     let (member, _) = participant::<Whole>(&store, mac(1));
     wait_for(member.replica(), |view| view.next == 4);
     assert_eq!(member.replica().view().state.words, [4]);
-    let warning = member.replica().view().warning.clone().unwrap();
+    let warning = member.replica().view().warnings().next().unwrap().to_owned();
     assert!(warning.contains("entry 0 of the testers' log was ignored"), "{warning}");
     // A process without a key is told which one is missing.
     let (keyless, threads) = participant::<Whole>(&store, Mac::none());
@@ -872,6 +968,7 @@ fn a_thread_that_panics_loses_the_log() {
         }
         let error = view.lost.clone().unwrap();
         assert!(error.is_aborted() && error.to_string().contains("panicked"), "{error}");
+        assert!(error.remedy().unwrap().contains("standard error"), "{error}");
     }
     let replica = Arc::new(Replica::<Whole>::new(|replica| {
         let view = replica.view();
@@ -890,7 +987,7 @@ fn a_thread_that_panics_loses_the_log() {
 }
 
 #[test]
-fn whoever_watches_one_whose_key_is_gone_goes_on_when_it_has_read_that_it_has_left() {
+fn whoever_watches_one_whose_key_is_gone_beats_on() {
     let store = memory();
     let (mut first, _) = participant::<Compacted>(&store, Mac::none());
     assert!(first.join(1, "beat/1".to_owned(), &Entry::Join(1), limit()).unwrap());
@@ -898,20 +995,42 @@ fn whoever_watches_one_whose_key_is_gone_goes_on_when_it_has_read_that_it_has_le
     wait_for(first.replica(), |view| view.state.present.contains(&2));
     let silence = Duration::from_secs(3600);
     first.watch(Heartbeats { silence, ..HEARTBEATS }, |_, _| Ok(())).unwrap();
-    let wait_for_beat = |least: u32| {
-        let limit = limit();
-        let beat = || String::from_utf8(store.get("beat/1", limit).unwrap()).unwrap().parse::<u32>().unwrap();
-        while beat() < least {
-            assert!(!limit.has_passed(), "it waits for a key that is gone");
-            thread::sleep(Duration::from_millis(1));
-        }
-    };
-    // It looks for the other's, which is not there.
-    wait_for_beat(2);
-    thread::sleep(2 * HEARTBEATS.interval);
-    first.append(&Entry::Gone(2), limit()).unwrap();
-    wait_for_beat(6);
-    assert!(first.replica().view().lost.is_none());
+    let limit = limit();
+    let beat = || String::from_utf8(store.get("beat/1", limit).unwrap()).unwrap().parse::<u32>().unwrap();
+    while beat() < 6 {
+        assert!(!limit.has_passed(), "it waits for a key that is gone");
+        thread::sleep(Duration::from_millis(1));
+    }
+    let view = first.replica().view();
+    assert!(view.lost.is_none() && view.state.present.contains(&2));
+}
+
+#[test]
+fn one_whose_key_is_gone_is_missed_as_one_that_is_silent_and_nobody_else() {
+    let store = memory();
+    let [(mut first, _), (mut second, _)] = [(); 2].map(|()| participant::<Compacted>(&store, Mac::none()));
+    for (member, id) in [(&first, 1), (&second, 2)] {
+        assert!(member.join(id, format!("beat/{id}"), &Entry::Join(id), limit()).unwrap());
+    }
+    // It has joined, and has no key.
+    first.append(&Entry::Join(3), limit()).unwrap();
+    // Long enough for a thread that waits for a processor.
+    let silence = Duration::from_secs(3);
+    for member in [&mut first, &mut second] {
+        wait_for(member.replica(), |view| view.state.present.contains(&3));
+        member.watch(Heartbeats { silence, ..HEARTBEATS }, |_, _| Ok(())).unwrap();
+    }
+    for member in [&first, &second] {
+        wait_for(member.replica(), |view| view.state.present == BTreeSet::from([1, 2]));
+        assert!(member.replica().view().lost.is_none());
+    }
+    // One whose key is removed while it is there makes it anew, and stays.
+    store.delete_key("beat/2", limit()).unwrap();
+    let limit = limit();
+    while !store.check(&["beat/2"], limit).unwrap() {
+        assert!(!limit.has_passed(), "it sends no heartbeat any more");
+        thread::sleep(Duration::from_millis(1));
+    }
 }
 
 #[test]
@@ -991,6 +1110,21 @@ fn whoever_stood_still_does_not_take_its_store_for_lost() {
     let beats = || store.get("beat/3", limit).unwrap();
     let before = beats();
     wait_until(&|| beats() != before);
+}
+
+#[test]
+fn whoever_stood_still_while_it_began_asks_again() {
+    let faulty = Arc::new(Faulty::default());
+    let store = Arc::clone(&faulty) as SharedStore;
+    faulty.set_fault(Some(Fault::Stopped { after: 0 }));
+    let (log, replica) = (log::<true>(&store), Arc::new(Replica::new(|_| ())));
+    let member = Participant::start(log, replica, Deadline::after(HEARTBEATS.silence)).unwrap();
+    assert!(faulty.fault.lock().is_none());
+    faulty.set_fault(Some(Fault::Stopped { after: 0 }));
+    member.announce("beat/1", Deadline::after(HEARTBEATS.silence)).unwrap();
+    assert!(faulty.fault.lock().is_none());
+    assert_eq!(store.add("beat/1", 0, limit()).unwrap(), 1);
+    member.close();
 }
 
 #[test]

@@ -8,6 +8,7 @@ mod agent_node;
 mod fuzz;
 mod multi_node;
 mod rendezvous_handler;
+mod rendezvous_store;
 mod single_node;
 mod who_serves;
 
@@ -50,6 +51,11 @@ pub(super) trait Nodes {
 
     /// What to do with a slot whose worker has failed, if the driver decides that.
     fn next_instruction(&mut self) -> Option<Instruction> {
+        None
+    }
+
+    /// What a person should know next, though the job goes on.
+    fn next_warning(&mut self) -> Option<String> {
         None
     }
 

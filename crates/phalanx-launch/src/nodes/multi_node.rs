@@ -11,6 +11,7 @@
 //! known counts only if it is about the number under which this launcher has asked last (`knows_of_me`). Nothing is known of that number
 //! before the writer has noted it.
 
+use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
@@ -20,7 +21,8 @@ use rustix::process::Signal as Raw;
 use super::membership::{
     Cause, Departure, Entry, JobEnd, MembershipState, Node, NodeId, Settings, WorkerFailure,
 };
-use super::rendezvous_handler::{Reached, RendezvousHandler, serve_round};
+use super::rendezvous_handler::{Reached, RendezvousHandler};
+use super::rendezvous_store::serve_round;
 use super::{AfterAttempt, AttemptEnd, Gathered, Nodes};
 use crate::attempts::Control;
 use crate::cluster::{Cluster, RendezvousBackend};
@@ -30,7 +32,7 @@ use crate::event::Event;
 use crate::exit::{Failure, NodeFailure, Outcome, Signal};
 use crate::host;
 use crate::job::Job;
-use crate::log::View;
+use crate::log::{AFTER_STANDSTILL, View};
 use crate::placement::Placement;
 use crate::poll::poll_readable;
 use crate::random;
@@ -42,6 +44,8 @@ use crate::world_size::WorldSize;
 const LAST_ATTEMPT_GRACE: Duration = Duration::from_secs(2);
 /// How much longer than its silence the others may take to notice that a launcher is gone.
 const NOTICE_GRACE: Duration = Duration::from_secs(2);
+/// A wait that ends later than by so much was one in which this process was stopped.
+const STANDSTILL_LIMIT: Duration = Duration::from_secs(5);
 
 /// This node among the others.
 pub(crate) struct MultiNode<'a> {
@@ -63,7 +67,8 @@ pub(crate) struct MultiNode<'a> {
     store: Option<(u64, TcpStoreServer)>,
     /// Why the log is lost, for the user.
     lost: Option<Error>,
-    warned: bool,
+    /// How many warnings were shown.
+    warned: usize,
     /// The number of waiting nodes that was shown last.
     shown: Option<usize>,
     /// The entry with which this node has joined, until it takes the place of an earlier launcher.
@@ -107,7 +112,7 @@ impl<'a> MultiNode<'a> {
             round: None,
             store: None,
             lost: None,
-            warned: false,
+            warned: 0,
             shown: None,
             join: Some((again, settings)),
             refused_until: None,
@@ -123,9 +128,8 @@ impl<'a> MultiNode<'a> {
     }
 
     fn warn(&mut self, control: &mut Control<'_>) {
-        if let Some(text) = self.view.warning.as_ref().filter(|_| !self.warned) {
-            control.tell(Event::Warning { text });
-            self.warned = true;
+        while let Some(text) = self.next_warning() {
+            control.tell(Event::Warning { text: &text });
         }
     }
 
@@ -134,23 +138,44 @@ impl<'a> MultiNode<'a> {
         if error.is_local_shortage() || error.is_aborted() || error.is_peer_left() {
             return error;
         }
+        // What the log says, or what the store refuses, is the cause. The store is there.
+        let kinds = [Kind::Protocol, Kind::InvalidArgument, Kind::Mismatch, Kind::OutOfMemory];
+        if kinds.contains(&error.kind()) {
+            let advice =
+                "does another program write to the launchers' store, or another job with the same --rdzv-id?";
+            return if self.reached.is_some() { error.with_remedy_if_none(advice) } else { error };
+        }
+        // The others have given it up, and closed its connections, meanwhile.
+        if let Some(time) = self.view.stood_still {
+            let cause = format!(
+                "this launcher stood still for {:.0} s, and has lost the launchers' store since: {}",
+                time.as_secs_f64(),
+                error.full_cause()
+            );
+            return Error::new(Kind::PeerLeft, cause)
+                .in_operation("rendezvous of the launchers", None)
+                .with_remedy(AFTER_STANDSTILL);
+        }
         let server = self.view.state.present().find(|node| node.serves_store && node.id != self.me);
         let is_served = matches!(self.cluster.backend, RendezvousBackend::Store { .. });
         match server {
             Some(node) => {
-                let what = if error.is_timeout() { "does not answer" } else { "is gone" };
+                // A call that may not end with a time-out ends with an error of the environment.
+                let is_silent = error.is_timeout() || error.is_environment();
+                let what = if is_silent { "does not answer" } else { "is gone" };
                 let cause =
                     format!("node 0 ({}) {what}, and with it the launchers' store: {}", node.host, error.cause());
                 Error::new(Kind::PeerFailed, cause).with_remedy("its own launcher's output says why")
             }
             // It was never reached: the error says what may stand between, or why it was refused.
             None if self.reached.is_none() && error.remedy().is_some() && (is_served || !error.is_timeout()) => error,
-            None if !is_served => {
-                error.with_remedy("is the launchers' store up, and does this host reach it?")
-            }
+            None if !is_served => match error.io_kind() {
+                Some(ErrorKind::StorageFull | ErrorKind::QuotaExceeded) => {
+                    error.with_remedy("make room on the disk where the launchers meet, and start all nodes again")
+                }
+                _ => error.with_remedy("is the launchers' store up, and does this host reach it?"),
+            },
             // It has ended before it joined, or has sent no heartbeat.
-            // Another store answers there, or none, and the error says what to do.
-            _ if error.kind() == Kind::Protocol => error,
             None if self.served_at().is_none() => error.with_remedy(
                 "is the launcher that serves the store gone? Its own output says why; then start all nodes again",
             ),
@@ -227,6 +252,14 @@ impl<'a> MultiNode<'a> {
         }
         if self.is_given_up() && self.view.state.job_end().is_none() {
             let silence = self.cluster.silence().as_secs_f64();
+            if let Some(time) = self.view.stood_still {
+                let cause = format!(
+                    "this launcher stood still for {:.0} s; the other nodes got no heartbeat from this node for {silence} s, and go on \
+                     without it",
+                    time.as_secs_f64()
+                );
+                return Err(Error::new(Kind::PeerLeft, cause).with_remedy(AFTER_STANDSTILL));
+            }
             let cause = format!(
                 "the other nodes got no heartbeat from this node for {silence} s, and go on without it"
             );
@@ -389,7 +422,7 @@ impl<'a> MultiNode<'a> {
 
 impl Nodes for MultiNode<'_> {
     fn gather(&mut self, control: &mut Control<'_>) -> Result<Gathered> {
-        let since = Instant::now();
+        let mut since = Instant::now();
         let mut enough_since = None;
         self.shown = None;
         loop {
@@ -423,10 +456,12 @@ impl Nodes for MultiNode<'_> {
                 }
             }
             timeout = self.waits_for_silence().map_or(timeout, |left| left.min(timeout));
+            let began = Instant::now();
             if let Some(signal) = self.wait(control, timeout)? {
                 self.leave(Departure::Signal(signal.number()));
                 return Ok(Gathered::Over(Outcome::Interrupted(signal)));
             }
+            since = without_standstill(since, began, Instant::now(), timeout);
         }
     }
 
@@ -469,6 +504,12 @@ impl Nodes for MultiNode<'_> {
     // An elastic job runs on one node.
     fn worker_lost(&mut self, _slot: u32, _process: u32) {}
 
+    fn next_warning(&mut self) -> Option<String> {
+        let text = self.view.warnings().nth(self.warned)?.to_owned();
+        self.warned += 1;
+        Some(text)
+    }
+
     fn give_up(&mut self, error: &Error) {
         self.leave(Departure::GaveUp(error.to_string()));
     }
@@ -490,6 +531,8 @@ impl Nodes for MultiNode<'_> {
             }
             self.check()?;
             if self.view.state.round() > round {
+                // The workers of all nodes have ended, and another node may be the first of the next round.
+                self.store = None;
                 match self.view.state.last_cause().map(outcome_of) {
                     Some(Outcome::Failed(failure)) => control.tell(Event::Restarting { failure: &failure }),
                     Some(Outcome::NodeFailed(failure)) => {
@@ -505,6 +548,13 @@ impl Nodes for MultiNode<'_> {
             }
         }
     }
+}
+
+/// Since when this launcher waits for others. A wait that has begun at `began`, and has ended long after its `timeout`, does not count: this
+/// process was stopped, and has heard nothing of those who have come.
+fn without_standstill(since: Instant, began: Instant, now: Instant, timeout: Duration) -> Instant {
+    let waited = now.saturating_duration_since(began);
+    if waited > timeout.saturating_add(STANDSTILL_LIMIT) { since + waited } else { since }
 }
 
 /// How a job ends for this cause.
@@ -540,6 +590,7 @@ fn outcome_of(cause: &Cause) -> Outcome {
 
 #[cfg(test)]
 mod tests {
+    use std::ops::ControlFlow;
     use std::sync::Arc;
 
     use phalanx_proto::wire::control::ProcessId;
@@ -630,6 +681,21 @@ mod tests {
     }
 
     #[test]
+    fn a_time_in_which_this_process_was_stopped_is_no_time_in_which_nobody_came() {
+        let (since, second) = (Instant::now(), Duration::from_secs(1));
+        let began = since + 10 * second;
+        let at = |waited: Duration, timeout: Duration| {
+            without_standstill(since, began, began + waited, timeout) - since
+        };
+        // It was woken, or was slow.
+        assert_eq!(at(second, 600 * second), Duration::ZERO);
+        assert_eq!(at(604 * second, 600 * second), Duration::ZERO);
+        // It has as much time left as it had before.
+        assert_eq!(at(900 * second, 600 * second), 900 * second);
+        assert_eq!(at(second, Duration::MAX), Duration::ZERO);
+    }
+
+    #[test]
     fn whoever_stood_still_while_it_joined_blames_nobody() {
         let others = Others::new();
         others.join(1, "elsewhere", 0, None);
@@ -641,10 +707,54 @@ mod tests {
             node.take_news();
             std::thread::sleep(Duration::from_millis(1));
         }
+        // The store was reached before.
+        node.take_news();
         let error = node.store_is_lost(stopped_while_joining());
         assert!(error.is_peer_left() && !error.to_string().contains("node 0"), "{error}");
         let error = node.store_is_lost(Error::timeout("no answer"));
         assert!(error.to_string().contains("node 0 (elsewhere) does not answer"), "{error}");
+        // What is wrong with the log, or with a call, is what it is.
+        for error in [Error::protocol("an entry cannot be decoded"), Error::invalid_argument("no number")] {
+            let told = node.store_is_lost(error.clone());
+            assert_eq!((told.kind(), told.cause()), (error.kind(), error.cause()));
+            assert!(told.remedy().is_some() && !told.to_string().contains("node 0"), "{told}");
+        }
+        let closed = Error::new(Kind::Io, "the store has closed the connection");
+        let error = node.store_is_lost(closed.clone());
+        assert!(error.to_string().contains("node 0 (elsewhere) is gone"), "{error}");
+        // Whose machine has slept has lost its connections, and node 0 is there.
+        node.view.stood_still = Some(Duration::from_secs(1200));
+        let error = node.store_is_lost(closed);
+        assert!(error.is_peer_left() && error.to_string().contains("stood still for 1200 s"), "{error}");
+        assert!(!error.to_string().contains("node 0") && error.remedy().is_some(), "{error}");
+    }
+
+    #[test]
+    fn the_store_of_a_round_ends_with_the_round() {
+        let folder = tempfile::tempdir().unwrap();
+        let cluster = Cluster::file(1, 1, folder.path().join("launchers")).unwrap().local_addr("127.0.0.1");
+        let (job, refused) = (Job::new("unused", WorldSize::new(1).unwrap()), Refused::new().unwrap());
+        let mut node = MultiNode::new(&job, &cluster, "test".to_owned(), refused.refusals()).unwrap();
+        let mut observer = |_: Event<'_>| ControlFlow::Continue(());
+        let mut control = Control { signals: None, observer: &mut observer, refused, stops: false };
+        let gathered = node.gather(&mut control).unwrap();
+        assert!(matches!(gathered, Gathered::Placed(_)) && node.store.is_some(), "{gathered:?}");
+        let next = node.after_attempt(AttemptEnd::Elsewhere, &mut control).unwrap();
+        assert!(matches!(next, AfterAttempt::Restart) && node.store.is_none(), "{next:?}");
+    }
+
+    #[test]
+    fn a_disk_without_room_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let cluster = Cluster::file(1, 1, folder.path().join("launchers")).unwrap().local_addr("127.0.0.1");
+        let (job, refused) = (Job::new("unused", WorldSize::new(1).unwrap()), Refused::new().unwrap());
+        let node = MultiNode::new(&job, &cluster, "test".to_owned(), refused.refusals()).unwrap();
+        let remedy = |kind: ErrorKind| {
+            let error = node.store_is_lost(Error::io("cannot add", std::io::Error::from(kind)));
+            error.remedy().map(str::to_owned).unwrap_or_default()
+        };
+        assert!(remedy(ErrorKind::StorageFull).contains("make room on the disk"));
+        assert!(remedy(ErrorKind::NotConnected).contains("is the launchers' store up"));
     }
 
     /// It has its place, and is given up, before it looks at what the log says: as if it had been stopped in that moment.

@@ -15,7 +15,7 @@ use super::address::Known;
 use super::connection::{Connection, Incoming};
 use super::environment::environment;
 use super::hosts::Host;
-use super::inbox::Inbox;
+use super::inbox::{Inbox, WAITING};
 use super::node::version;
 use super::peer::{LauncherEnd, Peer};
 use super::protocol::{FromLauncher, LauncherConfig, RemoteEvent, SentKey, ToLauncher};
@@ -121,7 +121,10 @@ impl<'a> Driver<'a> {
             let launchers = &mut self.launchers;
             launchers.wait(wake_at);
             launchers.handle_signals();
-            while let Some((id, incoming)) = self.launchers.inbox.next(&mut self.launchers.control) {
+            // Not all, for hosts may write faster than this thread reads: signals, and what is due, must not wait for them.
+            for _ in 0..WAITING {
+                let next = self.launchers.inbox.next(&mut self.launchers.control);
+                let Some((id, incoming)) = next else { break };
                 self.handle(id, incoming);
             }
             let launchers = &mut self.launchers;

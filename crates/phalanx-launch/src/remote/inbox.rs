@@ -11,8 +11,8 @@ use crate::attempts::Control;
 use crate::error::{Error, Result};
 use crate::poll::{drain, poll_readable, wake_pipe};
 
-/// How many messages may wait to be shown; further ones stay with the hosts.
-const WAITING: usize = 256;
+/// How many messages may wait to be shown; further ones stay with the hosts. Who takes so many at a time looks at something else then.
+pub(super) const WAITING: usize = 256;
 /// How often to poll what has no descriptor.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -73,7 +73,40 @@ impl Inbox {
             return None;
         }
         let incoming = self.incoming.try_recv().ok();
-        self.left_over = false;
+        // Who takes no more for now comes back without a wait.
+        self.left_over = incoming.is_some();
         incoming
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::iter::empty;
+    use std::ops::ControlFlow;
+
+    use super::*;
+    use crate::event::Event;
+    use crate::refusals::Refused;
+
+    #[test]
+    fn messages_that_are_left_for_another_turn_end_the_wait_for_it() {
+        let mut observer = |_: Event<'_>| ControlFlow::Continue(());
+        let refused = Refused::new().unwrap();
+        let mut control = Control { signals: None, observer: &mut observer, refused, stops: false };
+        let mut inbox = Inbox::new().unwrap();
+        let IncomingSender { host, sender, wake } = inbox.incoming_sender(7);
+        for _ in 0..2 {
+            sender.send((host, Incoming::StderrClosed)).unwrap();
+            (&*wake).write_all(&[0]).unwrap();
+        }
+        // It empties the pipe.
+        inbox.wait(&mut control, empty(), Duration::from_secs(600));
+        for _ in 0..2 {
+            assert!(matches!(inbox.next(&mut control), Some((7, Incoming::StderrClosed))));
+            // As long as the messages may be more, a wait is none.
+            inbox.wait(&mut control, empty(), Duration::from_secs(600));
+        }
+        assert!(inbox.next(&mut control).is_none() && !inbox.left_over);
     }
 }

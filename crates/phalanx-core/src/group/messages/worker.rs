@@ -85,7 +85,7 @@ impl Worker {
     pub(super) fn serve(mut self) {
         let shared = self.shared.clone();
         if catch_unwind(AssertUnwindSafe(|| self.run())).is_err() {
-            shared.health.fail(Error::aborted("the worker for messages panicked on this rank"));
+            shared.health.fail(Error::panicked("the worker for messages panicked on this rank"));
             // Blocking calls may wait behind what this thread will not do.
             self.give_up();
             let (outbound, inbound) = {

@@ -34,6 +34,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use super::log::{ENTRY_HEAD, HEADER, Identity, Log, framed, push_entry};
+use crate::notice::Aside;
 
 /// A change of the next file has at least so many bytes, but for the last.
 const PART: usize = 1 << 20;
@@ -88,8 +89,15 @@ impl Log {
         }
         // However this try ends, the next one comes after as many changes again.
         self.compact_at = self.end + self.compacted_length;
-        if let Err(error) = self.compact(path) {
-            tracing::warn!(%error, path = %path.display(), "the store's file grows, because it could not be compacted");
+        if let Err(error) = self.compact(path)
+            && !std::mem::replace(&mut self.has_told, true)
+        {
+            // Whoever reads standard error slowly must not keep the lock for all.
+            Aside::default().warn(format!(
+                "the file {} grows, because no shorter one could be put in its place: {error}. It is tried again. A file of 4 GiB is full, and \
+                 the job ends",
+                path.display()
+            ));
         }
     }
 

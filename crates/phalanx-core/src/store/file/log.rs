@@ -63,6 +63,8 @@ pub(super) struct Log {
     pub compacted_length: u64,
     /// How long it is at least at the next try.
     pub compact_at: u64,
+    /// Whether a person was told that it could not be compacted.
+    pub has_told: bool,
 }
 
 impl Log {
@@ -76,6 +78,7 @@ impl Log {
             end: HEADER,
             compacted_length: COMPACTED_LENGTH,
             compact_at: COMPACTED_LENGTH,
+            has_told: false,
         }
     }
 

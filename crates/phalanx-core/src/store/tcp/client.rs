@@ -503,7 +503,7 @@ fn first_of_several(
             match coming.recv_timeout(interrupt::at_most(left)) {
                 Ok(first) => return first,
                 Err(RecvTimeoutError::Disconnected) => {
-                    return Err(Error::aborted("a thread that connects with the store panicked"));
+                    return Err(Error::panicked("a thread that connects with the store panicked"));
                 }
                 Err(RecvTimeoutError::Timeout) => {}
             }

@@ -153,7 +153,7 @@ fn build(
             drop(stop);
         }
         let accepting =
-            accepting.join().unwrap_or_else(|_| Err(Error::aborted("the accepting thread panicked")));
+            accepting.join().unwrap_or_else(|_| Err(Error::panicked("the accepting thread panicked")));
         // If both failed, accepting failed because it was stopped.
         connecting.and_then(|addresses| accepting.map(|accepted| (addresses, accepted)))
     })?;
@@ -249,7 +249,7 @@ fn dial_all(
         for thread in dialling {
             let dialled = thread
                 .join()
-                .unwrap_or_else(|_| Err(Error::aborted("a thread that connects ranks panicked")));
+                .unwrap_or_else(|_| Err(Error::panicked("a thread that connects ranks panicked")));
             // A rank that has stopped because of another's failure knows less than that.
             outcome = match (outcome, dialled) {
                 (Ok(()), dialled) => dialled,

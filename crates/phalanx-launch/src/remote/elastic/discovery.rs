@@ -1,24 +1,24 @@
 //! Runs a program repeatedly that prints the available hosts.
 
 use std::fs::File;
-use std::io::{self, ErrorKind, PipeWriter, Read, Write};
-use std::os::fd::OwnedFd;
+use std::io::{self, ErrorKind, PipeReader, PipeWriter, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::retry_on_intr;
-use rustix::process::{Pid, Signal, kill_process_group};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 
 use super::HostDiscovery;
 use crate::error::{Error, Result};
+use crate::poll::poll_readable;
 use crate::remote::hosts::HostList;
 
 /// How often it is asked.
@@ -31,13 +31,14 @@ const MAX_ANSWER: usize = 256 * 1024;
 const MAX_LAST_WORDS: usize = 1024;
 /// How often that is read at a time: more than a pipe holds, in pieces of 4 KiB.
 const LAST_WORDS_READS: usize = 32;
-/// How often to check whether the answer is still needed.
+/// How often to check whether the script has ended where the kernel cannot tell, before 5.3.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The thread that runs the script. When this is dropped, the thread and the script end.
 pub(super) struct Discovery {
     answers: Receiver<Result<HostList>>,
-    ends: Arc<AtomicBool>,
+    /// A byte in it ends the thread.
+    end: PipeWriter,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -46,13 +47,14 @@ impl Discovery {
     pub(super) fn start(from: &HostDiscovery, wake: Arc<PipeWriter>) -> Result<Self> {
         // If the answers are not taken, the next run of the script waits.
         let (sender, answers) = sync_channel(1);
-        let ends = Arc::new(AtomicBool::new(false));
-        let (from, stop) = (from.clone(), Arc::clone(&ends));
+        let (ends, end) =
+            io::pipe().map_err(|error| Error::io("cannot make a pipe for the discovery of hosts", error))?;
+        let from = from.clone();
         let thread = std::thread::Builder::new()
             .name("phalanx-discovery".into())
-            .spawn(move || ask(&from, &sender, &wake, &stop))
+            .spawn(move || ask(&from, &sender, &wake, &ends))
             .map_err(|error| Error::io("cannot start a thread for the discovery of hosts", error))?;
-        Ok(Self { answers, ends, thread: Some(thread) })
+        Ok(Self { answers, end, thread: Some(thread) })
     }
 
     /// The next answer, or an error.
@@ -63,7 +65,7 @@ impl Discovery {
 
 impl Drop for Discovery {
     fn drop(&mut self) {
-        self.ends.store(true, Ordering::Relaxed);
+        let _ = self.end.write_all(&[0]);
         // The thread may be waiting to hand over an answer.
         let _ = self.answers.try_recv();
         if let Some(thread) = self.thread.take() {
@@ -72,8 +74,8 @@ impl Drop for Discovery {
     }
 }
 
-fn ask(from: &HostDiscovery, answers: &SyncSender<Result<HostList>>, wake: &PipeWriter, ends: &AtomicBool) {
-    while !ends.load(Ordering::Relaxed) {
+fn ask(from: &HostDiscovery, answers: &SyncSender<Result<HostList>>, wake: &PipeWriter, ends: &PipeReader) {
+    while !has_byte(ends) {
         let next = Instant::now() + INTERVAL;
         let answer = without_panic(|| {
             let text = answer(&from.script, ends)?;
@@ -83,12 +85,16 @@ fn ask(from: &HostDiscovery, answers: &SyncSender<Result<HostList>>, wake: &Pipe
             Error::environment(format!("--host-discovery-script {}: {why}", from.script.display()))
                 .with_remedy("it must print a line host:slots for each host, and end with exit code 0")
         });
-        if ends.load(Ordering::Relaxed) || answers.send(answer).is_err() {
+        if has_byte(ends) || answers.send(answer).is_err() {
             return;
         }
         let _ = (&*wake).write_all(&[0]);
-        while Instant::now() < next && !ends.load(Ordering::Relaxed) {
-            std::thread::sleep(POLL_INTERVAL);
+        while Instant::now() < next && !has_byte(ends) {
+            let left = next.saturating_duration_since(Instant::now());
+            // A wait that fails is followed by the next one.
+            if poll_readable([ends.as_fd()].into_iter(), Some(left)).is_err() {
+                std::thread::sleep(POLL_INTERVAL);
+            }
         }
     }
 }
@@ -112,7 +118,7 @@ fn command(script: &Path) -> Command {
 }
 
 /// The output of the script, or why it is not known.
-fn answer(script: &Path, ends: &AtomicBool) -> Result<String, String> {
+fn answer(script: &Path, ends: &PipeReader) -> Result<String, String> {
     let mut command = command(script);
     // Ctrl-C must reach only this command. The processes that the script starts end with it.
     command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -148,12 +154,16 @@ impl LastWords {
         let Some(stderr) = &mut self.stderr else { return };
         let mut buffer = [0; 4096];
         for _ in 0..LAST_WORDS_READS {
-            if !is_readable(stderr, Duration::ZERO).is_ok_and(|is_readable| is_readable) {
+            if !is_readable(&*stderr).unwrap_or(false) {
                 return;
             }
             match stderr.read(&mut buffer) {
                 Ok(count @ 1..) => self.end.extend_from_slice(&buffer[..count]),
-                Ok(0) | Err(_) => return,
+                // It is closed.
+                Ok(0) | Err(_) => {
+                    self.stderr = None;
+                    return;
+                }
             }
             self.end.drain(..self.end.len().saturating_sub(MAX_LAST_WORDS));
         }
@@ -170,16 +180,17 @@ fn read(
     stdout: &mut File,
     said: &mut LastWords,
     child: &mut Child,
-    ends: &AtomicBool,
+    ends: &PipeReader,
 ) -> Result<Vec<u8>, String> {
     let deadline = Instant::now() + TIMEOUT;
     let (mut bytes, mut is_open) = (Vec::new(), true);
+    let end_notice = pidfd_open(Pid::from_child(child), PidfdFlags::empty()).ok();
     loop {
         // Checked before reading its output: if it has ended, all its output is there.
         let is_over = has_ended(child).map_err(|error| error.to_string())?;
         // Else it would wait for room when it says much.
         said.take();
-        if is_open && is_readable(stdout, if is_over { Duration::ZERO } else { POLL_INTERVAL })? {
+        if is_open && is_readable(&*stdout)? {
             let mut buffer = [0; 4096];
             match stdout.read(&mut buffer) {
                 Ok(0) => is_open = false,
@@ -193,23 +204,38 @@ fn read(
         } else if is_over {
             return Ok(bytes);
         }
-        if ends.load(Ordering::Relaxed) {
+        if has_byte(ends) {
             return Err("the job ends".to_owned());
         }
-        if Instant::now() >= deadline {
+        let mut left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
             return Err(format!("it has not ended within {} s", TIMEOUT.as_secs()));
         }
-        if !is_open && !is_over {
-            std::thread::sleep(POLL_INTERVAL);
+        // What it has left is read at once, and whatever it says next wakes this thread.
+        if is_over {
+            continue;
         }
+        if end_notice.is_none() {
+            left = left.min(POLL_INTERVAL);
+        }
+        let end_notice = end_notice.iter().map(AsFd::as_fd);
+        let errors = said.stderr.iter().map(AsFd::as_fd);
+        let output = is_open.then_some(stdout.as_fd()).into_iter().chain(errors);
+        poll_readable(end_notice.chain([ends.as_fd()]).chain(output), Some(left))
+            .map_err(|error| error.to_string())?;
     }
 }
 
-/// Waits for output, or its end, not longer than this.
-fn is_readable(pipe: &File, within: Duration) -> Result<bool, String> {
-    let within = Timespec::try_from(within).map_err(|error| error.to_string())?;
-    let ready = retry_on_intr(|| poll(&mut [PollFd::new(pipe, PollFlags::IN)], Some(&within)));
+/// Whether there is output, or its end.
+fn is_readable(pipe: impl AsFd) -> Result<bool, String> {
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    let ready = retry_on_intr(|| poll(&mut [PollFd::new(&pipe, PollFlags::IN)], Some(&now)));
     ready.map(|count| count > 0).map_err(|error| error.to_string())
+}
+
+/// Whether the job ends.
+fn has_byte(ends: &PipeReader) -> bool {
+    is_readable(ends).unwrap_or(false)
 }
 
 /// Whether it has ended. It stays a zombie, which keeps its number.
@@ -230,9 +256,10 @@ mod tests {
         let path = folder.path().join("hosts");
         std::fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let (ends, _end) = io::pipe().unwrap();
         // Another test's child may hold the file open for writing for a moment.
         loop {
-            match answer(&path, &AtomicBool::new(false)) {
+            match answer(&path, &ends) {
                 Err(why) if why.contains("Text file busy") => std::thread::sleep(POLL_INTERVAL),
                 answer => return answer,
             }
@@ -249,12 +276,16 @@ mod tests {
                 .contains("more than")
         );
         assert!(asked("printf '\\377'").unwrap_err().contains("UTF-8"));
-        let missing = answer(Path::new("/does/not/exist"), &AtomicBool::new(false)).unwrap_err();
+        let (ends, _end) = io::pipe().unwrap();
+        let missing = answer(Path::new("/does/not/exist"), &ends).unwrap_err();
         assert!(missing.contains("exit status: 127") && missing.contains("not found"), "{missing}");
         let said = asked("echo first >&2; echo 'no such cloud' >&2; exit 3").unwrap_err();
         assert!(said.ends_with("exit status: 3, and said: no such cloud"), "{said}");
         // Output beside its answer changes nothing, however long it is.
         assert_eq!(asked("head -c 300000 /dev/zero >&2; echo a").unwrap(), "a\n");
+        // Nor does an output that it closes early.
+        assert_eq!(asked("exec 2>&-; sleep 0.1; echo a").unwrap(), "a\n");
+        assert_eq!(asked("echo a; exec >&-; sleep 0.1; exit 0").unwrap(), "a\n");
     }
 
     #[test]
@@ -269,7 +300,8 @@ mod tests {
         let path = folder.path().join("all hosts");
         std::fs::write(&path, "for host in \"$@\"; do echo $host:2; done; echo last\n").unwrap();
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
-        let ask = |script: &Path| answer(script, &AtomicBool::new(false)).unwrap();
+        let (ends, _end) = io::pipe().unwrap();
+        let ask = |script: &Path| answer(script, &ends).unwrap();
         assert_eq!(ask(&path), "last\n");
         assert_eq!(ask(Path::new(&format!("'{}' a b", path.display()))), "a:2\nb:2\nlast\n");
     }

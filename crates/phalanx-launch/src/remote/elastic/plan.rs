@@ -28,13 +28,14 @@ use crate::world_size::WorldSize;
 
 /// So many unusable answers of the discovery script, one a second, before any list of hosts end the job.
 const MAX_FAILURES_BEFORE_LIST: u32 = 5;
+/// The shortest time between two warnings of unusable answers.
+const WARNING_INTERVAL: Duration = Duration::from_secs(600);
 /// How long the system may take to look up the address at which the store is served.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub(in crate::remote) struct ElasticPlan {
     discovery: Option<Discovery>,
-    /// Whether its last answer was unusable.
-    discovery_fails: bool,
+    discovery_failures: Failures,
     /// How many answers were unusable before the first list; None once there was one.
     failures_before_list: Option<u32>,
     run_id: String,
@@ -48,6 +49,30 @@ pub(in crate::remote) struct ElasticPlan {
     /// How many workers were left, if the job ends because they are too few.
     too_few: Option<u32>,
     workers: u32,
+}
+
+/// Which unusable answers of the discovery script a person hears of: one of each row, but not of each of many short rows. A script is asked
+/// each second, for weeks.
+#[derive(Debug, Default)]
+struct Failures {
+    /// Whether a person has heard of the row that lasts.
+    is_told: bool,
+    told_at: Option<Instant>,
+}
+
+impl Failures {
+    fn is_worth_telling(&mut self, now: Instant) -> bool {
+        let is_quiet = self.told_at.is_none_or(|at| now.saturating_duration_since(at) >= WARNING_INTERVAL);
+        let tells = !self.is_told && is_quiet;
+        if tells {
+            (self.is_told, self.told_at) = (true, Some(now));
+        }
+        tells
+    }
+
+    fn end(&mut self) {
+        self.is_told = false;
+    }
 }
 
 /// The store of the workers.
@@ -68,7 +93,7 @@ impl ElasticPlan {
         let discovery = elastic.discovery.as_ref().map(|from| Discovery::start(from, waker)).transpose()?;
         let mut plan = Self {
             discovery,
-            discovery_fails: false,
+            discovery_failures: Failures::default(),
             failures_before_list: Some(0),
             run_id: elastic.run_id.clone().map_or_else(random_name, Ok)?,
             host_manager: HostManager::new(limits),
@@ -238,7 +263,8 @@ impl ElasticPlan {
         while let Some(answer) = self.discovery.as_ref().and_then(Discovery::next) {
             match answer {
                 Ok(hosts) => {
-                    (self.discovery_fails, self.failures_before_list) = (false, None);
+                    self.discovery_failures.end();
+                    self.failures_before_list = None;
                     self.list(&hosts);
                 }
                 Err(error) => {
@@ -247,7 +273,7 @@ impl ElasticPlan {
                         return Err(error);
                     }
                     // The last list stays valid.
-                    if !std::mem::replace(&mut self.discovery_fails, true) {
+                    if self.discovery_failures.is_worth_telling(Instant::now()) {
                         launchers.control.tell(Event::Warning { text: &error.to_string() });
                     }
                 }
@@ -429,6 +455,21 @@ fn seconds(pause: Duration) -> String {
 mod tests {
     use super::*;
     use crate::remote::driver::{Driver, tests::silent_job};
+
+    #[test]
+    fn a_script_that_fails_now_and_then_is_told_of_now_and_then() {
+        let (mut failures, start) = (Failures::default(), Instant::now());
+        // Every third answer is unusable, for some time; and then all are.
+        let told = (0..7200).filter(|second| {
+            let now = start + Duration::from_secs(*second);
+            if *second < 1300 && second % 3 > 0 {
+                failures.end();
+                return false;
+            }
+            failures.is_worth_telling(now)
+        });
+        assert_eq!(told.collect::<Vec<u64>>(), [0, 600, 1200, 1800]);
+    }
 
     #[test]
     fn the_store_is_served_only_when_a_host_has_answered_where_it_finds_this_one() {

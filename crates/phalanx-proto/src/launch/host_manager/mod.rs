@@ -32,7 +32,10 @@ pub struct Limits {
     pub is_open: bool,
 }
 
-/// The hosts of a job, by number; a host keeps its number for the whole job.
+/// So many hosts are remembered that are not listed, and do not run.
+const MAX_REMEMBERED: usize = 1024;
+
+/// The hosts of a job, by number; a host keeps its number as long as it is listed, runs, or is left out.
 #[derive(Debug)]
 pub struct HostManager {
     limits: Limits,
@@ -190,17 +193,18 @@ impl HostManager {
     /// The list of hosts, each with its number of workers. A host that is left out stays so for the same time.
     pub fn list<'a>(&mut self, hosts: impl IntoIterator<Item = (&'a str, u32)>, now: Instant) {
         self.hosts.iter_mut().for_each(|host| host.is_listed = false);
+        // Who is new takes no place of one that is named later in the list.
+        let mut new = Vec::new();
         for (name, slots) in hosts {
             match self.hosts.iter_mut().find(|host| host.name == name) {
                 Some(host) => (host.is_listed, host.slots) = (true, slots),
-                None => self.hosts.push(Host {
-                    name: name.to_owned(),
-                    slots,
-                    is_listed: true,
-                    state: HostState::Waiting { from: now },
-                    first: None,
-                    failures: 0,
-                }),
+                None => new.push((name, slots)),
+            }
+        }
+        for (name, slots) in new {
+            match self.hosts.iter_mut().find(|host| host.name == name) {
+                Some(host) => (host.is_listed, host.slots) = (true, slots),
+                None => self.add(name, slots, now),
             }
         }
         // A host that comes back later may be another machine.
@@ -208,6 +212,28 @@ impl HostManager {
             if matches!(host.state, HostState::GivenUp) {
                 host.state = HostState::Waiting { from: now };
             }
+        }
+    }
+
+    /// A host that has not been listed before, or not for long. Names that never come again, such as those that a cloud makes for each new
+    /// machine, would fill the memory of a long job.
+    fn add(&mut self, name: &str, slots: u32, now: Instant) {
+        let host = Host {
+            name: name.to_owned(),
+            slots,
+            is_listed: true,
+            state: HostState::Waiting { from: now },
+            first: None,
+            failures: 0,
+        };
+        let is_forgotten = |host: &Host| {
+            let is_idle = matches!(host.state, HostState::Waiting { from } if from <= now);
+            is_idle && !host.is_listed
+        };
+        let is_full = self.hosts.len() >= MAX_REMEMBERED;
+        match self.hosts.iter().position(is_forgotten).filter(|_| is_full) {
+            Some(place) => self.hosts[place] = host,
+            None => self.hosts.push(host),
         }
     }
 

@@ -140,6 +140,22 @@ fn what_is_no_longer_named_is_retired_and_what_is_new_comes() {
 }
 
 #[test]
+fn hosts_whose_names_never_come_again_are_forgotten() {
+    let now = crate::some_time();
+    let mut manager = manager_of(limits(1, 1, 9), &[("a", 1)], now);
+    assert_eq!(manager.decide(now), [launch(0, 0, 1), expect(1)]);
+    manager.up(0, now);
+    for number in 0..3 * MAX_REMEMBERED {
+        let name = format!("node{number}");
+        manager.list([(name.as_str(), 1), ("a", 1), ("late", 1)], now);
+    }
+    assert_eq!(manager.hosts.len(), MAX_REMEMBERED);
+    let place = |name: &str| manager.hosts.iter().position(|host| host.name == name && host.is_listed);
+    assert_eq!((place("a"), place("late")), (Some(0), Some(2)));
+    assert_eq!(manager.decide(now), []);
+}
+
+#[test]
 fn too_few_end_the_job_at_once_if_nobody_can_come_and_else_in_time() {
     let start = crate::some_time();
     for (is_open, allowed) in [(false, 0), (false, 1), (true, 0)] {

@@ -287,6 +287,7 @@ fn a_store_whose_folder_takes_no_new_file_goes_on() {
         assert_eq!(owner.add("beat", 1, soon()).unwrap(), beat);
     }
     assert!(place.generation() == 0 && place.length() > 4 * LENGTH);
+    assert!(owner.log.lock().has_told);
     std::fs::remove_dir(&next).unwrap();
     fill(&place, &owner);
     assert_eq!(number(&place.open(), "beat"), number(&owner, "beat"));
