@@ -60,8 +60,8 @@ const RETRY_DELAY: Duration = Duration::from_millis(10);
 /// ```
 ///
 /// # Failures
-/// A worker that dies is waited for no longer, and a gradient of a step that it has not ended does not count under
-/// [`Bsp`](super::Consistency::Bsp). If the servers are [replicated](ParameterServerBuilder::replicated), one may die: the next
+/// A worker that dies is waited for no longer. Under [`Bsp`](super::Consistency::Bsp) its gradients of a step that it has ended on a
+/// server count there, those of a step that it has not ended do not, and those of the others always count. If the servers are [replicated](ParameterServerBuilder::replicated), one may die: the next
 /// server has its parameters, its optimizer's state and its workers' clocks, and no update that a worker has had an answer to
 /// is lost or applied twice. A server that has lost its replica goes on alone and says so with each answer: if it dies too, its
 /// workers get an error instead of older parameters. So they do when an update rule panics.
@@ -240,7 +240,7 @@ impl ParameterServer {
     }
 
     /// Ends this rank's part as a worker: the others no longer wait for it. Gradients of a step that it has not ended are dropped under
-    /// [`Bsp`](super::Consistency::Bsp). All servers are told, also if one fails.
+    /// [`Bsp`](super::Consistency::Bsp); those of a step that it has ended count when the others have ended it too. All servers are told, also if one fails.
     ///
     /// # Errors
     /// If a server dies that has no replica.
