@@ -351,8 +351,7 @@ fn make(path: &Path) -> io::Result<()> {
     let made: Vec<&Path> = path.ancestors().take_while(|folder| !folder.exists()).collect();
     std::fs::create_dir_all(path)?;
     for folder in made {
-        let above = folder.parent().filter(|above| !above.as_os_str().is_empty());
-        SystemDisk.sync_folder(above.unwrap_or(Path::new(".")))?;
+        SystemDisk.sync_folder(folder.parent().unwrap_or(Path::new(".")))?;
     }
     Ok(())
 }

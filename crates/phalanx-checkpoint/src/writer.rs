@@ -145,7 +145,12 @@ impl Writer {
             None => Owner::claim(path, by, None)?,
         };
         let folder = Folder { path: path.to_owned(), disk: Box::new(SystemDisk), owner: Mutex::new(owner) };
-        folder.sweep().map_err(unusable)?;
+        if let Some(error) = folder.sweep().map_err(unusable)? {
+            warn(format_args!(
+                "remains of earlier checkpoints in {} were not removed, and take space: {error}",
+                path.display()
+            ));
+        }
         let state =
             State { number: folder::next_number(path).map_err(unusable)?, ended: true, ..State::default() };
         let shared = Shared::new(Role::Owner(folder), Rank::MAIN, state);

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use phalanx::{Error, Result};
+use phalanx_sys::folder;
 use serde::{Deserialize, Serialize};
 
 use crate::{Outcome, SinkReport, now};
@@ -237,18 +238,7 @@ impl StateFile {
         file.write_all(&text)?;
         file.sync_all()?;
         std::fs::rename(&half_done, &path)?;
-        sync_folder(&self.directory)
-    }
-}
-
-/// Returns when the names in a folder survive a loss of power, where the file system can do that.
-pub(crate) fn sync_folder(folder: &Path) -> io::Result<()> {
-    let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
-    match File::open(folder)?.sync_all() {
-        Err(error) if matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported) => {
-            Ok(())
-        }
-        synced => synced,
+        folder::sync(&self.directory)
     }
 }
 
@@ -335,15 +325,6 @@ mod tests {
         let last = status.attempts().last().unwrap();
         assert_eq!((last.restart_count, last.cause.as_deref()), (11, Some(&cause[..MAX_CAUSE])));
         assert!((2..12).contains(&status.attempts().len()));
-    }
-
-    #[test]
-    fn names_are_synced_in_any_folder() {
-        let folder = tempfile::tempdir().unwrap();
-        sync_folder(folder.path()).unwrap();
-        // That of a record in the directory itself.
-        sync_folder(Path::new("")).unwrap();
-        assert!(sync_folder(&folder.path().join("gone")).is_err());
     }
 
     #[test]
