@@ -1,6 +1,6 @@
-//! Folders on the disk.
+//! Folders on the disk: what file systems cannot do, and what is no failure therefore.
 //!
-//! Rust has no call for it: `File::open` of a folder, and `sync_all`, is what it leaves to its users, and each of them would have to know which
+//! Rust has no call that syncs a folder: `File::open` and `sync_all` is what it leaves to its users, and each of them would have to know which
 //! errors are none. So all that rename a file to its name wait here.
 
 use std::fs::File;
@@ -20,6 +20,12 @@ pub fn sync(folder: &Path) -> io::Result<()> {
         Ok(opened) => where_it_can(opened.sync_all()),
         Err(error) => unread(folder, error, rustix::fs::sync),
     }
+}
+
+/// Whether this error of a lock says that the file system has no locks, as network file systems without their lock service do. Nobody can
+/// tell then whether another process holds it.
+pub fn has_no_locks(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EOPNOTSUPP | libc::ENOLCK))
 }
 
 /// Some file systems, such as those of networks and of user space, write names at once or never, and know no sync of a folder.
@@ -64,6 +70,13 @@ mod tests {
             assert_eq!(synced(errno).unwrap_err().raw_os_error(), Some(errno));
         }
         where_it_can(Ok(())).unwrap();
+    }
+
+    #[test]
+    fn a_lock_that_another_holds_is_no_lack_of_locks() {
+        let lacks = |errno| has_no_locks(&io::Error::from_raw_os_error(errno));
+        assert!(lacks(libc::ENOLCK) && lacks(libc::ENOSYS) && lacks(libc::EOPNOTSUPP));
+        assert!(!lacks(libc::EWOULDBLOCK) && !lacks(libc::EACCES) && !lacks(libc::EINTR));
     }
 
     #[test]

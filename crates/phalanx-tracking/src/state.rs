@@ -164,7 +164,7 @@ impl StateFile {
             match lock.try_lock() {
                 Ok(()) => break,
                 // A file system without locks: the state's pid is all that there is.
-                Err(TryLockError::Error(error)) if error.kind() == io::ErrorKind::Unsupported => break,
+                Err(TryLockError::Error(error)) if folder::has_no_locks(&error) => break,
                 Err(TryLockError::Error(error)) => return Err(cannot(error)),
                 Err(TryLockError::WouldBlock) if began.elapsed() < LOCK_TIMEOUT => {
                     std::thread::sleep(RETRY_DELAY)
