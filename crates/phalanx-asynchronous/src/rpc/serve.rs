@@ -129,7 +129,7 @@ impl Shared {
         let (name, args) = payload.as_bytes().split_at(usize::from(head.name));
         let name = String::from_utf8_lossy(name).into_owned();
         let context = self.context(from);
-        let pledge = Pledge::new(self.clone(), from, head, name.clone());
+        let pledge = Pledge::new(&self, from, head, name.clone());
         let function = match self.functions.get(&name, &context) {
             Ok(function) => function,
             Err(error) => return pledge.keep(Err(error)),

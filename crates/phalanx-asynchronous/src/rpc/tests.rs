@@ -87,6 +87,24 @@ fn the_loss_of_a_rank_is_told_while_every_thread_waits_for_it() {
 }
 
 #[test]
+fn a_call_that_is_never_answered_keeps_nothing_when_the_calls_have_ended() {
+    let (say, said) = mpsc::channel();
+    let (say, held) = (Mutex::new(say), Mutex::new(Vec::new()));
+    let rpc = Rpc::builder()
+        .deferred("never", move |_, (): (), answer: Answer<()>| {
+            held.lock().push(answer);
+            let _ = say.lock().send(());
+        })
+        .start(&ProcessGroup::alone().unwrap())
+        .unwrap();
+    let call = rpc.call_async::<_, ()>(Rank::MAIN, "never", &()).unwrap();
+    said.recv_timeout(LIMIT).unwrap();
+    let shared = Arc::downgrade(&rpc.shared);
+    drop((call, rpc));
+    eventually("all memory of the calls is freed", || shared.strong_count() == 0);
+}
+
+#[test]
 fn a_reference_is_lent_while_every_thread_of_its_owner_is_busy() {
     two(|group| {
         let (open, gate) = mpsc::channel::<()>();
