@@ -370,6 +370,14 @@ impl Rpc {
         }
     }
 
+    /// What a handler gets of a call of `caller`, as if one had come; nobody reads its answer.
+    #[cfg(test)]
+    pub(super) fn called_by<R>(&self, caller: Rank) -> (Context, Answer<R>) {
+        let pledge =
+            registry::Pledge::new(&self.shared, caller, Head::plain(Kind::Call), "a test".to_owned());
+        (self.shared.context(caller), Answer::new(pledge))
+    }
+
     /// The failure of the connection with `peer`; none as long as it can be called.
     ///
     /// # Errors

@@ -81,7 +81,7 @@ pub(super) fn deferred<A: DeserializeOwned, R: Serialize>(
     Function::Deferred(Box::new(move |context, bytes, pledge| {
         match arguments(&name, context, bytes) {
             Ok(arguments) => {
-                function(context, arguments, Answer { pledge, _result: PhantomData });
+                function(context, arguments, Answer::new(pledge));
             }
             Err(error) => pledge.keep(Err(error)),
         }
@@ -189,6 +189,12 @@ impl Drop for Pledge {
 pub struct Answer<R> {
     pledge: Pledge,
     _result: PhantomData<fn(R)>,
+}
+
+impl<R> Answer<R> {
+    pub(super) fn new(pledge: Pledge) -> Self {
+        Self { pledge, _result: PhantomData }
+    }
 }
 
 impl<R: Serialize> Answer<R> {

@@ -271,7 +271,7 @@ impl Service {
         })
     }
 
-    fn step(&self, context: &Context, request: Request<'static>, answer: Answer<Reply<Done>>) {
+    pub(super) fn step(&self, context: &Context, request: Request<'static>, answer: Answer<Reply<Done>>) {
         let hosted = match self.hosted(context, request.shard) {
             Ok(hosted) => hosted,
             Err(error) => return answer.send(Err(error)),
