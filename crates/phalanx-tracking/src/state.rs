@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use phalanx::{Error, Result};
 use phalanx_sys::folder;
+use phalanx_sys::signal::ignore_file_size_signal;
 use serde::{Deserialize, Serialize};
 
 use crate::{Outcome, SinkReport, now};
@@ -151,6 +152,9 @@ impl StateFile {
     /// Takes the record in `directory`, which is made if it is not there.
     pub fn take(directory: &Path) -> Result<Self> {
         let cannot = |error| failure(directory, "cannot be opened", error);
+        // Then a file that becomes too large is an error of its sink, and not the end of the process. A group that was joined has done
+        // this, and that of a process alone has not.
+        let _ = ignore_file_size_signal();
         std::fs::create_dir_all(directory).map_err(cannot)?;
         let lock = OpenOptions::new()
             .create(true)
