@@ -211,8 +211,8 @@ impl RpcBuilder {
         self
     }
 
-    /// The number of handlers that run at once, those that wait for calls of their own not counted; 16 if it is not set, as in
-    /// PyTorch. Threads are started when they are needed.
+    /// The number of handlers that run at once; 16 if it is not set, as in PyTorch. Those that wait for calls of their own are not
+    /// counted, nor are functions of [`on_lost`](Self::on_lost). Threads are started when they are needed.
     #[doc(alias = "num_worker_threads")]
     #[must_use]
     pub fn threads(self, threads: usize) -> Self {
