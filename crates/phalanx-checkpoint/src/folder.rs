@@ -112,9 +112,16 @@ impl Folder {
         owner.check().map(|()| owner.number())
     }
 
-    /// Removes checkpoints older than the newest `keep` ones that have all their files. A link, such as to a checkpoint that was
-    /// moved to another disk, is neither counted nor followed.
+    /// [`rotate_but`](Self::rotate_but), if none is known to be damaged.
+    #[cfg(test)]
     pub fn rotate(&self, keep: usize) -> io::Result<()> {
+        self.rotate_but(keep, &[])
+    }
+
+    /// Removes checkpoints older than the newest `keep` ones that have all their files, and whose number is not among the `damaged`:
+    /// lengths do not tell damage, and one that nobody can use must not take the place of one that was read. A link, such as to a
+    /// checkpoint that was moved to another disk, is neither counted nor followed.
+    pub fn rotate_but(&self, keep: usize, damaged: &[u64]) -> io::Result<()> {
         let (mut whole, mut outcome) = (0, Ok(()));
         for entry in list(&self.path)? {
             if !entry.path.symlink_metadata().is_ok_and(|about| about.is_dir()) {
@@ -123,7 +130,7 @@ impl Folder {
             if whole == keep {
                 outcome = outcome.and(self.remove(&entry));
             } else {
-                whole += usize::from(looks_whole(&entry.path));
+                whole += usize::from(!damaged.contains(&entry.number) && looks_whole(&entry.path));
             }
         }
         outcome
