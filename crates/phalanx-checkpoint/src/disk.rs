@@ -7,6 +7,7 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::Path;
 
+use phalanx_sys::folder;
 use phalanx_sys::signal::ignore_file_size_signal;
 
 /// A file system.
@@ -60,7 +61,7 @@ impl Disk for SystemDisk {
     }
 
     fn sync_folder(&self, path: &Path) -> io::Result<()> {
-        File::open(path)?.sync_all()
+        folder::sync(path)
     }
 
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {

@@ -112,14 +112,25 @@ impl Folder {
         owner.check().map(|()| owner.number())
     }
 
-    /// Removes checkpoints older than the newest `keep` ones that have all their files.
+    /// [`rotate_but`](Self::rotate_but), if none is known to be damaged.
+    #[cfg(test)]
     pub fn rotate(&self, keep: usize) -> io::Result<()> {
+        self.rotate_but(keep, &[])
+    }
+
+    /// Removes checkpoints older than the newest `keep` ones that have all their files, and whose number is not among the `damaged`:
+    /// lengths do not tell damage, and one that nobody can use must not take the place of one that was read. A link, such as to a
+    /// checkpoint that was moved to another disk, is neither counted nor followed.
+    pub fn rotate_but(&self, keep: usize, damaged: &[u64]) -> io::Result<()> {
         let (mut whole, mut outcome) = (0, Ok(()));
         for entry in list(&self.path)? {
+            if !entry.path.symlink_metadata().is_ok_and(|about| about.is_dir()) {
+                continue;
+            }
             if whole == keep {
                 outcome = outcome.and(self.remove(&entry));
             } else {
-                whole += usize::from(looks_whole(&entry.path));
+                whole += usize::from(!damaged.contains(&entry.number) && looks_whole(&entry.path));
             }
         }
         outcome
@@ -134,9 +145,13 @@ impl Folder {
     }
 
     /// Removes the remains of writers: of this process, which writes nothing now, and of processes that have died, or
-    /// were frozen and have lost their claim.
-    pub fn sweep(&self) -> io::Result<()> {
-        let by = self.check()?;
+    /// were frozen and have lost their claim. Returns why some could not be removed, all of which are moved aside: they take space,
+    /// and do no harm. Somebody may have put a folder of their own into an old checkpoint.
+    ///
+    /// # Errors
+    /// If it is not known whether all were moved aside.
+    pub fn sweep(&self) -> io::Result<Option<io::Error>> {
+        let (by, mut left_over) = (self.check()?, None);
         for entry in fs::read_dir(&self.path)? {
             let entry = entry?;
             let name = entry.file_name();
@@ -149,13 +164,16 @@ impl Folder {
                 Some(Leftover::Remove) => entry.path(),
                 None => continue,
             };
-            self.remove_tree(&left)?;
+            left_over = left_over.or(self.remove_tree(&left).err());
         }
-        Ok(())
+        Ok(left_over)
     }
 
-    /// Removes a folder of files. Another process may do so at the same time.
+    /// Removes a folder of files, or a link itself. Another process may do so at the same time.
     fn remove_tree(&self, folder: &Path) -> io::Result<()> {
+        if folder.symlink_metadata().is_ok_and(|about| about.is_symlink()) {
+            return gone(self.disk.remove_file(folder));
+        }
         let entries = match fs::read_dir(folder) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
             entries => entries?,
@@ -312,7 +330,12 @@ pub(super) fn list(folder: &Path) -> io::Result<Vec<Entry>> {
 
 /// The number of the next checkpoint.
 pub(super) fn next_number(folder: &Path) -> io::Result<u64> {
-    Ok(list(folder)?.first().map_or(1, |newest| newest.number + 1))
+    let next = list(folder)?.first().map_or(1, |newest| newest.number + 1);
+    // Nobody would find a checkpoint of a larger number.
+    match names::checkpoint_number(&names::complete(next, 0)) {
+        Some(next) => Ok(next),
+        None => Err(io::Error::other(format!("no checkpoint has a number after {}: move it away", next - 1))),
+    }
 }
 
 /// Why a checkpoint cannot be read.
@@ -473,6 +496,7 @@ mod tests {
     use super::super::claims::Claimant;
     use super::super::disk::SystemDisk;
     use super::super::manifest::checksum;
+    use super::super::writer::Writer;
     use super::*;
 
     #[test]
@@ -513,6 +537,47 @@ mod tests {
         fs::create_dir(&later).unwrap();
         folder.write(5, 50, 1, &Snapshot::default()).unwrap();
         assert!(later.is_dir() && left().len() == 3, "{:?}", left());
+    }
+
+    #[test]
+    fn what_others_have_put_into_the_folder_is_not_removed_and_stops_nobody() {
+        let (root, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let claim = Owner::claim(root.path(), &Claimant::default(), None).unwrap();
+        let folder =
+            Folder { path: root.path().to_owned(), disk: Box::new(SystemDisk), owner: Mutex::new(claim) };
+        let precious = elsewhere.path().join("precious");
+        fs::write(&precious, "of somebody else").unwrap();
+        // A checkpoint that was moved, and a link where a writer's remains could be.
+        let moved = root.path().join(names::complete(1, 10));
+        let remains = root.path().join(names::removing(7, 1));
+        for link in [&moved, &remains] {
+            std::os::unix::fs::symlink(elsewhere.path(), link).unwrap();
+        }
+        for number in 2..5 {
+            folder.write(number, 10 * number, 1, &Snapshot::default()).unwrap();
+            folder.rotate(1).unwrap();
+        }
+        let steps: Vec<u64> = list(root.path()).unwrap().iter().map(|entry| entry.number).collect();
+        assert_eq!(steps, [4, 1]);
+        assert!(precious.is_file() && moved.is_symlink() && !remains.is_symlink());
+        // A folder within a checkpoint is not removed with it. The next writer begins all the same.
+        let notes = root.path().join(names::complete(4, 40)).join("notes");
+        fs::create_dir(&notes).unwrap();
+        folder.write(5, 50, 1, &Snapshot::default()).unwrap();
+        assert!(folder.rotate(1).is_err());
+        drop(folder);
+        let writer = Writer::open(root.path(), &Claimant::default()).unwrap();
+        let kept = fs::read_dir(root.path()).unwrap().map(|entry| entry.unwrap().path().join("notes"));
+        assert_eq!(kept.filter(|notes| notes.is_dir()).count(), 1);
+        drop(writer);
+    }
+
+    #[test]
+    fn a_checkpoint_that_nobody_would_find_is_not_begun() {
+        let root = tempfile::tempdir().unwrap();
+        assert_eq!(next_number(root.path()).unwrap(), 1);
+        fs::create_dir(root.path().join(names::complete(u64::MAX / 2, 1))).unwrap();
+        assert!(next_number(root.path()).unwrap_err().to_string().contains("move it away"));
     }
 
     #[test]

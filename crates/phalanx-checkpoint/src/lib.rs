@@ -140,7 +140,8 @@ impl Checkpoints {
     }
 
     /// How many checkpoints are kept: 3 by default, at least 1. When a new one is complete, those before the `count`
-    /// newest complete ones are removed. During a write there is one more.
+    /// newest complete ones are removed. One that [`newest`](Self::newest) has skipped does not count. During a write there is
+    /// one more.
     pub fn keep(mut self, count: usize) -> Self {
         self.keep = NonZeroUsize::new(count).unwrap_or(NonZeroUsize::MIN);
         self
@@ -302,7 +303,12 @@ impl Checkpoints {
     }
 
     fn job(&self, step: u64, snapshot: Snapshot, together: Option<Together>) -> Job {
-        Job { step, world_size: self.group.world_size().get(), keep: self.keep.get(), snapshot, together }
+        let skipped = self.skipped.lock();
+        let folders = skipped.iter().filter_map(|skipped| skipped.folder.file_name()?.to_str());
+        let damaged = folders.filter_map(names::checkpoint_number).collect();
+        drop(skipped);
+        let world_size = self.group.world_size().get();
+        Job { step, world_size, keep: self.keep.get(), damaged, snapshot, together }
     }
 
     /// An error that may come from another rank, as this rank returns it.
@@ -351,8 +357,7 @@ fn make(path: &Path) -> io::Result<()> {
     let made: Vec<&Path> = path.ancestors().take_while(|folder| !folder.exists()).collect();
     std::fs::create_dir_all(path)?;
     for folder in made {
-        let above = folder.parent().filter(|above| !above.as_os_str().is_empty());
-        SystemDisk.sync_folder(above.unwrap_or(Path::new(".")))?;
+        SystemDisk.sync_folder(folder.parent().unwrap_or(Path::new(".")))?;
     }
     Ok(())
 }

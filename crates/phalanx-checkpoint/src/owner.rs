@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Once;
 use std::time::Duration;
 
+use phalanx_sys::folder;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
@@ -202,7 +203,7 @@ fn lock(path: &Path, file: &File, how: FlockOperation) -> io::Result<bool> {
     match flock(file, how) {
         Ok(()) => Ok(true),
         Err(Errno::WOULDBLOCK | Errno::INTR) => Ok(false),
-        Err(error @ (Errno::NOSYS | Errno::OPNOTSUPP | Errno::NOLCK)) => {
+        Err(error) if folder::has_no_locks(&error.into()) => {
             static ONCE: Once = Once::new();
             ONCE.call_once(|| {
                 let path = path.display();

@@ -555,6 +555,23 @@ fn the_newest_whole_one_is_never_removed() {
 }
 
 #[test]
+fn a_checkpoint_that_was_found_damaged_takes_no_good_one_s_place() {
+    let root = before();
+    let tensors = root.path().join("00000002-step-2/tensors.safetensors");
+    let mut bytes = fs::read(&tensors).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(&tensors, bytes).unwrap();
+    let checkpoints = Checkpoints::open(root.path(), &ProcessGroup::alone().unwrap()).unwrap().keep(2);
+    assert_eq!(checkpoints.newest().unwrap().unwrap().step(), 1);
+    for (step, left) in [(3, vec![3, 2, 1]), (4, vec![4, 3])] {
+        checkpoints.save(step, |snapshot| snapshot.value("step", &step)).unwrap();
+        checkpoints.finish().unwrap();
+        let numbers: Vec<u64> = folder::list(root.path()).unwrap().iter().map(|entry| entry.number).collect();
+        assert_eq!(numbers, left);
+    }
+}
+
+#[test]
 fn another_rank_s_error_is_the_cause_until_something_else_is_called() {
     let group = ProcessGroup::alone().unwrap();
     let cause = group.note_remote_error(Error::aborted("its disk is full").with_peer(Rank::new(1)));

@@ -36,6 +36,8 @@ pub(super) struct Job {
     pub step: u64,
     pub world_size: u32,
     pub keep: usize,
+    /// The numbers of checkpoints that are known to be damaged.
+    pub damaged: Vec<u64>,
     pub snapshot: Snapshot,
     /// A sharded write, together with the other ranks; rank 0 alone, if this is none.
     pub together: Option<Together>,
@@ -145,7 +147,12 @@ impl Writer {
             None => Owner::claim(path, by, None)?,
         };
         let folder = Folder { path: path.to_owned(), disk: Box::new(SystemDisk), owner: Mutex::new(owner) };
-        folder.sweep().map_err(unusable)?;
+        if let Some(error) = folder.sweep().map_err(unusable)? {
+            warn(format_args!(
+                "remains of earlier checkpoints in {} were not removed, and take space: {error}",
+                path.display()
+            ));
+        }
         let state =
             State { number: folder::next_number(path).map_err(unusable)?, ended: true, ..State::default() };
         let shared = Shared::new(Role::Owner(folder), Rank::MAIN, state);
@@ -333,7 +340,7 @@ impl Shared {
                 return Err(Error::invalid_argument("rank 0 alone writes what is not sharded"));
             }
         };
-        if let Err(error) = folder.rotate(job.keep) {
+        if let Err(error) = folder.rotate_but(job.keep, &job.damaged) {
             // The checkpoint itself has been saved.
             warn(format_args!("old checkpoints in {} were not removed: {error}", folder.path.display()));
         }
@@ -460,7 +467,7 @@ mod tests {
         let tensors =
             || layout::merged([(0, snapshot.propose().unwrap())].into_iter(), &RandomState::new()).unwrap();
         let together = threads.map(|threads| Together { threads: threads.clone(), tensors: tensors() });
-        Job { step, world_size: 1, keep: 3, snapshot, together }
+        Job { step, world_size: 1, keep: 3, damaged: Vec::new(), snapshot, together }
     }
 
     /// A group in which a rank of its round has died.

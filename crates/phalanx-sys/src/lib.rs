@@ -2,6 +2,7 @@
 //!
 //! - [`arena`]: memory that a rank allocates, and that the other ranks of its host map.
 //! - [`control_block`]: where the ranks of one host synchronise a collective and reach each other's memory.
+//! - [`folder`]: the wait for the names in a folder to be on the disk.
 //! - [`guard`]: child processes that cannot outlive the process that started them, nor can their own children.
 //! - [`inherited`]: descriptors that a parent process has left open for this one.
 //! - [`parts`]: memory with several owners, each of a part.
@@ -27,6 +28,8 @@ pub mod arena;
 pub mod control_block;
 #[cfg(target_os = "linux")]
 pub mod copy;
+#[cfg(all(target_os = "linux", not(loom)))]
+pub mod folder;
 #[cfg(target_os = "linux")]
 pub mod freed;
 #[cfg(all(target_os = "linux", not(loom), any(test, fuzzing)))]

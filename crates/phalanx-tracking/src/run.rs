@@ -82,6 +82,8 @@ impl Run {
     /// by its launcher, that record is gone on with: see [`RunOptions::resume_at`]. A record that another process is writing is
     /// waited for, 10 s long.
     ///
+    /// From then on rank 0's process ignores SIGXFSZ, as [`ProcessGroup::join`] says.
+    ///
     /// # Errors
     /// On every rank, if rank 0 cannot open the record or one of its sinks; if another process writes it; if it is of a run that
     /// was finished and no step to resume at is given.

@@ -11,6 +11,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use phalanx::{Error, Result};
+use phalanx_sys::folder;
+use phalanx_sys::signal::ignore_file_size_signal;
 use serde::{Deserialize, Serialize};
 
 use crate::{Outcome, SinkReport, now};
@@ -150,6 +152,9 @@ impl StateFile {
     /// Takes the record in `directory`, which is made if it is not there.
     pub fn take(directory: &Path) -> Result<Self> {
         let cannot = |error| failure(directory, "cannot be opened", error);
+        // Then a file that becomes too large is an error of its sink, and not the end of the process. A group that was joined has done
+        // this, and that of a process alone has not.
+        let _ = ignore_file_size_signal();
         std::fs::create_dir_all(directory).map_err(cannot)?;
         let lock = OpenOptions::new()
             .create(true)
@@ -163,7 +168,7 @@ impl StateFile {
             match lock.try_lock() {
                 Ok(()) => break,
                 // A file system without locks: the state's pid is all that there is.
-                Err(TryLockError::Error(error)) if error.kind() == io::ErrorKind::Unsupported => break,
+                Err(TryLockError::Error(error)) if folder::has_no_locks(&error) => break,
                 Err(TryLockError::Error(error)) => return Err(cannot(error)),
                 Err(TryLockError::WouldBlock) if began.elapsed() < LOCK_TIMEOUT => {
                     std::thread::sleep(RETRY_DELAY)
@@ -237,18 +242,7 @@ impl StateFile {
         file.write_all(&text)?;
         file.sync_all()?;
         std::fs::rename(&half_done, &path)?;
-        sync_folder(&self.directory)
-    }
-}
-
-/// Returns when the names in a folder survive a loss of power, where the file system can do that.
-pub(crate) fn sync_folder(folder: &Path) -> io::Result<()> {
-    let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
-    match File::open(folder)?.sync_all() {
-        Err(error) if matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported) => {
-            Ok(())
-        }
-        synced => synced,
+        folder::sync(&self.directory)
     }
 }
 
@@ -335,15 +329,6 @@ mod tests {
         let last = status.attempts().last().unwrap();
         assert_eq!((last.restart_count, last.cause.as_deref()), (11, Some(&cause[..MAX_CAUSE])));
         assert!((2..12).contains(&status.attempts().len()));
-    }
-
-    #[test]
-    fn names_are_synced_in_any_folder() {
-        let folder = tempfile::tempdir().unwrap();
-        sync_folder(folder.path()).unwrap();
-        // That of a record in the directory itself.
-        sync_folder(Path::new("")).unwrap();
-        assert!(sync_folder(&folder.path().join("gone")).is_err());
     }
 
     #[test]

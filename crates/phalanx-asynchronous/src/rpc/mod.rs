@@ -204,15 +204,15 @@ impl RpcBuilder {
     }
 
     /// Calls `function` once for each other rank that dies or shuts down its calls while this one does not, with the reason.
-    /// [`Context::caller`] is that rank.
+    /// [`Context::caller`] is that rank. It does not wait for a handler's thread, so it may wake handlers that wait for that rank.
     #[must_use]
     pub fn on_lost(mut self, function: impl Fn(&Context, &Error) + Send + Sync + 'static) -> Self {
         self.lost.push(Box::new(function));
         self
     }
 
-    /// The number of handlers that run at once, those that wait for calls of their own not counted; 16 if it is not set, as in
-    /// PyTorch. Threads are started when they are needed.
+    /// The number of handlers that run at once; 16 if it is not set, as in PyTorch. Those that wait for calls of their own are not
+    /// counted, nor are functions of [`on_lost`](Self::on_lost). Threads are started when they are needed.
     #[doc(alias = "num_worker_threads")]
     #[must_use]
     pub fn threads(self, threads: usize) -> Self {
@@ -368,6 +368,14 @@ impl Rpc {
         if let Some(group) = self.shared.link(peer).ok().and_then(Link::group) {
             group.abort(Error::aborted("the connection is cut"));
         }
+    }
+
+    /// What a handler gets of a call of `caller`, as if one had come; nobody reads its answer.
+    #[cfg(test)]
+    pub(super) fn called_by<R>(&self, caller: Rank) -> (Context, Answer<R>) {
+        let pledge =
+            registry::Pledge::new(&self.shared, caller, Head::plain(Kind::Call), "a test".to_owned());
+        (self.shared.context(caller), Answer::new(pledge))
     }
 
     /// The failure of the connection with `peer`; none as long as it can be called.

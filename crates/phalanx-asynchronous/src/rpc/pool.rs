@@ -18,6 +18,8 @@ thread_local! {
 struct Current {
     pool: Arc<Pool>,
     depth: u8,
+    /// Whether it counts towards the limit.
+    is_counted: bool,
 }
 
 /// Runs jobs, at most `limit` at a time. A job that waits for a call of its own does not count while it waits, so that
@@ -41,7 +43,7 @@ struct PoolState {
 
 struct Job {
     depth: u8,
-    /// A short job of the pool's owner, which does not count towards the limit.
+    /// A job of the pool's owner, which does not count towards the limit: jobs that have reached it may wait for what this one does.
     is_internal: bool,
     run: Box<dyn FnOnce() + Send>,
 }
@@ -112,7 +114,7 @@ impl Pool {
             state.running += usize::from(!job.is_internal);
             let is_internal = job.is_internal;
             drop(state);
-            CURRENT.set(Some(Current { pool: self.clone(), depth: job.depth }));
+            CURRENT.set(Some(Current { pool: self.clone(), depth: job.depth, is_counted: !is_internal }));
             job.run();
             CURRENT.set(None);
             state = self.state.lock();
@@ -137,7 +139,11 @@ impl Pool {
 
     /// Waits with `wait`, for a call. If this thread runs a job, another may run meanwhile.
     pub(super) fn waiting<R>(wait: impl FnOnce() -> R) -> R {
-        let Some(Current { pool, .. }) = CURRENT.with_borrow(Clone::clone) else { return wait() };
+        let Some(Current { pool, is_counted, .. }) = CURRENT.with_borrow(Clone::clone) else { return wait() };
+        if !is_counted {
+            // It has no place to leave. If it gave one back after it has waited, the pool would run a job less for good.
+            return wait();
+        }
         {
             let mut state = pool.state.lock();
             state.running = state.running.saturating_sub(1);
@@ -231,6 +237,22 @@ mod tests {
             say.send((outcome.is_err(), counted.state.lock().running)).unwrap();
         });
         assert_eq!(said.recv_timeout(LIMIT), Ok((true, 1)));
+        pool.close();
+    }
+
+    #[test]
+    fn a_job_of_the_owner_that_waits_takes_no_place_and_gives_none_back() {
+        let pool = Pool::new(1, "jobs".to_owned()).unwrap();
+        let (say, said) = mpsc::channel();
+        let counted = pool.clone();
+        pool.push_internal(move || {
+            Pool::waiting(|| ());
+            say.send(counted.state.lock().running).unwrap();
+        });
+        assert_eq!(said.recv_timeout(LIMIT), Ok(0));
+        let (say, said) = mpsc::channel();
+        pool.push(0, move || say.send(()).unwrap());
+        assert_eq!(said.recv_timeout(LIMIT), Ok(()), "the only place is still free");
         pool.close();
     }
 

@@ -4,7 +4,7 @@ use std::any::type_name;
 use std::collections::HashMap;
 use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -81,7 +81,7 @@ pub(super) fn deferred<A: DeserializeOwned, R: Serialize>(
     Function::Deferred(Box::new(move |context, bytes, pledge| {
         match arguments(&name, context, bytes) {
             Ok(arguments) => {
-                function(context, arguments, Answer { pledge, _result: PhantomData });
+                function(context, arguments, Answer::new(pledge));
             }
             Err(error) => pledge.keep(Err(error)),
         }
@@ -144,8 +144,11 @@ pub(super) fn read<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
 }
 
 /// The duty to answer a call. If it is dropped, the caller gets an error.
+///
+/// It does not keep the calls: a handler may keep it for ever, and the calls keep the handlers. What is not answered when they have
+/// ended has no reader.
 pub(super) struct Pledge {
-    shared: Arc<Shared>,
+    shared: Weak<Shared>,
     to: Rank,
     head: Head,
     name: String,
@@ -153,8 +156,8 @@ pub(super) struct Pledge {
 }
 
 impl Pledge {
-    pub(super) fn new(shared: Arc<Shared>, to: Rank, head: Head, name: String) -> Self {
-        Self { shared, to, head, name, is_kept: false }
+    pub(super) fn new(shared: &Arc<Shared>, to: Rank, head: Head, name: String) -> Self {
+        Self { shared: Arc::downgrade(shared), to, head, name, is_kept: false }
     }
 
     pub(super) fn keep(mut self, outcome: Result<Vec<u8>>) {
@@ -162,9 +165,11 @@ impl Pledge {
     }
 
     fn finish(&mut self, outcome: Result<Vec<u8>>) {
-        if !std::mem::replace(&mut self.is_kept, true) {
-            let outcome = outcome.map_err(|error| self.shared.named(error, &self.name, self.to));
-            self.shared.answer(self.to, &self.head, outcome);
+        if !std::mem::replace(&mut self.is_kept, true)
+            && let Some(shared) = self.shared.upgrade()
+        {
+            let outcome = outcome.map_err(|error| shared.named(error, &self.name, self.to));
+            shared.answer(self.to, &self.head, outcome);
         }
     }
 }
@@ -184,6 +189,12 @@ impl Drop for Pledge {
 pub struct Answer<R> {
     pledge: Pledge,
     _result: PhantomData<fn(R)>,
+}
+
+impl<R> Answer<R> {
+    pub(super) fn new(pledge: Pledge) -> Self {
+        Self { pledge, _result: PhantomData }
+    }
 }
 
 impl<R: Serialize> Answer<R> {

@@ -16,6 +16,11 @@ use crate::wire::rpc::{Kind, ObjectId};
 /// The function with which a holder makes another rank a holder too.
 const LEND: &str = "phalanx.lend";
 
+/// Whether `name` is a function of ours. They are short and wait for nothing, and so need not wait for the program's handlers.
+pub(super) fn is_builtin(name: &[u8]) -> bool {
+    name == LEND.as_bytes()
+}
+
 /// A reference to an object that another rank keeps, or this one.
 ///
 /// The owner keeps the object as long as any rank holds a reference; clones on one rank are one. When the last is dropped,

@@ -8,6 +8,7 @@ use std::time::Duration;
 use super::link::{Link, release, shut_down};
 use super::objects::Value;
 use super::registry::{Function, HANDLER, Pledge, caught};
+use super::remote::is_builtin;
 use super::{FAREWELL_TIMEOUT, Shared};
 use crate::buffer::Buffer;
 use crate::deadline::{Backoff, Deadline};
@@ -52,7 +53,8 @@ impl Shared {
         // A thread that sends may have noticed the end first, so the link may have failed before `on_lost` was called.
         if !self.closed.load(Ordering::Acquire) {
             let shared = self.clone();
-            self.pool.push(0, move || {
+            // Not behind handlers: they may wait for the rank that is gone, and this wakes them.
+            self.pool.push_internal(move || {
                 let context = shared.context(peer);
                 for lost in &shared.lost {
                     // A panic has been printed, and there is no caller to report it to.
@@ -113,7 +115,12 @@ impl Shared {
             _ => None,
         };
         let shared = self.clone();
-        self.pool.push(head.depth, move || shared.run(from, head, &payload, object));
+        let is_builtin = is_builtin(&payload.as_bytes()[..usize::from(head.name)]);
+        let job = move || shared.run(from, head, &payload, object);
+        match is_builtin {
+            true => self.pool.push_internal(job),
+            false => self.pool.push(head.depth, job),
+        }
         Ok(())
     }
 
@@ -122,7 +129,7 @@ impl Shared {
         let (name, args) = payload.as_bytes().split_at(usize::from(head.name));
         let name = String::from_utf8_lossy(name).into_owned();
         let context = self.context(from);
-        let pledge = Pledge::new(self.clone(), from, head, name.clone());
+        let pledge = Pledge::new(&self, from, head, name.clone());
         let function = match self.functions.get(&name, &context) {
             Ok(function) => function,
             Err(error) => return pledge.keep(Err(error)),

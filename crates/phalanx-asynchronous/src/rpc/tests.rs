@@ -54,6 +54,83 @@ fn who_sends_may_see_the_end_first_and_on_lost_is_called_all_the_same() {
 }
 
 #[test]
+fn the_loss_of_a_rank_is_told_while_every_thread_waits_for_it() {
+    two(|group| {
+        let (say, said) = mpsc::channel();
+        let (say, said) = (Mutex::new(say), Mutex::new(said));
+        let (ended, end) = mpsc::channel();
+        let ended = Mutex::new(ended);
+        let rpc = Rpc::builder()
+            .threads(1)
+            .on_lost(move |context, _| {
+                let _ = say.lock().send(context.caller());
+            })
+            // As a handler that waits for what the other rank brings.
+            .handler("wait", move |_, ()| {
+                let _ = ended.lock().send(said.lock().recv_timeout(LIMIT));
+                Ok(())
+            })
+            .start(&group)
+            .unwrap();
+        let peer = Rank::new(1);
+        if group.rank().is_main() {
+            let call = rpc.call_async::<_, ()>(Rank::MAIN, "wait", &()).unwrap();
+            group.barrier().unwrap();
+            assert_eq!(end.recv_timeout(LIMIT), Ok(Ok(peer)));
+            call.wait().unwrap();
+        } else {
+            group.barrier().unwrap();
+            drop(rpc);
+        }
+        group.barrier().unwrap();
+    });
+}
+
+#[test]
+fn a_call_that_is_never_answered_keeps_nothing_when_the_calls_have_ended() {
+    let (say, said) = mpsc::channel();
+    let (say, held) = (Mutex::new(say), Mutex::new(Vec::new()));
+    let rpc = Rpc::builder()
+        .deferred("never", move |_, (): (), answer: Answer<()>| {
+            held.lock().push(answer);
+            let _ = say.lock().send(());
+        })
+        .start(&ProcessGroup::alone().unwrap())
+        .unwrap();
+    let call = rpc.call_async::<_, ()>(Rank::MAIN, "never", &()).unwrap();
+    said.recv_timeout(LIMIT).unwrap();
+    let shared = Arc::downgrade(&rpc.shared);
+    drop((call, rpc));
+    eventually("all memory of the calls is freed", || shared.strong_count() == 0);
+}
+
+#[test]
+fn a_reference_is_lent_while_every_thread_of_its_owner_is_busy() {
+    two(|group| {
+        let (open, gate) = mpsc::channel::<()>();
+        let gate = Mutex::new(gate);
+        let rpc = Rpc::builder()
+            .threads(1)
+            .object("number", |_, n: i64| Ok(n))
+            .handler("wait", move |_, ()| gate.lock().recv_timeout(LIMIT).map_err(Error::other))
+            .start(&group)
+            .unwrap();
+        let owner = Rank::new(1);
+        if group.rank().is_main() {
+            let number: RemoteRef<i64> = rpc.remote(owner, "number", &7i64).unwrap();
+            let busy = rpc.call_async::<_, ()>(owner, "wait", &()).unwrap();
+            number.lend(Rank::MAIN).unwrap();
+            group.barrier().unwrap();
+            busy.wait().unwrap();
+        } else {
+            group.barrier().unwrap();
+            open.send(()).unwrap();
+        }
+        rpc.shutdown().unwrap();
+    });
+}
+
+#[test]
 fn a_reference_that_is_dropped_does_not_overtake_a_call_on_its_object() {
     for to_itself in [false, true] {
         two(|group| {

@@ -60,11 +60,12 @@ const RETRY_DELAY: Duration = Duration::from_millis(10);
 /// ```
 ///
 /// # Failures
-/// A worker that dies is waited for no longer, and a gradient of a step that it has not ended does not count under
-/// [`Bsp`](super::Consistency::Bsp). If the servers are [replicated](ParameterServerBuilder::replicated), one may die: the next
-/// server has its parameters, its optimizer's state and its workers' clocks, and no update that a worker has had an answer to
-/// is lost or applied twice. A server that has lost its replica goes on alone and says so with each answer: if it dies too, its
-/// workers get an error instead of older parameters. So they do when an update rule panics.
+/// A worker that dies is waited for no longer. Under [`Bsp`](super::Consistency::Bsp) its gradients of a step that it has ended on a
+/// server count there, those of a step that it has not ended do not, and those of the others always count. If the servers are
+/// [replicated](ParameterServerBuilder::replicated), one may die: the next server has its parameters, its optimizer's state and its
+/// workers' clocks, and no update that a worker has had an answer to is lost or applied twice. A server that has lost its replica
+/// goes on alone and says so with each answer: if it dies too, its workers get an error instead of older parameters. So they do
+/// when an update rule panics.
 ///
 /// If a [`step`](Self::step), [`push`](Self::push) or [`advance`](Self::advance) fails after it was sent, some servers may have
 /// carried it out, and others not. If it were repeated, its gradients would count twice there. So this rank's next calls are refused,
@@ -239,8 +240,9 @@ impl ParameterServer {
         Ok(())
     }
 
-    /// Ends this rank's part as a worker: the others no longer wait for it. Gradients of a step that it has not ended are dropped under
-    /// [`Bsp`](super::Consistency::Bsp). All servers are told, also if one fails.
+    /// Ends this rank's part as a worker: the others no longer wait for it. Under [`Bsp`](super::Consistency::Bsp) gradients of a step
+    /// that it has not ended are dropped, and those of a step that it has ended count when the others have ended it too. All servers
+    /// are told, also if one fails.
     ///
     /// # Errors
     /// If a server dies that has no replica.

@@ -94,6 +94,8 @@ enum Role {
 
 struct Parked {
     worker: Rank,
+    /// The worker's number of the operation.
+    number: u64,
     staleness: u64,
     pull: Option<Range<usize>>,
     answer: Answer<Reply<Done>>,
@@ -128,7 +130,7 @@ impl Hosted {
         let workers: Vec<Rank> = self.shard.clocks().workers().keys().copied().collect();
         for worker in workers {
             if is_lost(context, worker) {
-                let _ = self.apply(context, Op::Leave(worker), outcome);
+                let _ = self.apply(context, Op::Leave(worker, None), outcome);
             }
         }
         true
@@ -177,7 +179,7 @@ impl Hosted {
                 ));
                 outcome.answers.push((answer, Err(gone)));
             } else if self.shard.clocks().may_go(self.parked[index].worker) {
-                let Parked { worker, staleness, pull, answer } = self.parked.swap_remove(index);
+                let Parked { worker, staleness, pull, answer, .. } = self.parked.swap_remove(index);
                 let shown = match &pull {
                     Some(keys) => self.apply_and_forward(context, &Op::Pull(worker, keys.clone()), outcome),
                     None => Ok(0),
@@ -269,7 +271,7 @@ impl Service {
         })
     }
 
-    fn step(&self, context: &Context, request: Request<'static>, answer: Answer<Reply<Done>>) {
+    pub(super) fn step(&self, context: &Context, request: Request<'static>, answer: Answer<Reply<Done>>) {
         let hosted = match self.hosted(context, request.shard) {
             Ok(hosted) => hosted,
             Err(error) => return answer.send(Err(error)),
@@ -280,21 +282,29 @@ impl Service {
             drop(hosted);
             return answer.send(Ok(Reply::NotServing));
         }
-        let worker = context.caller();
+        let (worker, number) = (context.caller(), request.number);
+        // `lost` may have run before this handler: nobody would take away again a worker that joined now. Under the lock: if the
+        // connection ends after this look, `lost` comes after this operation.
+        if is_lost(context, worker) {
+            drop(hosted);
+            answer.send(Err(Error::aborted(format!("rank {worker} is lost"))));
+            return outcome.finish(context);
+        }
         // If it asks again, its earlier question has no reader.
-        hosted.parked.retain(|parked| parked.worker != worker);
+        hosted.parked.retain(|parked| parked.worker != worker || parked.number > number);
         let (op, pull, waits) = match request.ask {
-            Ask::Join => (Op::Join(worker), None, false),
-            Ask::Enter { clock, keys } => (Op::Enter(worker, clock, keys.clone()), Some(keys), true),
-            Ask::Leave => (Op::Leave(worker), None, false),
+            Ask::Join => (Op::Join(worker, number), None, false),
+            Ask::Enter { clock, keys } => {
+                (Op::Enter { worker, number, clock, keys: keys.clone() }, Some(keys), true)
+            }
+            Ask::Leave => (Op::Leave(worker, Some(number)), None, false),
             Ask::Step { push, advance, pull } => {
-                let op = Op::Step { worker, number: request.number, push, advance, pull: pull.clone() };
-                (op, pull, advance)
+                (Op::Step { worker, number, push, advance, pull: pull.clone() }, pull, advance)
             }
         };
         match hosted.apply(context, op, &mut outcome) {
             Ok(staleness) if waits && !hosted.shard.clocks().may_go(worker) => {
-                hosted.parked.push(Parked { worker, staleness, pull, answer });
+                hosted.parked.push(Parked { worker, number, staleness, pull, answer });
             }
             Ok(staleness) => {
                 let reply = hosted.reply(worker, staleness, pull.as_ref());
@@ -361,7 +371,7 @@ impl Service {
                 // The primary tells its replica; else the replica checks for lost workers when it takes over.
                 Role::Replica(_) => continue,
             }
-            let _ = hosted.apply(context, Op::Leave(gone), &mut outcome);
+            let _ = hosted.apply(context, Op::Leave(gone, None), &mut outcome);
             drop(hosted);
             outcome.finish(context);
         }

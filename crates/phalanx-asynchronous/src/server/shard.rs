@@ -2,15 +2,19 @@
 //! operations in the same order has the same state.
 //!
 //! An operation depends on nothing but the state: on no clock, and on no order of arrival but the log's. A worker
-//! numbers its operations, so one that it repeats after a server's death is applied once.
+//! numbers its operations, so one that it repeats after a server's death is applied once. Handlers run in any order, so one that
+//! comes after a later one is refused, also when the worker has left in between: a step whose time-out has passed must not count
+//! in the worker's next life, and a late `Join` must not make a worker of a rank that others would wait for in vain.
 //!
 //! Each server judges its own workers' clocks. There is no coordinator, and the rule of the consistency model holds for
 //! each shard by itself.
 //!
 //! Under BSP gradients are kept by worker and added in the order of ranks. So the sum has the same bits whoever came
-//! first, and the part of a worker that dies can be left out.
+//! first, and the part of a worker that dies in the middle of a step can be left out. A step that it has ended counts: its
+//! gradients stay here until the others have ended that step, too.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -58,11 +62,18 @@ const EPSILON: f32 = 1e-7;
 /// An operation on a server, and then on its replica.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) enum Op<'a> {
-    /// The worker takes part, and holds the slowest clock until it enters.
-    Join(Rank),
-    /// The worker begins after this many steps, and gets the parameters of these keys when it may.
-    Enter(Rank, u64, Range<usize>),
-    Leave(Rank),
+    /// The worker takes part, and holds the slowest clock until it enters. With its number of this operation.
+    Join(Rank, u64),
+    Enter {
+        worker: Rank,
+        number: u64,
+        /// It begins after this many steps.
+        clock: u64,
+        /// It gets the parameters of these keys when it may begin.
+        keys: Range<usize>,
+    },
+    /// With the worker's number of this operation, or none if it is lost.
+    Leave(Rank, Option<u64>),
     Step {
         worker: Rank,
         /// The worker's number of this operation. One that comes again is not applied again.
@@ -88,6 +99,10 @@ pub(super) struct Shard {
     versions: Vec<u64>,
     clocks: Clocks,
     workers: BTreeMap<Rank, Worker>,
+    /// The last operation of each rank that was carried out. They stay when it leaves.
+    last: BTreeMap<Rank, Last>,
+    /// What workers have left behind that had ended a step which the others have not ended yet, if gradients are averaged.
+    left: BTreeMap<Rank, Left>,
     /// Steps of all workers that have been applied, if gradients are averaged.
     committed: u64,
     record: Staleness,
@@ -101,11 +116,26 @@ struct Worker {
     pulled: Vec<f32>,
     /// Its clock when it joined: it takes no part in earlier steps.
     since: u64,
-    /// Its last operation and its outcome.
+    /// Its gradients of this step, if they are averaged.
+    gradients: Gradients,
+}
+
+/// By key.
+type Gradients = BTreeMap<usize, Vec<f32>>;
+
+/// An operation of a rank, and its outcome.
+#[derive(Clone, Copy, Debug, Default)]
+struct Last {
     number: u64,
     staleness: u64,
-    /// Its gradients of this step, by key, if they are averaged.
-    gradients: BTreeMap<usize, Vec<f32>>,
+}
+
+/// Ended steps of a worker that has left.
+#[derive(Debug, Default)]
+struct Left {
+    /// How many: it may have come back in the same step, and left again.
+    steps: usize,
+    gradients: Gradients,
 }
 
 impl Shard {
@@ -128,6 +158,8 @@ impl Shard {
             parameters,
             clocks,
             workers: BTreeMap::new(),
+            last: BTreeMap::new(),
+            left: BTreeMap::new(),
             committed: 0,
             record: Staleness::default(),
         };
@@ -141,14 +173,17 @@ impl Shard {
     /// If it is not allowed; then nothing has changed.
     pub(super) fn apply(&mut self, op: &Op<'_>) -> Result<u64> {
         match op {
-            Op::Join(worker) => {
+            Op::Join(worker, number) => {
+                self.in_order(*worker, *number)?;
+                self.note(*worker, *number, 0);
                 if self.clocks.lead(*worker).is_none() {
                     self.clocks.join(*worker);
                     self.welcome(*worker);
                 }
                 Ok(0)
             }
-            Op::Enter(worker, clock, keys) => {
+            Op::Enter { worker, number, clock, keys } => {
+                self.in_order(*worker, *number)?;
                 self.layout.place(keys)?;
                 let before = self.clocks.workers().get(worker).copied();
                 self.clocks.enter(*worker, *clock)?;
@@ -157,13 +192,17 @@ impl Shard {
                 {
                     known.since = *clock;
                 }
+                self.note(*worker, *number, 0);
                 self.commit();
                 self.show_if_ready(*worker, true, Some(keys));
                 Ok(0)
             }
-            Op::Leave(worker) => {
-                self.clocks.leave(*worker);
-                self.workers.remove(worker);
+            Op::Leave(worker, number) => {
+                if let Some(number) = number {
+                    self.in_order(*worker, *number)?;
+                    self.note(*worker, *number, 0);
+                }
+                self.part_with(*worker);
                 self.commit();
                 Ok(0)
             }
@@ -203,8 +242,35 @@ impl Shard {
     fn welcome(&mut self, worker: Rank) {
         let pulled = if self.compensation.delay.is_some() { self.parameters.clone() } else { Vec::new() };
         let since = self.clocks.workers().get(&worker).copied().unwrap_or(0);
-        let (seen, gradients) = (self.versions.clone(), BTreeMap::new());
-        self.workers.insert(worker, Worker { seen, pulled, since, number: 0, staleness: 0, gradients });
+        let (seen, gradients) = (self.versions.clone(), Gradients::new());
+        self.workers.insert(worker, Worker { seen, pulled, since, gradients });
+    }
+
+    /// `worker` takes part no longer. If it has ended a step that the others have not, its gradients stay.
+    fn part_with(&mut self, worker: Rank) {
+        let clock = self.clocks.workers().get(&worker).copied().unwrap_or(0);
+        self.clocks.leave(worker);
+        let Some(known) = self.workers.remove(&worker) else { return };
+        if self.clocks.consistency() == Consistency::Bsp && clock > self.committed && known.since < clock {
+            let left = self.left.entry(worker).or_default();
+            left.steps += 1;
+            add(&mut left.gradients, known.gradients);
+        }
+    }
+
+    /// An error if a later operation of `worker` has been carried out.
+    fn in_order(&self, worker: Rank, number: u64) -> Result<()> {
+        match self.last.get(&worker) {
+            Some(last) if number < last.number => Err(Error::protocol(format!(
+                "operation {number} of rank {worker} comes after {}",
+                last.number
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    fn note(&mut self, worker: Rank, number: u64, staleness: u64) {
+        self.last.insert(worker, Last { number, staleness });
     }
 
     fn step(
@@ -215,22 +281,17 @@ impl Shard {
         advance: bool,
         pull: Option<&Range<usize>>,
     ) -> Result<u64> {
-        let Some(known) = self.workers.get(&worker) else {
+        if !self.workers.contains_key(&worker) {
             // Any rank may pull.
             pull.map(|keys| self.layout.place(keys)).transpose()?;
             return if push.is_some() || advance { self.clocks.check(worker).map(|()| 0) } else { Ok(0) };
-        };
-        if number == known.number {
-            let staleness = known.staleness;
+        }
+        let last = self.last.get(&worker).copied().unwrap_or_default();
+        if number == last.number {
             self.show_if_ready(worker, advance, pull);
-            return Ok(staleness);
+            return Ok(last.staleness);
         }
-        if number < known.number {
-            return Err(Error::protocol(format!(
-                "operation {number} of rank {worker} comes after {}",
-                known.number
-            )));
-        }
+        self.in_order(worker, number)?;
         // All checks come before any change.
         pull.map(|keys| self.layout.place(keys)).transpose()?;
         if push.is_some() || advance {
@@ -250,9 +311,7 @@ impl Shard {
             Some((keys, values)) => self.push(worker, keys, &values.0)?,
             None => 0,
         };
-        if let Some(known) = self.workers.get_mut(&worker) {
-            (known.number, known.staleness) = (number, staleness);
-        }
+        self.note(worker, number, staleness);
         if advance {
             self.clocks.advance(worker)?;
             self.commit();
@@ -344,15 +403,28 @@ impl Shard {
 
     /// Applies the mean gradients of a step that all workers have ended. Keys without gradients are unchanged.
     fn commit(&mut self) {
-        if self.clocks.consistency() != Consistency::Bsp || self.clocks.slowest() <= self.committed {
+        if self.clocks.consistency() != Consistency::Bsp {
+            return;
+        }
+        // Nobody is left who could end the step of those that have left.
+        let is_deserted = self.clocks.workers().is_empty() && !self.left.is_empty();
+        if self.clocks.slowest() <= self.committed && !is_deserted {
             return;
         }
         self.committed = self.clocks.slowest();
-        let members = self.workers.values().filter(|worker| worker.since < self.committed).count();
+        let mut members = self.workers.values().filter(|worker| worker.since < self.committed).count();
+        let mut all = BTreeMap::<Rank, Gradients>::new();
+        for (worker, left) in std::mem::take(&mut self.left) {
+            members += left.steps;
+            all.insert(worker, left.gradients);
+        }
+        for (worker, known) in &mut self.workers {
+            add(all.entry(*worker).or_default(), std::mem::take(&mut known.gradients));
+        }
         let share = 1.0 / members.max(1) as f32;
         for key in 0..self.layout.keys() {
             // In the order of ranks, so that the result does not depend on which was first.
-            let mut gradients = self.workers.values_mut().filter_map(|worker| worker.gradients.remove(&key));
+            let mut gradients = all.values_mut().filter_map(|gradients| gradients.remove(&key));
             let Some(mut mean) = gradients.next() else { continue };
             for gradient in gradients {
                 mean.iter_mut().zip(gradient).for_each(|(sum, gradient)| *sum += gradient);
@@ -360,6 +432,20 @@ impl Shard {
             mean.iter_mut().for_each(|sum| *sum *= share);
             if let Ok(place) = self.layout.place(&(key..key + 1)) {
                 self.update(key, place, &mean, 1.0);
+            }
+        }
+    }
+}
+
+/// Adds `more` to `sums`, key by key.
+fn add(sums: &mut Gradients, more: Gradients) {
+    for (key, gradient) in more {
+        match sums.entry(key) {
+            Entry::Vacant(place) => {
+                place.insert(gradient);
+            }
+            Entry::Occupied(mut sum) => {
+                sum.get_mut().iter_mut().zip(gradient).for_each(|(sum, gradient)| *sum += gradient);
             }
         }
     }

@@ -1,7 +1,11 @@
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::builder::{MAX_SHARD, shares};
+use super::service::{Hosted, Service};
+use super::shard::Shard;
 use super::*;
+use crate::clock::Clocks;
 use crate::group::ProcessGroup;
 use crate::world_size::WorldSize;
 use crate::{Consistency, Sgd};
@@ -96,6 +100,70 @@ fn the_statistics_of_a_server_that_is_lost_are_its_replica_s() {
             assert_eq!(servers, [2, 2]);
         }
         server.shutdown().unwrap();
+    });
+}
+
+/// A server of two keys on rank 0, seen from the rank `own`.
+fn hosted(workers: &[u32], own: Rank) -> Arc<Service> {
+    let place = Place { keys: 0..2, primary: Rank::MAIN, replica: None };
+    let (layout, clocks) = (Layout::new(&KEYS).unwrap(), Clocks::new(Consistency::Bsp, ranks(workers)));
+    let rule = Arc::new(Sgd::new(1.0));
+    let shard = Shard::new(layout, vec![1.0; 4], rule, Compensation::default(), clocks);
+    Service::new(vec![Hosted::new(0, shard, &place, own)])
+}
+
+/// The workers of that server, and the steps that each has ended.
+fn clocks(rpc: &Rpc) -> Vec<(Rank, u64)> {
+    let shard: Reply<ShardStatistics> = rpc.call(Rank::MAIN, STATISTICS, &0u32).unwrap();
+    let Reply::Done(shard) = shard else { panic!("{shard:?}") };
+    shard.clocks
+}
+
+#[test]
+fn a_late_operation_does_not_end_the_wait_of_a_later_one() {
+    let service = hosted(&[0, 1], Rank::MAIN);
+    let rpc = service.clone().functions(Rpc::builder()).start(&ProcessGroup::alone().unwrap()).unwrap();
+    let request = |number, ask| Request { shard: 0, number, ask };
+    let step = |number| request(number, Ask::Step { push: None, advance: true, pull: None });
+    let waits: PendingCall<Reply<Done>> = rpc.call_async(Rank::MAIN, STEP, &step(5)).unwrap();
+    let deadline = Deadline::after(Duration::from_secs(60));
+    while clocks(&rpc)[0] != (Rank::MAIN, 1) {
+        assert!(!deadline.has_passed(), "it has ended its step, and waits for rank 1");
+    }
+    let (context, answer) = rpc.called_by(Rank::MAIN);
+    service.step(&context, step(4), answer);
+    assert!(!waits.is_completed());
+    let (context, answer) = rpc.called_by(Rank::new(1));
+    service.step(&context, request(1, Ask::Leave), answer);
+    let Reply::Done(done) = waits.wait().unwrap() else { panic!("it serves") };
+    assert_eq!(done.clock, 1);
+}
+
+#[test]
+fn who_is_lost_becomes_no_worker_although_it_has_asked() {
+    run(2, |group| {
+        let (say, said) = std::sync::mpsc::channel();
+        let say = Mutex::new(say);
+        let service = hosted(&[0], group.rank());
+        let rpc = service
+            .clone()
+            .functions(Rpc::builder())
+            // After the service's own.
+            .on_lost(move |_, _| {
+                let _ = say.lock().send(());
+            })
+            .start(&group)
+            .unwrap();
+        if group.rank().is_main() {
+            said.recv_timeout(Duration::from_secs(60)).unwrap();
+            // Its question has come before, and its handler runs after that.
+            let lost = Rank::new(1);
+            let (context, answer) = rpc.called_by(lost);
+            service.step(&context, Request { shard: 0, number: 1, ask: Ask::Join }, answer);
+            assert_eq!(clocks(&rpc), [(Rank::MAIN, 0)]);
+        }
+        drop(rpc);
+        group.barrier().unwrap();
     });
 }
 

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use burn::backend::Dispatch;
 use burn::tensor::{Device, Tensor, TensorData};
@@ -52,8 +53,9 @@ use crate::tensor_bytes::{self, TensorBytes};
 ///
 /// Every rank runs backward from what it has: the last from the loss, the others from what
 /// [`send_forward`](Self::send_forward) gave, or from the sum if it was called several times. A tensor that was received must
-/// have a part in that, or the rank that sent it waits for its gradient until the time-out. Clones are the same link; a link
-/// of its own for each tensor would confuse gradients, so make one for each pair of ranks, and keep it.
+/// have a part in that, or the rank that sent it waits for its gradient until the time-out. Clones are the same link. Make one for
+/// each pair of ranks and keep it, however many tensors go over it: gradients find their tensors in any order. With a second link of
+/// the same group between the same ranks, a gradient that comes for the other one is an error that says so.
 ///
 /// Clip with [`parallel::clip_grad_norm`](super::clip_grad_norm), and give it the group of the links as `pipeline`. Neither
 /// [`Ddp::clip_grad_norm`](crate::Ddp::clip_grad_norm) nor [`clip_grad_norm`](crate::clip_grad_norm) sees a link: each rank would take the norm
@@ -83,13 +85,21 @@ pub struct StageLink {
 struct Inner {
     group: ProcessGroup,
     peer: Rank,
+    /// The links of this process have different ones. Each counts its own tensors, and all links between two ranks have one line of
+    /// messages: by the numbers alone a gradient of another link's tensor would be taken for one of this link's.
+    id: u64,
     state: Mutex<State>,
 }
+
+/// The number of the next link of this process.
+static NEXT_LINK: AtomicU64 = AtomicU64::new(1);
 
 #[derive(Default)]
 struct State {
     sent: u64,
     received: u64,
+    /// The link of the peer whose tensors come here, once one has come.
+    theirs: Option<u64>,
     /// Gradients that came before they were asked for, by the number of their tensor.
     early: HashMap<u64, (Layout, TensorData)>,
 }
@@ -109,7 +119,8 @@ impl StageLink {
             .with_peer(peer)
             .with_remedy("give the rank of another stage"));
         }
-        Ok(Self { inner: Arc::new(Inner { group: group.clone(), peer, state: Mutex::default() }) })
+        let id = NEXT_LINK.fetch_add(1, Ordering::Relaxed);
+        Ok(Self { inner: Arc::new(Inner { group: group.clone(), peer, id, state: Mutex::default() }) })
     }
 
     /// Sends `tensor` to the peer, which must call [`recv_forward`](Self::recv_forward). Gives what stands for the loss on this
@@ -124,7 +135,7 @@ impl StageLink {
         let number = next(&mut self.inner.state.lock().sent);
         let shape = tensor.dims();
         let layout = tensor_bytes::with_bytes(tensor.clone(), |bytes| {
-            self.inner.send(Kind::Activation, number, bytes, &shape)?;
+            self.inner.send(Kind::Activation, number, self.inner.id, bytes, &shape)?;
             Ok::<_, Error>(Layout::of(bytes, &shape))
         });
         // The peer waits for it.
@@ -148,13 +159,17 @@ impl StageLink {
         if (header.kind, header.number, header.layout.shape.len()) != expected {
             return Err(self.inner.unexpected(&header, &format!("tensor {number}, of {D} dimensions")));
         }
+        let of = header.link;
+        if *self.inner.state.lock().theirs.get_or_insert(of) != of {
+            return Err(self.inner.of_another_link(&header));
+        }
         // The peer waits until its tensor is taken.
         let data = self.inner.receive(&header.layout).inspect_err(|error| group.abort_all(error.clone()))?;
         let tensor = Tensor::<D>::from_data(data, (device, header.layout.dtype));
         if !device.is_autodiff() {
             return Ok(tensor);
         }
-        let target = Target(Arc::new(Returned { link: self.inner.clone(), number }));
+        let target = Target(Arc::new(Returned { link: self.inner.clone(), number, of }));
         Ok(Tensor::from_dispatch(Dispatch::delivered(tensor.require_grad().into_dispatch(), target)))
     }
 }
@@ -171,8 +186,16 @@ fn next(count: &mut u64) -> u64 {
 }
 
 impl Inner {
-    fn send(&self, kind: Kind, number: u64, tensor: TensorBytes<'_>, shape: &[usize]) -> Result<()> {
-        let header = Header { kind, number, layout: Layout::of(tensor, shape) };
+    /// `link` is that of the rank that has sent the tensor.
+    fn send(
+        &self,
+        kind: Kind,
+        number: u64,
+        link: u64,
+        tensor: TensorBytes<'_>,
+        shape: &[usize],
+    ) -> Result<()> {
+        let header = Header { kind, number, link, layout: Layout::of(tensor, shape) };
         self.group.send(&header.encode()?, self.peer)?;
         self.group.send(tensor.bytes, self.peer)
     }
@@ -196,12 +219,19 @@ impl Inner {
                 if layout == *expected {
                     return Ok(gradient);
                 }
-                return Err(unexpected(&Header { kind: Kind::Gradient, number, layout }));
+                return Err(unexpected(&Header { kind: Kind::Gradient, number, link: self.id, layout }));
             }
             let header = Header::receive(&self.group, self.peer)?;
-            let known = header.number < self.state.lock().sent;
+            if header.kind == Kind::Gradient && header.link != self.id {
+                return Err(self.of_another_link(&header));
+            }
+            let is_due = {
+                let state = self.state.lock();
+                // A second one of a tensor is of a second backward pass: the first must be taken before.
+                header.number < state.sent && !state.early.contains_key(&header.number)
+            };
             let fits = header.number != number || header.layout == *expected;
-            if header.kind != Kind::Gradient || !known || !fits {
+            if header.kind != Kind::Gradient || !is_due || !fits {
                 return Err(unexpected(&header));
             }
             let gradient = self.receive(&header.layout)?;
@@ -211,11 +241,8 @@ impl Inner {
 
     /// The error if something else comes than this rank waits for; it ends the group.
     fn unexpected(&self, header: &Header, expected: &str) -> Error {
-        let Header { kind, number, layout } = header;
-        let what = match kind {
-            Kind::Activation => "tensor",
-            Kind::Gradient => "the gradient of tensor",
-        };
+        let Header { kind, number, layout, .. } = header;
+        let what = named(*kind);
         let error = Error::mismatch(format!(
             "rank {} has sent {what} {number}, of shape {:?} and type {:?}, where rank {} waits for {expected}",
             self.peer,
@@ -229,6 +256,31 @@ impl Inner {
         );
         self.group.abort_all(error.clone());
         error
+    }
+
+    /// The error if what comes belongs to another link between the same ranks; it ends the group.
+    fn of_another_link(&self, header: &Header) -> Error {
+        let error = Error::mismatch(format!(
+            "rank {} has sent {} {} of another StageLink between it and rank {}",
+            self.peer,
+            named(header.kind),
+            header.number,
+            self.group.rank()
+        ))
+        .with_peer(self.peer)
+        .with_remedy(
+            "make one StageLink for each pair of ranks, and give clones of it to all who send or receive",
+        );
+        self.group.abort_all(error.clone());
+        error
+    }
+}
+
+/// What a message has, before the number of the tensor.
+fn named(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Activation => "tensor",
+        Kind::Gradient => "the gradient of tensor",
     }
 }
 
@@ -251,11 +303,13 @@ impl GradientSource for Awaited {
 struct Returned {
     link: Arc<Inner>,
     number: u64,
+    /// The link of the peer that has sent the tensor.
+    of: u64,
 }
 
 impl GradientTarget for Returned {
     fn deliver(&self, gradient: TensorBytes<'_>, shape: &[usize]) -> Result<()> {
-        self.link.send(Kind::Gradient, self.number, gradient, shape)
+        self.link.send(Kind::Gradient, self.number, self.of, gradient, shape)
     }
 
     fn fail(&self, error: Error) {

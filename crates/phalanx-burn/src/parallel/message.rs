@@ -7,8 +7,10 @@ use crate::tensor_bytes::{self, TensorBytes};
 
 /// The most dimensions of a tensor between stages.
 const MAX_DIMENSIONS: usize = 8;
-/// The numbers of a header: kind, number of the message, type, dimensions, and each one's size.
-const WORDS: usize = 4 + MAX_DIMENSIONS;
+/// The numbers of a header: kind, number of the message, type, dimensions, each one's size, and the link.
+const WORDS: usize = 5 + MAX_DIMENSIONS;
+/// Where the link is.
+const LINK: usize = WORDS - 1;
 
 /// What a message is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,6 +34,8 @@ pub(super) struct Header {
     pub kind: Kind,
     /// Which tensor of its direction: a gradient has the number of the tensor of which it is one.
     pub number: u64,
+    /// Of which link of the rank that has sent the tensor, for a gradient too. A pipeline has none.
+    pub link: u64,
     pub layout: Layout,
 }
 
@@ -85,9 +89,10 @@ impl Header {
         words[1] = self.number as i64;
         words[2] = code(*dtype)?;
         words[3] = shape.len() as i64;
-        for (word, side) in words[4..].iter_mut().zip(shape) {
+        for (word, side) in words[4..LINK].iter_mut().zip(shape) {
             *word = *side as i64;
         }
+        words[LINK] = self.link as i64;
         Ok(words)
     }
 
@@ -100,11 +105,12 @@ impl Header {
             _ => return Err(unknown()),
         };
         let dimensions = usize::try_from(words[3]).ok().filter(|count| *count <= MAX_DIMENSIONS);
-        let sides = words[4..].iter().take(dimensions.ok_or_else(unknown)?);
+        let sides = words[4..LINK].iter().take(dimensions.ok_or_else(unknown)?);
         let shape = sides.map(|side| usize::try_from(*side)).collect::<std::result::Result<_, _>>();
         let dtype = TYPES.iter().find(|(_, code)| *code == words[2]).map(|(dtype, _)| *dtype);
         let (Ok(shape), Some(dtype)) = (shape, dtype) else { return Err(unknown()) };
-        Ok(Self { kind, number: words[1] as u64, layout: Layout { dtype, shape } })
+        let (number, link) = (words[1] as u64, words[LINK] as u64);
+        Ok(Self { kind, number, link, layout: Layout { dtype, shape } })
     }
 
     /// Receives the next header from `from`.
@@ -133,7 +139,7 @@ mod tests {
     #[test]
     fn headers_come_back_and_nonsense_is_refused() {
         let layout = Layout { dtype: DType::BF16, shape: vec![3, 0, 7] };
-        let header = Header { kind: Kind::Gradient, number: 5, layout };
+        let header = Header { kind: Kind::Gradient, number: 5, link: u64::MAX, layout };
         let words = header.encode().unwrap();
         assert_eq!(Header::decode(&words).unwrap(), header);
         for (place, value) in [(0, 0), (0, 3), (2, 0), (2, 9), (3, -1), (3, 9), (4, -1)] {

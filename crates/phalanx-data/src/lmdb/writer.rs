@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use heed::types::Bytes;
 use heed::{CommitOrAbort, Database, Env, EnvFlags, PutFlags};
 use phalanx::{Error, Result};
+use phalanx_sys::folder;
 
 use super::environment::{explained, open};
 
@@ -131,11 +132,9 @@ impl LmdbWriter {
         let failed = |error: io::Error| io_error(&self.folder, &error);
         // Only readers' places, of which there are none.
         let _ = fs::remove_file(self.partial.join("lock.mdb"));
-        fs::File::open(&self.partial).and_then(|folder| folder.sync_all()).map_err(failed)?;
+        folder::sync(&self.partial).map_err(failed)?;
         fs::rename(&self.partial, &self.folder).map_err(failed)?;
-        let parent = self.folder.parent().filter(|parent| !parent.as_os_str().is_empty());
-        let parent = parent.unwrap_or(Path::new("."));
-        fs::File::open(parent).and_then(|folder| folder.sync_all()).map_err(failed)?;
+        folder::sync(self.folder.parent().unwrap_or(Path::new("."))).map_err(failed)?;
         Ok(self.len as usize)
     }
 }

@@ -4,7 +4,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-use crate::state::sync_folder;
+use phalanx_sys::folder;
 
 /// In such pieces the end of a file is searched for the last line's.
 const PIECE: u64 = 1 << 16;
@@ -81,15 +81,15 @@ impl AppendFile {
         if !has_moved {
             return std::fs::remove_file(&half_done);
         }
-        let folder = self.path.parent().unwrap_or(Path::new("."));
+        let above = self.path.parent().unwrap_or(Path::new("."));
         // A line that leaves the one file is in the other before, also after a loss of power.
         moved.sync_all()?;
         kept.sync_all()?;
-        sync_folder(folder)?;
+        folder::sync(above)?;
         std::fs::rename(&half_done, &self.path)?;
         self.file = options().open(&self.path)?;
         // Else what is added from here on could be lost with the new file, and the lines that have left be back.
-        sync_folder(folder)
+        folder::sync(above)
     }
 
     fn length(&self) -> io::Result<u64> {

@@ -32,6 +32,7 @@ const TESTS: &[(&str, fn())] = &[
     ("a_survivor_goes_on_with_the_record_of_a_rank_0_that_has_died", a_survivor_goes_on),
     ("a_disk_that_is_full_is_said_once", a_disk_that_is_full),
     ("a_record_that_another_process_writes_is_refused", another_process_writes),
+    ("a_file_that_becomes_too_large_does_not_end_the_training", a_file_that_becomes_too_large),
 ];
 const PRIVILEGED: &[(&str, fn())] = &[("a_small_disk_fills_up_and_the_training_goes_on", a_small_disk)];
 
@@ -215,6 +216,20 @@ fn another_process_writes() {
     assert!(said.contains(&format!("is being written by process {}", child.id())), "{said}");
     child.kill().unwrap();
     child.wait().unwrap();
+}
+
+/// The signal as users have it: this program's launcher has told this process to ignore it, and others inherit that.
+fn a_file_that_becomes_too_large() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut shell = Command::new("sh");
+    shell
+        .args(["-c", "ulimit -f 8; exec env --default-signal=XFSZ \"$0\""])
+        .arg(std::env::current_exe().unwrap());
+    shell.env(ROLE, "alone").env(FOLDER, folder.path());
+    let output = end(shell.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap());
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(said.contains("metrics.jsonl cannot write: File too large"), "{said}");
+    assert_eq!(RunStatus::read(folder.path()).unwrap().unwrap().state(), RunState::Finished);
 }
 
 /// A file system of 64 KiB in a mount namespace of its own fills up, and later has room again.

@@ -25,6 +25,7 @@ pub fn play(role: &str) {
         "restarted" => restarted(&folder),
         "elastic" => in_rounds(&folder),
         "fill" => fill(&folder),
+        "alone" => alone(&folder),
         other => panic!("no role {other}"),
     };
     if let Err(error) = outcome {
@@ -122,6 +123,14 @@ fn in_rounds(folder: &Path) -> Result<()> {
         run.finish()?;
         Ok(())
     })
+}
+
+/// As a program without ranks, more than some limit of a file's size allows.
+fn alone(folder: &Path) -> Result<()> {
+    let run = Run::start(&ProcessGroup::alone()?, RunOptions::new(folder).json_lines())?;
+    (0..20 * STEPS).for_each(|step| run.log(step, "loss", 0.5));
+    run.finish()?;
+    Ok(())
 }
 
 /// Logs until the disk is full, and then some; makes room; waits until everything is there.

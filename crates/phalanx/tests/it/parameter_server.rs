@@ -1,6 +1,6 @@
 //! Servers of parameters, on every transport.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use phalanx::asynchronous::{Adam, Consistency, ParameterServer, Sgd, UpdateRule};
 use phalanx::testing::{Fabric, run};
@@ -231,6 +231,44 @@ fn workers_come_and_go() {
             server.shutdown().unwrap();
         });
     }
+}
+
+#[test]
+fn a_step_that_a_worker_has_ended_counts_if_it_leaves_before_the_others_have() {
+    run(3, Fabric::InProcess, |group| {
+        let (rank, limit) = (group.rank().get(), Duration::from_secs(60));
+        let mut parameters = initial();
+        let server = ParameterServer::builder(&KEYS, Sgd::new(1.0))
+            .servers(&ranks(&[0]))
+            .workers(&ranks(&[1, 2]))
+            .timeout(if rank == 2 { Duration::from_millis(500) } else { limit })
+            .start(&group, &mut parameters)
+            .unwrap();
+        if rank == 2 {
+            // Rank 1 does not come, as if it were frozen.
+            let error = server.step(&[1.0; ELEMENTS], &mut parameters).unwrap_err();
+            assert!(error.is_timeout(), "{error}");
+            let has_ended =
+                || server.statistics().is_ok_and(|shards| shards[0].clocks.contains(&(Rank::new(2), 1)));
+            let until = Instant::now() + limit;
+            let eventually = |is: &dyn Fn() -> bool| {
+                while !is() {
+                    assert!(Instant::now() < until, "the server is silent");
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+            };
+            eventually(&has_ended);
+            eventually(&|| server.leave().is_ok());
+        }
+        group.barrier().unwrap();
+        if rank == 1 {
+            server.step(&[3.0; ELEMENTS], &mut parameters).unwrap();
+            close(&parameters, &initial().iter().map(|p| p - 2.0).collect::<Vec<_>>());
+        }
+        group.barrier().unwrap();
+        let ended = server.shutdown();
+        assert!(rank == 2 || ended.is_ok(), "{ended:?}");
+    });
 }
 
 #[test]

@@ -37,9 +37,62 @@ fn gradients_of_a_step_are_averaged_when_all_have_ended_it() {
     // Rank 1 pushes, and dies before it ends the step: it does not count.
     shard.apply(&step(1, 2, &[5.0; 3], false, false)).unwrap();
     shard.apply(&step(0, 3, &[-1.0, 0.0, 0.0], true, false)).unwrap();
-    shard.apply(&Op::Leave(Rank::new(1))).unwrap();
+    shard.apply(&Op::Leave(Rank::new(1), None)).unwrap();
     assert_eq!(shard.parameters(&(0..2)).unwrap(), [1.0, 0.0, 2.0]);
     assert_eq!((shard.updates(), shard.record().histogram[0]), (4, 5));
+}
+
+#[test]
+fn a_step_that_was_ended_counts_if_its_worker_is_gone_before_the_others_have_ended_it() {
+    let first = |shard: &Shard| shard.parameters(&(0..1)).unwrap()[0];
+    let mut shard = shard(Consistency::Bsp, Compensation::default(), Sgd::new(1.0), 3);
+    shard.apply(&step(2, 1, &[6.0; 3], true, true)).unwrap();
+    shard.apply(&Op::Leave(Rank::new(2), None)).unwrap();
+    shard.apply(&step(0, 1, &[3.0; 3], true, true)).unwrap();
+    assert_eq!(first(&shard), 1.0, "rank 1 has not ended it");
+    shard.apply(&step(1, 1, &[0.0; 3], true, true)).unwrap();
+    assert_eq!(first(&shard), -2.0, "the mean of three");
+    // The next step is of two. Rank 1 is frozen in it; the time-out of rank 0 passes, and it leaves and joins again.
+    shard.apply(&step(0, 2, &[2.0; 3], true, true)).unwrap();
+    shard.apply(&Op::Leave(Rank::MAIN, Some(3))).unwrap();
+    shard.apply(&Op::Join(Rank::MAIN, 4)).unwrap();
+    shard.apply(&Op::Enter { worker: Rank::MAIN, number: 5, clock: 1, keys: 0..2 }).unwrap();
+    shard.apply(&step(0, 6, &[4.0; 3], true, true)).unwrap();
+    assert_eq!(first(&shard), -2.0);
+    shard.apply(&Op::Leave(Rank::new(1), None)).unwrap();
+    assert_eq!(first(&shard), -5.0, "the mean of both steps of rank 0");
+    // The last worker's step counts, too, if it leaves before one that is frozen.
+    shard.apply(&Op::Join(Rank::new(1), 2)).unwrap();
+    shard.apply(&step(0, 7, &[1.0; 3], true, true)).unwrap();
+    shard.apply(&Op::Leave(Rank::MAIN, Some(8))).unwrap();
+    assert_eq!(first(&shard), -5.0);
+    shard.apply(&Op::Leave(Rank::new(1), None)).unwrap();
+    assert_eq!(first(&shard), -6.0);
+    // Nothing counts twice.
+    shard.apply(&Op::Join(Rank::MAIN, 9)).unwrap();
+    shard.apply(&step(0, 10, &[1.0; 3], true, true)).unwrap();
+    assert_eq!(first(&shard), -7.0);
+}
+
+#[test]
+fn an_operation_that_comes_after_a_later_one_of_its_rank_is_refused_also_after_it_has_left() {
+    let mut shard = shard(Consistency::Asp, Compensation::default(), Sgd::new(1.0), 1);
+    let joiner = Rank::new(1);
+    // It has given up, and left. Its question to join comes now.
+    shard.apply(&Op::Leave(joiner, Some(2))).unwrap();
+    let error = shard.apply(&Op::Join(joiner, 1)).unwrap_err();
+    assert!(error.to_string().contains("operation 1 of rank 1 comes after 2"), "{error}");
+    assert!(!shard.clocks().workers().contains_key(&joiner));
+    shard.apply(&Op::Join(joiner, 3)).unwrap();
+    shard.apply(&Op::Join(joiner, 3)).unwrap();
+    // A step of its earlier life.
+    assert!(shard.apply(&step(1, 1, &[1.0; 3], true, true)).is_err());
+    assert!(shard.apply(&Op::Leave(joiner, Some(2))).is_err());
+    assert!(shard.apply(&Op::Enter { worker: joiner, number: 2, clock: 0, keys: 0..2 }).is_err());
+    assert_eq!(shard.parameters(&(0..2)).unwrap(), [1.0, 2.0, 3.0]);
+    assert_eq!(shard.clocks().workers()[&joiner], 0);
+    shard.apply(&step(1, 4, &[1.0; 3], true, true)).unwrap();
+    assert_eq!(shard.parameters(&(0..2)).unwrap(), [0.0, 1.0, 2.0]);
 }
 
 #[test]
@@ -124,8 +177,8 @@ fn a_replica_that_takes_the_same_operations_has_the_same_bits() {
     for number in 1..200u64 {
         let worker = (number * 7 % 5 % 3) as u32;
         let op = match number % 50 {
-            20 => Op::Leave(Rank::new(2)),
-            30 => Op::Join(Rank::new(2)),
+            20 => Op::Leave(Rank::new(2), Some(number)),
+            30 => Op::Join(Rank::new(2), number),
             _ => step(worker, number, &[number as f32 * 0.1, -0.3, 1.0], number % 3 != 0, number % 2 == 0),
         };
         let bytes = postcard::to_stdvec(&op).unwrap();
@@ -147,15 +200,16 @@ fn who_joins_begins_with_one_step_on_all_servers() {
     // Step 1 has come to the first server, and is still on its way to the second.
     let (mut first, mut second) = (make(), make());
     let joiner = Rank::new(1);
+    let enter = |number, clock| Op::Enter { worker: joiner, number, clock, keys: 0..2 };
     first.apply(&step(0, 1, &[1.0; 3], true, true)).unwrap();
     let clock = |shard: &Shard| shard.clocks().workers()[&joiner];
     for shard in [&mut first, &mut second] {
-        shard.apply(&Op::Join(joiner)).unwrap();
+        shard.apply(&Op::Join(joiner, 1)).unwrap();
     }
     let latest = clock(&first).max(clock(&second));
     assert_eq!((clock(&first), clock(&second), latest), (1, 0, 1));
     for shard in [&mut first, &mut second] {
-        shard.apply(&Op::Enter(joiner, latest, 0..2)).unwrap();
+        shard.apply(&enter(2, latest)).unwrap();
     }
     assert!(first.clocks().may_go(joiner) && !second.clocks().may_go(joiner));
     second.apply(&step(0, 1, &[1.0; 3], true, true)).unwrap();
@@ -163,20 +217,22 @@ fn who_joins_begins_with_one_step_on_all_servers() {
     assert_eq!(second.parameters(&(0..2)).unwrap(), [0.0, 1.0, 2.0]);
     for shard in [&mut first, &mut second] {
         assert_eq!((clock(shard), shard.clocks().may_go(joiner)), (1, true));
-        shard.apply(&step(1, 1, &[4.0; 3], true, true)).unwrap();
+        shard.apply(&step(1, 3, &[4.0; 3], true, true)).unwrap();
         shard.apply(&step(0, 2, &[0.0; 3], true, true)).unwrap();
         assert_eq!(shard.parameters(&(0..2)).unwrap(), [-2.0, -1.0, 0.0]);
     }
-    assert!(first.apply(&Op::Enter(joiner, 1, 0..2)).is_err(), "which it has ended");
-    assert!(first.apply(&Op::Enter(Rank::new(5), 9, 0..2)).is_err(), "no worker");
+    let error = first.apply(&enter(4, 1)).unwrap_err().to_string();
+    assert!(error.contains("has ended 2 steps"), "{error}");
+    let stranger = Op::Enter { worker: Rank::new(5), number: 1, clock: 9, keys: 0..2 };
+    assert!(first.apply(&stranger).is_err(), "no worker");
 }
 
 #[test]
 fn who_joins_has_what_it_pulls() {
     let mut shard = shard(Consistency::Asp, Compensation::default(), Sgd::new(1.0), 1);
     let joiner = Rank::new(1);
-    shard.apply(&Op::Join(joiner)).unwrap();
+    shard.apply(&Op::Join(joiner, 1)).unwrap();
     shard.apply(&step(0, 1, &[1.0; 3], true, true)).unwrap();
-    shard.apply(&Op::Enter(joiner, 1, 0..2)).unwrap();
-    assert_eq!(shard.apply(&step(1, 1, &[1.0; 3], true, true)).unwrap(), 0);
+    shard.apply(&Op::Enter { worker: joiner, number: 2, clock: 1, keys: 0..2 }).unwrap();
+    assert_eq!(shard.apply(&step(1, 3, &[1.0; 3], true, true)).unwrap(), 0);
 }

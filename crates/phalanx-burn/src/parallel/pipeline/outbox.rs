@@ -69,7 +69,7 @@ impl Outbox {
                 None => {
                     let layout = Layout::of(bytes, &shape);
                     let number = stage as u64 + 1;
-                    let header = Header { kind: Kind::Activation, number, layout: layout.clone() };
+                    let header = Header { kind: Kind::Activation, number, link: 0, layout: layout.clone() };
                     self.send(Buffer::from_slice(&header.encode()?), sent.to)?;
                     input.insert(layout)
                 }

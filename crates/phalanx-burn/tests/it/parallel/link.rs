@@ -91,11 +91,68 @@ fn gradients_find_their_tensors_in_whatever_order_they_come() {
     assert_eq!(ours[0], [[10.0, 10.0], [6.0, 12.0]]);
 }
 
+/// Two links between the same ranks, whose gradients come in the order of the links or in the other one.
+#[test]
+fn a_gradient_of_another_link_is_not_taken_for_one_of_this_link() {
+    for is_in_order in [true, false] {
+        let outcomes = run(2, |group| {
+            let peer = Rank::new(1 - group.rank().get());
+            let [one, other] = [(); 2].map(|()| StageLink::new(&group, peer).unwrap());
+            if group.rank().is_main() {
+                let [a, b] = [1f32, 2.0].map(|x| Tensor::<1>::from_floats([x], &device()).require_grad());
+                let (first, second) =
+                    (one.send_forward(a.clone()).unwrap(), other.send_forward(b.clone()).unwrap());
+                let got = |x: &Tensor<1>, from: Tensor<1>| -> f32 {
+                    x.grad(&from.backward()).unwrap().into_data().iter::<f32>().next().unwrap()
+                };
+                let gradients = [got(&a, first), got(&b, second)];
+                (gradients, group.failure().map(|error| error.to_string()))
+            } else {
+                let a: Tensor<1> = one.recv_forward(&device()).unwrap();
+                let b: Tensor<1> = other.recv_forward(&device()).unwrap();
+                let (first, second) = if is_in_order { (a * 3.0, b * 5.0) } else { (b * 5.0, a * 3.0) };
+                drop(first.backward());
+                drop(second.backward());
+                ([0.0; 2], None)
+            }
+        });
+        let (gradients, failure) = &outcomes[0];
+        match failure {
+            None => assert!(is_in_order && *gradients == [3.0, 5.0], "{gradients:?}"),
+            Some(said) => {
+                assert!(!is_in_order && said.contains("of another StageLink"), "{said}");
+                assert!(gradients[0].is_nan(), "{gradients:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn tensors_of_two_links_are_not_mixed_up() {
+    run(2, |group| {
+        let peer = Rank::new(1 - group.rank().get());
+        let [one, other] = [(); 2].map(|()| StageLink::new(&group, peer).unwrap());
+        if group.rank().is_main() {
+            // The last one's number is that of the next tensor of either link.
+            for link in [&one, &other, &other] {
+                let _ = link.send_forward(Tensor::<1>::ones([2], &device()));
+            }
+        } else {
+            for link in [&one, &other] {
+                link.recv_forward::<1>(&device()).unwrap();
+            }
+            let error = one.recv_forward::<1>(&device()).unwrap_err();
+            assert!(error.is_mismatch() && error.to_string().contains("of another StageLink"), "{error}");
+            assert!(group.failure().is_some());
+        }
+    });
+}
+
 #[test]
 fn a_gradient_that_came_early_must_fit_its_tensor_too() {
     /// The type `dtype`, 1 for f32 and 2 for f64, and one dimension.
-    fn header(number: i64, dtype: i64, side: i64) -> [i64; 12] {
-        [2, number, dtype, 1, side, 0, 0, 0, 0, 0, 0, 0]
+    fn header(number: i64, dtype: i64, side: i64, link: i64) -> [i64; 13] {
+        [2, number, dtype, 1, side, 0, 0, 0, 0, 0, 0, 0, link]
     }
     for (dtype, side, bytes) in [(1, 2, 8), (2, 1, 8)] {
         let failures = run(2, |group| {
@@ -112,14 +169,16 @@ fn a_gradient_that_came_early_must_fit_its_tensor_too() {
                 assert!(b.grad(&gradients).unwrap().into_data().iter::<f32>().all(f32::is_nan));
                 group.failure().map(|error| error.to_string())
             } else {
+                let mut words = [0i64; 13];
                 for _ in 0..2 {
-                    group.recv(&mut [0i64; 12], peer).unwrap();
+                    group.recv(&mut words, peer).unwrap();
                     group.recv(&mut [0u8; 4], peer).unwrap();
                 }
+                let link = words[12];
                 // The second's comes first, and does not fit.
-                group.send(&header(1, dtype, side), peer).unwrap();
+                group.send(&header(1, dtype, side, link), peer).unwrap();
                 group.send(&vec![0u8; bytes], peer).unwrap();
-                group.send(&header(0, 1, 1), peer).unwrap();
+                group.send(&header(0, 1, 1, link), peer).unwrap();
                 group.send(&7f32.to_ne_bytes(), peer).unwrap();
                 None
             }
@@ -137,7 +196,7 @@ fn a_tensor_for_which_there_is_no_memory_ends_the_group() {
     run(2, |group| {
         let peer = Rank::new(1 - group.rank().get());
         if group.rank().is_main() {
-            group.send(&[1i64, 0, 1, 1, 1 << 60, 0, 0, 0, 0, 0, 0, 0], peer).unwrap();
+            group.send(&[1i64, 0, 1, 1, 1 << 60, 0, 0, 0, 0, 0, 0, 0, 7], peer).unwrap();
         } else {
             let link = StageLink::new(&group, peer).unwrap();
             let error = link.recv_forward::<1>(&device()).unwrap_err();

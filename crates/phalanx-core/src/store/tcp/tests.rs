@@ -1,7 +1,7 @@
 //! The server and the client with foreign peers, garbage, and many clients.
 
 use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
@@ -314,16 +314,29 @@ fn the_end_of_a_client_sets_what_it_has_asked_for() {
     let at_end = store.set_at_end("beat", b"first", soon()).unwrap();
     // Each connection has its own, and no other call does it.
     let at_another_end = store.set_at_end("another", b"second", soon()).unwrap();
-    let at_no_end = store.set_at_end("removed", b"third", soon()).unwrap();
     works(&store);
-    // A key that has been removed meanwhile is not made again.
-    assert!(other.delete_key("removed", soon()).unwrap());
-    drop(at_no_end.unwrap());
     drop(at_another_end.unwrap());
     becomes("another", b"second");
     assert_eq!(other.get("beat", soon()).unwrap(), b"1");
     drop((store, at_end.unwrap()));
     becomes("beat", b"first");
+
+    let asks = |key: &str| {
+        let mut stream = raw(&server);
+        stream.write_all(&Frame::new(Op::SetAtEnd).key(key).value(b"third").into_bytes()).unwrap();
+        stream
+    };
+    // The server closes its side when it has seen the end, and does what was asked before it looks at another client.
+    let ends = |stream: TcpStream| {
+        stream.shutdown(Shutdown::Write).unwrap();
+        assert!(is_dropped(stream));
+    };
+    ends(asks("another"));
+    assert_eq!(other.get("another", soon()).unwrap(), b"third");
+    // A key that has been removed meanwhile is not made again.
+    let asked = asks("removed");
+    assert!(other.delete_key("removed", soon()).unwrap());
+    ends(asked);
     assert!(!other.check(&["removed"], soon()).unwrap());
 }
 
@@ -425,7 +438,7 @@ fn far_away(server: &TcpStoreServer, delay: Duration) -> (SocketAddr, Arc<Atomic
                             return;
                         }
                     }
-                    let _ = to.shutdown(std::net::Shutdown::Write);
+                    let _ = to.shutdown(Shutdown::Write);
                 });
                 thread::spawn(move || {
                     let mut bytes = [0; 4096];

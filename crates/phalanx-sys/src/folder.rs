@@ -1,0 +1,92 @@
+//! Folders on the disk: what file systems cannot do, and what is no failure therefore.
+//!
+//! Rust has no call that syncs a folder: `File::open` and `sync_all` is what it leaves to its users, and each of them would have to know which
+//! errors are none. So all that rename a file to its name wait here.
+
+use std::fs::File;
+use std::io;
+use std::path::Path;
+
+/// Returns when the names in `folder` survive a loss of power, if its file system can promise that. An empty path is the current folder.
+///
+/// Who may write in a folder may not always read it, and a folder that cannot be read cannot be synced by itself. Then this waits for all that
+/// the system has to write, which may take long.
+///
+/// # Errors
+/// If there is no such folder, or the disk fails.
+pub fn sync(folder: &Path) -> io::Result<()> {
+    let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
+    match File::open(folder) {
+        Ok(opened) => where_it_can(opened.sync_all()),
+        Err(error) => unread(folder, error, rustix::fs::sync),
+    }
+}
+
+/// Whether this error of a lock says that the file system has no locks, as network file systems without their lock service do. Nobody can
+/// tell then whether another process holds it.
+pub fn has_no_locks(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EOPNOTSUPP | libc::ENOLCK))
+}
+
+/// Some file systems, such as those of networks and of user space, write names at once or never, and know no sync of a folder.
+fn where_it_can(synced: io::Result<()>) -> io::Result<()> {
+    match synced {
+        Err(error) if matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported) => {
+            Ok(())
+        }
+        synced => synced,
+    }
+}
+
+/// The folder could not be opened because of `error`.
+fn unread(folder: &Path, error: io::Error, sync_all: impl FnOnce()) -> io::Result<()> {
+    let is_there = || folder.metadata().is_ok_and(|about| about.is_dir());
+    if error.kind() == io::ErrorKind::PermissionDenied && is_there() {
+        sync_all();
+        return Ok(());
+    }
+    Err(error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_synced_in_any_folder() {
+        let folder = std::env::temp_dir();
+        sync(&folder).unwrap();
+        sync(Path::new("")).unwrap();
+        assert!(sync(&folder.join("phalanx-no-such-folder")).is_err());
+    }
+
+    #[test]
+    fn a_file_system_that_cannot_sync_folders_is_no_failure_and_a_broken_disk_is_one() {
+        let synced = |errno| where_it_can(Err(io::Error::from_raw_os_error(errno)));
+        for errno in [libc::EINVAL, libc::ENOSYS, libc::EOPNOTSUPP] {
+            synced(errno).unwrap();
+        }
+        for errno in [libc::EIO, libc::ENOSPC] {
+            assert_eq!(synced(errno).unwrap_err().raw_os_error(), Some(errno));
+        }
+        where_it_can(Ok(())).unwrap();
+    }
+
+    #[test]
+    fn a_lock_that_another_holds_is_no_lack_of_locks() {
+        let lacks = |errno| has_no_locks(&io::Error::from_raw_os_error(errno));
+        assert!(lacks(libc::ENOLCK) && lacks(libc::ENOSYS) && lacks(libc::EOPNOTSUPP));
+        assert!(!lacks(libc::EWOULDBLOCK) && !lacks(libc::EACCES) && !lacks(libc::EINTR));
+    }
+
+    #[test]
+    fn in_a_folder_that_may_not_be_read_all_is_synced() {
+        let folder = std::env::temp_dir();
+        let denied = || io::Error::from_raw_os_error(libc::EACCES);
+        let mut calls = 0;
+        unread(&folder, denied(), || calls += 1).unwrap();
+        assert!(unread(&folder.join("phalanx-no-such-folder"), denied(), || calls += 1).is_err());
+        assert!(unread(&folder, io::Error::from_raw_os_error(libc::EMFILE), || calls += 1).is_err());
+        assert_eq!(calls, 1);
+    }
+}
