@@ -4,8 +4,9 @@
 //! A program may catch a panic, or the failure of another rank, and go on: it does when it calls something of a group that
 //! stands. The earlier report is taken back then, so that a later failure is reported as its own.
 
-use std::fs;
-use std::io;
+use std::fs::{self, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::panic::{self, PanicHookInfo};
 use std::path::{Path, PathBuf};
 use std::sync::Once;
@@ -14,6 +15,7 @@ use std::thread;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use parking_lot::Mutex;
+use rustix::fs::OFlags;
 use serde_json::json;
 
 use crate::rank::Rank;
@@ -59,7 +61,7 @@ impl Left {
     fn blame(&self, path: PathBuf, rank: Rank) {
         let mut notes = self.notes.lock();
         // Without it the launcher uses the order in which workers end.
-        let _ = fs::write(&path, rank.to_string());
+        let _ = replace(&path, rank.to_string().as_bytes());
         notes.blame = Some(path);
         self.any.store(true, Ordering::Relaxed);
     }
@@ -81,7 +83,7 @@ impl Left {
             // torchrun takes any file for an error's. A file that only a launcher holds open cannot be removed. A device stays; and what went
             // into a pipe cannot be taken back: whoever opens that waits for a reader.
             if about.is_file() && fs::remove_file(&path).is_err() {
-                let _ = fs::write(&path, "");
+                let _ = replace(&path, b"");
             }
         }
         self.any.store(notes.panic.is_some(), Ordering::Relaxed);
@@ -194,7 +196,14 @@ pub fn write_to(path: &Path, message: &str, ended: Ended) -> io::Result<()> {
     let timestamp = seconds.to_string();
     let extra =
         json!({ "py_callstack": "", "timestamp": timestamp, "panicked": panicked, "disagreed": disagreed });
-    fs::write(path, json!({ "message": { "message": message, "extraInfo": extra } }).to_string())
+    replace(path, json!({ "message": { "message": message, "extraInfo": extra } }).to_string().as_bytes())
+}
+
+/// Writes `bytes` in place of what is at `path`, and never waits: a pipe that nobody reads must not hold up a rank that has failed.
+fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let flags = (OFlags::NONBLOCK | OFlags::CLOEXEC | OFlags::NOCTTY).bits().cast_signed();
+    let mut options = OpenOptions::new();
+    options.write(true).create(true).truncate(true).custom_flags(flags).open(path)?.write_all(bytes)
 }
 
 #[cfg(test)]
@@ -265,5 +274,19 @@ mod tests {
         });
         told.recv_timeout(std::time::Duration::from_secs(60)).unwrap();
         assert!(path.exists());
+    }
+
+    #[test]
+    fn a_pipe_that_nobody_reads_holds_up_no_rank_that_fails() {
+        let folder = tempfile::tempdir().unwrap();
+        let pipe = folder.path().join("error.json");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RWXU).unwrap();
+        let (tell, told) = std::sync::mpsc::channel();
+        thread::spawn(move || {
+            let left = Left::nothing();
+            left.blame(pipe.clone(), Rank::new(3));
+            tell.send(write_to(&pipe, "no data", Ended::ByError).is_err())
+        });
+        assert!(told.recv_timeout(std::time::Duration::from_secs(60)).unwrap(), "nobody has got it");
     }
 }
