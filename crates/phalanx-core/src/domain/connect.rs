@@ -53,6 +53,11 @@ pub(crate) fn decline(config: &MeshConfig<'_>, deadline: Deadline) -> Result<()>
     bootstrap::publish::<Reach>(config, REACH, &Vec::new(), deadline)
 }
 
+/// The keys under which `rank` writes to the store while it lends its memory, or declines.
+pub(crate) fn keys_of(rank: Rank) -> Vec<String> {
+    [ARENA, REACH].map(|topic| bootstrap::key(topic, rank)).into()
+}
+
 /// What this rank knows about the memory of all ranks.
 pub(crate) struct Joined {
     /// The domains of all ranks; the same on every rank, unless it was configured to use TCP.

@@ -34,7 +34,7 @@ use phalanx_sys::control_block::{ControlBlock, Protocol, Unregistered};
 
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub use self::connect::fuzz;
-pub(crate) use self::connect::{Joined, Lending, Lent, Reach, decline, join, refused};
+pub(crate) use self::connect::{Joined, Lending, Lent, Reach, decline, join, keys_of, refused};
 use self::encoded_call::EncodedCall;
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub use self::encoded_call::fuzz as fuzz_encoded_call;

@@ -9,6 +9,7 @@ pub use crate::env::{ELASTIC as WORKERS, is_elastic};
 use crate::error::{Error, Result};
 use crate::group::GroupOptions;
 use crate::key::JobKey;
+use crate::store::MAX_RANKS;
 use crate::wire::auth::Secret;
 
 /// How often its workers may form a new group.
@@ -106,6 +107,12 @@ fn settings(lookup: impl Fn(&str) -> Option<String>) -> Result<Option<Settings>>
         Some((min, max)) if min >= 1 && min <= max => (min, max),
         _ => return Err(malformed(WORKERS, &workers, "MIN:MAX")),
     };
+    if min > MAX_RANKS {
+        return Err(Error::environment(format!(
+            "an elastic job of at least {min} workers is too large for its store, which serves {MAX_RANKS}"
+        ))
+        .with_remedy("lower --min-np"));
+    }
     let reset_limit = match value(RESET_LIMIT) {
         Some(limit) => Some(limit.trim().parse().map_err(|_| malformed(RESET_LIMIT, &limit, "a number"))?),
         None => None,
@@ -133,5 +140,12 @@ mod tests {
             let error = of(Some(workers), limit).unwrap_err();
             assert!(error.is_environment() && error.remedy().is_some(), "{error}");
         }
+    }
+
+    #[test]
+    fn more_workers_than_the_store_serves_are_refused() {
+        assert!(of(Some(&format!("{MAX_RANKS}:65536")), None).is_ok());
+        let error = of(Some(&format!("{}:65536", MAX_RANKS + 1)), None).unwrap_err();
+        assert!(error.is_environment() && error.to_string().contains("--min-np"), "{error}");
     }
 }

@@ -1,19 +1,25 @@
 //! The stores of rounds, which are removed when the rounds are over.
 //!
 //! ```text
-//! keys/<n>     the keys of round n's store, a line each
-//! round/<n>/   that store
-//! swept        rounds up to this one have been removed
+//! keys/<n>        the keys of round n's store, a line each; a line that begins with a tab names a worker's own list
+//! keys/<n>/<id>   such a list: the keys that the worker has written since
+//! round/<n>/      that store
+//! swept           rounds up to this one have been removed
 //! ```
+//!
+//! A worker that removes keys, as when a sub-group stands, gets a list of its own, which it alone shortens: in a long round in which
+//! sub-groups come and go, one list of all workers would fill the store, or they would rewrite it in turn.
 
 use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::random;
 use crate::store::{PrefixStore, SharedStore, Store};
 
 const SWEPT: &str = "swept";
@@ -22,13 +28,27 @@ const SWEPT: &str = "swept";
 const RECHECKED: u64 = 8;
 /// How many keys of a round are removed before that is noted: the time may be up before all of them are.
 const SWEPT_TOGETHER: usize = 256;
+/// How a line of the round's list begins that names a worker's own list.
+const OWN: char = '\t';
+/// So many bytes are added to a worker's own list before it is written anew, with the keys that are left.
+const SHORTENED_AT: usize = 8 << 10;
 
 /// The store of one round. It records each key before it writes the key.
 pub(super) struct RoundStore {
     round: PrefixStore,
     all: SharedStore,
+    number: u64,
     list: String,
+    /// What this worker has recorded, and not removed.
     known: Mutex<BTreeSet<String>>,
+    /// This worker's own list, once it has removed a key. Those who add to it share the lock; who shortens it has it alone.
+    own: RwLock<Option<OwnList>>,
+}
+
+struct OwnList {
+    list: String,
+    /// What has been added since it was written.
+    added: AtomicUsize,
 }
 
 impl RoundStore {
@@ -36,19 +56,58 @@ impl RoundStore {
         Self {
             round: PrefixStore::new(prefix(round), Arc::clone(all)),
             all: Arc::clone(all),
+            number: round,
             list: list(round),
             known: Mutex::default(),
+            own: RwLock::default(),
         }
     }
 
     fn note(&self, key: &str, deadline: Deadline) -> Result<()> {
-        if !self.known.lock().contains(key) {
-            self.all.append(&self.list, format!("{key}\n").as_bytes(), deadline)?;
-            // Recorded after the append has succeeded: after a failure the next call must record it. A key that is
-            // recorded twice does no harm.
-            self.known.lock().insert(key.to_owned());
+        if self.known.lock().contains(key) {
+            return Ok(());
         }
+        let (own, line) = (self.own.read(), format!("{key}\n"));
+        let list = own.as_ref().map_or(&self.list, |own| &own.list);
+        self.all.append(list, line.as_bytes(), deadline)?;
+        if let Some(own) = &*own {
+            own.added.fetch_add(line.len(), Ordering::Relaxed);
+        }
+        // Recorded after the append has succeeded: after a failure the next call must record it. A key that is
+        // recorded twice does no harm.
+        self.known.lock().insert(key.to_owned());
         Ok(())
+    }
+
+    /// What this worker has recorded of `keys`, which are removed, need not be removed with the round. If that cannot be written down, they are
+    /// removed once more then, which does no harm.
+    fn forget(&self, keys: &[&str], deadline: Deadline) {
+        {
+            let mut known = self.known.lock();
+            // Of each, though one is enough.
+            if keys.iter().filter(|key| known.remove(**key)).count() == 0 {
+                return;
+            }
+        }
+        // If another thread adds to the list, the next removal comes to it.
+        let Some(mut own) = self.own.try_write() else { return };
+        match &*own {
+            None => *own = self.begin_own(deadline).ok(),
+            Some(own) if own.added.load(Ordering::Relaxed) >= SHORTENED_AT => {
+                let left: String = self.known.lock().iter().map(|key| format!("{key}\n")).collect();
+                if self.all.set(&own.list, left.as_bytes(), deadline).is_ok() {
+                    own.added.store(0, Ordering::Relaxed);
+                }
+            }
+            Some(_) => {}
+        }
+    }
+
+    /// A list of this worker's own, of which the round's list knows.
+    fn begin_own(&self, deadline: Deadline) -> Result<OwnList> {
+        let id = format!("{:016x}", random::number()?);
+        self.all.append(&self.list, format!("{OWN}{id}\n").as_bytes(), deadline)?;
+        Ok(OwnList { list: own_list(self.number, &id), added: AtomicUsize::new(0) })
     }
 }
 
@@ -87,11 +146,15 @@ impl Store for RoundStore {
     }
 
     fn delete_key(&self, key: &str, deadline: Deadline) -> Result<bool> {
-        self.round.delete_key(key, deadline)
+        let existed = self.round.delete_key(key, deadline)?;
+        self.forget(&[key], deadline);
+        Ok(existed)
     }
 
     fn delete_keys(&self, keys: &[&str], deadline: Deadline) -> Result<()> {
-        self.round.delete_keys(keys, deadline)
+        self.round.delete_keys(keys, deadline)?;
+        self.forget(keys, deadline);
+        Ok(())
     }
 
     fn num_keys(&self, deadline: Deadline) -> Result<usize> {
@@ -165,9 +228,10 @@ fn remove(store: &dyn Store, round: u64, deadline: Deadline) -> Result<()> {
         let end = ends.take(SWEPT_TOGETHER).last().unwrap_or(left.len());
         let (first, rest) = left.split_at(end);
         let first = str::from_utf8(first).map_err(|_| Error::protocol("a round's keys are not text"))?;
-        let keys: Vec<String> = first.lines().map(|key| format!("{}/{key}", prefix(round))).collect();
-        let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
-        store.delete_keys(&keys, deadline)?;
+        let lines = || first.lines().map(|line| (line, line.strip_prefix(OWN)));
+        lines().filter_map(|(_, own)| own).try_for_each(|own| remove_own(store, round, own, deadline))?;
+        let keys = lines().filter(|(_, own)| own.is_none()).map(|(key, _)| key);
+        remove_keys(store, round, keys, deadline)?;
         if rest.is_empty() {
             break;
         }
@@ -183,6 +247,29 @@ fn remove(store: &dyn Store, round: u64, deadline: Deadline) -> Result<()> {
     store.delete_key(&list, deadline).map(drop)
 }
 
+/// Removes the keys of a worker's own list, and then the list. It is short.
+fn remove_own(store: &dyn Store, round: u64, id: &str, deadline: Deadline) -> Result<()> {
+    let list = own_list(round, id);
+    if !store.check(&[&list], deadline)? {
+        return Ok(());
+    }
+    let text = store.get(&list, deadline)?;
+    let text = str::from_utf8(&text).map_err(|_| Error::protocol("a worker's keys are not text"))?;
+    remove_keys(store, round, text.lines(), deadline)?;
+    store.delete_key(&list, deadline).map(drop)
+}
+
+fn remove_keys<'a>(
+    store: &dyn Store,
+    round: u64,
+    keys: impl Iterator<Item = &'a str>,
+    deadline: Deadline,
+) -> Result<()> {
+    let keys: Vec<String> = keys.map(|key| format!("{}/{key}", prefix(round))).collect();
+    let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+    store.delete_keys(&keys, deadline)
+}
+
 fn prefix(round: u64) -> String {
     format!("round/{round}")
 }
@@ -191,9 +278,12 @@ fn list(round: u64) -> String {
     format!("keys/{round}")
 }
 
+fn own_list(round: u64, id: &str) -> String {
+    format!("{}/{id}", list(round))
+}
+
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicUsize, Ordering};
     use std::time::Duration;
 
     use super::*;
@@ -256,6 +346,34 @@ mod tests {
         }
         slow.left.store(1, Ordering::Relaxed);
         assert_eq!(slow.num_keys(limit).unwrap(), 1);
+    }
+
+    #[test]
+    fn lists_stay_short_where_keys_come_and_go_and_all_is_removed_with_the_round() {
+        let limit = Deadline::after(Duration::from_secs(20));
+        let all: SharedStore = Arc::new(MemoryStore::new());
+        let rounds = [1, 1].map(|number| RoundStore::new(&all, number));
+        let text = |key: &str| String::from_utf8(all.get(key, limit).unwrap()).unwrap();
+        for round in &rounds {
+            round.set("stays", b"1", limit).unwrap();
+            for number in 0..1000 {
+                let keys = ["address", "process"].map(|what| format!("group/{number}/mesh/{what}/0"));
+                let keys = keys.each_ref().map(String::as_str);
+                round.multi_set(&[(keys[0], b"1"), (keys[1], b"1")], limit).unwrap();
+                round.delete_keys(&keys, limit).unwrap();
+            }
+            round.set("stays too", b"1", limit).unwrap();
+            assert!(!round.delete_key("another's", limit).unwrap());
+        }
+        let main = text("keys/1");
+        let own: Vec<&str> = main.lines().filter_map(|line| line.strip_prefix(OWN)).collect();
+        assert_eq!((own.len(), main.lines().count()), (2, 2 * 4), "{main}");
+        for own in own {
+            let own = text(&own_list(1, own));
+            assert!(own.len() < 2 * SHORTENED_AT && own.lines().any(|key| key == "stays too"), "{own}");
+        }
+        sweep(&*all, 2, limit).unwrap();
+        assert_eq!(all.num_keys(limit).unwrap(), 1);
     }
 
     #[test]

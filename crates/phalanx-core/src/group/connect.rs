@@ -92,6 +92,11 @@ pub(crate) fn connect_among(
     assemble(config, options, mesh, shared)
 }
 
+/// The keys under which `rank` has written to the store of its group while it was connected.
+pub(super) fn keys_of(rank: Rank) -> Vec<String> {
+    [tcp::keys_of(rank), domain::keys_of(rank), messages::keys_of(rank)].concat()
+}
+
 /// A rank's connections, before the group uses them.
 pub(super) struct MeshParts {
     health: Arc<Health>,

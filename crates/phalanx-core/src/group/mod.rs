@@ -349,6 +349,14 @@ impl ProcessGroup {
         move || health.cause().or_else(|| health.parting())
     }
 
+    /// As [`watched_failure`](Self::watched_failure), also when the group is gone, of which it keeps nothing: for who outlives it, such as a
+    /// loader that has divided its data among the group's ranks.
+    #[doc(hidden)]
+    pub fn watch_from_outside(&self) -> impl Fn() -> Option<Error> + Send + Sync + 'static {
+        let first = self.inner.health.first();
+        move || first.get().cloned()
+    }
+
     /// Ends the group on every rank: pending and later operations fail with `cause`.
     pub fn abort(&self, cause: Error) {
         self.inner.aborted.store(true, Ordering::Relaxed);

@@ -15,6 +15,9 @@ impl DistributedSampler {
     /// assert_eq!(sampler.len(), 10_000);
     /// # Ok::<(), phalanx::Error>(())
     /// ```
+    ///
+    /// # Panics
+    /// If no memory can hold an order of so many samples. [`new`](Self::new) returns an error instead.
     pub fn for_group(samples: usize, group: &ProcessGroup) -> Self {
         Self::at(samples, group.rank(), group.world_size())
     }

@@ -8,7 +8,8 @@
 
 use std::time::Duration;
 
-use super::{GroupConfig, Identity, ProcessGroup};
+use super::connect::keys_of;
+use super::{Backend, GroupConfig, Identity, ProcessGroup};
 use crate::caller::Caller;
 use crate::deadline::Deadline;
 use crate::domain::Partition;
@@ -25,6 +26,8 @@ const RECORD: usize = 2;
 const NO_COLOR: i64 = -1;
 /// The most ranks of a list that an error shows.
 const SHOWN: usize = 16;
+/// How long the store may take to remove what was written to connect a sub-group.
+const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// # Groups of some ranks
 ///
@@ -34,7 +37,7 @@ const SHOWN: usize = 16;
 /// threads (three among more than 16 ranks), and another one from the first asynchronous message on.
 ///
 /// A sub-group uses the store of the first group: as long as sub-groups are made, the process that
-/// serves it (the launcher, or rank 0) must run.
+/// serves it (the launcher, or rank 0) must run. When its ranks are connected they remove what they have written there.
 impl ProcessGroup {
     /// A group of these `ranks` of this one, in ascending order whatever the order of the list. None on a rank that is
     /// not in the list.
@@ -300,7 +303,25 @@ impl ProcessGroup {
         let identity = Identity { rank, world, trace, config };
         let group = Self::new(identity, connected)?.with_timeout(self.timeout);
         // A world of another size may use another row of the table, which has not been compared yet.
-        group.tuned(&self.inner.config.tuning, caller)
+        let group = group.tuned(&self.inner.config.tuning, caller)?;
+        group.clear_store();
+        Ok(group)
+    }
+
+    /// Removes what this rank has written to the store while this sub-group was connected: a job that makes one in each epoch would fill the
+    /// store. The barrier in which the tables were compared shows that all members are connected, and read no more there.
+    fn clear_store(&self) {
+        let Backend::Mesh { store, .. } = &self.inner.config.backend else { return };
+        // Alone, a rank has asked nobody.
+        if self.world_size() == WorldSize::ONE {
+            return;
+        }
+        let keys = keys_of(self.rank());
+        let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+        if let Err(error) = store.delete_keys(&keys, Deadline::after(CLEAR_TIMEOUT)) {
+            // The group needs neither them nor the store.
+            tracing::debug!(%error, "the store keeps what the ranks of a sub-group wrote to connect");
+        }
     }
 }
 
@@ -399,6 +420,28 @@ mod tests {
                 other.part(store, "third", &turned, LIMIT).unwrap_err().to_string().contains("first group")
             );
             group.barrier().unwrap();
+        });
+    }
+
+    #[test]
+    fn a_store_does_not_grow_with_the_number_of_sub_groups() {
+        met(3, |group, store| {
+            let keys = || {
+                // While all are here, nobody writes.
+                group.barrier().unwrap();
+                let keys = store.num_keys(Deadline::after(LIMIT)).unwrap();
+                group.barrier().unwrap();
+                keys
+            };
+            let before = keys();
+            for _ in 0..3 {
+                if let Some(pair) = group.new_group(&[Rank::MAIN, Rank::new(2)]).unwrap() {
+                    pair.split(Some(0), 0).unwrap().unwrap().barrier().unwrap();
+                }
+                group.new_group_aside(Trace::disabled()).unwrap().barrier().unwrap();
+                group.split((!group.rank().is_main()).then_some(7), 0).unwrap();
+            }
+            assert_eq!(keys(), before);
         });
     }
 

@@ -68,6 +68,8 @@ pub(crate) struct Health {
     /// What the running calls wait for.
     pub(crate) waits: Waits,
     surroundings: OnceLock<Look>,
+    /// The cause, for who watches the group beside its calls and may outlive it: the rest of this keeps the connections.
+    first: Arc<OnceLock<Error>>,
     /// Whether a call has returned the cause of the failure to the program.
     returned: AtomicBool,
     /// What this rank has learned when it left: no call is left that could return it.
@@ -114,6 +116,7 @@ impl Health {
             calls: Mutex::default(),
             waits: Waits::default(),
             surroundings: OnceLock::new(),
+            first: Arc::default(),
             returned: AtomicBool::new(false),
             parting: OnceLock::new(),
             is_asked: AtomicBool::new(false),
@@ -316,6 +319,11 @@ impl Health {
         state.failure.cause().cloned()
     }
 
+    /// What has the cause once the group has failed, though the peers may not have been notified yet. It keeps nothing of the group.
+    pub(crate) fn first(&self) -> Arc<OnceLock<Error>> {
+        self.first.clone()
+    }
+
     /// Whether the group has failed. The peers may not have been notified yet.
     pub(crate) fn has_failed(&self) -> bool {
         self.failed.load(Ordering::Acquire)
@@ -342,6 +350,8 @@ impl Health {
             return;
         }
         self.failed.store(true, Ordering::Release);
+        // Only the first report comes here.
+        let _ = self.first.set(error.clone());
         let alarm = state.alarm.take();
         drop(state);
         if let Some(alarm) = alarm {

@@ -511,7 +511,12 @@ fn neutral_element(op: ReduceOp, dtype: DType) -> Option<Vec<u8>> {
         // A bool has only its lowest bit set, whatever the operation.
         DType::Bool => match op {
             ReduceOp::Product | ReduceOp::Min | ReduceOp::BAnd => Some(vec![1]),
-            _ => None,
+            ReduceOp::Sum
+            | ReduceOp::Avg
+            | ReduceOp::PreMulSum(_)
+            | ReduceOp::Max
+            | ReduceOp::BOr
+            | ReduceOp::BXor => None,
         },
         DType::F32 => of!(1f32, f32::NEG_INFINITY, f32::INFINITY),
         DType::F64 => of!(1f64, f64::NEG_INFINITY, f64::INFINITY),

@@ -170,7 +170,9 @@ pub(super) fn write(bytes: &mut [u8], dtype: DType, weight: f64) {
     let place = bytes.len().saturating_sub(dtype.size());
     match dtype {
         DType::F64 => bytes[place..].copy_from_slice(&weight.to_le_bytes()),
-        _ => bytes[place..].copy_from_slice(&(weight as f32).to_le_bytes()),
+        DType::F32 => bytes[place..].copy_from_slice(&(weight as f32).to_le_bytes()),
+        // Refused when the step began.
+        DType::F16 | DType::BF16 | DType::I32 | DType::I64 | DType::U8 | DType::I8 | DType::Bool => {}
     }
 }
 
@@ -181,7 +183,8 @@ pub(super) fn read(bytes: &[u8], dtype: DType) -> Option<f64> {
     }
     match dtype {
         DType::F64 => last::<f64>(bytes),
-        _ => last::<f32>(bytes).map(f64::from),
+        DType::F32 => last::<f32>(bytes).map(f64::from),
+        DType::F16 | DType::BF16 | DType::I32 | DType::I64 | DType::U8 | DType::I8 | DType::Bool => None,
     }
 }
 

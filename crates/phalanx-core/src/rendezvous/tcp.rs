@@ -11,7 +11,7 @@ use super::{Held, KeepAlive, RankConfig, Rendezvous, start};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::store::{
-    Access, KeylessClients, Patience, SharedStore, TcpStore, TcpStoreServer, warn_of_own_name,
+    Access, KeylessClients, MAX_RANKS, Patience, SharedStore, TcpStore, TcpStoreServer, warn_of_own_name,
 };
 
 /// The process that serves the store.
@@ -42,6 +42,7 @@ pub(super) fn join(
     if config.world_size.get() == 1 {
         return Ok(config.alone());
     }
+    check_size(host, config)?;
     let mut is_over = false;
     loop {
         match join_once(address, host, config, me, deadline) {
@@ -57,6 +58,25 @@ pub(super) fn join(
         }
         // Until rank 0 has ended that store, and its next one is there. Both take it milliseconds, or it does something else before.
         std::thread::sleep(NEXT_STORE_INTERVAL.min(deadline.remaining()));
+    }
+}
+
+/// Refuses a world of more ranks than a store of ours has connections for: otherwise the last ones would be turned away until their deadline.
+fn check_size(host: Host, config: &RankConfig) -> Result<()> {
+    match host {
+        Host::Rank0 { .. } | Host::Launcher if config.world_size.get() > MAX_RANKS => {
+            Err(Error::environment(format!(
+                "a world of {} ranks is too large for a store over TCP, which serves {MAX_RANKS}",
+                config.world_size
+            ))
+            .in_operation("rendezvous", None)
+            .with_remedy(
+                "start fewer ranks, or meet at file:///path (PHALANX_RENDEZVOUS) on a file system that all ranks share",
+            ))
+        }
+        Host::Rank0 { .. } | Host::Launcher => Ok(()),
+        // It is torchrun's own.
+        Host::Agent => Ok(()),
     }
 }
 

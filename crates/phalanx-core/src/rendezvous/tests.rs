@@ -62,6 +62,21 @@ fn talk(worlds: &[Rendezvous]) {
 }
 
 #[test]
+fn a_world_of_more_ranks_than_a_store_serves_is_refused_at_once() {
+    let size = crate::store::MAX_RANKS + 1;
+    // Nothing listens there, and rank 7 would wait for it.
+    let refused = |host| {
+        let late = Deadline::after(Duration::from_secs(600));
+        tcp::join("127.0.0.1:9", host, &config(7, size), &identity(7, "host"), late).unwrap_err()
+    };
+    for host in [RANK_0, tcp::Host::Launcher] {
+        let error = refused(host);
+        let said = error.to_string();
+        assert!(error.is_environment() && said.contains("8001 ranks") && said.contains("file:///"), "{said}");
+    }
+}
+
+#[test]
 fn urls_are_checked() {
     assert_eq!(Url::parse("env://").unwrap(), Url::Env);
     assert_eq!(Url::parse("tcp://[::1]:29500").unwrap(), Url::Tcp("[::1]:29500".into()));

@@ -29,6 +29,11 @@ use phalanx_proto::sampler::Share;
 
 /// The most samples of an order. Behind it sums of places and ranks would overflow.
 const MAX_SAMPLES: usize = isize::MAX as usize / size_of::<usize>();
+const LENGTH_REMEDY: &str = "is the length of the data set right?";
+
+fn too_many(samples: usize) -> String {
+    format!("a data set of {samples} samples has more than any memory holds, {MAX_SAMPLES}")
+}
 
 /// Distributes the indices of a data set among the ranks; see the [module](self) for the exact order.
 ///
@@ -58,16 +63,13 @@ pub struct DistributedSampler {
 
 impl DistributedSampler {
     /// A sampler for a data set of `samples`: shuffled with seed 0, nothing dropped, in epoch 0. For the ranks of a
-    /// group [`for_group`](Self::for_group) is shorter, and cannot fail.
+    /// group [`for_group`](Self::for_group) is shorter.
     ///
     /// # Errors
     /// If `rank` is not in the world, or no memory can hold an order of so many samples.
     pub fn new(samples: usize, rank: Rank, world_size: WorldSize) -> Result<Self> {
         if samples > MAX_SAMPLES {
-            return Err(Error::invalid_argument(format!(
-                "a data set of {samples} samples has more than any memory holds, {MAX_SAMPLES}"
-            ))
-            .with_remedy("is the length of the data set right?"));
+            return Err(Error::invalid_argument(too_many(samples)).with_remedy(LENGTH_REMEDY));
         }
         let rank = world_size.rank(rank.get()).map_err(|error| {
             error.with_remedy("DistributedSampler::for_group(samples, &group) takes both from the group")
@@ -76,7 +78,12 @@ impl DistributedSampler {
     }
 
     /// For a rank that belongs to the world.
+    ///
+    /// # Panics
+    /// If no memory can hold an order of so many samples.
     pub(crate) fn at(samples: usize, rank: Rank, world_size: WorldSize) -> Self {
+        // Otherwise the places of some ranks would overflow, and be others' places.
+        assert!(samples <= MAX_SAMPLES, "{}: {LENGTH_REMEDY}", too_many(samples));
         let reminder = Reminder::default();
         let share = Share { samples, rank, world_size, drop_last: false };
         Self { share, shuffle: true, seed: 0, epoch: 0, reminder }
@@ -361,6 +368,13 @@ mod tests {
         // None of its places is counted wrongly.
         let last = sampler(MAX_SAMPLES, 63, 64);
         assert_eq!(last.len(), MAX_SAMPLES.div_ceil(64));
+    }
+
+    #[test]
+    #[should_panic(expected = "is the length of the data set right?")]
+    fn a_group_s_sampler_refuses_them_too() {
+        let group = crate::ProcessGroup::alone().unwrap();
+        let _ = DistributedSampler::for_group(MAX_SAMPLES + 1, &group);
     }
 
     #[test]

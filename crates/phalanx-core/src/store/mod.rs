@@ -31,6 +31,7 @@ pub use file::FileStore;
 pub use file::fuzz as fuzz_log;
 pub use memory::MemoryStore;
 pub use prefix::PrefixStore;
+pub(crate) use tcp::MAX_RANKS;
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub use tcp::fuzz as fuzz_reply;
 #[doc(hidden)]

@@ -11,9 +11,11 @@
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use rustix::fs::OFlags;
 use serde::Serialize;
 use serde::ser::{SerializeMap, Serializer};
 
@@ -30,14 +32,8 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Removes a trace that an earlier job has left, but no other file.
 pub(super) fn remove(path: &Path) -> io::Result<()> {
-    // Who opens a pipe may wait for ever, and a device that has nothing to read looks like a trace that was cut off.
-    match std::fs::metadata(path) {
-        Ok(about) if !about.is_file() => return Err(foreign()),
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => {}
-    }
     let mut begin = Vec::new();
-    match File::open(path) {
+    match open(path, OpenOptions::new().read(true)) {
         Ok(file) => file.take(MARK.len() as u64).read_to_end(&mut begin)?,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         Err(error) => return Err(error),
@@ -48,12 +44,29 @@ pub(super) fn remove(path: &Path) -> io::Result<()> {
     std::fs::remove_file(path)
 }
 
+/// Opens a regular file. A device that has nothing to read looks like a trace that was cut off.
+fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
+    // Before it is opened: to open a device may already do something.
+    match std::fs::metadata(path) {
+        Ok(about) if about.is_file() => open_regular(path, options),
+        Ok(_) => Err(foreign()),
+        // It may be made.
+        Err(error) if error.kind() == io::ErrorKind::NotFound => open_regular(path, options),
+        Err(error) => Err(error),
+    }
+}
+
+/// Opens what is at `path`, and never waits. Looks at what it has opened: another file may have come there since somebody looked at the path.
+fn open_regular(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
+    // Without NONBLOCK, who opens a pipe waits for its other end.
+    let flags = (OFlags::NONBLOCK | OFlags::CLOEXEC | OFlags::NOCTTY).bits().cast_signed();
+    let file = options.custom_flags(flags).open(path)?;
+    if file.metadata()?.is_file() { Ok(file) } else { Err(foreign()) }
+}
+
 /// Adds `lines`, which commas separate, to the document at `path`.
 pub(super) fn append(path: &Path, lines: &[u8]) -> io::Result<()> {
-    let mut file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path)?;
-    if !file.metadata()?.is_file() {
-        return Err(foreign());
-    }
+    let mut file = open(path, OpenOptions::new().read(true).write(true).create(true).truncate(false))?;
     lock(&file)?;
     let end = end_of_events(&mut file)?;
     let before: &[u8] = match end {
@@ -241,5 +254,19 @@ mod tests {
         });
         assert_eq!(full.unwrap_err().kind(), io::ErrorKind::StorageFull);
         assert_eq!(std::fs::read(&path).unwrap(), before);
+    }
+
+    #[test]
+    fn a_pipe_that_comes_to_its_place_is_refused_and_holds_nobody_up() {
+        let folder = tempfile::tempdir().unwrap();
+        let pipe = folder.path().join("step.json");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RWXU).unwrap();
+        let (tell, told) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            // As if it had come between the look at the path and the call that opens it.
+            tell.send(open_regular(&pipe, OpenOptions::new().read(true)).unwrap_err().to_string())
+        });
+        let said = told.recv_timeout(Duration::from_secs(60)).unwrap();
+        assert!(said.contains("is not a trace"), "{said}");
     }
 }

@@ -120,7 +120,8 @@ pub(crate) fn exchange_among<T: Serialize + for<'a> Deserialize<'a>>(
         .collect()
 }
 
-fn key(topic: &str, rank: Rank) -> String {
+/// The key of the message of `rank` on `topic`.
+pub(crate) fn key(topic: &str, rank: Rank) -> String {
     format!("{topic}/{rank}")
 }
 

@@ -30,6 +30,15 @@ mod images;
 mod json;
 #[cfg(feature = "npy")]
 mod npy;
+#[cfg(any(
+    feature = "csv",
+    feature = "image",
+    feature = "json",
+    feature = "lmdb",
+    feature = "npy",
+    feature = "safetensors"
+))]
+mod open;
 #[cfg(any(feature = "safetensors", feature = "npy"))]
 mod rows;
 #[cfg(feature = "safetensors")]
@@ -67,6 +76,15 @@ pub use self::images::{ImageFolder, ImageSample};
 pub use self::json::JsonLinesDataset;
 #[cfg(feature = "npy")]
 pub use self::npy::NpyDataset;
+#[cfg(any(
+    feature = "csv",
+    feature = "image",
+    feature = "json",
+    feature = "lmdb",
+    feature = "npy",
+    feature = "safetensors"
+))]
+pub(crate) use self::open::open_file;
 #[cfg(feature = "safetensors")]
 pub use self::safetensors::SafetensorsDataset;
 
@@ -88,25 +106,6 @@ const MAX_DEPTH: usize = 32;
 /// The system's error with the file.
 pub(crate) fn io_error(path: &Path, error: &io::Error) -> Error {
     Error::other(io::Error::new(error.kind(), format!("{}: {error}", path.display())))
-}
-
-/// The file at `path`. A link in a folder that came from elsewhere may lead to a pipe, on which whoever opens it waits, or to a device
-/// that has no end.
-#[cfg(any(
-    feature = "csv",
-    feature = "image",
-    feature = "json",
-    feature = "lmdb",
-    feature = "npy",
-    feature = "safetensors"
-))]
-pub(crate) fn open_file(path: &Path) -> Result<fs::File> {
-    let about = fs::metadata(path).map_err(|error| io_error(path, &error))?;
-    if !about.is_file() {
-        return Err(Error::invalid_argument(format!("{} is no regular file", path.display()))
-            .with_remedy("if it is a pipe, write what comes through it into a file; else leave it out"));
-    }
-    fs::File::open(path).map_err(|error| io_error(path, &error))
 }
 
 /// What is wrong with a part of a file, and what to do.

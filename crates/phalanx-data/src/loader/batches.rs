@@ -145,6 +145,9 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
     /// # Ok(())
     /// # }
     /// ```
+    ///
+    /// # Panics
+    /// If `rank` is not one of `world_size`: it would get samples of others.
     pub fn regroup(&mut self, missing: &[Rank], rank: Rank, world_size: WorldSize) {
         let changes = !missing.is_empty() || self.shard != (rank, world_size);
         let position = {

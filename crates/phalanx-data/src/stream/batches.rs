@@ -5,10 +5,10 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use phalanx::Error;
+use phalanx::{Error, warn};
 
 use super::work::{Delivered, Reading};
-use super::{Inner, IterableDataset, Shard, StreamPosition};
+use super::{Failure, Inner, IterableDataset, Shard, StreamPosition};
 use crate::error::During;
 use crate::pool::{Missing, Pool};
 use crate::settings::Progress;
@@ -22,6 +22,8 @@ pub struct StreamBatches<D: IterableDataset, B: Send + 'static> {
     /// None once it can give nothing more.
     pool: Option<Pool<Reading<D, B>>>,
     failure: Option<LoadError>,
+    /// Of the group among whose ranks the shards were divided, until it is told.
+    groups_failure: Option<Failure>,
     /// Workers that have not come to the end of their shards, in the order of their turns.
     turns: VecDeque<usize>,
     issued: u64,
@@ -60,7 +62,9 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamBatches<D, B> {
         };
         let turns = (0..workers).collect();
         let (in_flight, waited) = (VecDeque::new(), Duration::ZERO);
-        let mut pass = Self { inner, pass, pool, failure, turns, issued: 0, in_flight, waited };
+        let groups_failure = inner.failure.lock().clone();
+        let mut pass =
+            Self { inner, pass, pool, failure, groups_failure, turns, issued: 0, in_flight, waited };
         pass.fill();
         pass
     }
@@ -84,6 +88,16 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamBatches<D, B> {
         self.waited
     }
 
+    /// Says, once, if the group has failed among whose ranks the shards were divided: this rank goes on, and what it reads is not all.
+    fn tell_of_lost_shards(&mut self) {
+        let Some(cause) = self.groups_failure.as_ref().and_then(|failure| failure()) else { return };
+        self.groups_failure = None;
+        warn(format_args!(
+            "a pass over a stream goes on after its group has failed ({cause}): nobody reads the rest of the shards of a rank that was \
+             lost. Leave the loop, go back to the last commit or checkpoint, and call `set_group` and `resume` before the next pass"
+        ));
+    }
+
     fn progress(&self, change: impl FnOnce(&mut Progress<StreamPosition>)) {
         let mut progress = self.inner.progress.lock();
         if self.pass == progress.passes {
@@ -96,6 +110,7 @@ impl<D: IterableDataset + 'static, B: Send + 'static> Iterator for StreamBatches
     type Item = Result<B, LoadError>;
 
     fn next(&mut self) -> Option<Self::Item> {
+        self.tell_of_lost_shards();
         if let Some(failure) = self.failure.take() {
             return Some(Err(failure));
         }
@@ -149,5 +164,45 @@ impl<D: IterableDataset + 'static, B: Send + 'static> Iterator for StreamBatches
 impl<D: IterableDataset, B: Send + 'static> fmt::Debug for StreamBatches<D, B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "StreamBatches({} in flight)", self.in_flight.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use phalanx::{Error, ProcessGroup, WorldSize};
+
+    use crate::{IterableDataset, Shard, StreamLoader};
+
+    struct Numbers;
+
+    impl IterableDataset for Numbers {
+        type Item = u64;
+        type Stream = Box<dyn Iterator<Item = phalanx::Result<u64>>>;
+
+        fn stream(&self, shard: &Shard) -> phalanx::Result<Self::Stream> {
+            Ok(Box::new(shard.part_of((0..16).map(Ok))))
+        }
+    }
+
+    #[test]
+    fn a_pass_that_outlives_its_group_tells_so_once_and_the_next_group_s_does_not() {
+        let world = || ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap();
+        let (first, second) = (world(), world());
+        let loader = StreamLoader::builder(Numbers).group(&first[0]).shards(2).build().unwrap();
+        let mut batches = loader.iter();
+        batches.next().unwrap().unwrap();
+        assert!(batches.groups_failure.is_some(), "nothing has happened");
+        first[0].abort(Error::aborted("rank 1 was lost"));
+        // Nothing of the group is kept.
+        drop(first);
+        assert_eq!(batches.next().unwrap().unwrap(), [2]);
+        assert!(batches.groups_failure.is_none(), "it was told");
+
+        loader.set_group(&second[0]).unwrap();
+        let mut batches = loader.iter();
+        batches.next().unwrap().unwrap();
+        assert!(batches.groups_failure.is_some());
+        let alone = StreamLoader::builder(Numbers).group(&ProcessGroup::alone().unwrap()).build().unwrap();
+        assert!(alone.iter().groups_failure.is_none(), "there are no other shards");
     }
 }

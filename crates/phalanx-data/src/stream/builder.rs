@@ -7,7 +7,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use phalanx::{Error, ProcessGroup, Rank, Result, WorldSize};
 
-use super::{Inner, IterableDataset, StreamLoader, StreamPosition};
+use super::{Failure, Inner, IterableDataset, StreamLoader, StreamPosition, failure_of};
 use crate::WorkerInfo;
 use crate::settings::{Collate, Progress, Settings, checked};
 
@@ -19,6 +19,7 @@ pub struct StreamLoaderBuilder<D: IterableDataset, B = Vec<<D as IterableDataset
     dataset: D,
     collate: Collate<D::Item, B>,
     shard: (Rank, WorldSize),
+    failure: Option<Failure>,
     shards: Option<usize>,
     settings: Settings,
 }
@@ -29,6 +30,7 @@ impl<D: IterableDataset + 'static> StreamLoaderBuilder<D> {
             dataset,
             collate: Arc::new(Ok),
             shard: (Rank::MAIN, WorldSize::ONE),
+            failure: None,
             shards: None,
             settings: Settings::default(),
         }
@@ -45,6 +47,7 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamLoaderBuilder<D, B> 
             dataset: self.dataset,
             collate: Arc::new(collate),
             shard: self.shard,
+            failure: self.failure,
             shards: self.shards,
             settings: self.settings,
         }
@@ -70,12 +73,13 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamLoaderBuilder<D, B> 
 
     /// Loads the part of this rank of `group`. A world of one by default.
     pub fn group(self, group: &ProcessGroup) -> Self {
-        self.shard(group.rank(), group.world_size())
+        let failure = failure_of(group);
+        Self { failure, ..self.shard(group.rank(), group.world_size()) }
     }
 
     /// [`group`](Self::group), for ranks that have none.
     pub fn shard(self, rank: Rank, world_size: WorldSize) -> Self {
-        Self { shard: (rank, world_size), ..self }
+        Self { shard: (rank, world_size), failure: None, ..self }
     }
 
     /// Whether to leave out each worker's last batch if it is not full. False by default.
@@ -125,6 +129,7 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamLoaderBuilder<D, B> 
             collate: self.collate,
             settings: self.settings,
             progress: Mutex::new(progress),
+            failure: Mutex::new(self.failure),
         };
         Ok(StreamLoader { inner: Arc::new(inner) })
     }

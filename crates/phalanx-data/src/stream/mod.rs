@@ -9,7 +9,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use phalanx::{ProcessGroup, Result};
+use phalanx::{Error, ProcessGroup, Result, WorldSize};
 
 pub use self::batches::StreamBatches;
 pub use self::builder::StreamLoaderBuilder;
@@ -97,6 +97,17 @@ pub(crate) struct Inner<D: IterableDataset, B> {
     pub collate: Collate<D::Item, B>,
     pub settings: Settings,
     pub progress: Mutex<Progress<StreamPosition>>,
+    /// Of the group among whose ranks the next pass is divided, if there are others.
+    pub failure: Mutex<Option<Failure>>,
+}
+
+/// Why a group has failed, if it has.
+pub(crate) type Failure = Arc<dyn Fn() -> Option<Error> + Send + Sync>;
+
+/// What looks whether `group` has failed, if others are in it.
+fn failure_of(group: &ProcessGroup) -> Option<Failure> {
+    let failure: Failure = Arc::new(group.watch_from_outside());
+    (group.world_size() != WorldSize::ONE).then_some(failure)
 }
 
 impl<D: IterableDataset + 'static> StreamLoader<D> {
@@ -161,7 +172,8 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamLoader<D, B> {
         self.inner.progress.lock().position.epoch()
     }
 
-    /// From the next [`iter`](Self::iter) on, the part of this rank of `group`.
+    /// From the next [`iter`](Self::iter) on, the part of this rank of `group`. A pass that has begun goes on with the shards that it has; if
+    /// the group fails by which they were divided, nobody reads the rest of a lost rank's, and the pass says so in the log.
     ///
     /// # Errors
     /// If there are fewer shards than ranks, or the next `iter` would go on at a position that is another rank's own.
@@ -173,6 +185,7 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamLoader<D, B> {
             progress.position.suffices(shard)?;
         }
         progress.shard = shard;
+        *self.inner.failure.lock() = failure_of(group);
         Ok(())
     }
 }

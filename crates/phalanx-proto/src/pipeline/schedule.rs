@@ -36,7 +36,7 @@ impl Schedule {
     pub fn plan(self, ranks: usize, microbatches: usize) -> Result<Plan> {
         let each = match self {
             Self::Interleaved { stages_per_rank } => stages_per_rank,
-            _ => 1,
+            Self::GPipe | Self::OneForwardOneBackward | Self::ZeroBubble => 1,
         };
         if ranks == 0 || microbatches == 0 || each == 0 {
             return Err(Error::invalid_argument(format!(

@@ -171,7 +171,9 @@ mod tests {
             }
             let backward: &[Pass] = match schedule {
                 Schedule::ZeroBubble => &[Pass::BackwardInput, Pass::BackwardWeight],
-                _ => &[Pass::Backward],
+                Schedule::GPipe | Schedule::OneForwardOneBackward | Schedule::Interleaved { .. } => {
+                    &[Pass::Backward]
+                }
             };
             for stage in 0..plan.stages() {
                 for microbatch in 0..microbatches {

@@ -219,7 +219,14 @@ impl ElasticSampler {
 
     /// This rank's samples of the next step, at most `batch`; None at the end of the epoch. Every rank must call it
     /// equally often, with the same batch and world.
+    ///
+    /// # Panics
+    /// If `rank` is not in the world: it would get samples of others. Rank and world are to be those of one group.
     pub fn next_batch(&mut self, batch: usize, rank: Rank, world: WorldSize) -> Option<Vec<usize>> {
+        assert!(
+            rank.index() < world.count(),
+            "rank {rank} asks for a batch in a world of {world}: take both from the same group"
+        );
         if self.steps_left(batch, world) == 0 {
             return None;
         }
@@ -410,6 +417,12 @@ mod tests {
         let mut ordered = sampler.shuffle(false);
         ordered.check_memory().unwrap();
         assert_eq!(ordered.next_batch(2, Rank::MAIN, WorldSize::ONE), Some(vec![0, 1]));
+    }
+
+    #[test]
+    #[should_panic(expected = "rank 2 asks for a batch in a world of 2")]
+    fn a_rank_outside_the_world_gets_no_samples_of_others() {
+        ElasticSampler::new(10).next_batch(1, Rank::new(2), WorldSize::new(2).unwrap());
     }
 
     #[test]

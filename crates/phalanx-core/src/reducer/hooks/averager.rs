@@ -76,7 +76,8 @@ impl PeriodicModelAverager {
     /// As [`Replica::average_parameters`].
     pub fn step(&mut self, replica: &mut impl Replica) -> Result<bool> {
         let after = self.step.checked_sub(self.warmup_steps);
-        self.step += 1;
+        // A saved number may be any.
+        self.step = self.step.saturating_add(1);
         let due = after.is_some_and(|after| after.is_multiple_of(self.period));
         if due {
             replica.average_parameters()?;

@@ -71,7 +71,15 @@ impl CommHook for Compressed {
             let to = whole.as_mut_slice::<f32>()?;
             match half.dtype() {
                 DType::F16 => half.as_slice::<f16>()?.convert_to_f32_slice(to),
-                _ => half.as_slice::<bf16>()?.convert_to_f32_slice(to),
+                // An error for any other type.
+                DType::BF16
+                | DType::F32
+                | DType::F64
+                | DType::I32
+                | DType::I64
+                | DType::U8
+                | DType::I8
+                | DType::Bool => half.as_slice::<bf16>()?.convert_to_f32_slice(to),
             }
             halves.keep(message, half);
             Ok(Pending::ready(whole))

@@ -39,7 +39,8 @@ impl CommHook for PostLocalSgd {
 
     fn start(&mut self, group: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
         let local = self.step >= self.start;
-        self.step += u64::from(bucket.is_last);
+        // A saved number may be any.
+        self.step = self.step.saturating_add(u64::from(bucket.is_last));
         match &self.subgroup {
             _ if !local => AllReduce.start(group, bucket),
             Some(subgroup) => AllReduce.start(&**subgroup, bucket),

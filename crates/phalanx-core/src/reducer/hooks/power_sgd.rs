@@ -230,7 +230,8 @@ impl CommHook for PowerSgd {
 
     fn start(&mut self, group: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
         let step = self.step;
-        self.step += u64::from(bucket.is_last);
+        // A saved number may be any.
+        self.step = step.saturating_add(u64::from(bucket.is_last));
         if step < self.options.start_iter || bucket.buffer.dtype() != DType::F32 {
             return AllReduce.start(group, bucket);
         }
@@ -248,6 +249,9 @@ impl CommHook for PowerSgd {
             for matrix in &layout.matrices {
                 let m = &mut gradients[matrix.elements.clone()];
                 if let Some(loss) = memory.losses.get(&matrix.parameter) {
+                    if loss.len() != m.len() {
+                        return Err(other_shape(matrix.parameter, loss.len(), m.len()));
+                    }
                     m.iter_mut().zip(loss).for_each(|(m, loss)| *m += loss);
                 }
                 let known = memory.factors.remove(&matrix.parameter);
@@ -421,6 +425,14 @@ impl Layout {
         }
         Ok(())
     }
+}
+
+/// The error if a loss was saved of another gradient.
+fn other_shape(parameter: usize, saved: usize, here: usize) -> Error {
+    Error::mismatch(format!(
+        "PowerSGD was given what {saved} elements of parameter number {parameter} have lost, and its gradient has {here} elements"
+    ))
+    .with_remedy("load the hook's state with the model that it was saved with")
 }
 
 /// Numbers from the normal distribution, the same on every rank.

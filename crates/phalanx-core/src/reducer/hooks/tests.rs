@@ -153,6 +153,31 @@ fn power_sgd_recovers_from_gradients_that_were_zero_or_no_numbers() {
 }
 
 #[test]
+fn what_power_sgd_has_saved_of_another_shape_is_refused_and_any_step_is_taken() {
+    let group = crate::ProcessGroup::alone().unwrap();
+    let bucket = || GradBucket {
+        index: 0,
+        is_last: true,
+        buffer: Buffer::zeroed(DType::F32, ROWS * COLUMNS),
+        gradients: [GradientPlace { parameter: 4, shape: vec![ROWS, COLUMNS], elements: 0..ROWS * COLUMNS }]
+            .into(),
+        keeps: false,
+        counts: None,
+    };
+    let mut hook = PowerSgd::new(PowerSgdOptions::default().start_iter(0)).unwrap();
+    let saved = HookState::default().number("step", u64::MAX);
+    hook.load(saved.clone().own("losses", 4, vec![0.5; 7])).unwrap();
+    let error = hook.start(&group, bucket()).unwrap_err();
+    assert!(error.is_mismatch() && error.to_string().contains("what 7 elements"), "{error}");
+    let mut hooks: [Box<dyn CommHook>; 2] = [Box::new(hook), Box::new(PostLocalSgd::new(1))];
+    for hook in &mut hooks {
+        hook.load(saved.clone()).unwrap();
+        drop(hook.start(&group, bucket()).unwrap());
+        assert_eq!(hook.state().unwrap().get("step").unwrap(), u64::MAX);
+    }
+}
+
+#[test]
 fn a_hook_goes_on_from_its_saved_state_bit_for_bit() {
     let power = || PowerSgd::new(PowerSgdOptions::default().start_iter(2).rank(2)).unwrap();
     let hooks: [fn() -> Box<dyn CommHook>; 3] = [

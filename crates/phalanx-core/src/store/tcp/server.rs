@@ -33,6 +33,9 @@ use crate::notice::warn;
 
 /// The most connections at a time; further ones are closed at once.
 const MAX_CONNECTIONS: usize = 16_384;
+/// The most ranks of a job that a server is for. Over a network each has two connections while it starts; some are left for launchers and tools.
+pub const MAX_RANKS: u32 = 8_000;
+const _: () = assert!(2 * MAX_RANKS as usize <= MAX_CONNECTIONS);
 /// The most connections that are not authenticated yet; for a new one the oldest is closed. All of a job's ranks may
 /// come at once and must fit.
 const MAX_PENDING: usize = 2048;
@@ -294,7 +297,7 @@ async fn run(listener: TcpListener, access: Access, mut orders: mpsc::UnboundedR
     let mut pending_clients = PendingClients::new();
     // Stopping does not wait for unauthenticated clients.
     let inside = Rc::<Cell<usize>>::default();
-    let (mut draining, mut told): (Option<Instant>, bool) = (None, false);
+    let (mut draining, mut told, mut told_full): (Option<Instant>, bool, bool) = (None, false, false);
     while draining.is_none() || inside.get() > 0 {
         tokio::select! {
             order = orders.recv() => match order {
@@ -323,7 +326,13 @@ async fn run(listener: TcpListener, access: Access, mut orders: mpsc::UnboundedR
                     // be closed.
                     tokio::task::yield_now().await;
                 }
-                Ok((_, peer)) => tracing::warn!("the store refused {peer}: {MAX_CONNECTIONS} clients are connected"),
+                Ok((_, peer)) => {
+                    if !std::mem::replace(&mut told_full, true) {
+                        warn(format_args!(
+                            "the store refuses {peer}, and others from here on: it has {MAX_CONNECTIONS} connections, the most that it takes"
+                        ));
+                    }
+                }
                 Err(error) => {
                     if !std::mem::replace(&mut told, true) {
                         let hint = no_more_files(&error).unwrap_or("it is tried again");

@@ -21,6 +21,11 @@ const MIN_RING: usize = 64 << 10;
 const MEMORY: &str = "rings";
 const MAPPED: &str = "mapped";
 
+/// The keys under which `rank` writes to the store while rings are mapped.
+pub(crate) fn keys_of(rank: Rank) -> Vec<String> {
+    [MEMORY, MAPPED].map(|topic| bootstrap::key(topic, rank)).into()
+}
+
 /// The rings between this rank and others, by rank; None if a pair shares no memory.
 pub(crate) struct Rings {
     pub own: Option<Arc<Segment>>,

@@ -27,6 +27,8 @@ use crate::wire::control::{Control, Notice};
 use crate::wire::handshake::GroupSecret;
 use crate::wire::hello::{Channel, Hello, JobId};
 
+/// The key of the number that distinguishes a group's connections.
+const JOB: &str = "mesh/job";
 /// The longest host name that is shown.
 const MAX_HOST: usize = 255;
 
@@ -278,14 +280,13 @@ pub(super) fn listen(interface: IpAddr) -> Result<TcpListener> {
 
 /// Rank 0 draws the number that distinguishes this group's connections from all others.
 fn agree_on_job(config: &MeshConfig<'_>, host: &str, deadline: Deadline) -> Result<JobId> {
-    const KEY: &str = "mesh/job";
     let (name, process) = stop_probe::process_record(config.rank)?;
     if config.rank.is_main() {
         let job: JobId = random::bytes()?;
-        config.store.multi_set(&[(&name, &process), (KEY, &job)], deadline)?;
+        config.store.multi_set(&[(&name, &process), (JOB, &job)], deadline)?;
         return Ok(job);
     }
-    let keys = [(Rank::MAIN, KEY.into())];
+    let keys = [(Rank::MAIN, JOB.into())];
     let drawn = start_failure::exchange(config, host, &[(&name, &process)], &keys, deadline)?;
     let drawn = drawn.into_iter().next().unwrap_or_default();
     drawn.try_into().map_err(|_| Error::protocol("the store holds a malformed job number"))
@@ -328,6 +329,12 @@ fn exchange_addresses(
 
 pub(super) fn key(rank: Rank) -> String {
     format!("mesh/address/{rank}")
+}
+
+/// The keys under which `rank` writes to the store while the mesh is built.
+pub(crate) fn keys_of(rank: Rank) -> Vec<String> {
+    let job = rank.is_main().then(|| JOB.to_owned());
+    [stop_probe::key(rank), key(rank)].into_iter().chain(job).collect()
 }
 
 pub(super) fn no_descriptors(what: &str, error: io::Error) -> Error {

@@ -39,7 +39,7 @@ pub(super) fn fuzz(bytes: &[u8]) -> bool {
     let is_process = stop_probe::fuzz(bytes);
     connect::fuzz(bytes) || is_process
 }
-pub(crate) use self::connect::{Announcement, mesh_with};
+pub(crate) use self::connect::{Announcement, keys_of, mesh_with};
 pub(super) use self::connection::Connection;
 pub(crate) use self::connections::Connections;
 pub(crate) use self::control::{Monitor, SilentHosts};

@@ -40,7 +40,7 @@ pub(crate) fn process_record(rank: Rank) -> Result<(String, Vec<u8>)> {
     Ok((key(rank), record))
 }
 
-fn key(rank: Rank) -> String {
+pub(super) fn key(rank: Rank) -> String {
     format!("mesh/process/{rank}")
 }
 
