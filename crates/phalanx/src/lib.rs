@@ -94,6 +94,8 @@ mod guide {
     struct Checkpoints;
     #[doc = include_str!("../../../docs/guide/collectives.md")]
     struct Collectives;
+    #[doc = include_str!("../../../docs/guide/launching.md")]
+    struct Launching;
     #[doc = include_str!("../../../docs/guide/synchronous-or-not.md")]
     struct SynchronousOrNot;
 }
