@@ -5,10 +5,9 @@
 //! | call a function on another rank | [`Rpc`] | `torch.distributed.rpc` |
 //! | keep an object there and call functions on it | [`RemoteRef`] | `RRef` |
 //! | keep parameters on servers, for workers of different speed | [`ParameterServer`] | – |
-//! | average parameters now and then instead of gradients always | [`LocalUpdates`] | `PostLocalSGDOptimizer` |
+//! | average parameters every few steps, and not gradients in every step | [`LocalUpdates`] | `PostLocalSGDOptimizer` |
 //!
-//! The guide's page `docs/guide/synchronous-or-not.md` in the repository
-//! says when which of them pays.
+//! The page `docs/guide/synchronous-or-not.md` in the repository says when to use which of them.
 
 #![forbid(unsafe_code)]
 

@@ -111,8 +111,8 @@ When it gets a signal or ends, for any reason, the workers on all hosts end.
 Slurm:
   In a batch script, or a shell of salloc, `phalanx run ./train` without options about nodes reads the job's nodes, and how many workers each is \
 to have, from Slurm's variables (SLURM_JOB_NODELIST, SLURM_TASKS_PER_NODE), and starts a launcher on each node with srun. --nproc-per-node sets another number; \
---nnodes, --node-rank, --master-addr, --rdzv-endpoint, -H, --hostfile, --host-discovery-script and --standalone go before all of that. In a task that srun has started, nothing is read. A \
-program of Phalanx needs no launcher there: `srun ./train` is enough.
+--nnodes, --node-rank, --master-addr, --rdzv-endpoint, -H, --hostfile, --host-discovery-script and --standalone override this. In a task that srun has started, this command \
+ignores these variables. A program of Phalanx needs no launcher there: `srun ./train` is enough.
 
 Several nodes, a command on each:
   You, or a scheduler, start the same command on every node, with the same --nnodes, --master-addr and --master-port and its own \

@@ -54,7 +54,7 @@ pub(crate) fn check() -> Result<()> {
     }
     // A panic would take this thread out of the order in which calls run.
     catch_unwind(check)
-        .unwrap_or_else(|_| Err(Error::aborted("what this thread checks while it waits has panicked")))
+        .unwrap_or_else(|_| Err(Error::aborted("the check of `interruptible` has panicked on this thread")))
 }
 
 /// `timeout`, or as long as this thread may sleep before its next check.

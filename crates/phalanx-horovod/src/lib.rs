@@ -1,8 +1,8 @@
 //! Collectives by name, as in Horovod: each rank may submit them in any order.
 //!
-//! With [`phalanx::ProcessGroup`] all ranks make the same calls in the same order. Where that cannot be promised, such as in
-//! backward passes whose order differs between ranks, collectives have names: the ranks agree on what all of them have
-//! submitted, and carry that out. This is how [Horovod](https://github.com/horovod/horovod) works, and its functions are the methods
+//! With [`phalanx::ProcessGroup`] all ranks must make the same calls in the same order. Some programs cannot promise this, for example
+//! because the order of backward passes differs between ranks. Here collectives have names: the ranks find the names that all of them
+//! have submitted, and carry these out. This is how [Horovod](https://github.com/horovod/horovod) works, and its functions are the methods
 //! of [`Horovod`]. `phalanx-burn` has its `DistributedOptimizer` for Burn; this crate knows no framework.
 //!
 //! ```
@@ -22,8 +22,8 @@
 //! the last one, unless the program waits for a handle. In the steady state a cycle costs one small
 //! all_reduce: each name that has been negotiated before is a bit, and the bits of all ranks are combined with a bitwise and. New
 //! names go to rank 0, which answers with what all ranks have submitted, and compares what they have submitted: another shape,
-//! type or option is an error that names both sides. What ranks wait for while others have not submitted it for a minute
-//! ([`Options::stall_check_time`]) is reported on rank 0, with the names and the ranks.
+//! type or option is an error that names both sides. If some ranks have not submitted a name for a minute
+//! ([`Options::stall_check_time`]), rank 0 reports it, with the names and the ranks.
 //!
 //! Allreduces that are ready in the same cycle, with the same type and options, are copied into a fusion buffer of at most
 //! 64 MiB ([`Options::fusion_threshold`]) and travel as one. The buffer is registered memory

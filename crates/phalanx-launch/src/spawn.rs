@@ -104,6 +104,7 @@ pub fn spawn<E: Display>(nprocs: u32, worker: impl FnOnce() -> Result<(), E>) ->
 
 fn nested() -> Error {
     Error::invalid_argument("spawn was called inside a worker of spawn")
+        .with_remedy("call spawn in main, and not in the function that the workers run")
 }
 
 /// One call of [`spawn`], the same in the program and its copies.

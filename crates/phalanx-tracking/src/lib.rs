@@ -36,13 +36,14 @@
 //! | `metrics.csv` | the scalars |
 //! | `superseded.jsonl`, `superseded.csv` | what later attempts have superseded |
 //!
-//! A record is readable at any moment. `run.json` says `running` and by which process; that one holds a lock, which goes with it,
-//! so [`RunStatus::read`] tells a run that is killed from one that runs, and the next start marks it as failed.
+//! A record can be read at any moment. While a run is open, `run.json` says `running` and names the process. That process holds a
+//! lock, which ends with it. So [`RunStatus::read`] can tell a killed run from a running one, and the next start marks a killed run as
+//! failed.
 //!
 //! # wandb
 //!
-//! There is no sink for Weights & Biases: the format of its offline runs is not documented, and its library alone writes it. The
-//! JSON lines have what `wandb.log` wants; a [`Sink`] of one's own can send them.
+//! There is no sink for Weights & Biases: the format of its offline runs is not documented, and only its own library writes it. The
+//! JSON lines have the values that `wandb.log` takes. A [`Sink`] of your own can send them.
 #![forbid(unsafe_code)]
 
 mod console;

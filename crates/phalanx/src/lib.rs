@@ -18,17 +18,17 @@
 //!
 //! | To | see |
 //! |---|---|
-//! | join the group that a launcher describes | [`init`], [`rendezvous`], [`env`](mod@env) |
+//! | join the group of a launcher | [`init`], [`rendezvous`], [`env`](mod@env) |
 //! | start workers from a program | [`spawn`](spawn()), [`launch`] |
 //! | move and combine data | [`ProcessGroup`], [`Work`], [`Buffer`] |
-//! | do so among some of the ranks | [`ProcessGroup::new_group`], [`ProcessGroup::split`], [`mesh`] |
+//! | make groups of some of the ranks | [`ProcessGroup::new_group`], [`ProcessGroup::split`], [`mesh`] |
 //! | write an adapter for a framework of your own | [`adapter`], [`reducer`] |
 //! | let ranks end at different times | [`join`] |
-//! | go on when workers die or come | [`elastic`] |
+//! | continue when workers die or join | [`elastic`] |
 //! | call functions on other ranks | [`asynchronous`] |
 //! | give each rank its part of the data | [`sampler`] |
-//! | go on after a crash | [`checkpoint`] |
-//! | save what a framework of your own trains | [`state`] |
+//! | continue after a crash | [`checkpoint`] |
+//! | save the state of an adapter of your own | [`state`] |
 //! | plan the micro-batches of a pipeline | [`pipeline`] |
 //! | let processes find each other | [`store`] |
 //! | see where the time goes | [`trace`] |
@@ -94,6 +94,8 @@ mod guide {
     struct Checkpoints;
     #[doc = include_str!("../../../docs/guide/collectives.md")]
     struct Collectives;
+    #[doc = include_str!("../../../docs/guide/launching.md")]
+    struct Launching;
     #[doc = include_str!("../../../docs/guide/synchronous-or-not.md")]
     struct SynchronousOrNot;
 }

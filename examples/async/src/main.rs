@@ -1,9 +1,9 @@
-//! One rank is slower than the others. Digits are learned synchronously and in the ways of `phalanx::asynchronous`, one after the
-//! other, for as long each: how many images a second, and how well, against wall time.
+//! One rank is slower than the others. The program learns digits synchronously and in each of the ways of `phalanx::asynchronous`, one after
+//! the other, for the same time. It shows images a second, and accuracy against time.
 //!
 //! ```sh
 //! cargo run --release -p async_digits -- --slow 4 --plot async.png
-//! cargo run --release -p async_digits -- --model encoder --lr 0.5
+//! cargo run --release -p async_digits -- --slow 4 --model encoder --lr 0.25 --seconds 40
 //! ```
 
 mod model;

@@ -1,10 +1,10 @@
-//! The same training with each communication hook: bytes sent, loss, accuracy.
+//! Trains the same network with each communication hook, and shows the bytes sent, the loss and the accuracy.
 //!
 //! ```sh
 //! cargo run --release -p comm_hooks
 //! ```
 //!
-//! It fails if replicas end up different, a hook sends more than it promises, or digits are not recognised.
+//! It fails if replicas differ at the end, if a hook sends more bytes than it should, or if digits are not recognised.
 
 use std::path::PathBuf;
 

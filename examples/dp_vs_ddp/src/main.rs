@@ -1,10 +1,10 @@
-//! One model, one global batch, two ways: `DataParallel`, with replicas as threads of one process, and `Ddp`, with
-//! ranks as processes. Shows a table, draws it, and fails if `Ddp` does not win or trains something else.
+//! Trains one model with one global batch in two ways: `DataParallel`, with replicas as threads of one process, and `Ddp`, with
+//! ranks as processes. It shows a table, draws it, and fails if `Ddp` is not faster, or if the models differ.
 //!
 //! ```sh
 //! cargo run --release -p dp_vs_ddp
 //! cargo run --release -p dp_vs_ddp -- --replicas 4 --steps 50 --plot dp_vs_ddp.png
-//! cargo run --release -p dp_vs_ddp --features cuda -- --device cuda # on GPUs, with the memory that is used on each
+//! cargo run --release -p dp_vs_ddp --features cuda -- --device cuda # on GPUs, with the memory of each
 //! ```
 
 mod device_memory;

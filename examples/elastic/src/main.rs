@@ -1,16 +1,16 @@
-//! A linear model that goes on learning when workers die.
+//! A linear model that continues to learn when workers die.
 //!
 //! ```text
 //! cargo build --release -p elastic
 //! phalanx run --nproc-per-node 4 --min-np 2 --max-restarts 10 -- target/release/elastic
 //! ```
 //!
-//! Kill a worker while it runs (`kill -9` and one of the process numbers it shows): the others keep theirs and do the step
-//! again that it cut off; another takes the empty place at the next commit. Alone (`cargo run -p elastic`) it is a world of
+//! Kill a worker while it runs (`kill -9` and one of the process numbers it shows). The other processes continue, and repeat the
+//! interrupted step. A new worker joins at the next commit. Alone (`cargo run -p elastic`) the program is a world of
 //! one. At the end every rank prints a hash of the model, which is the same on all.
 //!
-//! `target/release/elastic kills 4 100` does the killing by itself, on 4 workers 100 times, and measures how long it
-//! takes until the next commit.
+//! `target/release/elastic kills 4 100` kills workers by itself, 100 times with 4 workers, and measures the time
+//! until the next commit.
 
 mod kills;
 

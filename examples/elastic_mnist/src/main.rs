@@ -1,16 +1,16 @@
-//! A network learns to read digits, and goes on learning when workers die.
+//! A network learns to read digits, and continues when workers die.
 //!
 //! ```sh
 //! cargo build --release -p elastic_mnist
 //! phalanx run --nproc-per-node 4 --min-np 2 --max-restarts 10 -- target/release/elastic_mnist --epochs 30
 //! ```
 //!
-//! Kill a worker while it runs (`kill -9` and one of the process numbers that it shows): the others keep theirs and do the step
-//! again that it cut off; another takes the empty place at the next commit. With `--checkpoints FOLDER` the job goes on from there when it is
-//! started again. Alone (`cargo run --release -p elastic_mnist`) it is a world of one.
+//! Kill a worker while it runs (`kill -9` and one of the process numbers that it shows). The other processes continue, and repeat the
+//! interrupted step. A new worker joins at the next commit. With `--checkpoints FOLDER` the job continues from the newest checkpoint when
+//! it is started again. Alone (`cargo run --release -p elastic_mnist`) it is a world of one.
 //!
 //! `cargo run --release -p elastic_mnist -- soak --minutes 30` makes faults by itself for half an hour, and
-//! checks what must hold.
+//! checks that models, memory and processes are as they must be.
 
 mod soak;
 

@@ -1,5 +1,5 @@
-//! The whole of a training run in some sixty lines: DDP, a sampler, a warm-up, an evaluation, and checkpoints from which it
-//! goes on when it is started again (they go to `runs/mnist`). A test counts the lines.
+//! A whole training run in some sixty lines: DDP, a sampler, a warm-up, an evaluation, and checkpoints in `runs/mnist`. Started
+//! again, it continues from the newest one. A test counts the lines.
 //!
 //! ```sh
 //! cargo run --release -p mnist_short

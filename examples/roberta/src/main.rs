@@ -1,4 +1,4 @@
-//! Fine-tunes or pre-trains RoBERTa or BERT on several ranks, and compares ways to. See README.md.
+//! Fine-tunes or pre-trains RoBERTa or BERT on several ranks, and compares the ways to train on several devices. See README.md.
 //!
 //! ```sh
 //! examples/roberta/fetch.py                          # mails and a small BERT, through npm and pip

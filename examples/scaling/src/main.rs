@@ -1,4 +1,4 @@
-//! Measures what the second rank costs. It compares a training step of two ranks that average gradients with two processes
+//! Measures the cost of the second rank. It compares a training step of two ranks that average gradients with two processes
 //! that train side by side and never communicate, and with one process alone. One thread a rank, AdamW; the three take turns
 //! step by step, and the figures are medians.
 //!
@@ -16,9 +16,9 @@
 //! cargo run --release -p scaling --features tch -- --device libtorch # with PyTorch's kernels
 //! ```
 //!
-//! With fewer devices than ranks, ranks share a device, and their figures say what sharing costs, too.
+//! With fewer devices than ranks, ranks share a device, and the figures contain the cost of sharing.
 //!
-//! On Flex and libtorch, where `python3`, or the `PYTHON` that is set, finds PyTorch, its DistributedDataParallel over gloo follows, with the same
+//! On Flex and libtorch, if `python3` (or the program in `PYTHON`) finds PyTorch, the program then measures its DistributedDataParallel over gloo, with the same
 //! models, batches and turns.
 
 mod memory;

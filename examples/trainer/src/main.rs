@@ -1,9 +1,9 @@
-//! Burn's own trainer, before and after: two lines make it train in several processes.
+//! Burn's own trainer, in one process, and in several processes after a change of a few lines.
 //!
 //! ```sh
 //! cargo run --release -p trainer             # before: one process
 //! cargo run --release -p trainer -- --ddp    # after: two
-//! cargo run --release -p trainer -- --cost   # what it costs to be two
+//! cargo run --release -p trainer -- --cost   # the cost of the second rank
 //! ```
 
 mod cost;

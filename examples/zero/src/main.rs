@@ -4,8 +4,8 @@
 //! cargo run --release -p zero -- --ranks 4
 //! ```
 //!
-//! The two take turns step by step, and times are medians. It fails if they do not lead to the same parameters: bit for
-//! bit where ranks share memory, or are two.
+//! The two ways take turns step by step, and times are medians. It fails if they do not lead to the same parameters: bit for
+//! bit if ranks share memory, or if there are two ranks.
 
 use std::time::Instant;
 

@@ -145,7 +145,7 @@ impl JoinGroup {
     /// Inside [`join`](Self::join).
     pub fn rebind<C: Communicator + 'static>(&self, group: C) -> Result<()> {
         if self.state.lock().running.is_some() {
-            return Err(Error::invalid_argument("a group is replaced by another outside of `join`"));
+            return Err(Error::invalid_argument("the group cannot be replaced inside of `join`"));
         }
         self.group.rebind(group);
         Ok(())

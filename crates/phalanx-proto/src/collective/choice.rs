@@ -91,7 +91,7 @@ impl Tuning {
     /// If it is not such JSON, or its rows do not ascend to the largest world.
     pub fn from_json(text: &str) -> Result<Self> {
         let tuning: Self = serde_json::from_str(text)
-            .map_err(|error| Error::invalid_argument("this is no tuning table").with_source(error))?;
+            .map_err(|error| Error::invalid_argument("this is not a tuning table").with_source(error))?;
         tuning.check()?;
         Ok(tuning)
     }

@@ -372,7 +372,7 @@ fn misuse_is_refused() {
     let (_, out, _) = run(&mut program("none"));
     assert!(out.contains("world size of 0"), "{out}");
     let (_, out, _) = run(&mut program("nested"));
-    assert!(out.contains("inside a worker"), "{out}");
+    assert!(out.contains("inside a worker") && out.contains("call spawn in main"), "{out}");
     let (_, out, _) = run(program("success").env("RANK", "3"));
     assert!(out.contains("WORLD_SIZE"), "{out}");
     let inherited = |name| match name {
