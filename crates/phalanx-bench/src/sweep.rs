@@ -1,5 +1,7 @@
 //! Times a collective at growing sizes, as nccl-tests does, and checks its results.
 
+use std::path::PathBuf;
+
 use phalanx::env::LaunchEnv;
 use phalanx::{DType, Error, GroupOptions, ProcessGroup, Rank, ReduceOp, Result, rendezvous, with_element};
 
@@ -212,7 +214,28 @@ impl Bench {
             return Err(Error::invalid_argument("the smallest size is above the largest")
                 .with_remedy("give a smaller --min-bytes (-b) or a larger --max-bytes (-e)"));
         }
-        Ok(())
+        self.check_files()
+    }
+
+    /// Refuses files that would take each other's place.
+    fn check_files(&self) -> Result<()> {
+        let named = [("--json", &self.json), ("--plot", &self.plot), ("--tune", &self.tune)];
+        let written: Vec<(&str, &PathBuf)> =
+            named.into_iter().filter_map(|(option, file)| Some((option, file.as_ref()?))).collect();
+        for (number, (option, file)) in written.iter().enumerate() {
+            if let Some((other, _)) = written[..number].iter().find(|(_, other)| other == file) {
+                let cause = format!("{other} and {option} name one file, {}", file.display());
+                return Err(Error::invalid_argument(cause).with_remedy("give each a file of its own"));
+            }
+        }
+        match &self.json {
+            Some(file) if self.peers.contains(file) => {
+                let cause =
+                    format!("{} has the times of --peers, and --json would replace them", file.display());
+                Err(Error::invalid_argument(cause).with_remedy("give --json another file"))
+            }
+            Some(_) | None => Ok(()),
+        }
     }
 
     /// Refuses what NCCL does not have.

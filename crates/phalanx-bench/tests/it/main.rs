@@ -145,6 +145,8 @@ fn what_makes_no_sense_is_answered_with_the_flag_that_mends_it() {
         (&["broadcast", "--root", "2"], "--nproc-per-node"),
         (&["all_reduce", "--plot", "/nowhere/x.png"], "/nowhere/x.png"),
         (&["all_reduce", "--json", "/nowhere/x.json"], "--json /nowhere/x.json"),
+        (&["all_reduce", "--json", "x", "--plot", "x"], "a file of its own"),
+        (&["all_reduce", "--plot", "x.png", "--peers", "x.json", "--json", "x.json"], "--json another file"),
         (&["send_recv", "--nproc-per-node", "1"], "--nproc-per-node"),
         (&["all_to_all", "-b", "1024G", "-e", "1024G"], "--max-bytes"),
         (&["all_reduce", "-e", "1025G"], "1024G"),
