@@ -98,8 +98,9 @@ def mnist(work: Path) -> None:
 
 
 def program(work: Path) -> None:
-    command = ["cargo", "run", "--quiet", "--locked", "-p", "phalanx-cli", "--bin", "phalanx", "--"]
-    spent([*command, "init", "--path", str(ROOT), str(work / "digits")], ROOT, work / "target-cli")
+    command = ["cargo", "run", "--quiet", "--locked", "--manifest-path", str(ROOT / "Cargo.toml"), "-p", "phalanx-cli", "--bin", "phalanx", "--"]
+    # It makes the folder where it is started.
+    spent([*command, "init", "--path", str(ROOT), "digits"], work, work / "target-cli")
     crate, target = work / "digits", work / "target-digits"
     # It lies within this one's folder here, and does not belong to it.
     with (crate / "Cargo.toml").open("a") as manifest:

@@ -163,14 +163,19 @@ def floor(link: Link, collective: str, sizes: list[int], limit: float) -> list[f
 def compare(link: Link, rounds: int, sizes: list[int], options: list[str], limit: float) -> None:
     """Prints what each size takes here and on bare sockets, and its bytes over the rate."""
     ours, bare = [], []
-    for _ in range(rounds):
-        times = []
-        for size in sizes:
-            # The bare sockets' processes bind themselves.
-            rows = bench(link, [*options, "-b", str(size), "-e", str(size)], 1, limit, is_bound=True)
-            times.append(rows[0]["time_us"])
-        ours.append(times)
+
+    def time_ours() -> None:
+        # The bare sockets' processes bind themselves.
+        runs = (bench(link, [*options, "-b", str(size), "-e", str(size)], 1, limit, is_bound=True) for size in sizes)
+        ours.append([rows[0]["time_us"] for rows in runs])
+
+    def time_bare() -> None:
         bare.append(floor(link, options[0], sizes, limit))
+
+    for turn in range(rounds):
+        # Each is the first in turn.
+        for time_them in (time_ours, time_bare) if turn % 2 == 0 else (time_bare, time_ours):
+            time_them()
     print(f"{'bytes':>12} {'ours us':>12} {'bare us':>12} {'ours/bare':>10} {'ours/link':>10} {'bare/link':>10}")
     for size, mine, least in zip(sizes, zip(*ours), zip(*bare)):
         mine, least = statistics.median(mine), statistics.median(least)
@@ -187,13 +192,19 @@ def bits(rate: str) -> float:
     sys.exit(f"--floor takes a rate in kbit, mbit or gbit, not {rate}")
 
 
+def at_least_one(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", help="what the link carries in each direction, such as 1gbit [default: all it can]")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks on each host [default: 2]")
-    parser.add_argument("--calls", type=int, default=20, help="timed calls of each size [default: 20]")
+    parser.add_argument("--ranks", type=at_least_one, default=2, help="ranks on each host [default: 2]")
+    parser.add_argument("--calls", type=at_least_one, default=20, help="timed calls of each size [default: 20]")
     parser.add_argument("--limit", type=float, default=120, help="seconds after which a run is given up [default: 120]")
-    parser.add_argument("--floor", type=int, metavar="ROUNDS", help="time it beside bare sockets: all_reduce or send_recv, one rank on each host")
+    parser.add_argument("--floor", type=at_least_one, metavar="ROUNDS", help="time it beside bare sockets: all_reduce or send_recv, one rank on each host")
     parser.add_argument("collective")
     parser.add_argument("-b", "--min-bytes", default="1M", help="[default: 1M]")
     parser.add_argument("-e", "--max-bytes", default="16M", help="[default: 16M]")

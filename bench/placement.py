@@ -16,12 +16,14 @@ import tempfile
 import time
 from pathlib import Path
 
+# Nothing takes so many seconds, unless it hangs.
+LIMIT = 60
 COLLECTIVES = (("send_recv", "64K", "2000"), ("all_gather", "1M", "500"))
 
 
 def microseconds(folder: Path, collective: str, size: str, times: str) -> float:
     command = [folder / "phalanx-bench", collective, "-b", size, "-e", size, "-n", times, "--bind"]
-    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    lines = subprocess.run(command, check=True, capture_output=True, text=True, timeout=LIMIT).stdout.splitlines()
     # Size and unit, elements, time.
     return float(lines[-1].split()[3])
 
@@ -38,7 +40,7 @@ def main() -> None:
         if subprocess.run(["cc", "-O2", "-pthread", "-o", hop, source], check=False).returncode != 0:
             sys.exit("bench/hop.c needs a C compiler: apt install gcc")
         for _ in range(options.rounds):
-            way = float(subprocess.run([hop], check=True, capture_output=True, text=True).stdout)
+            way = float(subprocess.run([hop], check=True, capture_output=True, text=True, timeout=LIMIT).stdout)
             rounds.append((way, *(microseconds(options.build.resolve(), *collective) for collective in COLLECTIVES)))
             time.sleep(0.5)
     print("| a cache line, ns | send_recv of 64 KiB, µs | all_gather of 1 MiB, µs |")

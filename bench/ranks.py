@@ -20,6 +20,8 @@ from pathlib import Path
 TRANSPORTS = ("shm", "tcp")
 # What `phalanx-bench startup --worker` prints before the time at which it was done, in nanoseconds of this clock.
 DONE = re.compile(r"phalanx-startup (\d+)")
+# Nothing takes so many seconds, unless it hangs.
+START_LIMIT = 600
 
 
 def start(folder: Path, ranks: int, transport: str) -> float:
@@ -28,7 +30,7 @@ def start(folder: Path, ranks: int, transport: str) -> float:
     variables = os.environ | {"PHALANX_TRANSPORT": transport, "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
     command = [folder / "phalanx", "run", "--nproc-per-node", str(ranks), "--", folder / "phalanx-bench", "startup", "--worker"]
     began = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
-    job = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=variables)
+    job = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=variables, timeout=START_LIMIT)
     done = [int(nanoseconds) for nanoseconds in DONE.findall(job.stdout)]
     if job.returncode != 0 or len(done) != ranks:
         sys.exit(f"{folder}: of {ranks} ranks over {transport} {len(done)} have reported, and the command has ended with {job.returncode}")

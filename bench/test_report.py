@@ -1,11 +1,15 @@
-"""`python -m unittest discover bench` tests report.py and compile_time.py; it needs Python alone."""
+"""`python -m unittest discover bench` tests report.py, compile_time.py, loader/run.py and all; it needs Python and bash alone."""
 
 import contextlib
 import io
 import json
+import os
+import subprocess
+import sys
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 import compile_time
 import report
@@ -137,6 +141,68 @@ class Compile(unittest.TestCase):
         self.assertIn('features = ["x86-v4"] }', manifest)
         self.assertIn("[profile.dev.package.burn-flex]\nopt-level = 3", manifest)
         self.assertNotIn("phalanx", manifest)
+
+
+    def test_the_program_is_made_by_its_name_where_it_is_built(self) -> None:
+        built = []
+
+        def spent(command: list[str], folder: Path, target: Path) -> tuple[float, float]:
+            if "init" in command:
+                # What `phalanx init` takes as a name.
+                self.assertRegex(command[-1], r"^[A-Za-z][A-Za-z0-9_-]*$")
+                (folder / command[-1] / "src").mkdir(parents=True)
+                (folder / command[-1] / "src/main.rs").write_text('println!("loss {:.4}", loss);\n')
+                (folder / command[-1] / "Cargo.toml").write_text("[package]\n")
+            elif command[1] == "build":
+                built.append((folder / "src/main.rs").read_text())
+            return 1.0, 1.0
+
+        shown = io.StringIO()
+        with tempfile.TemporaryDirectory() as work, mock.patch.object(compile_time, "spent", spent), contextlib.redirect_stdout(shown):
+            compile_time.program(Path(work))
+        self.assertEqual(len(set(built)), 1 + compile_time.CHANGES)
+        self.assertIn("changed program: 1.0 s, 1.0 s of processor", shown.getvalue())
+
+
+class Loader(unittest.TestCase):
+    def test_times_of_another_machine_are_not_mixed_in(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            times = Path(folder) / "loader.json"
+            for text in ('{"machine": "a faster one", "runs": {}, "memory": {}}', '{"runs": {}, "memory": {}}'):
+                times.write_text(text)
+                command = [sys.executable, str(Path(report.__file__).parent / "loader/run.py"), "--files", f"{folder}/files", "--json", str(times)]
+                done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"})
+                self.assertEqual((done.returncode, times.read_text()), (1, text))
+                self.assertIn("name another file", done.stderr)
+                self.assertFalse((Path(folder) / "files").exists())
+
+
+class All(unittest.TestCase):
+    def all(self, *options: str, **variables: str) -> subprocess.CompletedProcess:
+        command = [str(Path(report.__file__).with_name("all")), *options]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | variables)
+
+    def test_a_part_is_one_of_the_list_by_its_whole_name(self) -> None:
+        for name in ("zero", "zero-.", ".*", "zero-2 | ", "-2", ""):
+            with self.subTest(name):
+                done = self.all("--dry-run", "zero-2", name)
+                self.assertEqual((done.returncode, done.stdout), (2, ""))
+        done = self.all("--dry-run", "--out", "/nowhere", "zero-2")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn(f"zero-2: {COMMANDS['zero-2']}", done.stdout)
+
+    def test_what_an_earlier_run_has_left_is_not_gone_on_with(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            # In place of cargo, which the part starts.
+            cargo = Path(folder) / "cargo"
+            cargo.write_text('#!/bin/sh\n[ ! -e "$out/zero-2.json" ]\n')
+            cargo.chmod(0o755)
+            out = Path(folder) / "out"
+            out.mkdir()
+            (out / "zero-2.json").write_text("{}\n")
+            done = self.all("--out", str(out), "zero-2", PATH=f"{folder}:{os.environ['PATH']}")
+            self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+            self.assertTrue((out / "zero-2.txt").read_text().endswith("\n# ended\n"))
 
 
 if __name__ == "__main__":

@@ -37,6 +37,10 @@ from pathlib import Path
 
 from files import make
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "peers"))
+
+from peers import machine
+
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
 OURS = TARGET / "release" / "examples" / "throughput"
@@ -139,20 +143,23 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-memory", action="store_true", help="do not measure memory")
     parser.add_argument("--files", type=Path, default=TARGET / "loader-files")
-    parser.add_argument("--json", type=Path, help="all results; what is in the file already is kept, and counts")
+    parser.add_argument("--json", type=Path, help="all results; what is in the file already is kept, and counts, if it was measured on this machine")
     options = parser.parse_args()
-    make(options.files)
-    results = {"runs": {}, "memory": {}}
+    results = {"machine": machine(), "runs": {}, "memory": {}}
     if options.json and options.json.exists():
         results = json.loads(options.json.read_text())
-    for _ in range(options.rounds):
+        if results.get("machine") != machine():
+            sys.exit(f"--json: {options.json} was measured on {results.get('machine', 'some machine')}, and this is {machine()}: name another file")
+    make(options.files)
+    for turn in range(options.rounds):
         for work in options.works:
             for compute in options.compute:
                 for workers in options.workers:
                     if compute > 0 and workers == 0:
                         continue  # It waits for the whole load, as the lines without computing show.
                     sums = {}
-                    for name in WORKS[work]:
+                    # Each is the first in turn.
+                    for name in list(WORKS[work])[:: -1 if turn % 2 else 1]:
                         extra = ["--compute", compute, "--steps", options.steps] if compute > 0 else []
                         extra += ["--passes", options.passes]
                         one = run(command(name, work, options.files, workers, *extra))

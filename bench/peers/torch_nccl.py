@@ -19,7 +19,12 @@ def work(rank, ranks):
         print(f"torch {torch.__version__}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, {ranks} ranks: all_reduce, f32, sum")
     size = 4
     while size <= 1 << 30:
-        data = torch.zeros(size // 4, device="cuda")
+        data = torch.full((size // 4,), rank + 1.0, device="cuda")
+        dist.all_reduce(data)
+        if not bool((data == ranks * (ranks + 1) / 2).all()):
+            sys.exit(f"rank {rank}: an all_reduce of {size} bytes has come out wrong")
+        # Sums of zeros stay zeros, however often they are summed.
+        data.zero_()
         times = []
         for call in range(60):
             begun = time.perf_counter()

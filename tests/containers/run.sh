@@ -77,7 +77,10 @@ limits() {
         done
     done
     # Limits that are too low: what is missing is named.
-    ends 1 60 'killed by SIGKILL \(by a person, a scheduler or the kernel when memory runs out\)' "${strict[@]}" --memory 200m quick $(bench 2 256M)
+    ends 1 60 'memory are left' "${strict[@]}" --memory 200m quick $(bench 2 256M)
+    # A program that asks nobody how much there is: it keeps a line that does not end.
+    ends 137 60 'killed by SIGKILL \(by a person, a scheduler or the kernel when memory runs out\)' "${strict[@]}" --memory 200m quick \
+        phalanx run --nproc-per-node 1 -- tail /dev/zero
     ends 0 60 'the cgroup leaves 0\.. GiB' "${strict[@]}" --memory 200m quick phalanx doctor
     ends 1 60 'may start no more processes and threads: raise `ulimit -u`, or pids.max' "${strict[@]}" --pids-limit 5 quick $(bench 2 1M)
     ends 0 60 '1 MiB .* 0$' "${strict[@]}" --memory 60m --pids-limit 12 --cpus 0.5 quick $(bench 2 1M)

@@ -22,6 +22,7 @@ DOMAIN = "default.svc.cluster.local"
 DNS = "10.79.255.254"
 NAME_DELAY = 3  # Seconds from a pod's start until its name leads to it. Before, an earlier pod's address is found, or none.
 LIMIT = 90
+GRACE = 30  # Seconds that `phalanx run` gives to its workers.
 numbers = itertools.count(1)
 
 
@@ -59,6 +60,26 @@ class Dns(threading.Thread):
 
 def documents(name):
     return {document["kind"]: document for document in yaml.safe_load_all((MANIFESTS / name).read_text())}
+
+
+def pods_in(value):
+    """Each part of a manifest that says what a pod is."""
+    if isinstance(value, dict) and "containers" in value:
+        yield value
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for item in items:
+        yield from pods_in(item)
+
+
+def check(name):
+    """Pods may take longer to end than their workers, and all have one version of their image."""
+    found = [pod for document in documents(name).values() for pod in pods_in(document)]
+    assert found, f"{name} has no pod"
+    for pod in found:
+        assert pod["terminationGracePeriodSeconds"] > GRACE, name
+        for container in [*pod["containers"], *pod.get("initContainers", [])]:
+            _, _, tag = container["image"].rpartition("/")[2].partition(":")
+            assert tag not in ("", "latest"), f"{name}: {container['image']} may become another one"
 
 
 class Plan:
@@ -341,6 +362,8 @@ def main():
     ]
     missing = {path.name for path in MANIFESTS.glob("*.yaml")} ^ {name for name, _, _ in kinds}
     assert not missing, f"not replayed, or not there: {missing}"
+    for name, _, _ in kinds:
+        check(name)
     for name, plan, is_elastic in kinds:
         replay(dns, name, plan(name), is_elastic)
 

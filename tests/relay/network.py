@@ -50,6 +50,16 @@ class Network:
         self.random = random.Random(1)
         self.sent = self.lost = 0
         self.devices = []
+        try:
+            self.make()
+        except BaseException:
+            self.remove()
+            raise
+        self.ending, self.end = os.pipe()
+        self.thread = threading.Thread(target=self.carry, daemon=True)
+        self.thread.start()
+
+    def make(self):
         for name in self.names:
             ip("netns", "add", name)
         for name, address in zip(self.names, ADDRESSES):
@@ -60,9 +70,6 @@ class Network:
             ip("-n", name, "link", "set", name, "up", "mtu", "1400", "txqueuelen", "5000")
             ip("-n", name, "link", "set", "lo", "up")
             self.devices.append(device)
-        self.ending, self.end = os.pipe()
-        self.thread = threading.Thread(target=self.carry, daemon=True)
-        self.thread.start()
 
     def carry(self):
         # One delay for all packets of a network, so each direction is a queue.
@@ -100,7 +107,13 @@ class Network:
     def close(self):
         os.write(self.end, b"x")
         self.thread.join()
+        self.remove()
+
+    def remove(self):
+        """The namespaces that are there, with all that runs in them."""
         for name in self.names:
+            if not os.path.exists(f"/run/netns/{name}"):
+                continue
             pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
             for pid in pids:
                 try:
@@ -340,6 +353,10 @@ def main():
     parser.add_argument("--lenient", action="store_true", help="only wrong ends are failures, not late starts")
     parser.add_argument("--program", nargs=argparse.REMAINDER, required=True, help="the rank and its arguments, last")
     options = parser.parse_args()
+    if unknown := set(options.parts) - {"start", "outage", "death", "live"}:
+        parser.error(f"there is no part {', '.join(sorted(unknown))}: start, outage, death, live")
+    # As Ctrl-C: nothing is left behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     network, wrong = Network(), 0
     try:
         with tempfile.TemporaryDirectory() as folder:

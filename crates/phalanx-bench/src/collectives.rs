@@ -151,9 +151,10 @@ impl<'a> Case<'a> {
         Self { group, nccl, collective, op, root, count, uneven, received }
     }
 
-    pub(crate) fn buffers<T: Value>(&self, memory: Memory) -> Result<Buffers<T>> {
+    /// How many elements the input and the output of this rank have.
+    fn lengths(&self) -> (usize, usize) {
         let share = self.count / self.group.world_size().count();
-        let (input, output) = match self.collective {
+        match self.collective {
             Collective::AllReduce | Collective::AllReduceCoalesced => (self.count, 0),
             Collective::Broadcast | Collective::Reduce => (self.count, 0),
             Collective::Gather if self.is_root() => (share, self.count),
@@ -167,7 +168,17 @@ impl<'a> Case<'a> {
             Collective::ReduceScatter => (self.count, share),
             Collective::SendRecv => (self.count, self.count),
             Collective::Barrier => (0, 0),
-        };
+        }
+    }
+
+    /// The bytes of this rank's buffers in the host's memory.
+    pub(crate) fn bytes<T: Value>(&self) -> usize {
+        let (input, output) = self.lengths();
+        input.saturating_add(output).saturating_mul(size_of::<T>())
+    }
+
+    pub(crate) fn buffers<T: Value>(&self, memory: Memory) -> Result<Buffers<T>> {
+        let (input, output) = self.lengths();
         let alloc = |elements| match memory {
             Memory::Ordinary => Ok(Buffer::zeroed(T::DTYPE, elements)),
             Memory::Registered => self.group.alloc(T::DTYPE, elements),

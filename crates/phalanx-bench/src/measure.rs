@@ -105,3 +105,16 @@ fn run(calls: u32, call: &mut impl FnMut() -> Result<()>) -> Result<f64> {
     }
     Ok(start.elapsed().as_secs_f64())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn so_many_times_are_not_exceeded() {
+        let times: Vec<f64> = (1..=100).map(f64::from).collect();
+        assert_eq!([0, 50, 99, 100].map(|percent| percentile(&times, percent)), [1.0, 51.0, 100.0, 100.0]);
+        assert_eq!([0, 50, 99].map(|percent| percentile(&[7.0], percent)), [7.0; 3]);
+        assert!(percentile(&[], 50).is_nan());
+    }
+}

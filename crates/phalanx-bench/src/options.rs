@@ -95,8 +95,8 @@ pub(crate) struct Bench {
     #[arg(short = 'r', long, value_name = "RANK")]
     pub(crate) root: Option<u32>,
 
-    /// How many calls are timed for each size [default: some 0.3 s of them, from 8 to 30000]
-    #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    /// How many calls are timed for each size, at most 10000000 [default: some 0.3 s of them, from 8 to 30000]
+    #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=MAX_ITERATIONS))]
     pub(crate) iterations: Option<u32>,
 
     /// How many calls go before the timed ones [default: until their times have settled, for 0.1 s to 1 s]
@@ -133,8 +133,8 @@ hosts) each process is one of the ranks.";
 
 const MANUAL: &str = "\
 Sizes:
-  Those of the whole data: what stands in one rank's buffer for all_reduce, broadcast, reduce and send_recv, in the \
-output of all_gather and gather, in the input of reduce_scatter, scatter and all_to_all. They are rounded up to whole elements for every rank.
+  Those of the whole data: what stands in one rank's buffer for all_reduce, all_reduce_coalesced, broadcast, reduce and send_recv, in the \
+output of all_gather, all_gather_v and gather, in the input of reduce_scatter, scatter, all_to_all and all_to_all_v. They are rounded up to whole elements for every rank.
 
 Columns:
   time   of a call, in µs: the median of the rank for which it is longest; min and p99 (99 of 100 calls are faster) \
@@ -142,8 +142,9 @@ likewise. Calls of a few µs are timed several at once, so that reading the cloc
 those of such a sample's mean. send_recv goes there and back: its time is half of that.
   algbw  size over time, in GB/s (10^9 bytes)
   busbw  what each rank's link carries if the algorithm is optimal, as nccl-tests defines it: algbw times 2(n-1)/n for \
-all_reduce, (n-1)/n for all_gather, reduce_scatter, gather, scatter and all_to_all, 1 for the others
-  wrong  elements of all ranks that came out wrong; the exit code is 1 if there is one
+all_reduce and all_reduce_coalesced, (n-1)/n for all_gather, all_gather_v, reduce_scatter, gather, scatter, all_to_all and all_to_all_v, 1 for \
+the others
+  wrong  elements of all ranks that came out wrong; the exit code is 1 if there is one. With --check 0 none is looked at, and a dash stands here
 
 Examples:
   phalanx bench all_reduce -b 4 -e 256M -f 4 --nproc-per-node 4
@@ -175,19 +176,26 @@ pub(crate) enum Memory {
     Registered,
 }
 
+/// The largest number of bytes that an option may give.
+const MAX_BYTES: u64 = 1 << 40;
+/// The largest number of calls that are timed: their times are kept.
+pub(crate) const MAX_ITERATIONS: i64 = 10_000_000;
+
 /// A number of bytes with an optional K, M or G (powers of 1024).
 pub(crate) fn bytes(text: &str) -> Result<usize, String> {
     let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (digits, unit) = text.split_at(split);
-    let shift = match unit.to_ascii_uppercase().trim_end_matches('B').trim_end_matches('I') {
-        "" => 0,
-        "K" => 10,
-        "M" => 20,
-        "G" => 30,
+    let shift = match unit.to_ascii_uppercase().as_str() {
+        "" | "B" if !digits.is_empty() => 0,
+        "K" | "KB" | "KIB" if !digits.is_empty() => 10,
+        "M" | "MB" | "MIB" if !digits.is_empty() => 20,
+        "G" | "GB" | "GIB" if !digits.is_empty() => 30,
         _ => return Err("it is not a number of bytes such as 4, 64K or 1M".to_owned()),
     };
-    let number: usize = digits.parse().map_err(|_| "it is not a number of bytes such as 4, 64K or 1M")?;
-    number.checked_mul(1 << shift).filter(|bytes| *bytes > 0).ok_or_else(|| "it is out of range".to_owned())
+    // Digits alone are no number only if they are too many.
+    let number = digits.parse::<u64>().ok().and_then(|number| number.checked_mul(1 << shift));
+    let number = number.filter(|bytes| (1..=MAX_BYTES).contains(bytes));
+    number.and_then(|bytes| usize::try_from(bytes).ok()).ok_or_else(|| "give from 1 byte to 1024G".to_owned())
 }
 
 fn dtype(text: &str) -> Result<DType, String> {
@@ -217,7 +225,13 @@ mod tests {
         assert_eq!(bytes("4"), Ok(4));
         assert_eq!(bytes("64K"), Ok(64 << 10));
         assert_eq!([bytes("2MB"), bytes("2MiB")], [Ok(2 << 20), Ok(2 << 20)]);
-        assert!(bytes("0").is_err() && bytes("x").is_err() && bytes("").is_err() && bytes("9T").is_err());
+        assert_eq!(bytes("1024g"), Ok(1 << 40));
+        for bad in ["x", "", "K", "9T", "4BB", "4KIIB", "4I", "-4", "+4", "1.5M", "4 K"] {
+            assert!(bytes(bad).unwrap_err().contains("not a number"), "{bad}");
+        }
+        for bad in ["0", "0G", "1025G", "18446744073709551616", "17179869184G"] {
+            assert!(bytes(bad).unwrap_err().contains("to 1024G"), "{bad}");
+        }
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Time and bus bandwidth against size, as a PNG.
 
 use std::error::Error as StdError;
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::BufWriter;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -82,6 +82,7 @@ pub(crate) struct Plot {
 
 impl Plot {
     pub(crate) fn run(&self) -> Result<()> {
+        is_none_of(&self.output, &self.files)?;
         let mut points = read(&self.files)?;
         points.retain(|point| self.collective.is_none_or(|collective| point.collective == collective));
         points.retain(|point| self.ranks.is_none_or(|ranks| point.ranks == ranks));
@@ -95,6 +96,19 @@ impl Plot {
                 .with_remedy("choose with --collective and --ranks"));
         }
         Figure { points, ..Figure::new(&self.output, collective, ranks, "", &[])? }.draw()
+    }
+}
+
+/// An error if the picture would take the place of one of the files with the times.
+fn is_none_of(picture: &Path, files: &[PathBuf]) -> Result<()> {
+    let Ok(picture) = fs::canonicalize(picture) else { return Ok(()) };
+    match files.iter().find(|file| fs::canonicalize(file).is_ok_and(|file| file == picture)) {
+        Some(file) => {
+            let cause = format!("{} has the times, and the picture would take its place", file.display());
+            Err(Error::invalid_argument(cause)
+                .with_remedy("give the picture another name, such as times.png"))
+        }
+        None => Ok(()),
     }
 }
 
@@ -151,6 +165,7 @@ impl Figure {
     ) -> Result<Self> {
         let mut points = if peers.is_empty() { Vec::new() } else { select(read(peers)?, collective, ranks)? };
         points.retain(|point| point.name != now);
+        is_none_of(path, peers)?;
         let file = File::create(path).map_err(|error| {
             Error::invalid_argument(format!("{} cannot be written: {error}", path.display()))
         })?;

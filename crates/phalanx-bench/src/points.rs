@@ -1,5 +1,6 @@
 //! What a plot needs of a measurement, as `--json` writes it and the scripts in bench/peers.
 
+use std::collections::HashSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -8,6 +9,9 @@ use serde::Deserialize;
 
 use crate::collectives::Collective;
 use crate::row::Row;
+
+/// More curves than somebody can tell apart, and than the legend has room for.
+const MAX_CURVES: usize = 100;
 
 /// One size's time. Other fields of a line of JSON are not needed here.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -49,6 +53,13 @@ pub(crate) fn read(files: &[PathBuf]) -> Result<Vec<Point>> {
     for file in files {
         let text = fs::read_to_string(file).map_err(|error| refused(file, &error.to_string()))?;
         points.extend(parse(&text).map_err(|cause| refused(file, &cause))?);
+    }
+    let names = points.iter().map(|point| &point.name).collect::<HashSet<_>>().len();
+    if names > MAX_CURVES {
+        let cause = format!("the files have {names} names, and a plot has at most {MAX_CURVES} curves");
+        return Err(
+            Error::invalid_argument(cause).with_remedy("give fewer files, or those of one measurement")
+        );
     }
     Ok(points)
 }
@@ -106,6 +117,17 @@ mod tests {
         let points = parse(&format!("{LINE}\n{LINE}\n")).unwrap();
         assert_eq!(points.len(), 2);
         assert_eq!(points[0].bus_bandwidth(), 0.75e9);
+    }
+
+    #[test]
+    fn more_curves_than_a_plot_has_room_for_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("times.json");
+        for (names, is_drawn) in [(MAX_CURVES, true), (MAX_CURVES + 1, false)] {
+            let lines = (0..names).map(|number| LINE.replace("gloo", &format!("gloo {number}")) + "\n");
+            fs::write(&file, lines.collect::<String>()).unwrap();
+            assert_eq!(read(std::slice::from_ref(&file)).is_ok(), is_drawn, "{names}");
+        }
     }
 
     #[test]

@@ -29,8 +29,8 @@ pub(crate) struct Row {
     pub(crate) p99_us: f64,
     pub(crate) algbw_gbs: f64,
     pub(crate) busbw_gbs: f64,
-    /// Elements with wrong results, over all ranks.
-    pub(crate) wrong: u64,
+    /// Elements with wrong results, over all ranks; none if nothing was checked.
+    pub(crate) wrong: Option<u64>,
 }
 
 /// Names and units of the table's columns.
@@ -43,6 +43,7 @@ impl fmt::Display for Row {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Row { bytes, count, time_us, min_us, p99_us, algbw_gbs, busbw_gbs, wrong, .. } = self;
         let (size, algorithm) = (size(*bytes as f64), self.algorithm.as_deref().unwrap_or_default());
+        let wrong = wrong.map_or_else(|| "-".to_owned(), |wrong| wrong.to_string());
         write!(
             f,
             "{size:>10} {count:>12} {time_us:>11.2} {min_us:>11.2} {p99_us:>11.2} {algbw_gbs:>8.3} {busbw_gbs:>8.3} \

@@ -12,7 +12,7 @@ use serde::de::{Deserializer, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
 
 use crate::measure::percentile;
-use crate::options::bytes;
+use crate::options::{MAX_ITERATIONS, bytes};
 use crate::report::{Report, size};
 
 /// Time remote calls between two ranks
@@ -40,7 +40,7 @@ pub(crate) struct Rpc {
     in_flight: u32,
 
     /// How many calls are timed for each size [default: as many as move 256 MiB, from 20 to 5000]
-    #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=MAX_ITERATIONS))]
     iterations: Option<u32>,
 
     /// Print a line of JSON for each size, or write it to a file besides printing the table

@@ -1,14 +1,17 @@
 //! `phalanx bench startup`: from the command to the first collective.
 
-use std::io::{self, ErrorKind};
+use std::io::{self, ErrorKind, Read};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::process::{Command, ExitStatus, Stdio};
+use std::sync::mpsc::channel;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use clap::Args;
 use phalanx::{Error, ProcessGroup, ReduceOp, Result};
 
 use crate::measure::{monotonic, percentile};
+use crate::options::MAX_ITERATIONS;
 use crate::report::print;
 
 /// Time from the command to the first collective
@@ -21,7 +24,7 @@ pub(crate) struct Startup {
     nproc_per_node: u32,
 
     /// How many jobs are started
-    #[arg(short = 'n', long, default_value_t = 200, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(short = 'n', long, default_value_t = 200, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=MAX_ITERATIONS))]
     iterations: u32,
 
     /// Be one of the ranks
@@ -59,6 +62,10 @@ Examples:
 
 /// Between two collectives of a rank that goes on.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
+/// Nothing takes so long, unless it hangs.
+const START_LIMIT: Duration = Duration::from_secs(60);
+/// Between two looks at whether a command that has closed its output has ended.
+const END_INTERVAL: Duration = Duration::from_millis(1);
 /// Stands before the time in nanoseconds that a process reports.
 const MARK: &str = "phalanx-startup ";
 
@@ -71,7 +78,7 @@ impl Startup {
             let group = phalanx::init()?;
             group.all_reduce(&mut [1f32], ReduceOp::Sum)?;
             report_time()?;
-            std::thread::sleep(Duration::try_from_secs_f64(self.rest).unwrap_or_default());
+            thread::sleep(Duration::try_from_secs_f64(self.rest).unwrap_or_default());
             return self.go_on(&group);
         }
         let program = std::env::current_exe().map_err(|error| unstarted(Path::new("this program"), error))?;
@@ -103,7 +110,7 @@ impl Startup {
         let began = monotonic();
         let mut is_over = [f32::from(u8::from(self.seconds <= 0.0))];
         while is_over == [0.0] {
-            std::thread::sleep(POLL_INTERVAL);
+            thread::sleep(POLL_INTERVAL);
             let elapsed = monotonic().saturating_sub(began).as_secs_f64();
             is_over = [f32::from(u8::from(elapsed >= self.seconds))];
             group.all_reduce(&mut is_over, ReduceOp::Max)?;
@@ -126,18 +133,51 @@ fn report_time() -> Result<()> {
 /// The milliseconds from the start of `command` until the last of so many processes has reported.
 fn time(command: &mut Command, processes: u32) -> Result<f64> {
     let started = monotonic();
-    let output = command.stdin(Stdio::null()).stderr(Stdio::inherit()).output();
-    let output = output.map_err(|error| unstarted(Path::new(command.get_program()), error))?;
-    let text = String::from_utf8_lossy(&output.stdout);
+    let (text, status) = finish(command)?;
+    let text = String::from_utf8_lossy(&text);
     // A launcher shows the rank in front.
     let reported = text.lines().filter_map(|line| line.split_once(MARK)?.1.trim().parse::<u64>().ok());
     let reported: Vec<u64> = reported.collect();
     match reported.iter().max() {
-        Some(last) if reported.len() == processes as usize => {
+        Some(last) if reported.len() == processes as usize && status.success() => {
             Ok(Duration::from_nanos(*last).saturating_sub(started).as_secs_f64() * 1e3)
         }
-        _ => Err(Error::aborted(format!("of {processes} processes {} have reported", reported.len()))),
+        _ => Err(Error::aborted(format!(
+            "of {processes} processes {} have reported, and {} has ended with {status}",
+            reported.len(),
+            command.get_program().display()
+        ))),
     }
+}
+
+/// What `command` prints on standard output, and how it ends.
+fn finish(command: &mut Command) -> Result<(Vec<u8>, ExitStatus)> {
+    let started = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn();
+    let mut child = started.map_err(|error| unstarted(Path::new(command.get_program()), error))?;
+    let deadline = Instant::now() + START_LIMIT;
+    let (say, said) = channel();
+    let out = child.stdout.take();
+    thread::spawn(move || {
+        let mut text = Vec::new();
+        // What cannot be read is missing among the reports.
+        let _ = out.map(|mut out| out.read_to_end(&mut text));
+        let _ = say.send(text);
+    });
+    let text = said.recv_timeout(START_LIMIT).ok();
+    let status = loop {
+        match child.try_wait() {
+            Ok(Some(status)) => break Some(status),
+            Ok(None) if text.is_some() && Instant::now() < deadline => thread::sleep(END_INTERVAL),
+            Ok(None) | Err(_) => break None,
+        }
+    };
+    let (Some(text), Some(status)) = (text, status) else {
+        let _ = child.kill();
+        let _ = child.wait();
+        let program = command.get_program().display();
+        return Err(Error::aborted(format!("{program} was not done within {} s", START_LIMIT.as_secs())));
+    };
+    Ok((text, status))
 }
 
 fn unstarted(program: &Path, error: io::Error) -> Error {
@@ -146,4 +186,19 @@ fn unstarted(program: &Path, error: io::Error) -> Error {
         _ => "see whether other programs can be started",
     };
     Error::aborted(format!("{} cannot be started: {error}", program.display())).with_remedy(remedy)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_job_that_fails_after_its_reports_is_no_start() {
+        let script = |script: &str| time(Command::new("sh").args(["-c", script]), 1);
+        assert!(script("echo '[0] phalanx-startup 1'").is_ok());
+        let error = script("echo '[0] phalanx-startup 1'; exit 3").unwrap_err().to_string();
+        assert!(error.contains("1 have reported") && error.contains("exit status: 3"), "{error}");
+        let error = script("echo phalanx-startup soon").unwrap_err().to_string();
+        assert!(error.contains("0 have reported"), "{error}");
+    }
 }

@@ -1,14 +1,17 @@
 //! Times a collective at growing sizes, as nccl-tests does, and checks its results.
 
+use std::path::PathBuf;
+
+use phalanx::env::LaunchEnv;
 use phalanx::{DType, Error, GroupOptions, ProcessGroup, Rank, ReduceOp, Result, rendezvous, with_element};
 
-use crate::collectives::Case;
+use crate::collectives::{Case, Collective};
 use crate::device;
 use crate::measure::{Counts, Times};
 use crate::options::{Bench, DeviceKind, Memory};
 use crate::plot::Figure;
 use crate::points::Point;
-use crate::report::Report;
+use crate::report::{Report, size};
 use crate::row::{HEADING, Row};
 use crate::tune::{self, Algorithms};
 use crate::values::{Value, Values};
@@ -46,9 +49,19 @@ fn sweep<T: Value>(options: &Bench, groups: &[ProcessGroup], algorithms: Option<
         group.keep_apart();
     }
     let (root, world) = (options.root(group)?, group.world_size().get());
+    if options.collective == Collective::SendRecv && world < 2 {
+        return Err(Error::invalid_argument("there is one rank, and nobody to send to")
+            .with_remedy("give a larger --nproc-per-node"));
+    }
     let nccl = device::connect(options, group)?;
-    let mut output = Output::new(options, group)?;
     let sizes = options.sizes(world as usize);
+    if let Some(largest) = sizes.last() {
+        let count = largest / size_of::<T>();
+        let case = Case::new(group, nccl.as_ref(), options.collective, ReduceOp::Sum, root, count);
+        let here = LaunchEnv::from_process()?.and_then(|env| env.local_world_size).unwrap_or(1);
+        check_memory(case.bytes::<T>(), here, phalanx_sys::arena::available_memory())?;
+    }
+    let mut output = Output::new(options, group)?;
     let mut times = vec![Vec::new(); groups.len()];
     let mut wrong = 0;
     for bytes in &sizes {
@@ -57,7 +70,7 @@ fn sweep<T: Value>(options: &Bench, groups: &[ProcessGroup], algorithms: Option<
             let case = Case::new(group, nccl.as_ref(), options.collective, op, root, bytes / size_of::<T>());
             let algorithm = algorithms.map(|algorithms| algorithms.names[number]);
             let row = measure::<T>(options, &case, algorithm)?;
-            wrong += row.wrong;
+            wrong += row.wrong.unwrap_or(0);
             times[number].push(row.time_us);
             output.row(&row)?;
         }
@@ -72,6 +85,22 @@ fn sweep<T: Value>(options: &Bench, groups: &[ProcessGroup], algorithms: Option<
     Ok(())
 }
 
+/// An error if this host has less than so many bytes left for each of so many ranks: the kernel would not refuse them, but kill
+/// some process later.
+fn check_memory(bytes: usize, ranks: u32, available: Option<u64>) -> Result<()> {
+    match available {
+        Some(available) if available < (bytes as u64).saturating_mul(ranks.into()) => {
+            let (each, left) = (size(bytes as f64), size(available as f64));
+            let cause = format!(
+                "the largest size takes {each} of each of {ranks} ranks here, and {left} of memory are left"
+            );
+            Err(Error::out_of_memory(cause)
+                .with_remedy("give a smaller --max-bytes (-e), or start fewer ranks on this host"))
+        }
+        Some(_) | None => Ok(()),
+    }
+}
+
 /// Table, JSON and plot, on rank 0; nothing on other ranks.
 struct Output(Option<(Report, Option<Figure>)>);
 
@@ -79,6 +108,10 @@ impl Output {
     fn new(options: &Bench, group: &ProcessGroup) -> Result<Self> {
         if !group.rank().is_main() {
             return Ok(Self(None));
+        }
+        // What cannot be written is known before anything is timed.
+        if let Some(path) = &options.tune {
+            tune::check_file(path)?;
         }
         let curve = options.curve(group, None);
         let world = group.world_size().get();
@@ -144,7 +177,7 @@ fn measure<T: Value>(options: &Bench, case: &Case<'_>, algorithm: Option<&str>) 
         p99_us: micros(times.p99),
         algbw_gbs: algbw,
         busbw_gbs: algbw * collective.bus_factor(world),
-        wrong: wrong[0] as u64,
+        wrong: (options.check > 0).then_some(wrong[0] as u64),
     })
 }
 
@@ -181,7 +214,28 @@ impl Bench {
             return Err(Error::invalid_argument("the smallest size is above the largest")
                 .with_remedy("give a smaller --min-bytes (-b) or a larger --max-bytes (-e)"));
         }
-        Ok(())
+        self.check_files()
+    }
+
+    /// Refuses files that would take each other's place.
+    fn check_files(&self) -> Result<()> {
+        let named = [("--json", &self.json), ("--plot", &self.plot), ("--tune", &self.tune)];
+        let written: Vec<(&str, &PathBuf)> =
+            named.into_iter().filter_map(|(option, file)| Some((option, file.as_ref()?))).collect();
+        for (number, (option, file)) in written.iter().enumerate() {
+            if let Some((other, _)) = written[..number].iter().find(|(_, other)| other == file) {
+                let cause = format!("{other} and {option} name one file, {}", file.display());
+                return Err(Error::invalid_argument(cause).with_remedy("give each a file of its own"));
+            }
+        }
+        match &self.json {
+            Some(file) if self.peers.contains(file) => {
+                let cause =
+                    format!("{} has the times of --peers, and --json would replace them", file.display());
+                Err(Error::invalid_argument(cause).with_remedy("give --json another file"))
+            }
+            Some(_) | None => Ok(()),
+        }
     }
 
     /// Refuses what NCCL does not have.
@@ -252,5 +306,21 @@ impl Bench {
             what += &format!(", root {}", self.root.unwrap_or(0));
         }
         format!("{}: {collective}{what}, {} ranks", self.curve(group, None), group.world_size())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_that_do_not_fit_into_memory_are_refused() {
+        assert!(check_memory(1 << 20, 4, Some(4 << 20)).is_ok());
+        assert!(check_memory(usize::MAX, u32::MAX, None).is_ok(), "it is not known");
+        let error = check_memory(1 << 30, 4, Some(3 << 30)).unwrap_err().to_string();
+        for part in ["1 GiB of each of 4 ranks", "3 GiB of memory are left", "--max-bytes"] {
+            assert!(error.contains(part), "{part}: {error}");
+        }
+        assert!(check_memory(usize::MAX, 2, Some(u64::MAX - 1)).is_err(), "it does not wrap around");
     }
 }

@@ -1,6 +1,7 @@
 //! `--tune`: times each algorithm of a collective, and notes at which sizes one gives way to the next.
 
-use std::fs;
+use std::fmt::Display;
+use std::fs::{self, OpenOptions};
 use std::io::ErrorKind;
 use std::path::Path;
 use std::sync::Arc;
@@ -115,6 +116,33 @@ pub(crate) fn are_forced(groups: &[ProcessGroup], algorithms: &Algorithms) -> Re
     Ok(())
 }
 
+/// An error if the table in `path` cannot be read, or not be written.
+pub(crate) fn check_file(path: &Path) -> Result<()> {
+    read(path)?;
+    // Neither changes the file.
+    let opened = match OpenOptions::new().append(true).open(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            let made = OpenOptions::new().write(true).create_new(true).open(path);
+            made.and_then(|_| fs::remove_file(path))
+        }
+        opened => opened.map(drop),
+    };
+    opened.map_err(|error| refused(path, &error))
+}
+
+/// The table in `path`; the defaults, if there is none yet.
+fn read(path: &Path) -> Result<Tuning> {
+    match fs::read_to_string(path) {
+        Ok(text) => Tuning::from_json(&text).map_err(|error| refused(path, &error)),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(Tuning::default()),
+        Err(error) => Err(refused(path, &error)),
+    }
+}
+
+fn refused(path: &Path, cause: &dyn Display) -> Error {
+    Error::invalid_argument(format!("--tune {}: {cause}", path.display()))
+}
+
 /// Notes in the table in `path`, for worlds of `world` ranks, what the times of the algorithms say. A table that is not
 /// there yet begins with the defaults; what other worlds and collectives have in it stays.
 pub(crate) fn write(
@@ -124,17 +152,12 @@ pub(crate) fn write(
     sizes: &[usize],
     times: &[Vec<f64>],
 ) -> Result<()> {
-    let refused = |cause: String| Error::invalid_argument(format!("--tune {}: {cause}", path.display()));
-    let mut tuning = match fs::read_to_string(path) {
-        Ok(text) => Tuning::from_json(&text).map_err(|error| refused(error.to_string()))?,
-        Err(error) if error.kind() == ErrorKind::NotFound => Tuning::default(),
-        Err(error) => return Err(refused(error.to_string())),
-    };
+    let mut tuning = read(path)?;
     let row = row_of(&mut tuning, world);
     for (Border { field, value }, end) in algorithms.borders.iter().zip(crossovers(times)) {
         *field(row) = value(&Sizes { sizes, end }, world as usize);
     }
-    fs::write(path, tuning.to_json() + "\n").map_err(|error| refused(error.to_string()))
+    fs::write(path, tuning.to_json() + "\n").map_err(|error| refused(path, &error))
 }
 
 /// The row that holds for `world` and no larger one; if there is none, one like that which has held so far.

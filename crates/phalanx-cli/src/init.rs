@@ -61,14 +61,32 @@ const KEYWORDS: &str = "Self abstract as async await become box break const cont
     typeof unsafe unsized use virtual where while yield";
 
 /// Names that the crate's dependencies have, or Rust and Cargo themselves.
-const TAKEN: [&str; 10] =
-    ["burn", "phalanx", "phalanx-burn", "alloc", "core", "proc_macro", "std", "test", "deps", "build"];
+const TAKEN: [&str; 12] = [
+    "burn",
+    "phalanx",
+    "phalanx-burn",
+    "alloc",
+    "core",
+    "proc_macro",
+    "std",
+    "test",
+    // Folders beside the programs that Cargo builds.
+    "build",
+    "deps",
+    "examples",
+    "incremental",
+];
 
 /// The longest name that crates.io takes.
 const LENGTH_LIMIT: usize = 64;
 
 pub(crate) fn run(options: &Init) -> ExitCode {
-    let said = make(Path::new(""), options).and_then(|()| print(made(options).as_bytes()));
+    let said = make(Path::new(""), options).and_then(|()| {
+        let here = std::env::current_dir().ok().filter(|_| options.python.is_none());
+        let workspace = here.and_then(|here| workspace_around(&here));
+        let note = workspace.map_or_else(String::new, |manifest| in_workspace(&options.name, &manifest));
+        print((made(options) + &note).as_bytes())
+    });
     match said {
         Ok(()) => ExitCode::SUCCESS,
         Err(message) => {
@@ -98,6 +116,21 @@ fn made(options: &Init) -> String {
         );
     }
     text
+}
+
+/// The manifest of the workspace that Cargo finds from `folder` upwards.
+fn workspace_around(folder: &Path) -> Option<PathBuf> {
+    let has_workspace = |text: String| text.lines().any(|line| line.trim_start().starts_with("[workspace"));
+    let mut manifests = folder.ancestors().map(|above| above.join("Cargo.toml"));
+    manifests.find(|manifest| fs::read_to_string(manifest).is_ok_and(has_workspace))
+}
+
+/// Cargo builds no crate in a workspace's folder that is not one of its members.
+fn in_workspace(name: &str, manifest: &Path) -> String {
+    format!(
+        "{} has a workspace: unless {name} is among its members, add it there, or add the line [workspace] to {name}/Cargo.toml\n",
+        manifest.display()
+    )
 }
 
 /// Makes the folder in `place`.
@@ -279,6 +312,8 @@ mod tests {
             ("async", "keyword"),
             ("phalanx_burn", "a dependency"),
             ("test", "Cargo"),
+            ("examples", "Cargo"),
+            ("incremental", "Cargo"),
         ] {
             let error = check_crate_name(name).unwrap_err();
             assert!(error.contains(why) && error.contains("give another"), "{name}: {error}");
@@ -318,6 +353,20 @@ mod tests {
             "{text}"
         );
         assert_eq!(made(&init("digits", Some(Path::new(".")))).lines().count(), 1);
+    }
+
+    #[test]
+    fn a_crate_within_a_workspace_is_told_of_it() {
+        let place = tempfile::tempdir().unwrap();
+        let (manifest, below) = (place.path().join("Cargo.toml"), place.path().join("a/b"));
+        fs::create_dir_all(&below).unwrap();
+        fs::write(&manifest, "[package]\nname = \"x\"\n").unwrap();
+        assert_ne!(workspace_around(&below).as_ref(), Some(&manifest), "a crate alone");
+        fs::write(&manifest, "[workspace]\nmembers = []\n").unwrap();
+        assert_eq!(workspace_around(&below).as_ref(), Some(&manifest));
+        assert_eq!(workspace_around(place.path()).as_ref(), Some(&manifest));
+        let text = in_workspace("digits", &manifest);
+        assert!(text.contains("the line [workspace] to digits/Cargo.toml") && text.ends_with('\n'), "{text}");
     }
 
     #[test]

@@ -28,9 +28,9 @@ pub(crate) struct Plan {
     #[arg(long, value_name = "N", default_value_t = 8)]
     microbatches: usize,
 
-    /// The number of stages on each rank, for interleaved
-    #[arg(long, value_name = "N", default_value_t = 2)]
-    stages_per_rank: usize,
+    /// The number of stages on each rank, for interleaved [default: 2]
+    #[arg(long, value_name = "N")]
+    stages_per_rank: Option<usize>,
 
     /// The time of a forward pass, in cells
     #[arg(long, value_name = "CELLS", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100))]
@@ -64,8 +64,11 @@ enum Name {
 
 /// The width of a line's cells, before the picture goes on below. The picture of the defaults is not divided.
 const COLUMNS: usize = 100;
-/// More cells than somebody would look at.
+/// More cells than somebody would look at: of a rank, and of all.
 const MOST_CELLS: usize = 4096;
+const MOST_CELLS_OF_ALL: usize = 1 << 18;
+/// Stages of a rank, if they are interleaved and nobody says how many.
+const STAGES: usize = 2;
 
 pub(crate) fn run(options: &Plan) -> ExitCode {
     let drawn = text(options, wants_colour(&io::stdout()));
@@ -79,10 +82,16 @@ pub(crate) fn run(options: &Plan) -> ExitCode {
 }
 
 fn text(options: &Plan, colour: bool) -> Result<String, String> {
+    if options.stages_per_rank.is_some() && options.schedule != Name::Interleaved {
+        return Err("--stages-per-rank is for --schedule interleaved: in the others each rank has one stage"
+            .to_owned());
+    }
     let schedule = match options.schedule {
         Name::Gpipe => Schedule::GPipe,
         Name::OneForwardOneBackward => Schedule::OneForwardOneBackward,
-        Name::Interleaved => Schedule::Interleaved { stages_per_rank: options.stages_per_rank },
+        Name::Interleaved => {
+            Schedule::Interleaved { stages_per_rank: options.stages_per_rank.unwrap_or(STAGES) }
+        }
         Name::ZeroBubble => Schedule::ZeroBubble,
     };
     let plan = schedule.plan(options.ranks, options.microbatches).map_err(|error| error.to_string())?;
@@ -94,10 +103,11 @@ fn text(options: &Plan, colour: bool) -> Result<String, String> {
     };
     let timeline = plan.timeline(&costs).map_err(|error| error.to_string())?;
     let mut text = String::new();
-    if timeline.end() as usize <= MOST_CELLS {
+    let cells = timeline.end() as usize;
+    if cells <= MOST_CELLS && cells.saturating_mul(plan.ranks()) <= MOST_CELLS_OF_ALL {
         draw(&mut text, &plan, &timeline, colour);
     } else {
-        let _ = writeln!(text, "{} cells: too many for a picture\n", timeline.end());
+        let _ = writeln!(text, "{} ranks of {cells} cells: too many for a picture\n", plan.ranks());
     }
     table(&mut text, &plan, &timeline);
     Ok(text)
@@ -246,9 +256,13 @@ rank  holds at most  waits
         assert!(error.contains("needs at least one rank, one micro-batch and one stage"), "{error}");
         let text = drawn("--ranks 2 --microbatches 2000").unwrap();
         assert!(
-            text.starts_with("6003 cells: too many for a picture")
+            text.starts_with("2 ranks of 6003 cells: too many for a picture")
                 && text.contains("6003 cells, bubble 0.0 %"),
             "{text}"
         );
+        let text = drawn("--ranks 1000 --microbatches 1").unwrap();
+        assert!(text.starts_with("1000 ranks of 3000 cells: too many for a picture"), "{text}");
+        let error = drawn("--stages-per-rank 3").unwrap_err();
+        assert!(error.starts_with("--stages-per-rank is for --schedule interleaved"), "{error}");
     }
 }

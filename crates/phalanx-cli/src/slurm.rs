@@ -29,7 +29,8 @@ pub(crate) fn started(options: &Run, job: &SlurmAllocation) -> Result<(Started, 
         (None, Some(workers)) => {
             // The job starts without knowing its tasks: what cannot be read of them is no error here.
             let placed = job.hosts().ok().and_then(|hosts| hosts.place(None).ok());
-            let tasks = placed.map(|placed| placed.hosts().iter().map(Host::slots).sum());
+            let tasks =
+                placed.map(|placed| placed.hosts().iter().map(Host::slots).fold(0u32, u32::saturating_add));
             let note = tasks.and_then(|tasks| more_than_tasks(job.job(), workers.get(), tasks, job.source()));
             return Ok((Started::Here(workers), note));
         }

@@ -365,7 +365,7 @@ fn make(folder: &Path) -> Result<()> {
     fs::create_dir_all(folder).map_err(|error| cannot_make(folder, error))
 }
 
-fn cannot_make(path: &Path, error: std::io::Error) -> Error {
+fn cannot_make(path: &Path, error: io::Error) -> Error {
     Error::io(format!("cannot make {}", path.display()), error)
         .with_remedy("give --log-dir a folder on a disk that can be written")
 }

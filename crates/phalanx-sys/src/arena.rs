@@ -30,7 +30,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
 pub use self::cgroup::left as memory_left_by_cgroups;
-pub use self::memory::total as total_memory;
+pub use self::memory::{available as available_memory, total as total_memory};
 use self::table::Table;
 use crate::control_block;
 use crate::memfd;

@@ -16,6 +16,7 @@ use std::time::Duration;
 use anyhow::{Result, ensure};
 use burn::tensor::Device;
 use clap::Parser;
+use clap::builder::RangedU64ValueParser;
 use digits::{Digits, Flat, Network};
 use phalanx::{ProcessGroup, ReduceOp};
 use serde::Serialize;
@@ -46,7 +47,7 @@ struct Options {
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = Way::ALL)]
     ways: Vec<Way>,
     /// Images in a step of one rank
-    #[arg(long, default_value_t = 32)]
+    #[arg(long, default_value_t = 32, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     batch_size: usize,
     /// Learning rate of a step with all ranks' gradients; divided by the ranks where each gradient is a step
     #[arg(long, default_value_t = 0.1)]

@@ -13,6 +13,7 @@ use burn::optim::SgdConfig;
 use burn::optim::momentum::MomentumConfig;
 use burn::tensor::Device;
 use clap::Parser;
+use clap::builder::RangedU64ValueParser;
 use phalanx::reducer::hooks::{AllReduce, Compressed, PostLocalSgd, PowerSgd, PowerSgdOptions};
 use phalanx::sampler::DistributedSampler;
 use phalanx::{ProcessGroup, ReduceOp};
@@ -34,10 +35,10 @@ struct Options {
     #[arg(long, default_value_t = 2)]
     ranks: u32,
     /// Passes over the training images
-    #[arg(long, default_value_t = 3)]
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]
     epochs: u64,
     /// Images in a step of one rank
-    #[arg(long, default_value_t = 64)]
+    #[arg(long, default_value_t = 64, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     batch_size: usize,
     /// Learning rate
     #[arg(long, default_value_t = 0.02)]

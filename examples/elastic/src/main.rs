@@ -14,11 +14,12 @@
 
 mod kills;
 
+use std::ffi::OsString;
 use std::time::Duration;
 
 use phalanx::elastic::{self, Context, Parts, State};
 use phalanx::sampler::ElasticSampler;
-use phalanx::{ProcessGroup, ReduceOp, Result, WorldSize};
+use phalanx::{Error, ProcessGroup, ReduceOp, Result, WorldSize};
 
 const FEATURES: usize = 32;
 const SAMPLES: usize = 4096;
@@ -51,7 +52,7 @@ impl State for Training {
 
 /// Called anew whenever the workers change, with another group. What depends on rank or world size is made here.
 fn train(context: &mut Context<'_, Training>, group: &ProcessGroup) -> Result<()> {
-    let settings = Settings::from_env();
+    let settings = Settings::read(|name| std::env::var_os(name))?;
     let (rank, world) = (group.rank(), group.world_size());
     println!("round {} rank {rank} of {world} pid {}", context.round(), std::process::id());
     let (mut gradients, mut sums) = (vec![0.0; FEATURES], vec![0.0; FEATURES]);
@@ -130,16 +131,24 @@ struct Settings {
 }
 
 impl Settings {
-    fn from_env() -> Self {
-        let number = |name: &str, default| {
-            std::env::var(name).ok().and_then(|value| value.parse::<u64>().ok()).unwrap_or(default)
+    /// Reads variables through `lookup`. An empty one counts as not set.
+    fn read(lookup: impl Fn(&str) -> Option<OsString>) -> Result<Self> {
+        let number = |name: &str, least: u64, default: u64| {
+            let Some(value) = lookup(name).filter(|value| !value.is_empty()) else { return Ok(default) };
+            let number =
+                value.to_str().and_then(|value| value.parse::<u64>().ok()).filter(|number| *number >= least);
+            number.ok_or_else(|| {
+                let cause = format!("{name}={}: it is no whole number from {least}", value.display());
+                Error::invalid_argument(cause).with_remedy("correct the variable, or unset it")
+            })
         };
-        Self {
-            steps: number("STEPS", 2000),
-            batch: usize::try_from(number("BATCH", 16)).unwrap_or(16).max(1),
-            commit_every: number("COMMIT_EVERY", 10).max(1),
-            pause: Duration::from_millis(number("PAUSE_MS", 5)),
-        }
+        Ok(Self {
+            steps: number("STEPS", 0, 2000)?,
+            // No epoch has more.
+            batch: usize::try_from(number("BATCH", 1, 16)?).unwrap_or(SAMPLES).min(SAMPLES),
+            commit_every: number("COMMIT_EVERY", 1, 10)?,
+            pause: Duration::from_millis(number("PAUSE_MS", 0, 5)?),
+        })
     }
 }
 
@@ -148,10 +157,13 @@ fn main() -> Result<()> {
     if let [command, workers, kills] = arguments.as_slice()
         && command == "kills"
     {
-        let number = |text: &str| {
-            text.parse().map_err(|_| phalanx::Error::invalid_argument(format!("{text:?} is no number")))
-        };
+        let number =
+            |text: &str| text.parse().map_err(|_| Error::invalid_argument(format!("{text:?} is no number")));
         return kills::Kills { workers: WorldSize::new(number(workers)?)?, kills: number(kills)? }.measure();
+    }
+    if !arguments.is_empty() {
+        return Err(Error::invalid_argument(format!("{arguments:?} is not understood"))
+            .with_remedy("give nothing, or `kills WORKERS KILLS`"));
     }
     let mut training = Training {
         weights: vec![0.0; FEATURES],
@@ -165,4 +177,23 @@ fn main() -> Result<()> {
     });
     println!("done step {} hash {hash:016x} pid {}", training.step, std::process::id());
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_that_are_no_numbers_are_refused_by_name() {
+        let with = |name: &'static str, value: &'static str| {
+            Settings::read(move |wanted| (wanted == name).then(|| OsString::from(value)))
+        };
+        assert_eq!(with("STEPS", "7").unwrap().steps, 7);
+        assert_eq!(with("STEPS", "").unwrap().steps, 2000);
+        assert_eq!(with("BATCH", "1000000").unwrap().batch, SAMPLES);
+        for (name, value) in [("STEPS", "1e6"), ("BATCH", "0"), ("COMMIT_EVERY", "0"), ("PAUSE_MS", "-1")] {
+            let error = with(name, value).err().unwrap().to_string();
+            assert!(error.contains(&format!("{name}={value}")), "{error}");
+        }
+    }
 }

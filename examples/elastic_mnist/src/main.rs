@@ -19,6 +19,7 @@ use std::path::PathBuf;
 use anyhow::Result;
 use burn::optim::AdamWConfig;
 use burn::tensor::Device;
+use clap::builder::RangedU64ValueParser;
 use clap::{Args, Parser, Subcommand};
 use phalanx::checkpoint::Checkpoints;
 use phalanx::elastic::{self, Context};
@@ -52,7 +53,7 @@ struct Options {
     #[arg(long, default_value_t = 6, value_parser = clap::value_parser!(u64).range(1..))]
     epochs: u64,
     /// Images in a step of one rank
-    #[arg(long, default_value_t = 64)]
+    #[arg(long, default_value_t = 64, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     batch_size: usize,
     /// Learning rate of the first step; it falls to zero in a straight line
     #[arg(long, default_value_t = 0.01)]

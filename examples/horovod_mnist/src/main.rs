@@ -12,6 +12,7 @@ use burn::module::Module;
 use burn::optim::{SgdConfig, momentum::MomentumConfig};
 use burn::tensor::Device;
 use clap::Parser;
+use clap::builder::RangedU64ValueParser;
 use digits::{Digits, Network};
 use phalanx::{Rank, WorldSize, sampler::DistributedSampler};
 use phalanx_burn::horovod::{
@@ -22,9 +23,9 @@ use phalanx_horovod::{Compression, Op};
 /// Learns to read digits, started by horovodrun.
 #[derive(Parser)]
 struct Args {
-    #[arg(long, default_value_t = 64)]
+    #[arg(long, default_value_t = 64, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     batch_size: usize,
-    #[arg(long, default_value_t = 1000)]
+    #[arg(long, default_value_t = 1000, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     test_batch_size: usize,
     #[arg(long, default_value_t = 10)]
     epochs: u64,
@@ -34,7 +35,7 @@ struct Args {
     momentum: f64,
     #[arg(long, default_value_t = 42)]
     seed: u64,
-    #[arg(long, default_value_t = 10)]
+    #[arg(long, default_value_t = 10, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     log_interval: usize,
     /// Gradients travel in half precision
     #[arg(long)]

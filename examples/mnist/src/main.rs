@@ -14,6 +14,7 @@ use anyhow::{Result, ensure};
 use burn::optim::AdamWConfig;
 use burn::tensor::Device;
 use clap::Parser;
+use clap::builder::RangedU64ValueParser;
 use phalanx::sampler::DistributedSampler;
 use phalanx::{ProcessGroup, ReduceOp};
 use phalanx_burn::Ddp;
@@ -32,7 +33,7 @@ struct Options {
     #[arg(long, default_value_t = 6)]
     epochs: u64,
     /// Images in a step of one rank
-    #[arg(long, default_value_t = 64)]
+    #[arg(long, default_value_t = 64, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     batch_size: usize,
     /// Learning rate of the first step; it falls to zero in a straight line
     #[arg(long, default_value_t = 0.01)]

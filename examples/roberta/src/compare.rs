@@ -1,5 +1,6 @@
 //! All strategies side by side: the same model, the same batches, one after the other in processes of their own.
 
+use std::num::NonZero;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -36,7 +37,7 @@ pub struct CompareOptions {
     /// Draws the result
     #[arg(long, value_name = "PNG")]
     pub plot: Option<PathBuf>,
-    /// Adds the figures to a file of JSON lines, and begins with those that are there
+    /// Adds the figures to a file of JSON lines, and begins with those that are there, if they are of this machine and of the same work
     #[arg(long, value_name = "JSONL")]
     pub keep: Option<PathBuf>,
     /// Passes over the training texts in each timing
@@ -80,6 +81,9 @@ pub struct Figures {
     pub largest_batch: Option<usize>,
     pub accuracy: f64,
     pub loss: f64,
+    /// The machine, and what was trained how.
+    #[serde(default)]
+    pub conditions: String,
 }
 
 impl CompareOptions {
@@ -101,6 +105,28 @@ impl CompareOptions {
         }
     }
 
+    /// Where figures are measured, and of what.
+    fn conditions(&self, work: &str) -> String {
+        let Self { epochs, batch_size, lr, seed, .. } = self;
+        format!("{}; {work}, {epochs} epochs, batches of {batch_size}, lr {lr}, seed {seed}", machine())
+    }
+
+    /// An error if the kept figures of one strategy would stand beside new ones with which they cannot be compared. What is looked for
+    /// with `--memory-alone` depends on the machine alone.
+    fn check(&self, kept: &Figures, now: &str) -> Result<()> {
+        let of = |conditions: &str| match self.memory_alone {
+            true => conditions.split(';').next().unwrap_or_default().to_owned(),
+            false => conditions.to_owned(),
+        };
+        let (before, now) = (of(&kept.conditions), of(now));
+        ensure!(
+            before == now,
+            "--keep: the figures of {} there are of other conditions ({before}) than these ({now}): give --keep another file",
+            kept.devices.name()
+        );
+        Ok(())
+    }
+
     /// Keeps what has been measured so far, if it was asked to.
     fn save(&self, all: &[Figures]) -> Result<()> {
         let Some(path) = &self.keep else { return Ok(()) };
@@ -110,6 +136,15 @@ impl CompareOptions {
     }
 }
 
+/// The processor, and how many of them this process may use.
+fn machine() -> String {
+    let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let model = text.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
+    let model = model.map_or(std::env::consts::ARCH, |(_, model)| model.trim());
+    let processors = std::thread::available_parallelism().map_or(0, NonZero::get);
+    format!("{model}, {processors} processors")
+}
+
 impl Figures {
     fn or_faster(self, other: Self) -> Self {
         if other.epoch_s < self.epoch_s { other } else { self }
@@ -117,7 +152,8 @@ impl Figures {
 }
 
 /// Compares all strategies; each is started as this program with `--strategy`.
-pub fn compare(options: &CompareOptions, ranks: u32) -> Result<()> {
+pub fn compare(options: &CompareOptions, ranks: u32, work: &str) -> Result<()> {
+    let conditions = options.conditions(work);
     let devices = |strategy| Devices::new(ranks, strategy, options.parts);
     if options.memory.is_some() {
         options.strategies.iter().try_for_each(|&strategy| options.memory_by.check(devices(strategy)))?;
@@ -134,6 +170,7 @@ pub fn compare(options: &CompareOptions, ranks: u32) -> Result<()> {
             .collect::<Result<_>>()?,
         _ => Vec::new(),
     };
+    all.iter().try_for_each(|figures| options.check(figures, &conditions))?;
     let place = |all: &[Figures], devices| all.iter().position(|figures| figures.devices == devices);
     if !options.memory_alone {
         let turns = options.rounds * options.strategies.len();
@@ -143,7 +180,7 @@ pub fn compare(options: &CompareOptions, ranks: u32) -> Result<()> {
                 let devices = devices(strategy);
                 turn += 1;
                 eprintln!("[{turn} of {turns}] {}, with the batches of {ranks} devices", devices.name());
-                let figures = timed(devices, folder.path())?;
+                let figures = Figures { conditions: conditions.clone(), ..timed(devices, folder.path())? };
                 let Figures { epoch_s, texts_per_s, .. } = figures;
                 eprintln!(
                     "[{turn} of {turns}] {}: {epoch_s:.2} s an epoch, {texts_per_s:.1} texts/s",

@@ -202,7 +202,9 @@ fn main() -> Result<()> {
             })
         }
         Command::Compare { model, job, options } => {
-            let Some(strategy) = options.strategy else { return compare(&options, job.ranks) };
+            let Some(strategy) = options.strategy else {
+                return compare(&options, job.ranks, &work(&model, &job));
+            };
             let devices = Devices::new(job.ranks, strategy, options.parts);
             job.run(devices.processes(), |group, data| {
                 let observed = measure::begin(devices)?;
@@ -245,6 +247,16 @@ fn main() -> Result<()> {
             train_byte_level(data.train.iter().map(|example| example.text.as_str()), vocabulary, &out)
         }
     }
+}
+
+/// What is trained: figures of other work are not comparable.
+fn work(from: &Pretrained, job: &Job) -> String {
+    let head = if from.new_head { ", a new head" } else { "" };
+    let (model, data) = (from.model.display(), job.data.display());
+    let Job { max_tokens, dropout, train_limit, held_out_limit, .. } = job;
+    format!(
+        "{model}{head} on {data}, {max_tokens} tokens, dropout {dropout:?}, limits {train_limit:?} and {held_out_limit:?}"
+    )
 }
 
 /// A classifier, the same on every rank, and what it learns.

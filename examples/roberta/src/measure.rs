@@ -202,6 +202,8 @@ pub fn measure(
         largest_batch: None,
         accuracy: found.accuracy,
         loss: found.loss,
+        // The program that has started this one knows them.
+        conditions: String::new(),
     };
     let path = options.figures.as_ref().context("--figures is not set")?;
     Ok(std::fs::write(path, serde_json::to_vec(&figures)?)?)

@@ -32,6 +32,7 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use burn::optim::ModuleOptimizer;
 use burn::tensor::Device;
+use clap::builder::RangedU64ValueParser;
 use clap::{Parser, ValueEnum};
 use common::median;
 use common::overlap::{self, Overlap};
@@ -58,7 +59,7 @@ struct Options {
     #[arg(long, value_enum, value_delimiter = ',', default_values = ["mlp", "encoder", "resnet"])]
     models: Vec<Name>,
     /// Measured steps of each kind
-    #[arg(long, default_value_t = 11)]
+    #[arg(long, default_value_t = 11, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     steps: usize,
     /// One line of JSON for each model
     #[arg(long)]
@@ -333,4 +334,15 @@ fn show(whose: &str, figures: &Figures, first: bool, json: bool) -> Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_steps_are_no_measurement() {
+        assert!(Options::try_parse_from(["scaling", "--steps", "1"]).is_ok());
+        assert!(Options::try_parse_from(["scaling", "--steps", "0"]).is_err());
+    }
 }

@@ -25,6 +25,7 @@ use burn::train::{
     TrainStep, TrainingStrategy,
 };
 use clap::Parser;
+use clap::builder::RangedU64ValueParser;
 use phalanx::{ProcessGroup, Rank};
 use phalanx_burn::train::DdpStrategy;
 
@@ -46,7 +47,7 @@ struct Options {
     #[arg(long, default_value_t = 2)]
     epochs: usize,
     /// Images in a step of all ranks together
-    #[arg(long, default_value_t = 64)]
+    #[arg(long, default_value_t = 64, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     batch_size: usize,
     /// Where logs and checkpoints go
     #[arg(long, default_value_os_t = std::env::temp_dir().join("phalanx-trainer"))]

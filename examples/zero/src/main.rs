@@ -15,6 +15,7 @@ use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, ModuleOptimizer};
 use burn::tensor::{Device, Distribution, Tensor};
 use clap::Parser;
+use clap::builder::RangedU64ValueParser;
 use phalanx::TransportKind;
 use phalanx_burn::{Ddp, ZeroRedundancyOptimizer};
 
@@ -25,7 +26,7 @@ struct Options {
     #[arg(long, default_value_t = 2)]
     ranks: u32,
     /// Width of the eight hidden layers
-    #[arg(long, default_value_t = 1024)]
+    #[arg(long, default_value_t = 1024, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     width: usize,
     /// Steps that are timed
     #[arg(long, default_value_t = 10)]

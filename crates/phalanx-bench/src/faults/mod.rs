@@ -95,6 +95,10 @@ impl Faults {
         if self.worker {
             return worker::run();
         }
+        if self.kills == 0 && self.freezes == 0 {
+            return Err(Error::invalid_argument("there are no faults to time")
+                .with_remedy("give --kills or --freezes a number above 0"));
+        }
         let mut report = Report::new(self.json.as_deref())?;
         HEADING.iter().try_for_each(|cells| report.line(&line(cells)))?;
         let (mut delays, mut bad, mut shown) = (Delays(self.seed), 0, Instant::now());

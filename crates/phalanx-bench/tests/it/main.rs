@@ -145,10 +145,43 @@ fn what_makes_no_sense_is_answered_with_the_flag_that_mends_it() {
         (&["broadcast", "--root", "2"], "--nproc-per-node"),
         (&["all_reduce", "--plot", "/nowhere/x.png"], "/nowhere/x.png"),
         (&["all_reduce", "--json", "/nowhere/x.json"], "--json /nowhere/x.json"),
+        (&["all_reduce", "--json", "x", "--plot", "x"], "a file of its own"),
+        (&["all_reduce", "--plot", "x.png", "--peers", "x.json", "--json", "x.json"], "--json another file"),
+        (&["send_recv", "--nproc-per-node", "1"], "--nproc-per-node"),
+        (&["all_to_all", "-b", "1024G", "-e", "1024G"], "--max-bytes"),
+        (&["all_reduce", "-e", "1025G"], "1024G"),
+        (&["all_reduce", "-n", "4000000000"], "10000000"),
+        (&["rpc", "-n", "4000000000"], "10000000"),
+        (&["faults", "--kills", "0", "--freezes", "0"], "--kills"),
     ] {
         let output = run(options);
         let text = String::from_utf8_lossy(&output.stderr);
         assert!(!output.status.success() && text.contains(remedy), "{options:?}: {text}");
+    }
+}
+
+#[test]
+fn what_was_not_checked_is_not_said_to_be_right() {
+    let row = &rows(&bench(&["all_reduce", "--check", "0"]))[0];
+    assert_eq!(row["wrong"], Value::Null, "{row}");
+    let output = run(&[&["all_reduce", "--check", "0"][..], &QUICK].concat());
+    let text = String::from_utf8(output.stdout).unwrap();
+    let last = text.lines().last().unwrap();
+    assert!(output.status.success() && last.ends_with(" -"), "{text}");
+}
+
+#[test]
+fn a_plot_does_not_take_the_place_of_the_times() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("times.json");
+    let times = r#"{"name": "x", "collective": "all_reduce", "ranks": 2, "bytes": 4, "time_us": 2.0}"#;
+    std::fs::write(&file, times).unwrap();
+    let file = file.to_str().unwrap();
+    for options in [&["plot", file, "-o", file][..], &["all_reduce", "--plot", file, "--peers", file]] {
+        let output = run(options);
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && text.contains("another name"), "{options:?}: {text}");
+        assert_eq!(std::fs::read_to_string(file).unwrap(), times);
     }
 }
 
@@ -211,6 +244,20 @@ fn where_no_table_is_used_there_is_nothing_to_tune() {
         assert!(!output.status.success() && text.contains(remedy), "{options:?}: {text}");
     }
     assert!(!Path::new(table).exists());
+}
+
+#[test]
+fn a_table_that_cannot_be_kept_is_refused_before_anything_is_timed() {
+    let folder = tempfile::tempdir().unwrap();
+    let broken = folder.path().join("broken.json");
+    std::fs::write(&broken, "{").unwrap();
+    for table in [broken.to_str().unwrap(), "/nowhere/tuning.json", folder.path().to_str().unwrap()] {
+        let options = ["all_reduce", "--nproc-per-node", "3", "--transport", "tcp", "--tune", table];
+        let output = run(&[&options[..], &QUICK].concat());
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && text.contains(&format!("--tune {table}")), "{text}");
+        assert!(output.stdout.is_empty(), "{}", String::from_utf8_lossy(&output.stdout));
+    }
 }
 
 #[test]

@@ -1,7 +1,9 @@
 //! The machine: kernel, processors, memory, limits.
 
 use std::fs;
+use std::io::{self, ErrorKind};
 use std::num::NonZero;
+use std::path::Path;
 use std::thread::available_parallelism;
 
 use phalanx_sys::arena::memory_left_by_cgroups;
@@ -28,18 +30,21 @@ pub(super) fn look(report: &mut Report, world: u32) {
     report.good("host", name());
     let text = |text: &std::ffi::CStr| text.to_string_lossy().into_owned();
     report.good("kernel", [system.sysname(), system.release(), system.machine()].map(text).join(" "));
-    cores(report);
+    let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    cores(report, available_parallelism().map(NonZero::get), &cpuinfo);
     let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     memory(report, &meminfo, memory_left_by_cgroups());
     address_space(report);
-    cross_memory(report);
+    cross_memory(report, ptrace_scope().as_deref());
     descriptors(report, world);
 }
 
-fn cores(report: &mut Report) {
-    let online = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let online = online.lines().filter(|line| line.starts_with("processor")).count();
-    match available_parallelism().map(NonZero::get) {
+fn cores(report: &mut Report, usable: io::Result<usize>, cpuinfo: &str) {
+    let online = cpuinfo.lines().filter(|line| line.starts_with("processor")).count();
+    match usable {
+        Ok(usable) if online == 0 => {
+            report.note("cores", format!("{usable} usable; /proc/cpuinfo does not say of how many"));
+        }
         Ok(usable) if usable < online => report.advise(
             "cores",
             format!("{usable} of {online} usable"),
@@ -84,13 +89,23 @@ fn address_space(report: &mut Report) {
     }
 }
 
-fn cross_memory(report: &mut Report) {
-    let scope = fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").unwrap_or_default();
-    let text = match scope.trim() {
-        "" | "0" => "allowed between processes of one user",
-        "1" => "allowed to a process's own children (ptrace_scope 1); shared memory does not need it",
-        "2" => "allowed to CAP_SYS_PTRACE (ptrace_scope 2); shared memory does not need it",
-        _ => "forbidden (ptrace_scope 3); shared memory does not need it",
+/// What the kernel says of it; 0 if it has no such setting, and none where /proc does not tell.
+fn ptrace_scope() -> Option<String> {
+    match fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope") {
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            Path::new("/proc/sys/kernel").is_dir().then(|| "0".to_owned())
+        }
+        read => read.ok(),
+    }
+}
+
+fn cross_memory(report: &mut Report, scope: Option<&str>) {
+    let text = match scope.map(str::trim) {
+        Some("0") => "allowed between processes of one user",
+        Some("1") => "allowed to a process's own children (ptrace_scope 1); shared memory does not need it",
+        Some("2") => "allowed to CAP_SYS_PTRACE (ptrace_scope 2); shared memory does not need it",
+        Some("3") => "forbidden (ptrace_scope 3); shared memory does not need it",
+        Some(_) | None => "not known: /proc/sys does not say; shared memory does not need it",
     };
     report.note("cross-memory copy", text);
 }
@@ -140,6 +155,29 @@ mod tests {
         let finding = told(Some(1 << 30));
         assert_eq!(finding.text, "6.0 GiB of 8.0 GiB available; the cgroup leaves 1.0 GiB of that");
         assert!(finding.remedy.unwrap().contains("memory.max"));
+    }
+
+    #[test]
+    fn what_proc_does_not_say_is_not_known() {
+        let cores_of = |usable, cpuinfo: &str| {
+            let mut report = Report::new("here".to_owned());
+            cores(&mut report, Ok(usable), cpuinfo);
+            report.findings.remove(0).text
+        };
+        let two = "processor\t: 0\nmodel name\t: x\n\nprocessor\t: 1\n";
+        assert_eq!(cores_of(2, two), "2, all usable");
+        assert_eq!(cores_of(1, two), "1 of 2 usable");
+        assert_eq!(cores_of(2, ""), "2 usable; /proc/cpuinfo does not say of how many");
+        let copies = |scope| {
+            let mut report = Report::new("here".to_owned());
+            cross_memory(&mut report, scope);
+            report.findings.remove(0).text
+        };
+        assert_eq!(copies(Some("0\n")), "allowed between processes of one user");
+        assert!(copies(Some("3\n")).starts_with("forbidden"));
+        for unknown in [None, Some(""), Some("4\n")] {
+            assert!(copies(unknown).starts_with("not known"), "{unknown:?}");
+        }
     }
 
     #[test]

@@ -10,12 +10,12 @@ const OUTSIDE: (Ipv4Addr, u16) = (Ipv4Addr::new(192, 0, 2, 1), 9);
 
 /// Checks the interfaces; ranks use the one that leads to `store`, or to other machines if no store is known.
 pub(super) fn look(report: &mut Report, store: Option<&str>) {
-    let read = |path| fs::read_to_string(path).unwrap_or_default();
-    let mut addresses = v4(&read("/proc/net/fib_trie"), &read("/proc/net/route"));
-    addresses.extend(v6(&read("/proc/net/if_inet6")));
-    let shown: Vec<String> =
-        addresses.iter().map(|(address, interface)| format!("{address} ({interface})")).collect();
-    report.note("addresses", shown.join(", "));
+    let [trie, routes, inet6] = ["/proc/net/fib_trie", "/proc/net/route", "/proc/net/if_inet6"]
+        .map(|path| fs::read_to_string(path).ok());
+    let is_told = trie.is_some() || inet6.is_some();
+    let mut addresses = v4(&trie.unwrap_or_default(), &routes.unwrap_or_default());
+    addresses.extend(v6(&inet6.unwrap_or_default()));
+    report.note("addresses", shown(&addresses, is_told));
     let (used, why) = match store {
         Some(store) => (way_to(store), format!("it leads to the store at {store}")),
         None => (way_to(OUTSIDE), "it leads to other machines".to_owned()),
@@ -50,6 +50,17 @@ pub(super) fn look(report: &mut Report, store: Option<&str>) {
         );
     } else {
         report.good("interface", text);
+    }
+}
+
+/// These addresses; or that there are none, or that the kernel's tables are not there.
+fn shown(addresses: &[(IpAddr, String)], is_told: bool) -> String {
+    let shown: Vec<String> =
+        addresses.iter().map(|(address, interface)| format!("{address} ({interface})")).collect();
+    match (shown.is_empty(), is_told) {
+        (false, _) => shown.join(", "),
+        (true, true) => "none".to_owned(),
+        (true, false) => "not known: /proc/net does not say".to_owned(),
     }
 }
 
@@ -147,6 +158,13 @@ mod tests {
                      fe800000000000000000000000000001 02 40 20 80     eth0\nx\n";
         assert_eq!(v6(inet6), [(IpAddr::from(Ipv6Addr::LOCALHOST), "lo".to_owned())]);
         assert_eq!(v4("", ""), []);
+    }
+
+    #[test]
+    fn addresses_that_are_not_told_are_not_none() {
+        let one = [(IpAddr::from(Ipv4Addr::LOCALHOST), "lo".to_owned())];
+        assert_eq!(shown(&one, true), "127.0.0.1 (lo)");
+        assert_eq!((&*shown(&[], true), &*shown(&[], false)), ("none", "not known: /proc/net does not say"));
     }
 
     #[test]

@@ -51,8 +51,8 @@ pub(super) fn check(bytes: usize) -> io::Result<()> {
     Ok(())
 }
 
-/// The memory left, if known.
-fn available() -> Option<u64> {
+/// The memory left, in bytes, if known: of the host, or of this process's control groups if they leave less.
+pub fn available() -> Option<u64> {
     [cgroup::left(), field("/proc/meminfo", "MemAvailable:")].into_iter().flatten().min()
 }
 

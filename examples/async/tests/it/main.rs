@@ -87,3 +87,11 @@ fn a_training_that_diverges_is_named() {
     assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
     assert!(text.contains(" diverged "), "{text}");
 }
+
+#[test]
+fn steps_without_images_are_refused() {
+    let output =
+        Command::new(env!("CARGO_BIN_EXE_async_digits")).args(["--batch-size", "0"]).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code() == Some(2) && text.contains("--batch-size"), "{text}");
+}

@@ -64,7 +64,9 @@ struct Trial {
 }
 
 pub fn run(options: Options) -> Result<()> {
-    ensure!(options.minutes > 0.0 && options.every > 0.0, "--minutes and --every must be more than 0");
+    // NaN is in no range.
+    ensure!((1e-3..=1e6).contains(&options.minutes), "--minutes is from 0.001 to 1000000");
+    ensure!((1e-3..=1e6).contains(&options.every), "--every is from 0.001 to 1000000");
     let orders = tempfile::tempdir().context("there is no folder for temporary files")?;
     println!("{} trainings without faults", options.compare);
     let quiet = trial(&options, orders.path(), Duration::MAX)?;

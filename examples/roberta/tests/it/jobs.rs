@@ -299,8 +299,14 @@ fn a_comparison_says_from_its_start_what_it_does_and_keeps_what_it_has() {
     }
     let table = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(table.contains("\nddp ") && table.contains("\ndp "), "{table}");
-    assert_eq!(fs::read_to_string(kept).unwrap().lines().count(), 2);
+    let lines = fs::read_to_string(&kept).unwrap();
+    assert_eq!(lines.lines().count(), 2);
     assert_eq!(fs::read(plot).unwrap()[..4], *b"\x89PNG");
+    // Figures of other batches are not shown beside these.
+    let mut others = compare(&corpus, "--epochs 1 --batch-size 8 --strategies ddp");
+    let (refused, said) = self::output(others.arg("--keep").arg(&kept));
+    assert!(!refused.status.success() && said.contains("give --keep another file"), "{said}");
+    assert_eq!(fs::read_to_string(&kept).unwrap(), lines);
 }
 
 #[test]
