@@ -315,30 +315,48 @@ impl OnDevice {
     /// waits for them.
     pub fn settle(&self, weight: f64, scale: f64) -> Result<()> {
         // This thread's stream waits for the averages, or they are there.
-        let (streams, writes) = {
+        let (scaled, streams, writes) = {
             let mut state = lock(&self.state);
-            state.scale(weight, scale)?;
+            let scaled = state.scale(weight, scale);
             // It is written on this thread's stream when what was sent has come back.
             let is_written = |bucket: &Bucket| {
                 bucket.compressed.is_some() || bucket.low_rank.is_some() || bucket.own.is_some()
             };
             let is_written = state.buckets.iter().flatten().any(is_written);
             let writes = weight != 1.0 || scale != 1.0 || is_written;
-            (std::mem::take(&mut state.streams), writes)
+            (scaled, std::mem::take(&mut state.streams), writes)
         };
+        // Also if that has failed: NCCL may still write to memory that is freed next.
+        let ordered = self.order(streams, writes);
+        scaled.and(ordered).and_then(|()| self.check())
+    }
+
+    /// A step has failed. What is queued from now on, on this thread's stream and on those of backward, waits for the calls that it has made.
+    pub fn settle_failed(&self) {
+        if let Ok(here) = shim::current_stream(self.ordinal()) {
+            let streams = &mut lock(&self.state).streams;
+            if !streams.contains(&here) {
+                streams.push(here);
+            }
+        }
+        // The step's own error is the one that counts.
+        let _settled = self.settle(1.0, 1.0);
+    }
+
+    /// What is queued on `streams` from now on waits for NCCL's calls; and, if this thread's stream `writes` to buckets, for that.
+    fn order(&self, streams: Vec<usize>, writes: bool) -> Result<()> {
         let nccl = if self.waits { None } else { Some(self.nccl.connect()?) };
         let here = self.stream_of_thread()?;
-        for raw in streams {
+        let wait = |raw: usize| {
             // SAFETY: as in `launch`.
             let stream = unsafe { Stream::from_raw(self.nccl.device(), raw) };
             if let Some(nccl) = &nccl {
                 stream.wait_for(nccl.stream())?;
             }
-            if writes && raw != here.as_raw() {
-                stream.wait_for(&here)?;
-            }
-        }
-        self.check()
+            if writes && raw != here.as_raw() { stream.wait_for(&here) } else { Ok(()) }
+        };
+        // An error of one stream leaves out no other one.
+        streams.into_iter().map(wait).fold(Ok(()), Result::and)
     }
 
     /// The failure of a call that nobody has waited for: what has been computed from its memory is worth nothing then.

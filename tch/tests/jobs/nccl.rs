@@ -60,6 +60,13 @@ pub const TESTS: &[(&str, fn())] = &[
 pub const ON_STAND_IN: &[(&str, fn())] = &[
     ("backward_waits_for_no_call_and_a_bucket_is_one", || held_up("held")),
     ("in_a_join_nobody_waits_for_a_call", || held_up("held join")),
+    ("memory_of_a_step_that_failed_is_used_again_behind_its_calls", || {
+        job_with("failed step", 2, |job, folder| {
+            // The calls of a group that has failed may go on for some seconds.
+            let job = job.variable("STANDIN_NCCL_ABORT_HANG", "3000");
+            job.variable(HOLD, folder.join("go").to_str().unwrap())
+        });
+    }),
     ("what_is_written_late_is_waited_for_in_a_join", || {
         job_with("late join", 2, |job, _| job.variable("STANDIN_CUDA_LATE", "20000"));
     }),
@@ -169,6 +176,7 @@ pub fn play(case: &str) -> Result<()> {
         "compressed" => compressed(&group),
         "at once" => at_once(&group),
         "held" => held(&group),
+        "failed step" => failed_step(&group),
         "own" => own(&group),
         "kinds" => kinds(&group),
         "state" => state(&group),
@@ -425,6 +433,50 @@ fn held(group: &ProcessGroup) -> Result<()> {
         }
         assert!(layers.iter().all(|one| elements(&one.grad()) == [1.5; 64]), "step {step}");
     }
+    Ok(())
+}
+
+/// A step that fails when its calls are under way: they go on for a while, and their memory is free.
+fn failed_step(group: &ProcessGroup) -> Result<()> {
+    // Its error ends its group.
+    let group = &group.split(Some(0), 0)?.unwrap();
+    let go = PathBuf::from(std::env::var_os(HOLD).unwrap());
+    let release = || std::fs::write(&go, "").unwrap();
+    if group.rank().is_main() {
+        release();
+    }
+    let devices = devices(group)?;
+    let store = VarStore::new(device());
+    let [used, idle] = ["used", "idle"].map(|name| store.root().var(name, &[64], Init::Const(0.0)));
+    let mut options = options();
+    options.reducer = ReducerOptions::default().static_graph(true);
+    let mut ddp = Ddp::with_nccl(&store, &devices, options)?;
+    let loss = ddp.forward(|| used.sum(Kind::Float))?;
+    ddp.backward(&loss)?;
+    assert_eq!(elements(&used.grad()), [1.0; 64]);
+    // What is held up begins with the calls of the next step.
+    group.barrier()?;
+    if group.rank().is_main() {
+        std::fs::remove_file(&go).unwrap();
+    }
+    group.barrier()?;
+    let loss = ddp.forward(|| (&idle * &used).sum(Kind::Float))?;
+    ddp.backward_no_sync(&loss)?;
+    let loss = ddp.forward(|| used.sum(Kind::Float))?;
+    let error = ddp.backward(&loss).unwrap_err().to_string();
+    assert!(error.contains("idle") && error.contains("static_graph promises"), "{error}");
+    drop((ddp, loss, used, idle, store));
+    // In the memory of buckets and gradients, of whatever size they are.
+    let others: Vec<Tensor> = (0..16).flat_map(|_| [64, 128].map(|count| ones(&[count], 7.0))).collect();
+    let are_sevens = || others.iter().all(|one| elements(one).iter().all(|element| *element == 7.0));
+    assert!(are_sevens());
+    // If the calls have not been waited for, they write now.
+    release();
+    let nccl = devices.device();
+    while nccl.is_aborting() {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert!(are_sevens(), "a call has written to memory that was used again");
     Ok(())
 }
 
