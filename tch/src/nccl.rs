@@ -27,7 +27,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use half::{bf16, f16};
-use phalanx::adapter::{Elsewhere, ElsewhereCall, JoinGroup};
+use phalanx::adapter::{ComparedCalls, Comparison, Elsewhere, ElsewhereCall, ElsewhereOp, JoinGroup};
 use phalanx::reducer::broadcast_bytes;
 use phalanx::reducer::hooks::{
     BuiltInHook, CommHook, GradBucket, GradientPlace, HookState, Pending, PostLocalSgd, PowerSgd,
@@ -38,7 +38,7 @@ use phalanx_nccl::{Communicator, CommunicatorHandle, DeviceMemory, DeviceSlice, 
 use tch::{Device, Kind, TchError, Tensor};
 
 use self::device_hook::Own;
-pub use self::device_hook::{DeviceBucket, DeviceHook};
+pub use self::device_hook::{DeviceBucket, DeviceHook, DeviceMessage};
 use self::power_sgd::{LowRank, LowRankBucket};
 use crate::shim;
 use crate::tensors::{Named, torch};
@@ -51,6 +51,8 @@ pub(crate) struct OnDevice {
     /// Whether the end of backward waits for the calls.
     waits: bool,
     state: Mutex<State>,
+    /// What the program's hook has sent of each bucket last.
+    compared: ComparedCalls,
     /// The bytes of all buckets that were averaged.
     bytes: AtomicU64,
 }
@@ -93,8 +95,8 @@ struct Bucket {
     compressed: Option<Tensor>,
     /// If its matrices are sent as products.
     low_rank: Option<LowRankBucket>,
-    /// What the program's hook has sent of it last.
-    own: Option<Tensor>,
+    /// What the program's hook has sent of it last, and what has come back if that is memory of its own.
+    own: Vec<Tensor>,
     /// Whether other memory takes the place of this.
     is_abandoned: bool,
 }
@@ -113,7 +115,7 @@ impl Bucket {
             memory.f_narrow(0, start, count)?.f_view(shape.as_slice())?.f_detach()
         };
         let places = gradients.iter().map(place).collect::<std::result::Result<_, _>>()?;
-        let (kept, compressed, low_rank, own) = (None, None, None, None);
+        let (kept, compressed, low_rank, own) = (None, None, None, Vec::new());
         Ok(Self { gradients, memory, places, kept, compressed, low_rank, own, is_abandoned: false })
     }
 
@@ -240,7 +242,8 @@ impl OnDevice {
             let state = State { parameters, buckets, streams, ahead, are_placed, low_rank };
             let (nccl, state) = (CommunicatorHandle::new(nccl.clone()), Mutex::new(state));
             let group = group.in_call(Caller::DdpBackward);
-            return Ok(Arc::new(Self { nccl, group, waits, state, bytes: AtomicU64::new(0) }));
+            let (compared, bytes) = (ComparedCalls::default(), AtomicU64::new(0));
+            return Ok(Arc::new(Self { nccl, group, waits, state, compared, bytes }));
         };
         let (name, place) = (&elsewhere.spec.name, elsewhere.tensor.device());
         Err(Error::invalid_argument(format!(
@@ -254,6 +257,7 @@ impl OnDevice {
     /// The ranks of `group` average from now on.
     pub fn move_to(&self, group: &ProcessGroup) {
         if self.nccl.rebind(group) {
+            self.compared.forget();
             // A call of the last group may still write their memory, and holds it.
             lock(&self.state).buckets.iter_mut().flatten().for_each(|bucket| bucket.is_abandoned = true);
         }
@@ -320,7 +324,7 @@ impl OnDevice {
             let scaled = state.scale(weight, scale);
             // It is written on this thread's stream when what was sent has come back.
             let is_written = |bucket: &Bucket| {
-                bucket.compressed.is_some() || bucket.low_rank.is_some() || bucket.own.is_some()
+                bucket.compressed.is_some() || bucket.low_rank.is_some() || !bucket.own.is_empty()
             };
             let is_written = state.buckets.iter().flatten().any(is_written);
             let writes = weight != 1.0 || scale != 1.0 || is_written;
@@ -397,7 +401,11 @@ impl OnDevice {
         let begin = |(options, steps)| LowRank::new(options, &state.parameters, steps);
         let low_rank = low_rank.map(begin).transpose()?;
         state.low_rank = low_rank;
-        state.buckets.iter_mut().flatten().for_each(|bucket| (bucket.low_rank, bucket.own) = (None, None));
+        state.buckets.iter_mut().flatten().for_each(|bucket| {
+            (bucket.low_rank, bucket.own) = (None, Vec::new());
+        });
+        // Another hook sends something else.
+        self.compared.forget();
         Ok(())
     }
 
@@ -500,19 +508,58 @@ impl OnDevice {
             return Ok(None); // It has no address.
         }
         self.bytes.fetch_add((lent.len() * size_of::<T>()) as u64, Ordering::Relaxed);
-        let call = ElsewhereCall { op, dtype, elements: lent.len() };
+        let call = ElsewhereCall { op: ElsewhereOp::AllReduce(op), dtype, elements: lent.len() };
         self.group.announce_elsewhere(self, call)?;
         nccl.after(here)?.all_reduce_async(lent, op).map(Some)
     }
 
+    /// Gathers what is `sent`, behind what is queued on stream `here`, in `gathered`, which has room for all ranks' parts; none if it has no elements.
+    fn gather<T: Element>(
+        &self,
+        nccl: &Communicator,
+        here: &Stream,
+        (sent, gathered): (Tensor, Tensor),
+    ) -> Result<Option<Work<Lent<T>>>> {
+        let dtype = shim::dtype(sent.kind())?;
+        let (sent, gathered) =
+            (lend::<T>(sent, self.nccl.device())?, lend::<T>(gathered, self.nccl.device())?);
+        if sent.is_empty() {
+            return Ok(None); // It has no address.
+        }
+        // It moves half of what an all_reduce of as many elements does.
+        self.bytes.fetch_add((gathered.len() * size_of::<T>()) as u64 / 2, Ordering::Relaxed);
+        let call = ElsewhereCall { op: ElsewhereOp::AllGather, dtype, elements: sent.len() };
+        self.group.announce_elsewhere(self, call)?;
+        nccl.after(here)?.all_gather_async(sent, gathered).map(Some)
+    }
+
     /// Makes a call of a rank with data, on this one, which has none.
-    fn answer_in<T: Element>(&self, kind: Kind, op: ReduceOp, elements: i64) -> Result<()> {
+    fn answer_in<T: Element>(&self, kind: Kind, op: ElsewhereOp, elements: usize) -> Result<()> {
         let (nccl, here) = (self.nccl.connect()?, self.stream_of_thread()?);
         let place = (kind, Device::Cuda(self.ordinal() as usize));
-        let zeros = tch::no_grad(|| Tensor::f_zeros(elements, place)).map_err(torch)?;
-        let work = nccl.after(&here)?.all_reduce_async(lend::<T>(zeros, self.nccl.device())?, op)?;
+        let zeros = |elements: usize| {
+            let count = i64::try_from(elements)
+                .map_err(|_| Error::invalid_argument(format!("a message of {elements} elements")))?;
+            let zeros = tch::no_grad(|| Tensor::f_zeros(count, place)).map_err(torch)?;
+            lend::<T>(zeros, self.nccl.device())
+        };
         // Their memory is used again in the order of this stream, which waits for the call.
-        drop(if self.waits { work.wait() } else { work.order(&here) }?);
+        match op {
+            ElsewhereOp::AllReduce(op) => {
+                let zeros = zeros(elements)?;
+                self.await_answer(nccl.after(&here)?.all_reduce_async(zeros, op)?, &here)
+            }
+            ElsewhereOp::AllGather => {
+                let all = elements.saturating_mul(nccl.world_size().count());
+                let (sent, gathered) = (zeros(elements)?, zeros(all)?);
+                self.await_answer(nccl.after(&here)?.all_gather_async(sent, gathered)?, &here)
+            }
+        }
+    }
+
+    /// What is queued on stream `here` from now on, or this thread, waits for `work`, whose memory is free then.
+    fn await_answer<M: Send + 'static>(&self, work: Work<M>, here: &Stream) -> Result<()> {
+        drop(if self.waits { work.wait() } else { work.order(here) }?);
         Ok(())
     }
 
@@ -527,11 +574,11 @@ impl OnDevice {
         let number = bucket.index;
         let launched = self.launch::<T>((number, bucket.keeps), &bucket.gradients, how)?;
         let this = self.clone();
-        Ok(self.behind(launched, move || match this.second_message(number)? {
+        Ok(self.behind(launched, None, move || match this.second_message(number)? {
             Some(second) => {
                 let (all, here) = (this.clone(), this.stream_of_thread()?);
                 let work = this.call::<f32>(&this.nccl.connect()?, &here, second, ReduceOp::Avg)?;
-                Ok(this.behind(work, move || {
+                Ok(this.behind(work, None, move || {
                     let State { buckets, low_rank, .. } = &mut *lock(&all.state);
                     if let (Some(low_rank), Some(of_bucket)) = (low_rank, of(buckets, number)) {
                         low_rank.finish(of_bucket)?;
@@ -554,22 +601,37 @@ impl OnDevice {
         low_rank.second(of_bucket).map(Some)
     }
 
-    /// What `then` queues on this thread's stream comes behind `work`.
-    fn behind<T: Element>(
+    /// What `then` queues on this thread's stream comes behind `work`, and after `comparison`, if there is one.
+    fn behind<M: Send + 'static>(
         self: &Arc<Self>,
-        work: Option<Work<DeviceSlice<T>>>,
+        work: Option<Work<M>>,
+        comparison: Option<Comparison>,
         then: impl FnOnce() -> Result<Pending> + Send + 'static,
     ) -> Pending {
         let work = Arc::new(Mutex::new(work));
         let (this, under_way) = (self.clone(), work.clone());
         let is_completed = move || lock(&under_way).as_ref().is_none_or(Work::is_completed);
         Pending::elsewhere_then(is_completed, move || {
+            comparison.map_or(Ok(()), Comparison::wait).map_err(of_hook)?;
             if let Some(work) = lock(&work).take() {
                 drop(if this.waits { work.wait() } else { work.order(&this.stream_of_thread()?) }?);
             }
             then()
         })
     }
+}
+
+/// What NCCL reads of one rank, and where it writes the parts of all.
+type Lent<T> = (DeviceSlice<T>, DeviceSlice<T>);
+
+/// A difference between ranks, as one of what their hooks send.
+fn of_hook(error: Error) -> Error {
+    if !error.is_mismatch() {
+        return error;
+    }
+    error.with_remedy(
+        "a DeviceHook sends of each bucket as many elements, of one type, in one way on every rank: see what its `send` depends on",
+    )
 }
 
 /// What PowerSGD has of the bucket of this number.
@@ -579,13 +641,16 @@ fn of(buckets: &[Option<Bucket>], number: usize) -> Option<&LowRankBucket> {
 
 impl Elsewhere for OnDevice {
     fn answer(&self, ElsewhereCall { op, dtype, elements }: ElsewhereCall) -> Result<()> {
-        let count = i64::try_from(elements)
-            .map_err(|_| Error::invalid_argument(format!("a bucket of {elements} elements")))?;
+        let is_gather = op == ElsewhereOp::AllGather;
         match dtype {
-            DType::F32 => self.answer_in::<f32>(Kind::Float, op, count),
-            DType::F64 => self.answer_in::<f64>(Kind::Double, op, count),
-            DType::F16 => self.answer_in::<f16>(Kind::Half, op, count),
-            DType::BF16 => self.answer_in::<bf16>(Kind::BFloat16, op, count),
+            DType::F32 => self.answer_in::<f32>(Kind::Float, op, elements),
+            DType::F64 => self.answer_in::<f64>(Kind::Double, op, elements),
+            DType::F16 => self.answer_in::<f16>(Kind::Half, op, elements),
+            DType::BF16 => self.answer_in::<bf16>(Kind::BFloat16, op, elements),
+            DType::I64 if is_gather => self.answer_in::<i64>(Kind::Int64, op, elements),
+            DType::I32 if is_gather => self.answer_in::<i32>(Kind::Int, op, elements),
+            DType::I8 if is_gather => self.answer_in::<i8>(Kind::Int8, op, elements),
+            DType::U8 if is_gather => self.answer_in::<u8>(Kind::Uint8, op, elements),
             DType::I64 | DType::I32 | DType::I8 | DType::U8 | DType::Bool => {
                 Err(Error::invalid_argument(format!("gradients of type {dtype} are not averaged")))
             }
@@ -643,6 +708,7 @@ enum How {
     Own {
         hook: Own,
         description: String,
+        is_stateless: bool,
     },
 }
 
@@ -654,8 +720,9 @@ impl Hook {
     /// With a hook of the program's.
     pub fn own(on_device: Arc<OnDevice>, hook: Box<dyn DeviceHook>) -> Result<Self> {
         on_device.approximate(None)?;
-        let description = hook.describe();
-        Ok(Self { on_device, how: How::Own { hook: Arc::new(Mutex::new(hook)), description } })
+        let (description, is_stateless) = (hook.describe(), hook.is_stateless());
+        let hook = Arc::new(Mutex::new(hook));
+        Ok(Self { on_device, how: How::Own { hook, description, is_stateless } })
     }
 
     /// How buckets of f32 are sent in this step, of which one `is_last`.
@@ -739,7 +806,7 @@ impl CommHook for Hook {
     fn keeps_state(&self) -> Result<bool> {
         match &self.how {
             How::LowRank { .. } | How::Local { .. } => Ok(true),
-            How::Own { hook, .. } => Ok(!lock(hook).state()?.is_empty()),
+            How::Own { hook, .. } => lock(hook).keeps_state(),
             How::Whole | How::Rounded(_) => Ok(false),
         }
     }
@@ -759,9 +826,9 @@ impl CommHook for Hook {
         }
     }
 
-    // As the hooks in the host's memory: a step is not done again.
+    // As the hooks in the host's memory: a step is not done again, unless the program's own hook says that it may be.
     fn is_stateless(&self) -> bool {
-        matches!(self.how, How::Whole)
+        matches!(self.how, How::Whole | How::Own { is_stateless: true, .. })
     }
 
     fn act_as(&mut self, hook: BuiltInHook) -> Result<bool> {

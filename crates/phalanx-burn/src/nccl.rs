@@ -42,17 +42,17 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 use cubecl_runtime::runtime::Runtime;
 use parking_lot::Mutex;
-use phalanx::adapter::{Elsewhere, ElsewhereCall, JoinGroup};
+use phalanx::adapter::{ComparedCalls, Comparison, Elsewhere, ElsewhereCall, ElsewhereOp, JoinGroup};
 use phalanx::reducer::hooks::{
     BuiltInHook, CommHook, GradBucket, GradientPlace, HookState, Pending, PostLocalSgd, PowerSgd,
     PowerSgdOptions,
 };
 use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions, broadcast_bytes};
-use phalanx::{Caller, Communicator, DType, Error, Rank, ReduceOp, Result, WorldSize};
+use phalanx::{Caller, Communicator, DType, Error, ProcessGroup, Rank, ReduceOp, Result, WorldSize};
 use phalanx_nccl::{CommunicatorHandle, DeviceMemory, DeviceSlice, Element, Work};
 
 use self::device_hook::Own;
-pub use self::device_hook::{DeviceBucket, DeviceHook};
+pub use self::device_hook::{DeviceBucket, DeviceHook, DeviceMessage};
 use self::power_sgd::LowRank;
 use crate::read_back::{Computed, Lost, ReadBack};
 use crate::tensor_bytes::dtype;
@@ -84,6 +84,8 @@ pub(crate) struct OnDevice {
     state: Mutex<State>,
     /// To the thread that makes NCCL's calls.
     calls: Sender<Call>,
+    /// What the program's hook has sent of each bucket last.
+    compared: ComparedCalls,
     /// The bytes of all gradients that were averaged.
     bytes: AtomicU64,
 }
@@ -147,7 +149,8 @@ impl OnDevice {
         let state = Mutex::new(State { held: none(), gradients: none(), kept, low_rank });
         let nccl = CommunicatorHandle::new(nccl.clone());
         let in_call = group.in_call(Caller::DdpBackward);
-        let this = Self { nccl, group: in_call, device, state, calls, bytes: AtomicU64::new(0) };
+        let (compared, bytes) = (ComparedCalls::default(), AtomicU64::new(0));
+        let this = Self { nccl, group: in_call, device, state, calls, compared, bytes };
         let this = Arc::new(this);
         let reducer = Reducer::elsewhere(
             Arc::new(group.clone()),
@@ -209,6 +212,13 @@ impl OnDevice {
         &self.nccl
     }
 
+    /// The ranks of `group` average from now on.
+    pub fn move_to(&self, group: &ProcessGroup) {
+        if self.nccl.rebind(group) {
+            self.compared.forget();
+        }
+    }
+
     /// Drops what is held.
     pub fn drop_held(&self) {
         self.state.lock().held.fill_with(|| None);
@@ -245,7 +255,7 @@ impl OnDevice {
         };
         let (timeout, stage) = (nccl.timeout(), self.send::<T>(nccl, &memory, op)?);
         let this = self.clone();
-        Ok(stage.then(timeout, move || {
+        Ok(stage.then(timeout, None, move || {
             if compressed.is_some() {
                 memory.widen(dtype);
             }
@@ -262,12 +272,12 @@ impl OnDevice {
         let (mut matrices, first) = self.low_rank(begin)?;
         let (timeout, stage) = (nccl.timeout(), self.send::<f32>(nccl, &first, ReduceOp::Avg)?);
         let this = self.clone();
-        Ok(stage.then(timeout, move || {
+        Ok(stage.then(timeout, None, move || {
             let nccl = this.nccl.connect()?;
             let second = this.low_rank(|low_rank| low_rank.second(&mut matrices, &first, &this.device))?;
             let stage = this.send::<f32>(nccl, &second, ReduceOp::Avg)?;
             let all = this.clone();
-            Ok(stage.then(timeout, move || {
+            Ok(stage.then(timeout, None, move || {
                 let averages =
                     all.low_rank(|low_rank| low_rank.finish(matrices, &bucket.gradients, (&first, &second)))?;
                 let mut state = all.state.lock();
@@ -306,6 +316,8 @@ impl OnDevice {
     /// Matrices of f32 are sent as products with these options from now on, or all buckets as they are.
     fn approximate(&self, options: Option<PowerSgdOptions>) {
         self.state.lock().low_rank = options.map(LowRank::new);
+        // Another hook sends something else.
+        self.compared.forget();
     }
 
     /// What this rank's device is called.
@@ -319,29 +331,46 @@ impl OnDevice {
         nccl: phalanx_nccl::Communicator,
         memory: &BucketMemory,
         op: ReduceOp,
-    ) -> Result<Stage<T>> {
+    ) -> Result<Stage<DeviceSlice<T>>> {
         let lent = memory.lend::<T>(self.nccl.device())?;
         let elements: usize = memory.places.iter().map(Range::len).sum();
         self.bytes.fetch_add((elements * size_of::<T>()) as u64, Ordering::Relaxed);
         let dtype = dtype(memory.tensor.dtype)?;
-        self.group.announce_elsewhere(self, ElsewhereCall { op, dtype, elements: lent.len() })?;
-        self.launch(nccl, &memory.tensor, lent, op)
+        let call = ElsewhereCall { op: ElsewhereOp::AllReduce(op), dtype, elements: lent.len() };
+        self.group.announce_elsewhere(self, call)?;
+        self.launch(nccl, &memory.tensor, move |nccl| nccl.all_reduce_async(lent, op))
     }
 
-    /// Has a call of NCCL's be made when the device has computed `tensor`, whose memory is `lent`.
-    fn launch<T: Element>(
+    /// Has NCCL gather what is `sent` in `gathered`, which has room for all ranks' parts. Inside of `join` ranks without data hear of it.
+    fn gather<T: Element>(
+        &self,
+        nccl: phalanx_nccl::Communicator,
+        sent: &CubeTensor,
+        gathered: &CubeTensor,
+    ) -> Result<Stage<(DeviceSlice<T>, DeviceSlice<T>)>> {
+        let device = self.nccl.device();
+        let (from, to) = (lend_all::<T>(sent, device)?, lend_all::<T>(gathered, device)?);
+        // It moves half of what an all_reduce of as many elements does.
+        self.bytes.fetch_add((to.len() * size_of::<T>()) as u64 / 2, Ordering::Relaxed);
+        let dtype = dtype(sent.dtype)?;
+        let call = ElsewhereCall { op: ElsewhereOp::AllGather, dtype, elements: from.len() };
+        self.group.announce_elsewhere(self, call)?;
+        self.launch(nccl, gathered, move |nccl| nccl.all_gather_async(from, to))
+    }
+
+    /// Has `call` be made when the device has computed all that this thread has given it, and `tensor`.
+    fn launch<M: Send + 'static>(
         &self,
         nccl: phalanx_nccl::Communicator,
         tensor: &CubeTensor,
-        lent: DeviceSlice<T>,
-        op: ReduceOp,
-    ) -> Result<Stage<T>> {
+        call: impl FnOnce(&phalanx_nccl::Communicator) -> Result<Work<M>> + Send + 'static,
+    ) -> Result<Stage<M>> {
         // Here and not on the other thread: CubeCL's streams belong to threads, and the fence comes behind all that this one has queued.
         let fence = ReadBack::fence(tensor);
         let (launched, launching) = channel();
         let call = move || {
             let computed = fence.wait(|_| ()).map_err(|lost| lost.of("a bucket of gradients"));
-            let work = computed.and_then(|()| nccl.all_reduce_async(lent, op));
+            let work = computed.and_then(|()| call(&nccl));
             drop(nccl); // So that the last one is the waiting thread's, unless it has gone to another group.
             // Nobody waits for it after a failure.
             let _kept = launched.send(work);
@@ -351,12 +380,23 @@ impl OnDevice {
     }
 
     /// Makes a call of a rank with data, on this one, which has none, and waits for it.
-    fn answer_in<T: Element>(&self, dtype: BurnDType, op: ReduceOp, elements: usize) -> Result<()> {
-        let nccl = self.nccl.connect()?;
-        let timeout = nccl.timeout();
-        let zeros = CubeBackend::float_zeros(Shape::new([elements]), &self.device, dtype.into());
-        let lent = lend_all::<T>(&zeros, self.nccl.device())?;
-        self.launch(nccl, &zeros, lent, op)?.wait(timeout)
+    fn answer_in<T: Element>(&self, dtype: BurnDType, op: ElsewhereOp, elements: usize) -> Result<()> {
+        let (nccl, device) = (self.nccl.connect()?, self.nccl.device());
+        let (timeout, ranks) = (nccl.timeout(), nccl.world_size().count());
+        let zeros =
+            |elements: usize| CubeBackend::float_zeros(Shape::new([elements]), &self.device, dtype.into());
+        match op {
+            ElsewhereOp::AllReduce(op) => {
+                let zeros = zeros(elements);
+                let lent = lend_all::<T>(&zeros, device)?;
+                self.launch(nccl, &zeros, move |nccl| nccl.all_reduce_async(lent, op))?.wait(timeout)
+            }
+            ElsewhereOp::AllGather => {
+                let (sent, gathered) = (zeros(elements), zeros(elements.saturating_mul(ranks)));
+                let (from, to) = (lend_all::<T>(&sent, device)?, lend_all::<T>(&gathered, device)?);
+                self.launch(nccl, &gathered, move |nccl| nccl.all_gather_async(from, to))?.wait(timeout)
+            }
+        }
     }
 
     /// This rank's gradients of a bucket.
@@ -393,15 +433,15 @@ impl Elsewhere for OnDevice {
     }
 }
 
-/// How far the averaging of a bucket is.
-enum Stage<T: Element> {
+/// How far the averaging of a bucket is, whose call has the memory `M`.
+enum Stage<M: Send + 'static> {
     /// The device computes it, or the thread has not come to it.
-    Computing(Receiver<Result<Work<DeviceSlice<T>>>>),
-    Launched(Result<Work<DeviceSlice<T>>>),
+    Computing(Receiver<Result<Work<M>>>),
+    Launched(Result<Work<M>>),
     Over,
 }
 
-impl<T: Element> Stage<T> {
+impl<M: Send + 'static> Stage<M> {
     fn is_completed(&mut self) -> bool {
         if let Self::Computing(launching) = self {
             match launching.try_recv() {
@@ -413,13 +453,19 @@ impl<T: Element> Stage<T> {
         !matches!(self, Self::Launched(Ok(work)) if !work.is_completed())
     }
 
-    /// What `then` does comes behind it.
-    fn then(self, timeout: Duration, then: impl FnOnce() -> Result<Pending> + Send + 'static) -> Pending {
+    /// What `then` does comes behind it, and behind `comparison`, if there is one.
+    fn then(
+        self,
+        timeout: Duration,
+        comparison: Option<Comparison>,
+        then: impl FnOnce() -> Result<Pending> + Send + 'static,
+    ) -> Pending {
         let stage = Arc::new(Mutex::new(self));
         let under_way = stage.clone();
         Pending::elsewhere_then(
             move || under_way.lock().is_completed(),
             move || {
+                comparison.map_or(Ok(()), Comparison::wait).map_err(of_hook)?;
                 let stage = std::mem::replace(&mut *stage.lock(), Self::Over);
                 stage.wait(timeout)?;
                 then()
@@ -445,6 +491,16 @@ impl<T: Element> Stage<T> {
         };
         work?.wait().map(drop)
     }
+}
+
+/// A difference between ranks, as one of what their hooks send.
+fn of_hook(error: Error) -> Error {
+    if !error.is_mismatch() {
+        return error;
+    }
+    error.with_remedy(
+        "a DeviceHook sends of each bucket as many elements, of one type, in one way on every rank: see what its `send` depends on",
+    )
 }
 
 fn gone() -> Error {
@@ -526,8 +582,8 @@ fn lend_all<T: Element>(tensor: &CubeTensor, device: &phalanx_nccl::Device) -> R
     let (pointer, held) = lend(tensor, device)?;
     // SAFETY: CubeCL neither frees nor moves memory that is held, and knows that it is: `pointer` is its address, which the driver has said
     // to be the device's, and it has so many bytes, as `lend` has checked. Nothing uses them until the call is done: it
-    // is made when the device has done all that was queued before, the fence has been waited for; parts of a bucket are given out when it is
-    // over, zeros never, and what a copy is made to when it is made. What a copy is made of is read meanwhile, by others too, and not written:
+    // is made when the device has done all that was queued before, the fence has been waited for; parts of a bucket, and what is gathered, are given out
+    // when it is over, zeros never, and what a copy is made to when it is made. What a copy is made of is read meanwhile, by others too, and not written:
     // CubeCL writes in place only to memory of which there is one handle, and the call has another.
     Ok(unsafe { DeviceSlice::from_raw(device, pointer, len) }.keeping((held, tensor.clone())))
 }
@@ -585,8 +641,9 @@ impl Hook {
     /// With a hook of the program's.
     pub fn own(on_device: Arc<OnDevice>, hook: Box<dyn DeviceHook>) -> Self {
         on_device.approximate(None);
-        let description = hook.describe();
-        Self { on_device, how: How::Own { hook: Arc::new(Mutex::new(hook)), description } }
+        let (description, is_stateless) = (hook.describe(), hook.is_stateless());
+        let hook = Arc::new(Mutex::new(hook));
+        Self { on_device, how: How::Own { hook, description, is_stateless } }
     }
 }
 
@@ -610,6 +667,7 @@ enum How {
     Own {
         hook: Own,
         description: String,
+        is_stateless: bool,
     },
 }
 
@@ -707,7 +765,7 @@ impl CommHook for Hook {
     fn keeps_state(&self) -> Result<bool> {
         match &self.how {
             How::LowRank { .. } | How::Local { .. } => Ok(true),
-            How::Own { hook, .. } => Ok(!hook.lock().state()?.is_empty()),
+            How::Own { hook, .. } => hook.lock().keeps_state(),
             How::Whole | How::Rounded(_) => Ok(false),
         }
     }
@@ -730,9 +788,9 @@ impl CommHook for Hook {
         }
     }
 
-    // As the hooks in the processes' memory: a step is not done again.
+    // As the hooks in the processes' memory: a step is not done again, unless the program's own hook says that it may be.
     fn is_stateless(&self) -> bool {
-        matches!(self.how, How::Whole)
+        matches!(self.how, How::Whole | How::Own { is_stateless: true, .. })
     }
 
     fn act_as(&mut self, hook: BuiltInHook) -> Result<bool> {
