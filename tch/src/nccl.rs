@@ -409,10 +409,10 @@ impl OnDevice {
         Ok(())
     }
 
-    /// What PowerSGD keeps, after so many steps.
-    fn low_rank_state(&self, step: u64) -> Result<HookState> {
+    /// What PowerSGD keeps, after so many steps, with this rank's losses or without.
+    fn low_rank_state(&self, step: u64, with_losses: bool) -> Result<HookState> {
         let state = lock(&self.state);
-        let read = state.low_rank.as_ref().map(|low_rank| low_rank.state(step)).transpose()?;
+        let read = state.low_rank.as_ref().map(|low_rank| low_rank.state(step, with_losses)).transpose()?;
         drop(state);
         // What was read is worth nothing after a call that has failed.
         self.check().map(|()| read.unwrap_or_default())
@@ -792,7 +792,7 @@ impl CommHook for Hook {
     /// It waits for the device, and reads all factors and losses of PowerSGD.
     fn state(&self) -> Result<HookState> {
         match &self.how {
-            How::LowRank { step, .. } => self.on_device.low_rank_state(*step),
+            How::LowRank { step, .. } => self.on_device.low_rank_state(*step, true),
             How::Local { step, .. } => Ok(HookState::default().number("step", *step)),
             How::Own { hook, .. } => {
                 let state = lock(hook).state()?;
@@ -800,6 +800,16 @@ impl CommHook for Hook {
                 self.on_device.check().map(|()| state)
             }
             How::Whole | How::Rounded(_) => Ok(HookState::default()),
+        }
+    }
+
+    /// It leaves the losses of PowerSGD on the device.
+    fn common_state(&self) -> Result<HookState> {
+        match &self.how {
+            How::LowRank { step, .. } => self.on_device.low_rank_state(*step, false),
+            How::Whole | How::Rounded(_) | How::Local { .. } | How::Own { .. } => {
+                self.state().map(HookState::without_own)
+            }
         }
     }
 

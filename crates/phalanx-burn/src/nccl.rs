@@ -755,10 +755,20 @@ impl CommHook for Hook {
     /// It waits for the device, and reads all factors and losses of PowerSGD.
     fn state(&self) -> Result<HookState> {
         match &self.how {
-            How::LowRank { step, .. } => self.on_device.low_rank(|low_rank| low_rank.state(*step)),
+            How::LowRank { step, .. } => self.on_device.low_rank(|low_rank| low_rank.state(*step, true)),
             How::Local { step, .. } => Ok(HookState::default().number("step", *step)),
             How::Own { hook, .. } => hook.lock().state(),
             How::Whole | How::Rounded(_) => Ok(HookState::default()),
+        }
+    }
+
+    /// It leaves the losses of PowerSGD on the device.
+    fn common_state(&self) -> Result<HookState> {
+        match &self.how {
+            How::LowRank { step, .. } => self.on_device.low_rank(|low_rank| low_rank.state(*step, false)),
+            How::Whole | How::Rounded(_) | How::Local { .. } | How::Own { .. } => {
+                self.state().map(HookState::without_own)
+            }
         }
     }
 
