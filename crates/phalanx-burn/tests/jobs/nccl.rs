@@ -25,8 +25,8 @@ use phalanx::reducer::hooks::{
 use phalanx::store::TcpStoreServer;
 use phalanx::{Communicator, ProcessGroup, Rank, ReduceOp, Result, WorldSize};
 use phalanx_burn::{
-    DataParallel, Ddp, DdpOptions, DeviceBucket, DeviceHook, DeviceMessage, PeriodicModelAverager,
-    SyncBatchNorm, TowerGradients, TrainState, ZeroRedundancyOptimizer,
+    DataParallel, Ddp, DdpOptions, Destination, DeviceBucket, DeviceHook, DeviceMessage,
+    PeriodicModelAverager, Scatter, SyncBatchNorm, TowerGradients, TrainState, ZeroRedundancyOptimizer,
 };
 use phalanx_nccl::DeviceGroup;
 use rustix::process::{Signal, getpid, kill_process};
@@ -964,6 +964,7 @@ fn one_process() -> Result<()> {
     cuda.reverse();
     devices.reverse();
     gathered(&cuda, &devices)?;
+    own_inputs(&cuda, &devices)?;
     inputs_of_another_device(&cuda, &devices)
 }
 
@@ -1005,6 +1006,42 @@ fn gathered(cuda: &[phalanx_nccl::Device], devices: &[Device]) -> Result<()> {
     let failed = parallel.forward(x, |net, x| net.forward(x, &[])).unwrap_err().to_string();
     assert!(failed.contains("the test ends it"), "{failed}");
     assert_eq!(parallel.transfers().scatter.bytes, bytes);
+    Ok(())
+}
+
+/// An input of the program's own, which computes with what it copies before all of it is copied.
+struct Halved(Tensor<2>);
+
+impl Scatter for Halved {
+    fn samples(&self) -> Result<usize> {
+        self.0.samples()
+    }
+
+    fn part(&self, samples: Range<usize>) -> Self {
+        Self(self.0.part(samples))
+    }
+
+    fn copy_to(self, to: &mut Destination<'_>) -> Result<Self> {
+        Ok(Self(self.0.copy_to(to)? * 0.5))
+    }
+}
+
+/// The second half of the rows is on another device, and has been halved there.
+fn own_inputs(cuda: &[phalanx_nccl::Device], devices: &[Device]) -> Result<()> {
+    let groups = DeviceGroup::of_devices(cuda)?;
+    let mut towers = TowerGradients::with_nccl(Net::new(), devices.to_vec(), groups)?;
+    let x = samples(0, RANKS * ROWS).0;
+    let is_whole = AtomicU64::new(0);
+    let half = |from: usize, factor: f64| -> Vec<f32> {
+        (x.clone().narrow(0, from, ROWS) * factor).into_data().iter::<f32>().collect()
+    };
+    let expected = [half(0, 1.0), half(ROWS, 0.5)];
+    let (loss, _) = towers.backward((Halved(x.clone()), x.clone()), |net, (Halved(own), _)| {
+        let found: Vec<f32> = own.to_data().iter::<f32>().collect();
+        is_whole.fetch_add(u64::from(expected.contains(&found)), Ordering::Relaxed);
+        net.loss_of(own, &[])
+    })?;
+    assert!(loss.is_finite() && is_whole.load(Ordering::Relaxed) == 2);
     Ok(())
 }
 
