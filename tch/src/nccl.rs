@@ -335,16 +335,17 @@ impl OnDevice {
         scaled.and(ordered).and_then(|()| self.check())
     }
 
-    /// A step has failed. What is queued from now on, on this thread's stream and on those of backward, waits for the calls that it has made.
+    /// A step has failed. What is queued from now on, on this thread's stream and on those of backward, waits for the calls that it has made, and for
+    /// what this thread has queued.
     pub fn settle_failed(&self) {
-        if let Ok(here) = shim::current_stream(self.ordinal()) {
-            let streams = &mut lock(&self.state).streams;
-            if !streams.contains(&here) {
-                streams.push(here);
-            }
+        let mut streams = std::mem::take(&mut lock(&self.state).streams);
+        if let Ok(here) = shim::current_stream(self.ordinal())
+            && !streams.contains(&here)
+        {
+            streams.push(here);
         }
         // The step's own error is the one that counts.
-        let _settled = self.settle(1.0, 1.0);
+        let _ordered = self.order(streams, true);
     }
 
     /// What is queued on `streams` from now on waits for NCCL's calls; and, if this thread's stream `writes` to buckets, for that.
