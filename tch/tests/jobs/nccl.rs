@@ -467,6 +467,7 @@ fn failed_step(group: &ProcessGroup) -> Result<()> {
     let mut ddp = Ddp::with_nccl(&store, &devices, options)?;
     let loss = ddp.forward(|| used.sum(Kind::Float))?;
     ddp.backward(&loss)?;
+    drop(loss);
     assert_eq!(elements(&used.grad()), [1.0; 64]);
     // What is held up begins with the calls of the next step.
     group.barrier()?;
@@ -474,12 +475,16 @@ fn failed_step(group: &ProcessGroup) -> Result<()> {
         std::fs::remove_file(&go).unwrap();
     }
     group.barrier()?;
-    let loss = ddp.forward(|| (&idle * &used).sum(Kind::Float))?;
-    ddp.backward_no_sync(&loss)?;
-    let loss = ddp.forward(|| used.sum(Kind::Float))?;
-    let error = ddp.backward(&loss).unwrap_err().to_string();
+    // The first rank's error ends the group, so the other one may get it in an earlier call.
+    let mut step = || {
+        let loss = ddp.forward(|| (&idle * &used).sum(Kind::Float))?;
+        ddp.backward_no_sync(&loss)?;
+        let loss = ddp.forward(|| used.sum(Kind::Float))?;
+        ddp.backward(&loss)
+    };
+    let error = step().unwrap_err().to_string();
     assert!(error.contains("idle") && error.contains("static_graph promises"), "{error}");
-    drop((ddp, loss, used, idle, store));
+    drop((ddp, used, idle, store));
     // In the memory of buckets and gradients, of whatever size they are.
     let others: Vec<Tensor> = (0..16).flat_map(|_| [64, 128].map(|count| ones(&[count], 7.0))).collect();
     let are_sevens = || others.iter().all(|one| elements(one).iter().all(|element| *element == 7.0));
@@ -1636,7 +1641,8 @@ fn own_hook_differs(group: &ProcessGroup) -> Result<()> {
             });
             let (step, error) = error.unwrap();
             let words = format!("rank 0 all_reduce(avg, 8 x f32), and rank 1 {name}");
-            assert!(step == at && error.contains(&words) && error.contains("DeviceHook"), "{error}");
+            // The error of the rank that differs may reach another one at the end of the step before.
+            assert!(step <= at && error.contains(&words) && error.contains("DeviceHook"), "{error}");
         }
     }
     Ok(())

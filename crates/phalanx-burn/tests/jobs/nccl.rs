@@ -1225,7 +1225,8 @@ fn own_hook_differs(group: &ProcessGroup, cuda: &phalanx_nccl::Device) -> Result
         });
         let (step, error) = failed.unwrap();
         let words = ["rank 0 all_reduce(avg, ", ", and rank 1 all_reduce(avg, ", "DeviceHook"];
-        assert!(step == at && words.iter().all(|words| error.contains(words)), "{error}");
+        // The error of the rank that differs may reach the other one at the end of the step before.
+        assert!(step <= at && words.iter().all(|words| error.contains(words)), "{error}");
     }
     Ok(())
 }
