@@ -901,7 +901,8 @@ fn devices_of_one_process() {
     let of = |way: &str| copies.lines().filter(|copy| copy.starts_with(way)).count();
     // Rows and their numbers: twice from the first device, and once from the second.
     let of_towers = 2 * STEPS;
-    assert_eq!((of("0 1 "), of("1 0 ")), (2 * of_towers + 4 * STEPS, of_towers + STEPS), "{copies}");
+    // And two tensors of an input of the program's own.
+    assert_eq!((of("0 1 "), of("1 0 ")), (2 * of_towers + 4 * STEPS + 2, of_towers + STEPS), "{copies}");
     // Outputs are as long as the rows of towers.
     let output = format!("1 0 {}", ROWS * WIDTH * 4);
     assert_eq!(copies.lines().filter(|copy| *copy == output).count(), 2 * STEPS, "{copies}");
