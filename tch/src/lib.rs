@@ -58,7 +58,7 @@ mod sync_batch_norm;
 mod tensors;
 
 pub use ddp::{Ddp, DdpOptions};
-pub use nccl::{DeviceBucket, DeviceHook};
+pub use nccl::{DeviceBucket, DeviceHook, DeviceMessage};
 pub use optimizer::{Optimizer, Rule};
 pub use phalanx::reducer::hooks::PeriodicModelAverager;
 pub use state::TrainState;

@@ -10,7 +10,7 @@
 //!
 //! In a weighted step the gradients are those of the loss times this rank's weight. The weights are averaged by the host's group meanwhile, and
 //! the device divides the averages by theirs at the end of backward. With [`Compressed`](phalanx::reducer::hooks::Compressed) a bucket is rounded
-//! to memory of its own, which is sent and copied back; with [`PowerSgd`] two messages of its own are ([`power_sgd`]); with [`PostLocalSgd`] nothing is
+//! to memory of its own, which is sent and copied back; with [`PowerSgd`](phalanx::reducer::hooks::PowerSgd) two messages of its own are ([`power_sgd`]); with [`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd) nothing is
 //! after the first steps; and a hook of the program's says by itself what is ([`device_hook`]).
 //!
 //! Inside of `join` each call is announced through the host's group before it is made, and a rank that has no data makes it with zeros
@@ -21,24 +21,21 @@
 #![allow(unsafe_code)] // NCCL takes addresses.
 
 mod device_hook;
+mod hook;
 mod power_sgd;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use half::{bf16, f16};
-use phalanx::adapter::{Elsewhere, ElsewhereCall, JoinGroup};
-use phalanx::reducer::broadcast_bytes;
-use phalanx::reducer::hooks::{
-    BuiltInHook, CommHook, GradBucket, GradientPlace, HookState, Pending, PostLocalSgd, PowerSgd,
-    PowerSgdOptions,
-};
-use phalanx::{Caller, DType, Error, ProcessGroup, Rank, ReduceOp, Result};
+use phalanx::adapter::{ComparedCalls, Comparison, Elsewhere, ElsewhereCall, ElsewhereOp, JoinGroup};
+use phalanx::reducer::hooks::{GradBucket, GradientPlace, HookState, Pending, PowerSgdOptions};
+use phalanx::{Caller, DType, Error, ProcessGroup, ReduceOp, Result};
 use phalanx_nccl::{Communicator, CommunicatorHandle, DeviceMemory, DeviceSlice, Element, Stream, Work};
 use tch::{Device, Kind, TchError, Tensor};
 
-use self::device_hook::Own;
-pub use self::device_hook::{DeviceBucket, DeviceHook};
+pub use self::device_hook::{DeviceBucket, DeviceHook, DeviceMessage};
+pub(crate) use self::hook::Hook;
 use self::power_sgd::{LowRank, LowRankBucket};
 use crate::shim;
 use crate::tensors::{Named, torch};
@@ -51,6 +48,8 @@ pub(crate) struct OnDevice {
     /// Whether the end of backward waits for the calls.
     waits: bool,
     state: Mutex<State>,
+    /// What the program's hook has sent of each bucket last.
+    compared: ComparedCalls,
     /// The bytes of all buckets that were averaged.
     bytes: AtomicU64,
 }
@@ -93,8 +92,8 @@ struct Bucket {
     compressed: Option<Tensor>,
     /// If its matrices are sent as products.
     low_rank: Option<LowRankBucket>,
-    /// What the program's hook has sent of it last.
-    own: Option<Tensor>,
+    /// What the program's hook has sent of it last, and what has come back if that is memory of its own.
+    own: Vec<Tensor>,
     /// Whether other memory takes the place of this.
     is_abandoned: bool,
 }
@@ -113,7 +112,7 @@ impl Bucket {
             memory.f_narrow(0, start, count)?.f_view(shape.as_slice())?.f_detach()
         };
         let places = gradients.iter().map(place).collect::<std::result::Result<_, _>>()?;
-        let (kept, compressed, low_rank, own) = (None, None, None, None);
+        let (kept, compressed, low_rank, own) = (None, None, None, Vec::new());
         Ok(Self { gradients, memory, places, kept, compressed, low_rank, own, is_abandoned: false })
     }
 
@@ -240,7 +239,8 @@ impl OnDevice {
             let state = State { parameters, buckets, streams, ahead, are_placed, low_rank };
             let (nccl, state) = (CommunicatorHandle::new(nccl.clone()), Mutex::new(state));
             let group = group.in_call(Caller::DdpBackward);
-            return Ok(Arc::new(Self { nccl, group, waits, state, bytes: AtomicU64::new(0) }));
+            let (compared, bytes) = (ComparedCalls::default(), AtomicU64::new(0));
+            return Ok(Arc::new(Self { nccl, group, waits, state, compared, bytes }));
         };
         let (name, place) = (&elsewhere.spec.name, elsewhere.tensor.device());
         Err(Error::invalid_argument(format!(
@@ -254,6 +254,7 @@ impl OnDevice {
     /// The ranks of `group` average from now on.
     pub fn move_to(&self, group: &ProcessGroup) {
         if self.nccl.rebind(group) {
+            self.compared.forget();
             // A call of the last group may still write their memory, and holds it.
             lock(&self.state).buckets.iter_mut().flatten().for_each(|bucket| bucket.is_abandoned = true);
         }
@@ -315,30 +316,49 @@ impl OnDevice {
     /// waits for them.
     pub fn settle(&self, weight: f64, scale: f64) -> Result<()> {
         // This thread's stream waits for the averages, or they are there.
-        let (streams, writes) = {
+        let (scaled, streams, writes) = {
             let mut state = lock(&self.state);
-            state.scale(weight, scale)?;
+            let scaled = state.scale(weight, scale);
             // It is written on this thread's stream when what was sent has come back.
             let is_written = |bucket: &Bucket| {
-                bucket.compressed.is_some() || bucket.low_rank.is_some() || bucket.own.is_some()
+                bucket.compressed.is_some() || bucket.low_rank.is_some() || !bucket.own.is_empty()
             };
             let is_written = state.buckets.iter().flatten().any(is_written);
             let writes = weight != 1.0 || scale != 1.0 || is_written;
-            (std::mem::take(&mut state.streams), writes)
+            (scaled, std::mem::take(&mut state.streams), writes)
         };
+        // Also if that has failed: NCCL may still write to memory that is freed next.
+        let ordered = self.order(streams, writes);
+        scaled.and(ordered).and_then(|()| self.check())
+    }
+
+    /// A step has failed. What is queued from now on, on this thread's stream and on those of backward, waits for the calls that it has made, and for
+    /// what this thread has queued.
+    pub fn settle_failed(&self) {
+        let mut streams = std::mem::take(&mut lock(&self.state).streams);
+        if let Ok(here) = shim::current_stream(self.ordinal())
+            && !streams.contains(&here)
+        {
+            streams.push(here);
+        }
+        // The step's own error is the one that counts.
+        let _ordered = self.order(streams, true);
+    }
+
+    /// What is queued on `streams` from now on waits for NCCL's calls; and, if this thread's stream `writes` to buckets, for that.
+    fn order(&self, streams: Vec<usize>, writes: bool) -> Result<()> {
         let nccl = if self.waits { None } else { Some(self.nccl.connect()?) };
         let here = self.stream_of_thread()?;
-        for raw in streams {
+        let wait = |raw: usize| {
             // SAFETY: as in `launch`.
             let stream = unsafe { Stream::from_raw(self.nccl.device(), raw) };
             if let Some(nccl) = &nccl {
                 stream.wait_for(nccl.stream())?;
             }
-            if writes && raw != here.as_raw() {
-                stream.wait_for(&here)?;
-            }
-        }
-        self.check()
+            if writes && raw != here.as_raw() { stream.wait_for(&here) } else { Ok(()) }
+        };
+        // An error of one stream leaves out no other one.
+        streams.into_iter().map(wait).fold(Ok(()), Result::and)
     }
 
     /// The failure of a call that nobody has waited for: what has been computed from its memory is worth nothing then.
@@ -379,14 +399,18 @@ impl OnDevice {
         let begin = |(options, steps)| LowRank::new(options, &state.parameters, steps);
         let low_rank = low_rank.map(begin).transpose()?;
         state.low_rank = low_rank;
-        state.buckets.iter_mut().flatten().for_each(|bucket| (bucket.low_rank, bucket.own) = (None, None));
+        state.buckets.iter_mut().flatten().for_each(|bucket| {
+            (bucket.low_rank, bucket.own) = (None, Vec::new());
+        });
+        // Another hook sends something else.
+        self.compared.forget();
         Ok(())
     }
 
-    /// What PowerSGD keeps, after so many steps.
-    fn low_rank_state(&self, step: u64) -> Result<HookState> {
+    /// What PowerSGD keeps, after so many steps, with this rank's losses or without.
+    fn low_rank_state(&self, step: u64, with_losses: bool) -> Result<HookState> {
         let state = lock(&self.state);
-        let read = state.low_rank.as_ref().map(|low_rank| low_rank.state(step)).transpose()?;
+        let read = state.low_rank.as_ref().map(|low_rank| low_rank.state(step, with_losses)).transpose()?;
         drop(state);
         // What was read is worth nothing after a call that has failed.
         self.check().map(|()| read.unwrap_or_default())
@@ -482,19 +506,58 @@ impl OnDevice {
             return Ok(None); // It has no address.
         }
         self.bytes.fetch_add((lent.len() * size_of::<T>()) as u64, Ordering::Relaxed);
-        let call = ElsewhereCall { op, dtype, elements: lent.len() };
+        let call = ElsewhereCall { op: ElsewhereOp::AllReduce(op), dtype, elements: lent.len() };
         self.group.announce_elsewhere(self, call)?;
         nccl.after(here)?.all_reduce_async(lent, op).map(Some)
     }
 
+    /// Gathers what is `sent`, behind what is queued on stream `here`, in `gathered`, which has room for all ranks' parts; none if it has no elements.
+    fn gather<T: Element>(
+        &self,
+        nccl: &Communicator,
+        here: &Stream,
+        (sent, gathered): (Tensor, Tensor),
+    ) -> Result<Option<Work<Lent<T>>>> {
+        let dtype = shim::dtype(sent.kind())?;
+        let (sent, gathered) =
+            (lend::<T>(sent, self.nccl.device())?, lend::<T>(gathered, self.nccl.device())?);
+        if sent.is_empty() {
+            return Ok(None); // It has no address.
+        }
+        // It moves half of what an all_reduce of as many elements does.
+        self.bytes.fetch_add((gathered.len() * size_of::<T>()) as u64 / 2, Ordering::Relaxed);
+        let call = ElsewhereCall { op: ElsewhereOp::AllGather, dtype, elements: sent.len() };
+        self.group.announce_elsewhere(self, call)?;
+        nccl.after(here)?.all_gather_async(sent, gathered).map(Some)
+    }
+
     /// Makes a call of a rank with data, on this one, which has none.
-    fn answer_in<T: Element>(&self, kind: Kind, op: ReduceOp, elements: i64) -> Result<()> {
+    fn answer_in<T: Element>(&self, kind: Kind, op: ElsewhereOp, elements: usize) -> Result<()> {
         let (nccl, here) = (self.nccl.connect()?, self.stream_of_thread()?);
         let place = (kind, Device::Cuda(self.ordinal() as usize));
-        let zeros = tch::no_grad(|| Tensor::f_zeros(elements, place)).map_err(torch)?;
-        let work = nccl.after(&here)?.all_reduce_async(lend::<T>(zeros, self.nccl.device())?, op)?;
+        let zeros = |elements: usize| {
+            let count = i64::try_from(elements)
+                .map_err(|_| Error::invalid_argument(format!("a message of {elements} elements")))?;
+            let zeros = tch::no_grad(|| Tensor::f_zeros(count, place)).map_err(torch)?;
+            lend::<T>(zeros, self.nccl.device())
+        };
         // Their memory is used again in the order of this stream, which waits for the call.
-        drop(if self.waits { work.wait() } else { work.order(&here) }?);
+        match op {
+            ElsewhereOp::AllReduce(op) => {
+                let zeros = zeros(elements)?;
+                self.await_answer(nccl.after(&here)?.all_reduce_async(zeros, op)?, &here)
+            }
+            ElsewhereOp::AllGather => {
+                let all = elements.saturating_mul(nccl.world_size().count());
+                let (sent, gathered) = (zeros(elements)?, zeros(all)?);
+                self.await_answer(nccl.after(&here)?.all_gather_async(sent, gathered)?, &here)
+            }
+        }
+    }
+
+    /// What is queued on stream `here` from now on, or this thread, waits for `work`, whose memory is free then.
+    fn await_answer<M: Send + 'static>(&self, work: Work<M>, here: &Stream) -> Result<()> {
+        drop(if self.waits { work.wait() } else { work.order(here) }?);
         Ok(())
     }
 
@@ -509,11 +572,11 @@ impl OnDevice {
         let number = bucket.index;
         let launched = self.launch::<T>((number, bucket.keeps), &bucket.gradients, how)?;
         let this = self.clone();
-        Ok(self.behind(launched, move || match this.second_message(number)? {
+        Ok(self.behind(launched, None, move || match this.second_message(number)? {
             Some(second) => {
                 let (all, here) = (this.clone(), this.stream_of_thread()?);
                 let work = this.call::<f32>(&this.nccl.connect()?, &here, second, ReduceOp::Avg)?;
-                Ok(this.behind(work, move || {
+                Ok(this.behind(work, None, move || {
                     let State { buckets, low_rank, .. } = &mut *lock(&all.state);
                     if let (Some(low_rank), Some(of_bucket)) = (low_rank, of(buckets, number)) {
                         low_rank.finish(of_bucket)?;
@@ -536,22 +599,37 @@ impl OnDevice {
         low_rank.second(of_bucket).map(Some)
     }
 
-    /// What `then` queues on this thread's stream comes behind `work`.
-    fn behind<T: Element>(
+    /// What `then` queues on this thread's stream comes behind `work`, and after `comparison`, if there is one.
+    fn behind<M: Send + 'static>(
         self: &Arc<Self>,
-        work: Option<Work<DeviceSlice<T>>>,
+        work: Option<Work<M>>,
+        comparison: Option<Comparison>,
         then: impl FnOnce() -> Result<Pending> + Send + 'static,
     ) -> Pending {
         let work = Arc::new(Mutex::new(work));
         let (this, under_way) = (self.clone(), work.clone());
         let is_completed = move || lock(&under_way).as_ref().is_none_or(Work::is_completed);
         Pending::elsewhere_then(is_completed, move || {
+            comparison.map_or(Ok(()), Comparison::wait).map_err(of_hook)?;
             if let Some(work) = lock(&work).take() {
                 drop(if this.waits { work.wait() } else { work.order(&this.stream_of_thread()?) }?);
             }
             then()
         })
     }
+}
+
+/// What NCCL reads of one rank, and where it writes the parts of all.
+type Lent<T> = (DeviceSlice<T>, DeviceSlice<T>);
+
+/// A difference between ranks, as one of what their hooks send.
+fn of_hook(error: Error) -> Error {
+    if !error.is_mismatch() {
+        return error;
+    }
+    error.with_remedy(
+        "a DeviceHook sends of each bucket as many elements, of one type, in one way on every rank: see what its `send` depends on",
+    )
 }
 
 /// What PowerSGD has of the bucket of this number.
@@ -561,13 +639,16 @@ fn of(buckets: &[Option<Bucket>], number: usize) -> Option<&LowRankBucket> {
 
 impl Elsewhere for OnDevice {
     fn answer(&self, ElsewhereCall { op, dtype, elements }: ElsewhereCall) -> Result<()> {
-        let count = i64::try_from(elements)
-            .map_err(|_| Error::invalid_argument(format!("a bucket of {elements} elements")))?;
+        let is_gather = op == ElsewhereOp::AllGather;
         match dtype {
-            DType::F32 => self.answer_in::<f32>(Kind::Float, op, count),
-            DType::F64 => self.answer_in::<f64>(Kind::Double, op, count),
-            DType::F16 => self.answer_in::<f16>(Kind::Half, op, count),
-            DType::BF16 => self.answer_in::<bf16>(Kind::BFloat16, op, count),
+            DType::F32 => self.answer_in::<f32>(Kind::Float, op, elements),
+            DType::F64 => self.answer_in::<f64>(Kind::Double, op, elements),
+            DType::F16 => self.answer_in::<f16>(Kind::Half, op, elements),
+            DType::BF16 => self.answer_in::<bf16>(Kind::BFloat16, op, elements),
+            DType::I64 if is_gather => self.answer_in::<i64>(Kind::Int64, op, elements),
+            DType::I32 if is_gather => self.answer_in::<i32>(Kind::Int, op, elements),
+            DType::I8 if is_gather => self.answer_in::<i8>(Kind::Int8, op, elements),
+            DType::U8 if is_gather => self.answer_in::<u8>(Kind::Uint8, op, elements),
             DType::I64 | DType::I32 | DType::I8 | DType::U8 | DType::Bool => {
                 Err(Error::invalid_argument(format!("gradients of type {dtype} are not averaged")))
             }
@@ -598,199 +679,4 @@ fn lend<T: Element>(tensor: Tensor, device: &phalanx_nccl::Device) -> Result<Dev
     // communicator's device row by row. What else uses the elements is queued on streams that NCCL's has waited for, or that wait for
     // NCCL's at the end of backward (`settle`).
     Ok(unsafe { DeviceSlice::from_raw(device, pointer, len) }.keeping(tensor))
-}
-
-/// The hook of a reducer whose gradients [`OnDevice`] averages.
-pub(crate) struct Hook {
-    on_device: Arc<OnDevice>,
-    how: How,
-}
-
-/// What is sent of gradients of f32.
-enum How {
-    Whole,
-    Rounded(DType),
-    LowRank {
-        options: PowerSgdOptions,
-        description: String,
-        step: u64,
-    },
-    /// Nothing of any type after the first steps, as [`PostLocalSgd`] does.
-    Local {
-        start: u64,
-        description: String,
-        step: u64,
-    },
-    /// Of any type, what the program's hook says.
-    Own {
-        hook: Own,
-        description: String,
-    },
-}
-
-impl Hook {
-    pub fn new(on_device: Arc<OnDevice>) -> Self {
-        Self { on_device, how: How::Whole }
-    }
-
-    /// With a hook of the program's.
-    pub fn own(on_device: Arc<OnDevice>, hook: Box<dyn DeviceHook>) -> Result<Self> {
-        on_device.approximate(None)?;
-        let description = hook.describe();
-        Ok(Self { on_device, how: How::Own { hook: Arc::new(Mutex::new(hook)), description } })
-    }
-
-    /// How buckets of f32 are sent in this step, of which one `is_last`.
-    fn sent(&mut self, is_last: bool) -> Sent {
-        match &mut self.how {
-            How::Whole => Sent::Whole,
-            How::Rounded(DType::F16) => Sent::Rounded(Kind::Half),
-            How::Rounded(_) => Sent::Rounded(Kind::BFloat16),
-            How::LowRank { options, step, .. } => {
-                let is_compressed = options.compresses_at(*step);
-                *step += u64::from(is_last);
-                if is_compressed { Sent::LowRank } else { Sent::Whole }
-            }
-            How::Local { start, step, .. } => {
-                let is_local = *step >= *start;
-                *step += u64::from(is_last);
-                if is_local { Sent::Nothing } else { Sent::Whole }
-            }
-            How::Own { .. } => Sent::Nothing,
-        }
-    }
-}
-
-impl CommHook for Hook {
-    fn describe(&self) -> String {
-        match &self.how {
-            How::Whole => "NCCL".into(),
-            How::Rounded(dtype) => format!("compressed to {dtype}"),
-            How::LowRank { description, .. }
-            | How::Local { description, .. }
-            | How::Own { description, .. } => description.clone(),
-        }
-    }
-
-    fn start(&mut self, _: &dyn phalanx::Communicator, bucket: GradBucket) -> Result<Pending> {
-        if let How::Own { hook, .. } = &self.how {
-            return self.on_device.average_own(bucket, hook.clone());
-        }
-        let sent = self.sent(bucket.is_last);
-        let on_device = &self.on_device;
-        match (bucket.buffer.dtype(), sent) {
-            (_, Sent::Nothing) => on_device.average::<f32>(bucket, sent),
-            (DType::F32, Sent::Rounded(Kind::Half)) => on_device.average::<f16>(bucket, sent),
-            (DType::F32, Sent::Rounded(_)) => on_device.average::<bf16>(bucket, sent),
-            (DType::F32, Sent::Whole | Sent::LowRank) => on_device.average::<f32>(bucket, sent),
-            (DType::F64, _) => on_device.average::<f64>(bucket, Sent::Whole),
-            (DType::F16, _) => on_device.average::<f16>(bucket, Sent::Whole),
-            (DType::BF16, _) => on_device.average::<bf16>(bucket, Sent::Whole),
-            (other, _) => Err(Error::invalid_argument(format!("gradients of type {other} are not averaged"))),
-        }
-    }
-
-    /// As that of the host: what PowerSGD keeps begins anew, and the step is the root's.
-    fn adopt(&mut self, group: &dyn phalanx::Communicator, root: Rank) -> Result<()> {
-        let (step, options) = match &mut self.how {
-            How::Whole | How::Rounded(_) => return Ok(()),
-            How::LowRank { options, step, .. } => (step, Some(*options)),
-            How::Local { step, .. } => (step, None),
-            How::Own { hook, .. } => return lock(hook).adopt(group, root),
-        };
-        let bytes = broadcast_bytes(group, root, &step.to_le_bytes(), size_of::<u64>())?;
-        let bytes = bytes.as_bytes().try_into().map_err(|_| Error::protocol("a step is not a number"))?;
-        *step = u64::from_le_bytes(bytes);
-        self.on_device.approximate(options.map(|options| (options, *step)))
-    }
-
-    /// It waits for the device, and reads all factors and losses of PowerSGD.
-    fn state(&self) -> Result<HookState> {
-        match &self.how {
-            How::LowRank { step, .. } => self.on_device.low_rank_state(*step),
-            How::Local { step, .. } => Ok(HookState::default().number("step", *step)),
-            How::Own { hook, .. } => {
-                let state = lock(hook).state()?;
-                // What was read is worth nothing after a call that has failed.
-                self.on_device.check().map(|()| state)
-            }
-            How::Whole | How::Rounded(_) => Ok(HookState::default()),
-        }
-    }
-
-    fn keeps_state(&self) -> Result<bool> {
-        match &self.how {
-            How::LowRank { .. } | How::Local { .. } => Ok(true),
-            How::Own { hook, .. } => Ok(!lock(hook).state()?.is_empty()),
-            How::Whole | How::Rounded(_) => Ok(false),
-        }
-    }
-
-    fn load(&mut self, state: HookState) -> Result<()> {
-        match &mut self.how {
-            How::LowRank { step, .. } => {
-                *step = state.get("step")?;
-                self.on_device.load_low_rank(state, *step)
-            }
-            How::Local { step, .. } => {
-                *step = state.get("step")?;
-                Ok(())
-            }
-            How::Own { hook, .. } => lock(hook).load(state),
-            How::Whole | How::Rounded(_) => state.nothing(),
-        }
-    }
-
-    // As the hooks in the host's memory: a step is not done again.
-    fn is_stateless(&self) -> bool {
-        matches!(self.how, How::Whole)
-    }
-
-    fn act_as(&mut self, hook: BuiltInHook) -> Result<bool> {
-        let (how, low_rank) = match hook {
-            BuiltInHook::AllReduce => (How::Whole, None),
-            BuiltInHook::Compressed(dtype @ (DType::F16 | DType::BF16)) => (How::Rounded(dtype), None),
-            BuiltInHook::Compressed(_) => return Ok(false),
-            BuiltInHook::PowerSgd(options) => {
-                if !options.has_warm_start() {
-                    return Err(Error::invalid_argument(
-                        "PowerSGD with warm_start(false) where NCCL averages: each step would wait for random factors of the host",
-                    )
-                    .with_remedy(
-                        "leave warm_start on, or average in the host's memory, with Ddp::with_options",
-                    ));
-                }
-                let description = PowerSgd::new(options)?.describe();
-                (How::LowRank { options, description, step: 0 }, Some((options, 0)))
-            }
-            BuiltInHook::PostLocalSgd { start } => {
-                let description = PostLocalSgd::new(start).describe();
-                (How::Local { start, description, step: 0 }, None)
-            }
-        };
-        self.on_device.approximate(low_rank)?;
-        self.how = how;
-        Ok(true)
-    }
-
-    fn is_elsewhere(&self) -> bool {
-        true
-    }
-
-    fn averages_over_all(&self) -> bool {
-        // The step is the number of those that have begun.
-        !matches!(self.how, How::Local { start, step, .. } if step > start)
-    }
-
-    fn makes_zeros(&self) -> bool {
-        true
-    }
-
-    fn accepts_weights(&self) -> bool {
-        matches!(self.how, How::Whole)
-    }
-
-    fn keeps_gradients(&self) -> bool {
-        true
-    }
 }

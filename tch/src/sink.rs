@@ -163,6 +163,7 @@ impl Sink {
         backward: impl FnOnce() -> Result<()>,
         scale: impl FnOnce() -> f64,
     ) -> Result<()> {
+        let unsettled = Unsettled(Some(self));
         self.0.attempt(|reducer, deliveries| {
             deliveries.delivery = Delivery::Now;
             deliveries.await_backward(false)?;
@@ -170,37 +171,33 @@ impl Sink {
             deliveries.begin(weight)
         })?;
         let outcome = run(backward);
-        self.or_panic(|| {
+        let averaged = self.or_panic(|| {
             self.0.attempt(|reducer, deliveries| {
                 deliveries.delivery = Delivery::Ignore;
                 deliveries.put_back()?;
                 outcome?;
                 deliveries.hand_over(reducer)
             })?;
-            let finished = self.0.finish(|reducer, deliveries| {
+            self.0.finish(|reducer, deliveries| {
                 let scale = reducer.scale_in_step(scale());
                 deliveries.place(reducer, scale)
-            });
-            if finished.is_err() {
-                // If that has ended nothing, such as a step in which nobody has a sample, what follows waits for its calls all the same.
-                let _ended = self.0.attempt(|_, deliveries| {
-                    deliveries.on_device.as_ref().map_or(Ok(()), |on_device| on_device.settle(1.0, 1.0))
-                });
-            }
-            finished
-        })
+            })
+        });
+        unsettled.end(averaged)
     }
 
     /// Averages the gradients of the last step again, in the group of `world` that follows a failed one.
     pub fn replay(&self, world: WorldSize) -> Result<()> {
-        self.or_panic(|| {
+        let unsettled = Unsettled(Some(self));
+        let averaged = self.or_panic(|| {
             self.0.replay(|reducer, deliveries| {
                 if let Some(on_device) = deliveries.on_device.as_ref().filter(|_| world == WorldSize::ONE) {
                     on_device.restore()?;
                 }
                 deliveries.place(reducer, 1.0)
             })
-        })
+        });
+        unsettled.end(averaged)
     }
 
     /// Runs `end` of a backward pass. A panic, such as a communication hook's, is an error on every rank, as it is within the pass.
@@ -472,6 +469,34 @@ impl Deliveries {
             }
         }
         Ok(())
+    }
+}
+
+/// A step whose calls of NCCL's nothing waits for yet.
+///
+/// If the step fails, wherever that is, or a panic ends it, what is queued from then on waits for the calls that were made. Their memory is freed soon
+/// after that, and libtorch uses it again in the order of these streams.
+struct Unsettled<'a>(Option<&'a Sink>);
+
+impl Unsettled<'_> {
+    /// The step is over. One that has succeeded has settled its calls.
+    fn end(mut self, outcome: Result<()>) -> Result<()> {
+        if outcome.is_ok() {
+            self.0 = None;
+        }
+        outcome
+    }
+}
+
+impl Drop for Unsettled<'_> {
+    fn drop(&mut self) {
+        let Some(Sink(hooked)) = self.0 else { return };
+        // Also after a failure, which `attempt` would return instead.
+        hooked.with_state(|deliveries| {
+            if let Some(on_device) = &deliveries.on_device {
+                on_device.settle_failed();
+            }
+        });
     }
 }
 

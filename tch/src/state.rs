@@ -505,6 +505,10 @@ impl<T: Serialize + DeserializeOwned> TrainingState for TrainState<T> {
         self.ddp.hook_state()
     }
 
+    fn common_hook_state(&self) -> Result<Option<HookState>> {
+        self.ddp.common_hook_state()
+    }
+
     fn hook_name(&self) -> String {
         "hook".to_owned()
     }

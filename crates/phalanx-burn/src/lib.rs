@@ -219,7 +219,7 @@ pub use fused::{
 pub use gradients::{Synced, SyncedGradients};
 pub use lr::{LrScaling, ScaledLrScheduler, cosine_with_warmup};
 #[cfg(feature = "nccl")]
-pub use nccl::{DeviceBucket, DeviceHook};
+pub use nccl::{DeviceBucket, DeviceHook, DeviceMessage};
 pub use phalanx::reducer::hooks::PeriodicModelAverager;
 pub use state::TrainState;
 pub use sync_batch_norm::SyncBatchNorm;

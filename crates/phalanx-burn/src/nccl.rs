@@ -9,7 +9,7 @@
 //!
 //! In a weighted step the gradients are those of the loss times this rank's weight. The weights are averaged by the host's group meanwhile, and
 //! the averages of gradients are divided by theirs. With [`Compressed`](phalanx::reducer::hooks::Compressed) a bucket is rounded before its
-//! fence, and widened when it is back; with [`PowerSgd`] two messages of its own are sent ([`power_sgd`]); with [`PostLocalSgd`] nothing is after the
+//! fence, and widened when it is back; with [`PowerSgd`](phalanx::reducer::hooks::PowerSgd) two messages of its own are sent ([`power_sgd`]); with [`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd) nothing is after the
 //! first steps; and a hook of the program's says by itself what is ([`device_hook`]).
 //!
 //! Inside of `join` each call is announced through the host's group before it is made, and a rank that has no data makes it with zeros
@@ -20,6 +20,7 @@
 #![allow(unsafe_code)] // NCCL takes addresses.
 
 mod device_hook;
+mod hook;
 mod power_sgd;
 
 use std::any::Any;
@@ -42,17 +43,14 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 use cubecl_runtime::runtime::Runtime;
 use parking_lot::Mutex;
-use phalanx::adapter::{Elsewhere, ElsewhereCall, JoinGroup};
-use phalanx::reducer::hooks::{
-    BuiltInHook, CommHook, GradBucket, GradientPlace, HookState, Pending, PostLocalSgd, PowerSgd,
-    PowerSgdOptions,
-};
-use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions, broadcast_bytes};
-use phalanx::{Caller, Communicator, DType, Error, Rank, ReduceOp, Result, WorldSize};
+use phalanx::adapter::{ComparedCalls, Comparison, Elsewhere, ElsewhereCall, ElsewhereOp, JoinGroup};
+use phalanx::reducer::hooks::{GradBucket, GradientPlace, Pending, PowerSgdOptions};
+use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions};
+use phalanx::{Caller, DType, Error, ProcessGroup, ReduceOp, Result, WorldSize};
 use phalanx_nccl::{CommunicatorHandle, DeviceMemory, DeviceSlice, Element, Work};
 
-use self::device_hook::Own;
-pub use self::device_hook::{DeviceBucket, DeviceHook};
+pub use self::device_hook::{DeviceBucket, DeviceHook, DeviceMessage};
+pub(crate) use self::hook::Hook;
 use self::power_sgd::LowRank;
 use crate::read_back::{Computed, Lost, ReadBack};
 use crate::tensor_bytes::dtype;
@@ -84,6 +82,8 @@ pub(crate) struct OnDevice {
     state: Mutex<State>,
     /// To the thread that makes NCCL's calls.
     calls: Sender<Call>,
+    /// What the program's hook has sent of each bucket last.
+    compared: ComparedCalls,
     /// The bytes of all gradients that were averaged.
     bytes: AtomicU64,
 }
@@ -147,13 +147,14 @@ impl OnDevice {
         let state = Mutex::new(State { held: none(), gradients: none(), kept, low_rank });
         let nccl = CommunicatorHandle::new(nccl.clone());
         let in_call = group.in_call(Caller::DdpBackward);
-        let this = Self { nccl, group: in_call, device, state, calls, bytes: AtomicU64::new(0) };
+        let (compared, bytes) = (ComparedCalls::default(), AtomicU64::new(0));
+        let this = Self { nccl, group: in_call, device, state, calls, compared, bytes };
         let this = Arc::new(this);
         let reducer = Reducer::elsewhere(
             Arc::new(group.clone()),
             parameters,
             options,
-            Box::new(Hook { on_device: this.clone(), how: How::Whole }),
+            Box::new(Hook::new(this.clone())),
         )?;
         Ok((this, reducer))
     }
@@ -209,6 +210,13 @@ impl OnDevice {
         &self.nccl
     }
 
+    /// The ranks of `group` average from now on.
+    pub fn move_to(&self, group: &ProcessGroup) {
+        if self.nccl.rebind(group) {
+            self.compared.forget();
+        }
+    }
+
     /// Drops what is held.
     pub fn drop_held(&self) {
         self.state.lock().held.fill_with(|| None);
@@ -245,7 +253,7 @@ impl OnDevice {
         };
         let (timeout, stage) = (nccl.timeout(), self.send::<T>(nccl, &memory, op)?);
         let this = self.clone();
-        Ok(stage.then(timeout, move || {
+        Ok(stage.then(timeout, None, move || {
             if compressed.is_some() {
                 memory.widen(dtype);
             }
@@ -262,12 +270,12 @@ impl OnDevice {
         let (mut matrices, first) = self.low_rank(begin)?;
         let (timeout, stage) = (nccl.timeout(), self.send::<f32>(nccl, &first, ReduceOp::Avg)?);
         let this = self.clone();
-        Ok(stage.then(timeout, move || {
+        Ok(stage.then(timeout, None, move || {
             let nccl = this.nccl.connect()?;
             let second = this.low_rank(|low_rank| low_rank.second(&mut matrices, &first, &this.device))?;
             let stage = this.send::<f32>(nccl, &second, ReduceOp::Avg)?;
             let all = this.clone();
-            Ok(stage.then(timeout, move || {
+            Ok(stage.then(timeout, None, move || {
                 let averages =
                     all.low_rank(|low_rank| low_rank.finish(matrices, &bucket.gradients, (&first, &second)))?;
                 let mut state = all.state.lock();
@@ -306,6 +314,8 @@ impl OnDevice {
     /// Matrices of f32 are sent as products with these options from now on, or all buckets as they are.
     fn approximate(&self, options: Option<PowerSgdOptions>) {
         self.state.lock().low_rank = options.map(LowRank::new);
+        // Another hook sends something else.
+        self.compared.forget();
     }
 
     /// What this rank's device is called.
@@ -319,29 +329,46 @@ impl OnDevice {
         nccl: phalanx_nccl::Communicator,
         memory: &BucketMemory,
         op: ReduceOp,
-    ) -> Result<Stage<T>> {
+    ) -> Result<Stage<DeviceSlice<T>>> {
         let lent = memory.lend::<T>(self.nccl.device())?;
         let elements: usize = memory.places.iter().map(Range::len).sum();
         self.bytes.fetch_add((elements * size_of::<T>()) as u64, Ordering::Relaxed);
         let dtype = dtype(memory.tensor.dtype)?;
-        self.group.announce_elsewhere(self, ElsewhereCall { op, dtype, elements: lent.len() })?;
-        self.launch(nccl, &memory.tensor, lent, op)
+        let call = ElsewhereCall { op: ElsewhereOp::AllReduce(op), dtype, elements: lent.len() };
+        self.group.announce_elsewhere(self, call)?;
+        self.launch(nccl, &memory.tensor, move |nccl| nccl.all_reduce_async(lent, op))
     }
 
-    /// Has a call of NCCL's be made when the device has computed `tensor`, whose memory is `lent`.
-    fn launch<T: Element>(
+    /// Has NCCL gather what is `sent` in `gathered`, which has room for all ranks' parts. Inside of `join` ranks without data hear of it.
+    fn gather<T: Element>(
+        &self,
+        nccl: phalanx_nccl::Communicator,
+        sent: &CubeTensor,
+        gathered: &CubeTensor,
+    ) -> Result<Stage<(DeviceSlice<T>, DeviceSlice<T>)>> {
+        let device = self.nccl.device();
+        let (from, to) = (lend_all::<T>(sent, device)?, lend_all::<T>(gathered, device)?);
+        // It moves half of what an all_reduce of as many elements does.
+        self.bytes.fetch_add((to.len() * size_of::<T>()) as u64 / 2, Ordering::Relaxed);
+        let dtype = dtype(sent.dtype)?;
+        let call = ElsewhereCall { op: ElsewhereOp::AllGather, dtype, elements: from.len() };
+        self.group.announce_elsewhere(self, call)?;
+        self.launch(nccl, gathered, move |nccl| nccl.all_gather_async(from, to))
+    }
+
+    /// Has `call` be made when the device has computed all that this thread has given it, and `tensor`.
+    fn launch<M: Send + 'static>(
         &self,
         nccl: phalanx_nccl::Communicator,
         tensor: &CubeTensor,
-        lent: DeviceSlice<T>,
-        op: ReduceOp,
-    ) -> Result<Stage<T>> {
+        call: impl FnOnce(&phalanx_nccl::Communicator) -> Result<Work<M>> + Send + 'static,
+    ) -> Result<Stage<M>> {
         // Here and not on the other thread: CubeCL's streams belong to threads, and the fence comes behind all that this one has queued.
         let fence = ReadBack::fence(tensor);
         let (launched, launching) = channel();
         let call = move || {
             let computed = fence.wait(|_| ()).map_err(|lost| lost.of("a bucket of gradients"));
-            let work = computed.and_then(|()| nccl.all_reduce_async(lent, op));
+            let work = computed.and_then(|()| call(&nccl));
             drop(nccl); // So that the last one is the waiting thread's, unless it has gone to another group.
             // Nobody waits for it after a failure.
             let _kept = launched.send(work);
@@ -351,12 +378,23 @@ impl OnDevice {
     }
 
     /// Makes a call of a rank with data, on this one, which has none, and waits for it.
-    fn answer_in<T: Element>(&self, dtype: BurnDType, op: ReduceOp, elements: usize) -> Result<()> {
-        let nccl = self.nccl.connect()?;
-        let timeout = nccl.timeout();
-        let zeros = CubeBackend::float_zeros(Shape::new([elements]), &self.device, dtype.into());
-        let lent = lend_all::<T>(&zeros, self.nccl.device())?;
-        self.launch(nccl, &zeros, lent, op)?.wait(timeout)
+    fn answer_in<T: Element>(&self, dtype: BurnDType, op: ElsewhereOp, elements: usize) -> Result<()> {
+        let (nccl, device) = (self.nccl.connect()?, self.nccl.device());
+        let (timeout, ranks) = (nccl.timeout(), nccl.world_size().count());
+        let zeros =
+            |elements: usize| CubeBackend::float_zeros(Shape::new([elements]), &self.device, dtype.into());
+        match op {
+            ElsewhereOp::AllReduce(op) => {
+                let zeros = zeros(elements);
+                let lent = lend_all::<T>(&zeros, device)?;
+                self.launch(nccl, &zeros, move |nccl| nccl.all_reduce_async(lent, op))?.wait(timeout)
+            }
+            ElsewhereOp::AllGather => {
+                let (sent, gathered) = (zeros(elements), zeros(elements.saturating_mul(ranks)));
+                let (from, to) = (lend_all::<T>(&sent, device)?, lend_all::<T>(&gathered, device)?);
+                self.launch(nccl, &gathered, move |nccl| nccl.all_gather_async(from, to))?.wait(timeout)
+            }
+        }
     }
 
     /// This rank's gradients of a bucket.
@@ -393,15 +431,15 @@ impl Elsewhere for OnDevice {
     }
 }
 
-/// How far the averaging of a bucket is.
-enum Stage<T: Element> {
+/// How far the averaging of a bucket is, whose call has the memory `M`.
+enum Stage<M: Send + 'static> {
     /// The device computes it, or the thread has not come to it.
-    Computing(Receiver<Result<Work<DeviceSlice<T>>>>),
-    Launched(Result<Work<DeviceSlice<T>>>),
+    Computing(Receiver<Result<Work<M>>>),
+    Launched(Result<Work<M>>),
     Over,
 }
 
-impl<T: Element> Stage<T> {
+impl<M: Send + 'static> Stage<M> {
     fn is_completed(&mut self) -> bool {
         if let Self::Computing(launching) = self {
             match launching.try_recv() {
@@ -413,13 +451,19 @@ impl<T: Element> Stage<T> {
         !matches!(self, Self::Launched(Ok(work)) if !work.is_completed())
     }
 
-    /// What `then` does comes behind it.
-    fn then(self, timeout: Duration, then: impl FnOnce() -> Result<Pending> + Send + 'static) -> Pending {
+    /// What `then` does comes behind it, and behind `comparison`, if there is one.
+    fn then(
+        self,
+        timeout: Duration,
+        comparison: Option<Comparison>,
+        then: impl FnOnce() -> Result<Pending> + Send + 'static,
+    ) -> Pending {
         let stage = Arc::new(Mutex::new(self));
         let under_way = stage.clone();
         Pending::elsewhere_then(
             move || under_way.lock().is_completed(),
             move || {
+                comparison.map_or(Ok(()), Comparison::wait).map_err(of_hook)?;
                 let stage = std::mem::replace(&mut *stage.lock(), Self::Over);
                 stage.wait(timeout)?;
                 then()
@@ -445,6 +489,16 @@ impl<T: Element> Stage<T> {
         };
         work?.wait().map(drop)
     }
+}
+
+/// A difference between ranks, as one of what their hooks send.
+fn of_hook(error: Error) -> Error {
+    if !error.is_mismatch() {
+        return error;
+    }
+    error.with_remedy(
+        "a DeviceHook sends of each bucket as many elements, of one type, in one way on every rank: see what its `send` depends on",
+    )
 }
 
 fn gone() -> Error {
@@ -526,8 +580,8 @@ fn lend_all<T: Element>(tensor: &CubeTensor, device: &phalanx_nccl::Device) -> R
     let (pointer, held) = lend(tensor, device)?;
     // SAFETY: CubeCL neither frees nor moves memory that is held, and knows that it is: `pointer` is its address, which the driver has said
     // to be the device's, and it has so many bytes, as `lend` has checked. Nothing uses them until the call is done: it
-    // is made when the device has done all that was queued before, the fence has been waited for; parts of a bucket are given out when it is
-    // over, zeros never, and what a copy is made to when it is made. What a copy is made of is read meanwhile, by others too, and not written:
+    // is made when the device has done all that was queued before, the fence has been waited for; parts of a bucket, and what is gathered, are given out
+    // when it is over, zeros never, and what a copy is made to when it is made. What a copy is made of is read meanwhile, by others too, and not written:
     // CubeCL writes in place only to memory of which there is one handle, and the call has another.
     Ok(unsafe { DeviceSlice::from_raw(device, pointer, len) }.keeping((held, tensor.clone())))
 }
@@ -575,44 +629,6 @@ fn not_on(device: &phalanx_nccl::Device) -> Error {
         ))
 }
 
-/// The hook of a reducer whose gradients [`OnDevice`] averages.
-pub(crate) struct Hook {
-    on_device: Arc<OnDevice>,
-    how: How,
-}
-
-impl Hook {
-    /// With a hook of the program's.
-    pub fn own(on_device: Arc<OnDevice>, hook: Box<dyn DeviceHook>) -> Self {
-        on_device.approximate(None);
-        let description = hook.describe();
-        Self { on_device, how: How::Own { hook: Arc::new(Mutex::new(hook)), description } }
-    }
-}
-
-/// What is sent of gradients of f32.
-enum How {
-    Whole,
-    Rounded(DType),
-    /// Products of thin matrices, as [`PowerSgd`] does.
-    LowRank {
-        options: PowerSgdOptions,
-        description: String,
-        step: u64,
-    },
-    /// Nothing of any type after the first steps, as [`PostLocalSgd`] does.
-    Local {
-        start: u64,
-        description: String,
-        step: u64,
-    },
-    /// Of any type, what the program's hook says.
-    Own {
-        hook: Own,
-        description: String,
-    },
-}
-
 /// The type of gradients that are averaged.
 fn element_type(dtype: DType) -> Result<BurnDType> {
     match dtype {
@@ -623,156 +639,6 @@ fn element_type(dtype: DType) -> Result<BurnDType> {
         DType::I64 | DType::I32 | DType::I8 | DType::U8 | DType::Bool => {
             Err(Error::invalid_argument(format!("gradients of type {dtype} are not averaged")))
         }
-    }
-}
-
-impl CommHook for Hook {
-    fn describe(&self) -> String {
-        match &self.how {
-            How::Whole => "NCCL".into(),
-            How::Rounded(dtype) => format!("compressed to {dtype}"),
-            How::LowRank { description, .. }
-            | How::Local { description, .. }
-            | How::Own { description, .. } => description.clone(),
-        }
-    }
-
-    fn start(&mut self, _: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
-        let on_device = &self.on_device;
-        let rounded = match &mut self.how {
-            How::Whole => None,
-            How::Rounded(dtype) => Some(*dtype),
-            How::LowRank { options, step, .. } => {
-                let steps = *step;
-                *step += u64::from(bucket.is_last);
-                let is_matrix = |place: &GradientPlace| options.matrix(&place.shape).is_some();
-                if options.compresses_at(steps)
-                    && bucket.buffer.dtype() == DType::F32
-                    && bucket.gradients.iter().any(is_matrix)
-                {
-                    return on_device.average_products(bucket, steps);
-                }
-                None
-            }
-            How::Local { start, step, .. } => {
-                let is_local = *step >= *start;
-                *step += u64::from(bucket.is_last);
-                if is_local {
-                    return on_device.leave(bucket);
-                }
-                None
-            }
-            How::Own { hook, .. } => return on_device.average_own(bucket, hook.clone()),
-        };
-        match (bucket.buffer.dtype(), rounded) {
-            (DType::F32, Some(DType::F16)) => {
-                on_device.average::<f16>(bucket, (BurnDType::F32, Some(FloatDType::F16)))
-            }
-            (DType::F32, Some(DType::BF16)) => {
-                on_device.average::<bf16>(bucket, (BurnDType::F32, Some(FloatDType::BF16)))
-            }
-            (DType::F32, _) => on_device.average::<f32>(bucket, (BurnDType::F32, None)),
-            (DType::F64, _) => on_device.average::<f64>(bucket, (BurnDType::F64, None)),
-            (DType::F16, _) => on_device.average::<f16>(bucket, (BurnDType::F16, None)),
-            (DType::BF16, _) => on_device.average::<bf16>(bucket, (BurnDType::BF16, None)),
-            (other, _) => Err(Error::invalid_argument(format!("gradients of type {other} are not averaged"))),
-        }
-    }
-
-    /// As that of the host: what PowerSGD keeps begins anew, and the step is the root's.
-    fn adopt(&mut self, group: &dyn Communicator, root: Rank) -> Result<()> {
-        let (step, options) = match &mut self.how {
-            How::Whole | How::Rounded(_) => return Ok(()),
-            How::LowRank { options, step, .. } => (step, Some(*options)),
-            How::Local { step, .. } => (step, None),
-            How::Own { hook, .. } => return hook.lock().adopt(group, root),
-        };
-        let bytes = broadcast_bytes(group, root, &step.to_le_bytes(), size_of::<u64>())?;
-        let bytes = bytes.as_bytes().try_into().map_err(|_| Error::protocol("a step is not a number"))?;
-        *step = u64::from_le_bytes(bytes);
-        self.on_device.approximate(options);
-        Ok(())
-    }
-
-    /// It waits for the device, and reads all factors and losses of PowerSGD.
-    fn state(&self) -> Result<HookState> {
-        match &self.how {
-            How::LowRank { step, .. } => self.on_device.low_rank(|low_rank| low_rank.state(*step)),
-            How::Local { step, .. } => Ok(HookState::default().number("step", *step)),
-            How::Own { hook, .. } => hook.lock().state(),
-            How::Whole | How::Rounded(_) => Ok(HookState::default()),
-        }
-    }
-
-    fn keeps_state(&self) -> Result<bool> {
-        match &self.how {
-            How::LowRank { .. } | How::Local { .. } => Ok(true),
-            How::Own { hook, .. } => Ok(!hook.lock().state()?.is_empty()),
-            How::Whole | How::Rounded(_) => Ok(false),
-        }
-    }
-
-    fn load(&mut self, mut state: HookState) -> Result<()> {
-        match &mut self.how {
-            How::LowRank { step, .. } => {
-                *step = state.get("step")?;
-                self.on_device.low_rank(|low_rank| {
-                    low_rank.load(&mut state);
-                    Ok(())
-                })
-            }
-            How::Local { step, .. } => {
-                *step = state.get("step")?;
-                Ok(())
-            }
-            How::Own { hook, .. } => hook.lock().load(state),
-            How::Whole | How::Rounded(_) => state.nothing(),
-        }
-    }
-
-    // As the hooks in the processes' memory: a step is not done again.
-    fn is_stateless(&self) -> bool {
-        matches!(self.how, How::Whole)
-    }
-
-    fn act_as(&mut self, hook: BuiltInHook) -> Result<bool> {
-        let (how, options) = match hook {
-            BuiltInHook::AllReduce => (How::Whole, None),
-            BuiltInHook::Compressed(dtype @ (DType::F16 | DType::BF16)) => (How::Rounded(dtype), None),
-            BuiltInHook::Compressed(_) => return Ok(false),
-            BuiltInHook::PowerSgd(options) => {
-                let description = PowerSgd::new(options)?.describe();
-                (How::LowRank { options, description, step: 0 }, Some(options))
-            }
-            BuiltInHook::PostLocalSgd { start } => {
-                let description = PostLocalSgd::new(start).describe();
-                (How::Local { start, description, step: 0 }, None)
-            }
-        };
-        self.on_device.approximate(options);
-        self.how = how;
-        Ok(true)
-    }
-
-    fn is_elsewhere(&self) -> bool {
-        true
-    }
-
-    fn averages_over_all(&self) -> bool {
-        // The step is the number of those that have begun.
-        !matches!(self.how, How::Local { start, step, .. } if step > start)
-    }
-
-    fn makes_zeros(&self) -> bool {
-        true
-    }
-
-    fn accepts_weights(&self) -> bool {
-        matches!(self.how, How::Whole)
-    }
-
-    fn keeps_gradients(&self) -> bool {
-        true
     }
 }
 

@@ -35,6 +35,14 @@ pub trait TrainingState {
     /// In a backward pass.
     fn hook_state(&self) -> Result<Option<HookState>>;
 
+    /// As [`hook_state`](Self::hook_state), without what each rank has of its own. By default all is read.
+    ///
+    /// # Errors
+    /// As [`hook_state`](Self::hook_state).
+    fn common_hook_state(&self) -> Result<Option<HookState>> {
+        Ok(self.hook_state()?.map(HookState::without_own))
+    }
+
     /// The name under which the hook's state is saved.
     fn hook_name(&self) -> String;
 
@@ -66,10 +74,13 @@ pub trait TrainingState {
 /// As [`Checkpoints::save`] and [`save_to`]. On every rank, if the ranks train by themselves and their models differ.
 pub fn checkpoint<S: TrainingState>(state: &S, checkpoints: &Checkpoints) -> Result<()> {
     state.check_nothing_held()?;
-    let own = own_hook(state, checkpoints.group())?;
-    let hooks = own.map_or(Ok(Vec::new()), |hook| own_of_all(&hook, checkpoints.group()))?;
+    // It may be on a device, and is read once.
+    let hook = checked_hook(state, checkpoints.group())?;
+    let own = hook.as_ref().filter(|hook| has_own(hook));
+    let hooks = own.map_or(Ok(Vec::new()), |hook| own_of_all(hook, checkpoints.group()))?;
     checkpoints.save(state.steps(), |snapshot| {
-        save_common(state, snapshot, hooks.len())?;
+        state.write(snapshot)?;
+        save_hook(state, hook.as_ref(), snapshot, hooks.len())?;
         hooks.iter().enumerate().try_for_each(|(rank, hook)| save_own(state, hook, snapshot, rank))
     })
 }
@@ -84,11 +95,14 @@ pub fn save_shard_to<S: TrainingState>(
     snapshot: &mut Snapshot,
     group: &ProcessGroup,
 ) -> Result<()> {
-    let own = own_hook(state, group)?;
+    let hook = checked_hook(state, group)?;
+    let own = hook.as_ref().filter(|hook| has_own(hook));
     let (rank, ranks) = (group.rank().index(), group.world_size().count());
     let saved = if own.is_some() { ranks } else { 0 };
-    save_common(state, &mut ShardWriter::new(snapshot, (rank, ranks)), saved)?;
-    own.as_ref().map_or(Ok(()), |hook| save_own(state, hook, snapshot, rank))
+    let mut writer = ShardWriter::new(snapshot, (rank, ranks));
+    state.write(&mut writer)?;
+    save_hook(state, hook.as_ref(), &mut writer, saved)?;
+    own.map_or(Ok(()), |hook| save_own(state, hook, snapshot, rank))
 }
 
 /// Saves all of `state` by one rank, in the closure of [`Checkpoints::save`].
@@ -97,7 +111,8 @@ pub fn save_shard_to<S: TrainingState>(
 /// If a part cannot be written, or in the middle of a step. If the communication hook keeps something for each rank: one rank cannot save
 /// that.
 pub fn save_to<S: TrainingState>(state: &S, snapshot: &mut Snapshot) -> Result<()> {
-    if let Some(hook) = state.hook_state()?.filter(has_own) {
+    let hook = state.hook_state()?;
+    if let Some(hook) = hook.as_ref().filter(|hook| has_own(hook)) {
         return Err(Error::invalid_argument(format!(
             "the communication hook {} keeps tensors for each rank, and `save_to` saves what one rank has",
             hook.hook()
@@ -106,17 +121,29 @@ pub fn save_to<S: TrainingState>(state: &S, snapshot: &mut Snapshot) -> Result<(
             "call TrainState::checkpoint on every rank, or TrainState::save_shard_to in Checkpoints::save_sharded",
         ));
     }
-    save_common(state, snapshot, 0)
+    state.write(snapshot)?;
+    save_hook(state, hook.as_ref(), snapshot, 0)
 }
 
-/// Writes all but what `ranks` ranks save of their own in the hook; 0 if none does, as in the commits of an elastic job.
+/// Writes all but what `ranks` ranks save of their own in the hook; 0 if none does, as in the commits of an elastic job, which then do not read it.
 ///
 /// # Errors
 /// As [`TrainingState::write`].
 pub fn save_common<S: TrainingState>(state: &S, writer: &mut impl StateWriter, ranks: usize) -> Result<()> {
     state.write(writer)?;
-    match state.hook_state()? {
-        Some(hook) => state::save_hook(&hook, &state.parameter_names(), writer, &state.hook_name(), ranks),
+    let hook = if ranks == 0 { state.common_hook_state()? } else { state.hook_state()? };
+    save_hook(state, hook.as_ref(), writer, ranks)
+}
+
+/// Writes what all ranks have in common of the hook, if there is one.
+fn save_hook<S: TrainingState>(
+    state: &S,
+    hook: Option<&HookState>,
+    writer: &mut impl StateWriter,
+    ranks: usize,
+) -> Result<()> {
+    match hook {
+        Some(hook) => state::save_hook(hook, &state.parameter_names(), writer, &state.hook_name(), ranks),
         None => Ok(()),
     }
 }
@@ -159,12 +186,15 @@ fn has_own(hook: &HookState) -> bool {
     hook.tensors().iter().any(|tensor| tensor.is_own)
 }
 
-/// What the hook keeps for this rank, in a step of which every rank saves its part in `group`.
+/// What the hook keeps, in a step of which every rank saves its part in `group`.
 ///
 /// # Errors
-/// If the ranks' models differ: the hook lets ranks train by themselves.
-fn own_hook<S: TrainingState>(state: &S, group: &ProcessGroup) -> Result<Option<HookState>> {
-    let Some(hook) = state.hook_state()?.filter(|hook| !hook.is_empty()) else { return Ok(None) };
+/// If the ranks' models differ: the hook lets ranks train by themselves. If the ranks keep other tensors of their own, or are others than `group`'s.
+fn checked_hook<S: TrainingState>(state: &S, group: &ProcessGroup) -> Result<Option<HookState>> {
+    let Some(hook) = state.hook_state()? else { return Ok(None) };
+    if hook.is_empty() {
+        return Ok(Some(hook));
+    }
     if !state.replicas_identical()? {
         return Err(Error::invalid_argument(format!(
             "the ranks' models differ since their last average, and a checkpoint has one (communication hook: {})",
@@ -173,7 +203,7 @@ fn own_hook<S: TrainingState>(state: &S, group: &ProcessGroup) -> Result<Option<
         .with_remedy(format!("call {} before, or save after a step in which the averager averages", S::AVERAGE)));
     }
     if !has_own(&hook) {
-        return Ok(None);
+        return Ok(Some(hook));
     }
     let ((_, here), there) = (state.place(), group.world_size());
     if here != there {
@@ -220,12 +250,18 @@ fn own_of_all(hook: &HookState, group: &ProcessGroup) -> Result<Vec<HookState>> 
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use phalanx_core::elastic::Parts;
+
     use super::*;
 
     /// A rank with a hook that keeps a tensor of its own of this parameter.
     struct Kept {
         group: ProcessGroup,
         parameter: usize,
+        /// How often all that the hook keeps was read.
+        reads: AtomicUsize,
     }
 
     impl TrainingState for Kept {
@@ -240,8 +276,13 @@ mod tests {
         }
 
         fn hook_state(&self) -> Result<Option<HookState>> {
+            self.reads.fetch_add(1, Ordering::Relaxed);
             let loss = self.group.rank().get() as f32;
             Ok(Some(HookState::default().own("loss", self.parameter, vec![loss; 2])))
+        }
+
+        fn common_hook_state(&self) -> Result<Option<HookState>> {
+            Ok(Some(HookState::default()))
         }
 
         fn hook_name(&self) -> String {
@@ -266,6 +307,25 @@ mod tests {
     }
 
     #[test]
+    fn a_checkpoint_reads_what_a_hook_keeps_once_and_a_commit_only_what_ranks_have_in_common() {
+        let folder = tempfile::tempdir().unwrap();
+        let group = ProcessGroup::alone().unwrap();
+        let state = Kept { group: group.clone(), parameter: 1, reads: AtomicUsize::new(0) };
+        save_common(&state, &mut Parts::default(), 0).unwrap();
+        assert_eq!(state.reads.load(Ordering::Relaxed), 0);
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        checkpoint(&state, &checkpoints).unwrap();
+        checkpoints.finish().unwrap();
+        assert_eq!(state.reads.load(Ordering::Relaxed), 1);
+        let saved = checkpoints.newest().unwrap().unwrap();
+        let loaded = load_hook(&state, &saved).unwrap().unwrap();
+        assert_eq!(loaded.tensors()[0].elements, [0.0; 2]);
+        checkpoints.save_sharded(1, |snapshot| save_shard_to(&state, snapshot, &group)).unwrap();
+        checkpoints.finish().unwrap();
+        assert_eq!(state.reads.load(Ordering::Relaxed), 2);
+    }
+
+    #[test]
     fn ranks_whose_hooks_keep_other_tensors_are_refused_and_others_are_gathered_by_rank() {
         for parameters in [[1, 1], [0, 1]] {
             let groups = ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap();
@@ -274,8 +334,8 @@ mod tests {
                 .zip(parameters)
                 .map(|(group, parameter)| {
                     std::thread::spawn(move || {
-                        let state = Kept { group, parameter };
-                        own_hook(&state, &state.group)?
+                        let state = Kept { group, parameter, reads: AtomicUsize::new(0) };
+                        checked_hook(&state, &state.group)?
                             .map(|hook| own_of_all(&hook, &state.group))
                             .transpose()
                     })

@@ -87,6 +87,11 @@ impl Ddp {
         self.loaded_hook.state(self.hooked())
     }
 
+    /// The same without what each rank has of its own.
+    pub(crate) fn common_hook_state(&self) -> Result<Option<HookState>> {
+        self.loaded_hook.common_state(self.hooked())
+    }
+
     /// An error if the hook that is registered cannot go on from `state`. Nothing changes.
     pub(crate) fn check_hook(&self, state: Option<&HookState>) -> Result<()> {
         hooks::check_hook(self.hooked(), state)

@@ -3,18 +3,22 @@
 //! A hook of the host's memory makes calls of a group as it likes. One on a device says what is sent, and writes what comes back; the one call
 //! between them is ours, because streams have to wait for it, and ranks without data have to make it too, with zeros, inside of `join`.
 //!
-//! What a hook sends stays until its bucket is sent again: other streams may use it when the hook is done with it.
+//! NCCL compares nothing, and ranks whose messages differ would wait for its time-out. So the hosts compare what is sent of each bucket: in the first step
+//! and after a change before the call, and else beside it ([`ComparedCalls`](phalanx::adapter::ComparedCalls)).
+//!
+//! What a hook sends, and what is gathered of it, stays until its bucket is sent again: other streams may use it when the hook is done with it.
 
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
 use half::{bf16, f16};
+use phalanx::adapter::{Comparison, ElsewhereCall, ElsewhereOp};
 use phalanx::reducer::hooks::{GradBucket, GradientPlace, HookState, Pending};
 use phalanx::{Communicator, Error, Rank, ReduceOp, Result, WorldSize};
 use phalanx_nccl::Element;
 use tch::{Kind, Tensor};
 
-use super::{OnDevice, Sent, index_of, lock};
+use super::{OnDevice, Sent, index_of, lock, of_hook};
 use crate::shim;
 use crate::tensors::torch;
 
@@ -26,7 +30,7 @@ use crate::tensors::torch;
 /// ```
 /// use phalanx::reducer::hooks::HookState;
 /// use phalanx::{Communicator, Rank, ReduceOp, Result};
-/// use phalanx_tch::{DeviceBucket, DeviceHook};
+/// use phalanx_tch::{DeviceBucket, DeviceHook, DeviceMessage};
 /// use tch::Tensor;
 ///
 /// /// Clips the elements of each rank's gradients before they are averaged.
@@ -37,8 +41,8 @@ use crate::tensors::torch;
 ///         format!("clipped to {}", self.0)
 ///     }
 ///
-///     fn send(&mut self, bucket: &DeviceBucket) -> Result<(Tensor, ReduceOp)> {
-///         Ok((bucket.buffer().clamp(-self.0, self.0), ReduceOp::Avg))
+///     fn send(&mut self, bucket: &DeviceBucket) -> Result<DeviceMessage> {
+///         Ok(DeviceMessage::all_reduce(bucket.buffer().clamp(-self.0, self.0), ReduceOp::Avg))
 ///     }
 ///
 ///     fn receive(&mut self, bucket: &DeviceBucket, combined: &Tensor) -> Result<()> {
@@ -67,18 +71,19 @@ pub trait DeviceHook: Send {
     /// As [`CommHook::describe`](phalanx::reducer::hooks::CommHook::describe).
     fn describe(&self) -> String;
 
-    /// What is sent of `bucket`, which has this rank's gradients, and how NCCL combines it over the ranks: by [`ReduceOp::Sum`], `Avg` or `PreMulSum`,
-    /// to which a rank that is done, inside of [`join`](crate::Ddp::join), brings zeros. Called while backward still runs.
+    /// What is sent of `bucket`, which has this rank's gradients: a [message](DeviceMessage) that NCCL combines or gathers over the ranks. Called while
+    /// backward still runs. The hook may change the bucket.
     ///
-    /// It is a tensor of f32, f64, f16 or bf16 on the bucket's device, with as many elements on each rank, that nothing else uses, or the bucket's
-    /// [buffer](DeviceBucket::buffer) itself. The hook may change the bucket.
+    /// Every rank sends as many elements of each bucket, of one type and in one way. The hosts compare that: if it differs, every rank gets an error that
+    /// names two ranks with what they send. In the first step, and when a rank sends something else of a bucket than before, it waits for the other ranks
+    /// here; else at the end of backward.
     ///
     /// # Errors
     /// One of the program's ends the group.
-    fn send(&mut self, bucket: &DeviceBucket) -> Result<(Tensor, ReduceOp)>;
+    fn send(&mut self, bucket: &DeviceBucket) -> Result<DeviceMessage>;
 
-    /// Writes the averages into `bucket`: `combined` has the elements of what [`send`](Self::send) gave, combined. Called when backward is over, bucket by
-    /// bucket in the same order.
+    /// Writes the averages into `bucket`: `combined` has the elements of what [`send`](Self::send) gave, combined, in the same shape; or, gathered, all
+    /// ranks' parts, with the ranks as a first dimension more. Called when backward is over, bucket by bucket in the same order.
     ///
     /// All ranks must make the same of the same elements, or replicas drift apart.
     ///
@@ -103,6 +108,48 @@ pub trait DeviceHook: Send {
     /// # Errors
     /// If it is the state of another kind of hook.
     fn load(&mut self, state: HookState) -> Result<()>;
+
+    /// As [`CommHook::keeps_state`](phalanx::reducer::hooks::CommHook::keeps_state): whether there is anything in its [`state`](Self::state) now. A hook
+    /// whose state is on the device answers without reading it. By default it is read.
+    ///
+    /// # Errors
+    /// As [`state`](Self::state), if that is read.
+    fn keeps_state(&self) -> Result<bool> {
+        Ok(!self.state()?.is_empty())
+    }
+
+    /// As [`CommHook::is_stateless`](phalanx::reducer::hooks::CommHook::is_stateless): whether it keeps nothing of a step or a group, always. If so, a step
+    /// of an elastic job that a failure has cut off can be done again: [`send`](Self::send) then gets the same gradients once more, among fewer ranks.
+    /// Asked when it is registered. False by default.
+    fn is_stateless(&self) -> bool {
+        false
+    }
+}
+
+/// What a [`DeviceHook`] sends of a bucket, and what NCCL does with it.
+///
+/// It is a tensor on the bucket's device, that nothing else uses, or the bucket's [buffer](DeviceBucket::buffer) itself. A rank that is done, inside of
+/// [`join`](crate::Ddp::join), brings zeros.
+#[derive(Debug)]
+pub struct DeviceMessage {
+    tensor: Tensor,
+    op: ElsewhereOp,
+}
+
+impl DeviceMessage {
+    /// The ranks' elements of `tensor`, of f32, f64, f16 or bf16, are combined: by [`ReduceOp::Sum`], `Avg` or `PreMulSum`, which zeros do not disturb.
+    pub fn all_reduce(tensor: Tensor, op: ReduceOp) -> Self {
+        Self { tensor, op: ElsewhereOp::AllReduce(op) }
+    }
+
+    /// Each rank gets the tensors of all, in the order of the ranks: for hooks whose messages cannot be added up, such as the largest gradients with
+    /// their places. Besides floats it takes integers, but no bools. The device needs memory for all ranks' parts of a bucket.
+    ///
+    /// All ranks bring as many elements; who has fewer fills up, for example with zeros.
+    #[doc(alias("all_gather_into_tensor", "top-k"))]
+    pub fn all_gather(tensor: Tensor) -> Self {
+        Self { tensor, op: ElsewhereOp::AllGather }
+    }
 }
 
 /// A bucket of gradients in the memory of a device, for a [`DeviceHook`].
@@ -161,44 +208,76 @@ impl fmt::Debug for DeviceBucket {
 /// The hook, which a bucket that is under way has, too.
 pub(super) type Own = Arc<Mutex<Box<dyn DeviceHook>>>;
 
+/// A bucket that is under way: as the hook sees it, and what is sent.
+struct UnderWay {
+    of_hook: DeviceBucket,
+    message: DeviceMessage,
+    /// If what the other ranks send is still to be seen.
+    comparison: Option<Comparison>,
+}
+
 impl OnDevice {
     /// Sends what `hook` says of a bucket.
     pub(super) fn average_own(self: &Arc<Self>, bucket: GradBucket, hook: Own) -> Result<Pending> {
         // The gradients are in the bucket then, and nothing is sent.
         drop(self.launch::<f32>((bucket.index, bucket.keeps), &bucket.gradients, Sent::Nothing)?);
-        let of_hook = self.bucket_of_hook(&bucket)?;
-        let (message, op) = {
+        let of_bucket = self.bucket_of_hook(&bucket)?;
+        let message = {
             let _guard = tch::no_grad_guard();
-            let (message, op) = lock(&hook).send(&of_hook)?;
-            self.check_message(&message, op)?;
-            (message.f_detach().and_then(|message| message.f_contiguous()).map_err(torch)?, op)
+            let message = lock(&hook).send(&of_bucket)?;
+            self.check_message(&message)?;
+            let tensor = message.tensor.f_detach().and_then(|tensor| tensor.f_contiguous()).map_err(torch)?;
+            DeviceMessage { tensor, ..message }
         };
-        let kind = message.kind();
-        let of_hook = (of_hook, message, op);
+        let kind = message.tensor.kind();
+        let call =
+            ElsewhereCall { op: message.op, dtype: shim::dtype(kind)?, elements: message.tensor.numel() };
+        let comparison = self.compared.compare(&self.group, bucket.index, call).map_err(of_hook)?;
+        let under_way = UnderWay { of_hook: of_bucket, message, comparison };
         match kind {
-            Kind::Double => self.send_own::<f64>(bucket, of_hook, hook),
-            Kind::Half => self.send_own::<f16>(bucket, of_hook, hook),
-            Kind::BFloat16 => self.send_own::<bf16>(bucket, of_hook, hook),
-            _ => self.send_own::<f32>(bucket, of_hook, hook),
+            Kind::Double => self.send_own::<f64>(bucket, under_way, hook),
+            Kind::Half => self.send_own::<f16>(bucket, under_way, hook),
+            Kind::BFloat16 => self.send_own::<bf16>(bucket, under_way, hook),
+            Kind::Int64 => self.send_own::<i64>(bucket, under_way, hook),
+            Kind::Int => self.send_own::<i32>(bucket, under_way, hook),
+            Kind::Int8 => self.send_own::<i8>(bucket, under_way, hook),
+            Kind::Uint8 => self.send_own::<u8>(bucket, under_way, hook),
+            _ => self.send_own::<f32>(bucket, under_way, hook),
         }
     }
 
     fn send_own<T: Element>(
         self: &Arc<Self>,
         bucket: GradBucket,
-        (of_hook, message, op): (DeviceBucket, Tensor, ReduceOp),
+        UnderWay { of_hook, message, comparison }: UnderWay,
         hook: Own,
     ) -> Result<Pending> {
         let (nccl, here) = (self.nccl.connect()?, self.stream_of_thread()?);
-        let work = self.call::<T>(&nccl, &here, message.shallow_clone(), op)?;
-        if let Some(held) = lock(&self.state).buckets.get_mut(bucket.index).and_then(Option::as_mut) {
-            held.own = Some(message.shallow_clone());
+        let DeviceMessage { tensor: sent, op } = message;
+        match op {
+            ElsewhereOp::AllReduce(op) => {
+                let work = self.call::<T>(&nccl, &here, sent.shallow_clone(), op)?;
+                self.hold_own(bucket.index, vec![sent.shallow_clone()]);
+                Ok(self.behind(work, comparison, move || received(&hook, &of_hook, &sent, bucket)))
+            }
+            ElsewhereOp::AllGather => {
+                let mut shape = vec![i64::from(nccl.world_size().get())];
+                shape.extend(sent.size());
+                let gathered =
+                    Tensor::f_empty(shape.as_slice(), (sent.kind(), sent.device())).map_err(torch)?;
+                let lent = (sent.shallow_clone(), gathered.shallow_clone());
+                let work = self.gather::<T>(&nccl, &here, lent)?;
+                self.hold_own(bucket.index, vec![sent, gathered.shallow_clone()]);
+                Ok(self.behind(work, comparison, move || received(&hook, &of_hook, &gathered, bucket)))
+            }
         }
-        Ok(self.behind(work, move || {
-            let _guard = tch::no_grad_guard();
-            lock(&hook).receive(&of_hook, &message)?;
-            Ok(Pending::ready(bucket.buffer))
-        }))
+    }
+
+    /// Keeps the memory of a bucket's call.
+    fn hold_own(&self, number: usize, memory: Vec<Tensor>) {
+        if let Some(held) = lock(&self.state).buckets.get_mut(number).and_then(Option::as_mut) {
+            held.own = memory;
+        }
     }
 
     fn bucket_of_hook(&self, bucket: &GradBucket) -> Result<DeviceBucket> {
@@ -217,17 +296,25 @@ impl OnDevice {
         })
     }
 
-    /// An error if NCCL cannot combine `message` by `op`, or ranks without data could not take part.
-    fn check_message(&self, message: &Tensor, op: ReduceOp) -> Result<()> {
-        if !matches!(op, ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum(_)) {
-            return Err(Error::invalid_argument(format!("the communication hook combines by {op}"))
-                .with_remedy(
-                    "take a sum or an average: in a join the zeros of ranks that are done would count",
-                ));
-        }
+    /// An error if NCCL cannot combine or gather `message`, or ranks without data could not take part.
+    fn check_message(&self, DeviceMessage { tensor: message, op }: &DeviceMessage) -> Result<()> {
         let is_float = |kind| matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16);
+        let is_integer = |kind| matches!(kind, Kind::Int64 | Kind::Int | Kind::Int8 | Kind::Uint8);
+        let (is_gather, types) = match op {
+            ElsewhereOp::AllReduce(ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PreMulSum(_)) => {
+                (false, "f32, f64, f16 or bf16")
+            }
+            ElsewhereOp::AllReduce(op) => {
+                return Err(Error::invalid_argument(format!("the communication hook combines by {op}"))
+                    .with_remedy(
+                        "take a sum or an average: in a join the zeros of ranks that are done would count",
+                    ));
+            }
+            ElsewhereOp::AllGather => (true, "f32, f64, f16, bf16, i64, i32, i8 or u8"),
+        };
+        // An undefined tensor has no type.
         if shim::is_plain(message)
-            && is_float(message.kind())
+            && (is_float(message.kind()) || is_gather && is_integer(message.kind()))
             && index_of(message.device()) == Some(self.ordinal())
         {
             return Ok(());
@@ -239,6 +326,13 @@ impl OnDevice {
         let (cause, ordinal) =
             (format!("the communication hook sends {what} where NCCL averages"), self.ordinal());
         Err(Error::invalid_argument(cause)
-            .with_remedy(format!("send a dense tensor of f32, f64, f16 or bf16 on Cuda({ordinal})")))
+            .with_remedy(format!("send a dense tensor of {types} on Cuda({ordinal})")))
     }
+}
+
+/// Has the hook make averages of what has come back of a bucket.
+fn received(hook: &Own, of_hook: &DeviceBucket, combined: &Tensor, bucket: GradBucket) -> Result<Pending> {
+    let _guard = tch::no_grad_guard();
+    lock(hook).receive(of_hook, combined)?;
+    Ok(Pending::ready(bucket.buffer))
 }

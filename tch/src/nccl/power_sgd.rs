@@ -180,11 +180,11 @@ impl LowRank {
         Ok(())
     }
 
-    /// What a checkpoint has of it.
+    /// What a checkpoint has of it; or, without the losses, which are as large as the gradients, what all ranks have in common.
     ///
     /// # Errors
     /// If a step was cut off.
-    pub fn state(&self, step: u64) -> Result<HookState> {
+    pub fn state(&self, step: u64, with_losses: bool) -> Result<HookState> {
         if self.under_way != 0 {
             return Err(Error::aborted(
                 "a step was cut off, and what PowerSGD keeps on the device is that of no step",
@@ -196,7 +196,8 @@ impl LowRank {
         for (index, kept) in begun() {
             state = state.common("factors", *index, download(&kept.factor)?);
         }
-        for (index, kept) in begun().filter(|_| self.options.has_error_feedback()) {
+        let has_losses = with_losses && self.options.has_error_feedback();
+        for (index, kept) in begun().filter(|_| has_losses) {
             if let Some(losses) = &kept.losses {
                 state = state.own("losses", *index, download(losses)?);
             }

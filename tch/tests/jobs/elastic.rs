@@ -39,6 +39,9 @@ pub const OVER_NCCL: &[(&str, fn())] = &[
     ("over_nccl_fewer_go_on_without_a_replacement", || drop(killed("all", 0, OVER))),
     ("over_nccl_a_communication_hook_goes_on_in_the_next_round", || hook_goes_on(OVER)),
     ("over_nccl_a_death_in_backward_costs_none_of_eight_ranks_a_step", || communicators(8 + 7, 0, OVER)),
+    ("over_nccl_a_hook_of_the_program_s_own_does_a_step_again", || {
+        drop(died_in_backward_as("dies own", 3, OVER))
+    }),
     ("over_nccl_the_survivors_of_eight_ranks_shrink_their_communicator", || communicators(8, 7, REVOKES)),
 ];
 
@@ -73,6 +76,9 @@ pub fn play(case: &str, folder: &Path) -> Result<()> {
                 let options = PowerSgdOptions::default().start_iter(COMPRESSES_AT).min_compression_rate(1.0);
                 context.state.ddp.register_comm_hook(PowerSgd::new(options)?)?;
             }
+            if case == "dies own" {
+                context.state.ddp.register_device_hook(nccl::Stateless)?;
+            }
             let mut is_first = true;
             // Of three workers one dies: the last of the rounds to come has all of them again.
             let is_last = !replaced || context.round() > 1 && group.world_size().get() == 3;
@@ -89,7 +95,7 @@ pub fn play(case: &str, folder: &Path) -> Result<()> {
                 let loss = context.state.ddp.forward(loss)?;
                 nccl::assert_averages(&context.state.ddp);
                 context.state.optimizer.zero_grad()?;
-                if case == "dies" && rank.get() == 1 && context.state.steps() == DIES_AT {
+                if case.starts_with("dies") && rank.get() == 1 && context.state.steps() == DIES_AT {
                     // The others are in backward by then.
                     std::thread::sleep(Duration::from_secs(4));
                     kill_process(getpid(), Signal::KILL).unwrap();
@@ -192,8 +198,12 @@ fn communicators(anew: usize, shrunk: usize, variables: &[(&str, &str)]) {
 
 /// Gives the lines that the workers have written.
 fn died_in_backward(workers: usize, variables: &[(&str, &str)]) -> Vec<String> {
+    died_in_backward_as("dies", workers, variables)
+}
+
+fn died_in_backward_as(case: &str, workers: usize, variables: &[(&str, &str)]) -> Vec<String> {
     let folder = tempfile::tempdir().unwrap();
-    let job = job("dies", workers as u32, folder.path(), variables);
+    let job = job(case, workers as u32, folder.path(), variables);
     let (mut stderr, mut lines) = (String::new(), Vec::new());
     let report = crate::run(&job, |event| match event {
         Event::Line { stream: Stream::Stderr, text, .. } => {

@@ -7,13 +7,13 @@
 //!
 //! A tensor that goes to one device alone is copied by `cuMemcpyPeerAsync`, on the stream of that device's communicator: NCCL's messages would
 //! need a call of both, and move no more. The fences of both devices are waited for first, because CubeCL shows its streams to nobody; so
-//! no stream has to wait for another.
+//! no stream has to wait for another. What goes together, such as the parts of a batch, is queued together, and waited for once.
 //!
 //! If a call fails, its memory is NCCL's until the communicator has ended, and CubeCL does not use it meanwhile. If a copy is not made in time, its
 //! memory is kept for good. After either all communicators are aborted.
 
 use std::any::Any;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
@@ -28,7 +28,7 @@ use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 use burn_cubecl::tensor::CubeTensor;
 use phalanx::{Deadline, Error, Rank, ReduceOp, Result};
-use phalanx_nccl::{DeviceGroup, Element};
+use phalanx_nccl::{DeviceGroup, DeviceSlice, Element};
 
 use super::scatter::{Destination, Scatter};
 use super::transfers::Transfer;
@@ -55,6 +55,16 @@ enum Movement {
 
 /// What a thread of its own does for a device.
 type Call = Box<dyn FnOnce() -> Result<()> + Send>;
+
+/// A copy to another device that is not made yet.
+pub(super) struct Copying {
+    /// The number of the device to which it goes.
+    device: usize,
+    /// Where it goes, and where it is from.
+    memory: (DeviceSlice<u8>, DeviceSlice<u8>),
+    /// When both are free for it.
+    fences: [ReadBack; 2],
+}
 
 /// A parameter, or a gradient, in the memory of a device.
 struct Held {
@@ -92,8 +102,9 @@ impl Links {
         Ok(Self { groups, devices })
     }
 
-    /// A copy of `tensor` on the device of number `to`; none if it is not on that of number `from`, or has no elements.
-    pub fn copy(&self, tensor: CubeTensor, from: usize, to: usize) -> Result<Option<CubeTensor>> {
+    /// A copy of `tensor` on the device of number `to`; none if it is not on that of number `from`, or has no elements. It has the elements when
+    /// [`finish`](Self::finish) has made it: nobody reads it before.
+    pub fn begin(&self, tensor: CubeTensor, from: usize, to: usize) -> Result<Option<(CubeTensor, Copying)>> {
         let is_there = tensor.device == self.devices[from] && tensor.qparams.is_none();
         if !is_there || tensor.meta.shape().num_elements() == 0 {
             return Ok(None);
@@ -109,15 +120,31 @@ impl Links {
         let lent_to = nccl::lend_bytes(&copy, target.device())?;
         let lent_from = nccl::lend_bytes(&tensor, source.device())?;
         let fences = [ReadBack::fence(&tensor), ReadBack::fence(&copy)];
-        let (nccl, timeout) = (target.clone(), self.timeout());
-        let call: Call = Box::new(move || {
-            for fence in fences {
-                fence.wait(|_| ()).map_err(|lost| lost.of("a tensor for another device"))?;
-            }
-            nccl.stream().copy(lent_to, lent_from, Deadline::after(timeout)).map(drop)
-        });
-        self.all(vec![call])?;
-        Ok(Some(copy))
+        Ok(Some((copy, Copying { device: to, memory: (lent_to, lent_from), fences })))
+    }
+
+    /// Makes copies that have begun: those to each device by a thread, in their order.
+    pub fn finish(&self, copies: Vec<Copying>) -> Result<()> {
+        let mut of_devices: BTreeMap<usize, Vec<Copying>> = BTreeMap::new();
+        for copy in copies {
+            of_devices.entry(copy.device).or_default().push(copy);
+        }
+        let timeout = self.timeout();
+        let call = |(device, copies): (usize, Vec<Copying>)| -> Call {
+            let nccl = self.groups[device].device().clone();
+            Box::new(move || {
+                let mut all = Vec::with_capacity(copies.len());
+                for Copying { memory, fences, .. } in copies {
+                    for fence in fences {
+                        fence.wait(|_| ()).map_err(|lost| lost.of("a tensor for another device"))?;
+                    }
+                    all.push(memory);
+                }
+                nccl.stream().copy_all(all, Deadline::after(timeout)).map(drop)
+            })
+        };
+        let calls: Vec<Call> = of_devices.into_iter().map(call).collect();
+        if calls.is_empty() { Ok(()) } else { self.all(calls) }
     }
 
     /// The parameters of `model`, which is on the main device, on each of the others, by their number less one. Adds their bytes to `moved`.
@@ -331,8 +358,8 @@ impl ModuleVisitor for Parameters {
 }
 
 impl Copies {
-    /// `module` with these parameters, as new leaves. What is not of floats is copied to `to`.
-    pub fn place<M: Module>(self, module: M, to: Destination<'_>) -> Result<M> {
+    /// `module` with these parameters, as new leaves. Copies of what is not of floats have begun in `to`.
+    pub fn place<M: Module>(self, module: M, to: &mut Destination<'_>) -> Result<M> {
         let mut placer = Placer { copies: self.0.into_iter(), to, outcome: Ok(()) };
         let module = module.map(&mut placer);
         let (outcome, left) = (placer.outcome, placer.copies.len());
@@ -346,13 +373,13 @@ fn other_order() -> Error {
         .with_remedy("train it without NCCL, or see its implementation of Module")
 }
 
-struct Placer<'a> {
+struct Placer<'a, 'b> {
     copies: std::vec::IntoIter<Held>,
-    to: Destination<'a>,
+    to: &'a mut Destination<'b>,
     outcome: Result<()>,
 }
 
-impl ModuleMapper for Placer<'_> {
+impl ModuleMapper for Placer<'_, '_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let (id, copy) = (param.id, self.copies.next());
         param.map(|old| {
@@ -377,10 +404,10 @@ impl ModuleMapper for Placer<'_> {
     }
 }
 
-impl Placer<'_> {
+impl Placer<'_, '_> {
     /// A copy of a tensor; the tensor itself if there is an error.
     fn copy<T: Scatter + Clone>(&mut self, old: T) -> T {
-        old.clone().copy_to(&mut self.to).unwrap_or_else(|error| {
+        old.clone().begin_copy(self.to).unwrap_or_else(|error| {
             self.outcome = Err(error);
             old
         })

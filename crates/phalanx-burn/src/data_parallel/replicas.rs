@@ -128,17 +128,25 @@ impl<M: Module> Replicas<M> {
             transfers,
             ..
         } = self;
-        let inputs: Vec<I> = transfers.scatter.measure(|moved| {
+        let inputs: Vec<I> = transfers.scatter.measure(|moved| -> Result<_> {
+            #[cfg(feature = "nccl")]
+            let mut copying = Vec::new();
             let place = |(number, range): (usize, Range<usize>)| match number {
                 0 => Ok(input.part(range)),
                 _ => {
                     let mut to = Destination::new(&devices[number], moved);
                     #[cfg(feature = "nccl")]
                     to.directly(links.as_ref(), 0, number);
-                    within(scope, number, || input.part(range).copy_to(&mut to))
+                    let part = within(scope, number, || input.part(range).begin_copy(&mut to));
+                    #[cfg(feature = "nccl")]
+                    copying.append(&mut to.take_copying());
+                    part
                 }
             };
-            ranges.into_iter().enumerate().map(place).collect::<Result<_>>()
+            let parts = ranges.into_iter().enumerate().map(place).collect::<Result<Vec<I>>>()?;
+            #[cfg(feature = "nccl")]
+            links.as_ref().map_or(Ok(()), |links| links.finish(copying))?;
+            Ok(parts)
         })?;
         drop(input);
         Ok(self.replicate(inputs.len())?.into_iter().zip(inputs).collect())
@@ -154,13 +162,15 @@ impl<M: Module> Replicas<M> {
             return self.transfers.replicate.measure(|moved| {
                 let copies = links.broadcast(&model, moved)?;
                 let mut replicas = vec![Replica { number: 0, module: model.clone() }];
+                let mut copying = Vec::new();
                 for (number, copies) in (1..count).zip(copies) {
                     let mut to = Destination::new(&devices[number], moved);
                     to.directly(Some(links), 0, number);
-                    let place = || copies.place(model.clone(), to);
-                    let module = within(scope, number, place)?;
+                    let module = within(scope, number, || copies.place(model.clone(), &mut to))?;
+                    copying.append(&mut to.take_copying());
                     replicas.push(Replica { number, module: ties.retie(module) });
                 }
+                links.finish(copying)?;
                 Ok(replicas)
             });
         }
@@ -224,17 +234,24 @@ impl<M: Module> Replicas<M> {
         } = self;
         let main = devices[0].clone().inner();
         transfers.gather.measure(|moved| {
-            let fetch = |(number, part): (usize, Tensor<D>)| match number {
-                0 => Ok(part),
-                _ => {
-                    let mut to = Destination::new(&main, moved);
-                    #[cfg(feature = "nccl")]
-                    to.directly(links.as_ref(), number, 0);
-                    part.copy_to(&mut to)
-                }
-            };
             let together = || -> Result<Tensor<D>> {
+                #[cfg(feature = "nccl")]
+                let mut copying = Vec::new();
+                let fetch = |(number, part): (usize, Tensor<D>)| match number {
+                    0 => Ok(part),
+                    _ => {
+                        let mut to = Destination::new(&main, moved);
+                        #[cfg(feature = "nccl")]
+                        to.directly(links.as_ref(), number, 0);
+                        let part = part.begin_copy(&mut to);
+                        #[cfg(feature = "nccl")]
+                        copying.append(&mut to.take_copying());
+                        part
+                    }
+                };
                 let parts = parts.into_iter().enumerate().map(fetch).collect::<Result<Vec<_>>>()?;
+                #[cfg(feature = "nccl")]
+                links.as_ref().map_or(Ok(()), |links| links.finish(copying))?;
                 Ok(Tensor::cat(parts, 0))
             };
             within(scope, 0, together).map(Tensor::from_inner)
@@ -257,7 +274,9 @@ impl<M: Module> Replicas<M> {
             ..
         } = self;
         let mut start = 0;
-        transfers.gather.measure(|moved| {
+        transfers.gather.measure(|moved| -> Result<_> {
+            #[cfg(feature = "nccl")]
+            let mut copying = Vec::new();
             let give = |(replica, output): (Replica<M>, Tensor<D>)| {
                 let range = start..start + output.dims()[0];
                 start = range.end;
@@ -269,12 +288,18 @@ impl<M: Module> Replicas<M> {
                         let mut to = Destination::new(&device, moved);
                         #[cfg(feature = "nccl")]
                         to.directly(links.as_ref(), 0, number);
-                        within(scope, number, || part.copy_to(&mut to))
+                        let part = within(scope, number, || part.begin_copy(&mut to));
+                        #[cfg(feature = "nccl")]
+                        copying.append(&mut to.take_copying());
+                        part
                     }
                 };
                 part.map(|part| (replica, (output, Tensor::from_inner(part))))
             };
-            parts.into_iter().map(give).collect()
+            let parts = parts.into_iter().map(give).collect::<Result<Vec<_>>>()?;
+            #[cfg(feature = "nccl")]
+            links.as_ref().map_or(Ok(()), |links| links.finish(copying))?;
+            Ok(parts)
         })
     }
 

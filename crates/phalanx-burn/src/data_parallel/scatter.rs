@@ -18,7 +18,7 @@ use burn_cubecl::tensor::CubeTensor;
 use phalanx::{Error, Result};
 
 #[cfg(feature = "nccl")]
-use super::links::{self, Links};
+use super::links::{self, Copying, Links};
 use super::transfers::Transfer;
 #[cfg(feature = "nccl")]
 use crate::read_back::Computed;
@@ -69,6 +69,16 @@ pub trait Scatter: Send + Sized {
     /// # Errors
     /// Over NCCL, if the driver cannot copy, or not in time.
     fn copy_to(self, to: &mut Destination<'_>) -> Result<Self>;
+
+    /// As [`copy_to`](Self::copy_to), but nobody reads the copy before what has begun in `to` is finished, so that copies may wait together. For types
+    /// of this crate: others may compute with what they copy.
+    ///
+    /// # Errors
+    /// As [`copy_to`](Self::copy_to).
+    #[doc(hidden)]
+    fn begin_copy(self, to: &mut Destination<'_>) -> Result<Self> {
+        self.copy_to(to)
+    }
 }
 
 /// The device to which [`Scatter::copy_to`] copies, and how. It counts the bytes.
@@ -79,6 +89,8 @@ pub struct Destination<'a> {
     moved: &'a mut Transfer,
     #[cfg(feature = "nccl")]
     way: Option<Way<'a>>,
+    #[cfg(feature = "nccl")]
+    copying: Vec<Copying>,
 }
 
 /// From the device of one number to that of another.
@@ -97,6 +109,8 @@ impl<'a> Destination<'a> {
             moved,
             #[cfg(feature = "nccl")]
             way: None,
+            #[cfg(feature = "nccl")]
+            copying: Vec::new(),
         }
     }
 
@@ -111,13 +125,30 @@ impl<'a> Destination<'a> {
         self.device
     }
 
+    /// The copies that have begun, for [`Links::finish`].
+    #[cfg(feature = "nccl")]
+    pub(super) fn take_copying(&mut self) -> Vec<Copying> {
+        std::mem::take(&mut self.copying)
+    }
+
     fn copy<const D: usize, K: Kind>(&mut self, tensor: Tensor<D, K>) -> Result<Tensor<D, K>> {
+        let copy = self.begin(tensor)?;
+        #[cfg(feature = "nccl")]
+        if let Some(Way { links, .. }) = self.way {
+            links.finish(self.take_copying())?;
+        }
+        Ok(copy)
+    }
+
+    /// As [`copy`](Self::copy), but over NCCL nobody reads it before it is finished.
+    fn begin<const D: usize, K: Kind>(&mut self, tensor: Tensor<D, K>) -> Result<Tensor<D, K>> {
         #[cfg(feature = "nccl")]
         if let Some(Way { links, from, to }) = self.way
             && let Some(resident) = K::resident(tensor.clone().inner())
-            && let Some(copy) = links.copy(resident, from, to)?
+            && let Some((copy, copying)) = links.begin(resident, from, to)?
         {
             self.moved.bytes += links::bytes(&copy);
+            self.copying.push(copying);
             let copy = K::stored::<D>(copy);
             return Ok(if self.device.is_autodiff() { copy.autodiff() } else { copy });
         }
@@ -181,6 +212,10 @@ macro_rules! scatter {
             fn copy_to(self, to: &mut Destination<'_>) -> Result<Self> {
                 to.copy(self)
             }
+
+            fn begin_copy(self, to: &mut Destination<'_>) -> Result<Self> {
+                to.begin(self)
+            }
         }
     )*};
 }
@@ -207,6 +242,10 @@ impl<A: Scatter, B: Scatter> Scatter for (A, B) {
 
     fn copy_to(self, to: &mut Destination<'_>) -> Result<Self> {
         Ok((self.0.copy_to(to)?, self.1.copy_to(to)?))
+    }
+
+    fn begin_copy(self, to: &mut Destination<'_>) -> Result<Self> {
+        Ok((self.0.begin_copy(to)?, self.1.begin_copy(to)?))
     }
 }
 

@@ -130,7 +130,7 @@ impl<M> Engine<M> {
     pub fn move_to(&self, group: &ProcessGroup) {
         #[cfg(feature = "nccl")]
         if let Some(on_device) = self.on_device() {
-            on_device.nccl().rebind(group);
+            on_device.move_to(group);
         }
         let _ = group;
     }

@@ -143,11 +143,11 @@ impl LowRank {
         Ok(averages)
     }
 
-    /// What a checkpoint has of it, after so many steps.
+    /// What a checkpoint has of it, after so many steps; or, without the losses, which are as large as the gradients, what all ranks have in common.
     ///
     /// # Errors
     /// If a step was cut off, or the device does not give it.
-    pub fn state(&self, step: u64) -> Result<HookState> {
+    pub fn state(&self, step: u64, with_losses: bool) -> Result<HookState> {
         if self.under_way != 0 {
             return Err(Error::aborted("a step was cut off, and what PowerSGD keeps is that of no step")
                 .with_remedy("go on from the last checkpoint"));
@@ -155,6 +155,9 @@ impl LowRank {
         let mut state = HookState::default().number("step", step);
         for (index, factor) in &self.factors {
             state = state.common("factors", *index, factor.clone());
+        }
+        if !with_losses {
+            return Ok(state);
         }
         for (index, loss) in &self.loaded {
             state = state.own("losses", *index, loss.clone());
@@ -276,14 +279,16 @@ mod tests {
             state.common("factors", 0, vec![1.0, 0.0, 0.0]).own("losses", 0, vec![0.5; 6])
         };
         low_rank.load(&mut saved());
-        assert_eq!(low_rank.state(7).unwrap(), saved());
+        assert_eq!(low_rank.state(7, true).unwrap(), saved());
+        assert_eq!(low_rank.state(7, false).unwrap(), saved().without_own());
         let device = device();
         let of = options.matrix(&[2, 3]).unwrap();
         // Used once, they lie on the device.
         assert_eq!(download(low_rank.sum(0, of, None, &device)).unwrap(), [0.5; 6]);
-        assert_eq!(low_rank.state(7).unwrap(), saved());
+        assert_eq!(low_rank.state(7, true).unwrap(), saved());
+        assert_eq!(low_rank.state(7, false).unwrap(), saved().without_own());
         low_rank.under_way = 1;
-        let error = low_rank.state(8).unwrap_err().to_string();
+        let error = low_rank.state(8, true).unwrap_err().to_string();
         assert!(error.contains("cut off"), "{error}");
     }
 }

@@ -644,6 +644,10 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainingState for TrainState<M,
         self.model.hook_state()
     }
 
+    fn common_hook_state(&self) -> Result<Option<HookState>> {
+        self.model.common_hook_state()
+    }
+
     fn hook_name(&self) -> String {
         format!("{}hook", self.name)
     }

@@ -12,7 +12,7 @@ use burn::nn::BatchNormConfig;
 use burn::optim::decay::WeightDecayConfig;
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{GradientsParams, ModuleOptimizer, SgdConfig};
-use burn::tensor::{Device, FloatDType, Int, Tensor};
+use burn::tensor::{Device, FloatDType, IndexingUpdateOp, Int, Tensor};
 use libtest_mimic::Trial;
 use phalanx::checkpoint::Checkpoints;
 use phalanx::elastic::{self, Context};
@@ -25,8 +25,8 @@ use phalanx::reducer::hooks::{
 use phalanx::store::TcpStoreServer;
 use phalanx::{Communicator, ProcessGroup, Rank, ReduceOp, Result, WorldSize};
 use phalanx_burn::{
-    DataParallel, Ddp, DdpOptions, DeviceBucket, DeviceHook, PeriodicModelAverager, SyncBatchNorm,
-    TowerGradients, TrainState, ZeroRedundancyOptimizer,
+    DataParallel, Ddp, DdpOptions, Destination, DeviceBucket, DeviceHook, DeviceMessage,
+    PeriodicModelAverager, Scatter, SyncBatchNorm, TowerGradients, TrainState, ZeroRedundancyOptimizer,
 };
 use phalanx_nccl::DeviceGroup;
 use rustix::process::{Signal, getpid, kill_process};
@@ -49,7 +49,7 @@ const WIDTH: usize = 8;
 const LAYERS: usize = 12;
 
 pub fn trials() -> Vec<Trial> {
-    let tests: [(&str, bool, fn()); 30] = [
+    let tests: [(&str, bool, fn()); 33] = [
         ("survivors_average_a_step_again", false, || survivors_go_on(3)),
         ("the_last_rank_goes_on_with_its_own_gradients", false, || survivors_go_on(2)),
         ("steps_are_those_of_one_process", false, || trained_as_one_process("plain")),
@@ -75,6 +75,11 @@ pub fn trials() -> Vec<Trial> {
         ("local_sgd_goes_on_from_checkpoints_of_both", false, || job("local state", &[HOST_IS_DEVICE])),
         ("a_hook_of_the_program_s_own_works_on_the_device", false, || trained_as_one_process("halves")),
         ("in_a_join_a_hook_of_the_program_s_own_works", false, || joined("own", 3)),
+        ("the_largest_gradients_are_gathered_with_their_places", false, || trained_as_one_process("largest")),
+        ("in_a_join_the_largest_gradients_are_gathered", false, || joined("largest", 3)),
+        ("hooks_that_send_different_messages_are_named", false, || {
+            job("own hook differs", &[HOST_IS_DEVICE]);
+        }),
         ("a_hook_of_the_program_s_own_goes_on_from_a_checkpoint", false, || {
             job("own hook state", &[HOST_IS_DEVICE]);
         }),
@@ -195,6 +200,7 @@ pub fn play() {
         "low rank state" => hook_state(&group, &cuda, 4, || PowerSgd::new(compressing(1))).unwrap(),
         "local" => local(&group, &cuda).unwrap(),
         "own hook state" => own_hook_state(&group, &cuda).unwrap(),
+        "own hook differs" => own_hook_differs(&group, &cuda).unwrap(),
         "local state" => hook_state(&group, &cuda, 1, || Ok(PostLocalSgd::new(2))).unwrap(),
         OTHER_MODELS => other_models(group, &cuda).unwrap(),
         "join norm" => join_norm(&group, &cuda).unwrap(),
@@ -313,6 +319,7 @@ fn train(group: &DeviceGroup, case: &str) -> Result<Vec<Vec<f32>>> {
     match case {
         "compressed" => ddp.register_comm_hook(Compressed::bf16())?,
         "halves" => ddp.register_device_hook(Halves::default())?,
+        "largest" => ddp.register_device_hook(Largest)?,
         _ => {}
     }
     let rank = group.host().rank().index();
@@ -352,13 +359,19 @@ fn train(group: &DeviceGroup, case: &str) -> Result<Vec<Vec<f32>>> {
         ddp.step(&mut optimizer, 0.05, gradients)?;
     }
     assert!(ddp.replicas_identical()?);
-    let size = if matches!(case, "compressed" | "halves") { 2 } else { 4 };
+    let size = match case {
+        "compressed" | "halves" => 2,
+        // A number and its place, of two ranks; half of it counts.
+        "largest" => 8,
+        _ => 4,
+    };
     let sent = (STEPS * ddp.model().num_params() * size) as u64;
-    if case == "halves" {
+    if matches!(case, "halves" | "largest") {
         // With what lies between gradients.
         assert!(ddp.communicated_bytes() >= sent);
         let last = group.device().calls().pop().unwrap().name;
-        assert!(last.contains("avg") && last.contains("x f16"), "{last}");
+        let words = if case == "halves" { ["avg", "x f16"] } else { ["all_gather", "x f32"] };
+        assert!(words.iter().all(|word| last.contains(word)), "{last}");
     } else {
         assert_eq!(ddp.communicated_bytes(), sent);
     }
@@ -460,8 +473,10 @@ fn train_in_join(
         "compressed" => ddp.register_comm_hook(Compressed::bf16())?,
         "low rank" => ddp.register_comm_hook(PowerSgd::new(compressing(1))?)?,
         "own" if cuda.is_some() => {
-            ddp.register_device_hook(Sends(|whole| (whole, ReduceOp::Avg), |averages| averages))?;
+            let send = |whole| DeviceMessage::all_reduce(whole, ReduceOp::Avg);
+            ddp.register_device_hook(Sends(send, |averages| averages))?;
         }
+        "largest" if cuda.is_some() => ddp.register_device_hook(Largest)?,
         _ => {}
     }
     let mut optimizer = sgd();
@@ -886,7 +901,8 @@ fn devices_of_one_process() {
     let of = |way: &str| copies.lines().filter(|copy| copy.starts_with(way)).count();
     // Rows and their numbers: twice from the first device, and once from the second.
     let of_towers = 2 * STEPS;
-    assert_eq!((of("0 1 "), of("1 0 ")), (2 * of_towers + 4 * STEPS, of_towers + STEPS), "{copies}");
+    // And two tensors of an input of the program's own.
+    assert_eq!((of("0 1 "), of("1 0 ")), (2 * of_towers + 4 * STEPS + 2, of_towers + STEPS), "{copies}");
     // Outputs are as long as the rows of towers.
     let output = format!("1 0 {}", ROWS * WIDTH * 4);
     assert_eq!(copies.lines().filter(|copy| *copy == output).count(), 2 * STEPS, "{copies}");
@@ -949,6 +965,7 @@ fn one_process() -> Result<()> {
     cuda.reverse();
     devices.reverse();
     gathered(&cuda, &devices)?;
+    own_inputs(&cuda, &devices)?;
     inputs_of_another_device(&cuda, &devices)
 }
 
@@ -990,6 +1007,42 @@ fn gathered(cuda: &[phalanx_nccl::Device], devices: &[Device]) -> Result<()> {
     let failed = parallel.forward(x, |net, x| net.forward(x, &[])).unwrap_err().to_string();
     assert!(failed.contains("the test ends it"), "{failed}");
     assert_eq!(parallel.transfers().scatter.bytes, bytes);
+    Ok(())
+}
+
+/// An input of the program's own, which computes with what it copies before all of it is copied.
+struct Halved(Tensor<2>);
+
+impl Scatter for Halved {
+    fn samples(&self) -> Result<usize> {
+        self.0.samples()
+    }
+
+    fn part(&self, samples: Range<usize>) -> Self {
+        Self(self.0.part(samples))
+    }
+
+    fn copy_to(self, to: &mut Destination<'_>) -> Result<Self> {
+        Ok(Self(self.0.copy_to(to)? * 0.5))
+    }
+}
+
+/// The second half of the rows is on another device, and has been halved there.
+fn own_inputs(cuda: &[phalanx_nccl::Device], devices: &[Device]) -> Result<()> {
+    let groups = DeviceGroup::of_devices(cuda)?;
+    let mut towers = TowerGradients::with_nccl(Net::new(), devices.to_vec(), groups)?;
+    let x = samples(0, RANKS * ROWS).0;
+    let is_whole = AtomicU64::new(0);
+    let half = |from: usize, factor: f64| -> Vec<f32> {
+        (x.clone().narrow(0, from, ROWS) * factor).into_data().iter::<f32>().collect()
+    };
+    let expected = [half(0, 1.0), half(ROWS, 0.5)];
+    let (loss, _) = towers.backward((Halved(x.clone()), x.clone()), |net, (Halved(own), _)| {
+        let found: Vec<f32> = own.to_data().iter::<f32>().collect();
+        is_whole.fetch_add(u64::from(expected.contains(&found)), Ordering::Relaxed);
+        net.loss_of(own, &[])
+    })?;
+    assert!(loss.is_finite() && is_whole.load(Ordering::Relaxed) == 2);
     Ok(())
 }
 
@@ -1049,7 +1102,7 @@ impl DeviceHook for Halves {
         "halves".into()
     }
 
-    fn send(&mut self, bucket: &DeviceBucket) -> Result<(Tensor<1>, ReduceOp)> {
+    fn send(&mut self, bucket: &DeviceBucket) -> Result<DeviceMessage> {
         let whole = bucket.buffer();
         let mut end = 0;
         for place in bucket.gradients() {
@@ -1059,7 +1112,7 @@ impl DeviceHook for Halves {
         }
         assert!(end <= whole.dims()[0] && bucket.world_size().count() == RANKS);
         self.0.fetch_add(u64::from(bucket.is_last()), Ordering::Relaxed);
-        Ok((whole.cast(FloatDType::F16), ReduceOp::Avg))
+        Ok(DeviceMessage::all_reduce(whole.cast(FloatDType::F16), ReduceOp::Avg))
     }
 
     fn receive(&mut self, _: &DeviceBucket, combined: Tensor<1>) -> Result<Tensor<1>> {
@@ -1078,6 +1131,105 @@ impl DeviceHook for Halves {
         self.0.store(state.get("steps")?, Ordering::Relaxed);
         Ok(())
     }
+}
+
+/// Sends the elements of a bucket with their places, the largest first, as one that sends fewer of them does (top-k).
+struct Largest;
+
+impl DeviceHook for Largest {
+    fn describe(&self) -> String {
+        "largest".into()
+    }
+
+    fn send(&mut self, bucket: &DeviceBucket) -> Result<DeviceMessage> {
+        let whole = bucket.buffer();
+        let count = whole.dims()[0];
+        let (_, places) = whole.clone().abs().topk_with_indices(count, 0);
+        let values = whole.gather(0, places.clone());
+        let places = places.float().cast(FloatDType::F32);
+        Ok(DeviceMessage::all_gather(Tensor::cat(vec![values, places], 0)))
+    }
+
+    fn receive(&mut self, bucket: &DeviceBucket, combined: Tensor<1>) -> Result<Tensor<1>> {
+        let ranks = bucket.world_size().count();
+        let count = combined.dims()[0] / ranks / 2;
+        let none = bucket.buffer().zeros_like();
+        let sum = (0..ranks).fold(none, |sum, rank| {
+            let part = |row: usize| combined.clone().narrow(0, (2 * rank + row) * count, count);
+            sum.scatter(0, part(1).int(), part(0), IndexingUpdateOp::Add)
+        });
+        Ok(sum / ranks as f64)
+    }
+
+    fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+        Ok(())
+    }
+
+    fn state(&self) -> Result<HookState> {
+        Ok(HookState::default())
+    }
+
+    fn load(&mut self, state: HookState) -> Result<()> {
+        state.nothing()
+    }
+}
+
+/// Sends less than the other ranks in a step.
+struct Different {
+    differs: bool,
+    at: u64,
+    step: u64,
+}
+
+impl DeviceHook for Different {
+    fn describe(&self) -> String {
+        "different".into()
+    }
+
+    fn send(&mut self, bucket: &DeviceBucket) -> Result<DeviceMessage> {
+        let (whole, step) = (bucket.buffer(), self.step);
+        self.step += u64::from(bucket.is_last());
+        let less = usize::from(self.differs && step == self.at && bucket.is_last());
+        let count = whole.dims()[0] - less;
+        Ok(DeviceMessage::all_reduce(whole.narrow(0, 0, count), ReduceOp::Avg))
+    }
+
+    fn receive(&mut self, _: &DeviceBucket, combined: Tensor<1>) -> Result<Tensor<1>> {
+        Ok(combined)
+    }
+
+    fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+        Ok(())
+    }
+
+    fn state(&self) -> Result<HookState> {
+        Ok(HookState::default())
+    }
+
+    fn load(&mut self, state: HookState) -> Result<()> {
+        state.nothing()
+    }
+}
+
+/// NCCL would wait until its time-out.
+fn own_hook_differs(group: &ProcessGroup, cuda: &phalanx_nccl::Device) -> Result<()> {
+    for at in [0, 2] {
+        // The error ends its group.
+        let part = DeviceGroup::new(group.split(Some(0), 0)?.unwrap(), cuda)?;
+        let mut ddp = Ddp::with_nccl(Net::new(), &part, options())?;
+        ddp.register_device_hook(Different { differs: group.rank().index() == 1, at, step: 0 })?;
+        let mut steps = 0..=at;
+        let failed = steps.find_map(|step| {
+            let loss = ddp.forward(|net| net.loss(0, &[]));
+            let trained = loss.and_then(|loss| ddp.backward(&loss));
+            trained.err().map(|error| (step, error.to_string()))
+        });
+        let (step, error) = failed.unwrap();
+        let words = ["rank 0 all_reduce(avg, ", ", and rank 1 all_reduce(avg, ", "DeviceHook"];
+        // The error of the rank that differs may reach the other one at the end of the step before.
+        assert!(step <= at && words.iter().all(|words| error.contains(words)), "{error}");
+    }
+    Ok(())
 }
 
 fn own_hook_state(group: &ProcessGroup, cuda: &phalanx_nccl::Device) -> Result<()> {
@@ -1111,14 +1263,14 @@ fn own_hook_state(group: &ProcessGroup, cuda: &phalanx_nccl::Device) -> Result<(
 }
 
 /// Sends what the first makes of a bucket, and makes averages by the second.
-struct Sends(fn(Tensor<1>) -> (Tensor<1>, ReduceOp), fn(Tensor<1>) -> Tensor<1>);
+struct Sends(fn(Tensor<1>) -> DeviceMessage, fn(Tensor<1>) -> Tensor<1>);
 
 impl DeviceHook for Sends {
     fn describe(&self) -> String {
         "sends".into()
     }
 
-    fn send(&mut self, bucket: &DeviceBucket) -> Result<(Tensor<1>, ReduceOp)> {
+    fn send(&mut self, bucket: &DeviceBucket) -> Result<DeviceMessage> {
         Ok((self.0)(bucket.buffer()))
     }
 
@@ -1157,14 +1309,17 @@ fn refuse(group: &ProcessGroup, cuda: &phalanx_nccl::Device) {
             on_host.register_device_hook(Halves::default())
         }),
         ("combines by max", |group| {
-            step_with(group, Sends(|whole| (whole, ReduceOp::Max), |averages| averages))
+            let send = |whole| DeviceMessage::all_reduce(whole, ReduceOp::Max);
+            step_with(group, Sends(send, |averages| averages))
         }),
         ("the communication hook sends", |group| {
-            let send = |whole: Tensor<1>| (whole.to_device(&Device::flex()), ReduceOp::Avg);
+            let send =
+                |whole: Tensor<1>| DeviceMessage::all_reduce(whole.to_device(&Device::flex()), ReduceOp::Avg);
             step_with(group, Sends(send, |averages| averages))
         }),
         ("the communication hook receives 1 x F32", |group| {
-            step_with(group, Sends(|whole| (whole, ReduceOp::Avg), |averages| averages.narrow(0, 0, 1)))
+            let send = |whole| DeviceMessage::all_reduce(whole, ReduceOp::Avg);
+            step_with(group, Sends(send, |averages| averages.narrow(0, 0, 1)))
         }),
         ("TrainState::sharing after with_nccl", |group| {
             TrainState::new(Net::new(), sgd(), ())?.with_nccl(group)?.sharing(group.host()).map(drop)

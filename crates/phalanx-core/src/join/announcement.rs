@@ -7,7 +7,7 @@
 //! code calls. PyTorch's `Join` needs code in every class that takes part. The announcements of buckets are not waited
 //! for, so that buckets are still sent during backward.
 
-use super::ElsewhereCall;
+use super::{ElsewhereCall, ElsewhereOp};
 use crate::caller::Caller;
 use crate::collective::ReduceOp;
 use crate::dtype::DType;
@@ -41,7 +41,7 @@ pub(super) enum Announced {
         elements: usize,
         root: Rank,
     },
-    /// An all_reduce that is none of the group's.
+    /// A collective that is none of the group's.
     Elsewhere(ElsewhereCall),
 }
 
@@ -96,8 +96,17 @@ impl Announced {
                 Self::AllReduce { op: op()?, dtype, elements: elements(dtype)? }
             }
             ELSEWHERE => {
-                let dtype = dtype()?;
-                Self::Elsewhere(ElsewhereCall { op: op()?, dtype, elements: elements(dtype)? })
+                let (op, dtype) =
+                    (code(fields[1]).and_then(ElsewhereOp::from_wire).ok_or_else(malformed)?, dtype()?);
+                let elements = elements(dtype)?;
+                // What comes of it has the elements of all ranks.
+                let parts = match op {
+                    ElsewhereOp::AllReduce(_) => 1,
+                    ElsewhereOp::AllGather => world.count(),
+                };
+                let bytes = elements.checked_mul(dtype.size()).and_then(|bytes| bytes.checked_mul(parts));
+                bytes.filter(|bytes| *bytes as u64 <= MAX_BYTES as u64).ok_or_else(malformed)?;
+                Self::Elsewhere(ElsewhereCall { op, dtype, elements })
             }
             BROADCAST => {
                 let dtype = dtype()?;
@@ -131,7 +140,16 @@ mod tests {
             Announced::Step,
             Announced::AllReduce { op: ReduceOp::Avg, dtype: DType::BF16, elements: 7 },
             Announced::Broadcast { dtype: DType::U8, elements: 0, root: Rank::new(2) },
-            Announced::Elsewhere(ElsewhereCall { op: ReduceOp::Sum, dtype: DType::F16, elements: 3 }),
+            Announced::Elsewhere(ElsewhereCall {
+                op: ElsewhereOp::AllReduce(ReduceOp::Sum),
+                dtype: DType::F16,
+                elements: 3,
+            }),
+            Announced::Elsewhere(ElsewhereCall {
+                op: ElsewhereOp::AllGather,
+                dtype: DType::I32,
+                elements: 3,
+            }),
         ];
         for announced in announcements {
             for caller in [None, Some(Caller::DdpBackward)] {
@@ -150,6 +168,12 @@ mod tests {
         nobody[5] = 99;
         let mut hidden = announcements[3].encode(None, rank, world);
         hidden[2] = 99;
+        // One rank's part may be as large, and those of all may not.
+        let mut wide = announcements[4].encode(None, rank, world);
+        wide[3] = MAX_BYTES / 4;
+        assert!(Announced::decode(&wide, world).is_err());
+        wide[3] = MAX_BYTES / 4 / 3;
+        assert!(Announced::decode(&wide, world).is_ok());
         for numbers in [huge, strange, nowhere, nobody, hidden, vec![1; 2]] {
             assert!(Announced::decode(&numbers, world).is_err());
         }

@@ -36,7 +36,7 @@
 //!
 //! Such as NCCL's, on memory of a device. What makes them announces each with [`announce_elsewhere`](JoinGroup::announce_elsewhere), and the
 //! [`Elsewhere`] that [`join_elsewhere`](JoinGroup::join_elsewhere) was given makes it on a rank without data: at the same place among all announced
-//! calls, and so in one order on all ranks.
+//! calls, and so in one order on all ranks. [`compare_elsewhere`](JoinGroup::compare_elsewhere) says whether all ranks make the same call.
 //!
 //! # Cost
 //!
@@ -44,6 +44,7 @@
 //! cost.
 
 mod announcement;
+mod elsewhere;
 
 use std::fmt;
 use std::sync::Arc;
@@ -51,6 +52,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use self::announcement::{Announced, silence};
+pub use self::elsewhere::{ComparedCalls, Comparison, Elsewhere, ElsewhereCall, ElsewhereOp};
 use crate::buffer::Buffer;
 use crate::caller::Caller;
 use crate::collective::ReduceOp;
@@ -77,26 +79,6 @@ impl Default for JoinOptions {
     fn default() -> Self {
         Self { divide_by_initial_world_size: true, throw_on_early_termination: false }
     }
-}
-
-/// An all_reduce that is none of the group's.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ElsewhereCall {
-    /// How elements are combined.
-    pub op: ReduceOp,
-    /// Their type.
-    pub dtype: DType,
-    /// How many there are: on a rank without data, what another rank says, at most 2³⁸ bytes.
-    pub elements: usize,
-}
-
-/// Makes the calls of others that are none of the group's, on a rank without data.
-pub trait Elsewhere: Send + Sync {
-    /// Makes `call` with elements that change nothing, as ranks with data make it. Nobody needs the result.
-    ///
-    /// # Errors
-    /// If it cannot be made. The error ends the group.
-    fn answer(&self, call: ElsewhereCall) -> Result<()>;
 }
 
 /// The result of [`JoinGroup::join`].

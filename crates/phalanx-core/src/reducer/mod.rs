@@ -241,8 +241,20 @@ impl Reducer {
     /// # Errors
     /// In a backward pass. If it [cannot be read](CommHook::state).
     pub fn hook_state(&self) -> Result<HookState> {
+        self.read_hook(|hook| hook.state())
+    }
+
+    /// As [`hook_state`](Self::hook_state), [without](CommHook::common_state) what each rank has of its own.
+    ///
+    /// # Errors
+    /// As [`hook_state`](Self::hook_state).
+    pub fn common_hook_state(&self) -> Result<HookState> {
+        self.read_hook(|hook| hook.common_state())
+    }
+
+    fn read_hook(&self, read: impl FnOnce(&dyn CommHook) -> Result<HookState>) -> Result<HookState> {
         self.between_steps()?;
-        let state = self.hook.state()?;
+        let state = read(&*self.hook)?;
         // One that keeps nothing so far is named, so that it can go back to that.
         let keeps_nothing = self.hook.is_stateless() && state.is_empty();
         Ok(if keeps_nothing { state } else { state.of(self.hook.describe()) })

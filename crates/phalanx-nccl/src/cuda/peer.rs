@@ -103,6 +103,51 @@ impl Stream {
         N: DeviceMemory,
         M: DeviceMemory<Element = N::Element>,
     {
+        self.check_copy(&to, &from)?;
+        if !to.is_empty() {
+            // SAFETY: both stay until the copy is done, or for good.
+            unsafe { self.queue_copy(&to, &from) }?;
+            if let Err(error) = self.synchronize(deadline) {
+                std::mem::forget((to, from));
+                return Err(error);
+            }
+        }
+        Ok((to, from))
+    }
+
+    /// Several copies as [`copy`](Self::copy), of which each is `(to, from)`, one behind the other, with one wait for all of them.
+    ///
+    /// # Errors
+    /// As [`copy`](Self::copy). If one does not fit, none is made. If the driver refuses one, those before it are made.
+    pub fn copy_all<N, M>(&self, copies: Vec<(N, M)>, deadline: Deadline) -> Result<Vec<(N, M)>>
+    where
+        N: DeviceMemory,
+        M: DeviceMemory<Element = N::Element>,
+    {
+        copies.iter().try_for_each(|(to, from)| self.check_copy(to, from))?;
+        let mut with_elements = copies.iter().filter(|(to, _)| !to.is_empty()).peekable();
+        if with_elements.peek().is_none() {
+            return Ok(copies);
+        }
+        let queued = with_elements.try_for_each(|(to, from)| {
+            // SAFETY: both stay until the copy is done, or for good: also if the driver refuses a later one, as below.
+            unsafe { self.queue_copy(to, from) }
+        });
+        match self.synchronize(deadline) {
+            Ok(()) => queued.map(|()| copies),
+            Err(error) => {
+                std::mem::forget(copies);
+                Err(queued.err().unwrap_or(error))
+            }
+        }
+    }
+
+    /// An error if `from` cannot be copied to `to` on this stream.
+    fn check_copy<N, M>(&self, to: &N, from: &M) -> Result<()>
+    where
+        N: DeviceMemory,
+        M: DeviceMemory<Element = N::Element>,
+    {
         self.check_not_captured()?;
         if to.device() != self.device() {
             return Err(Error::invalid_argument(format!(
@@ -114,16 +159,21 @@ impl Stream {
             let (to, from) = (to.len(), from.len());
             return Err(Error::invalid_argument(format!("{from} elements cannot be copied to {to}")));
         }
-        if !to.is_empty() {
-            let bytes = to.len() * size_of::<N::Element>();
-            // SAFETY: both have as many bytes, where their types promise. They stay until the copy is done, or for good.
-            unsafe { queue(self, to.pointer(), (from.device(), from.pointer()), bytes) }?;
-            if let Err(error) = self.synchronize(deadline) {
-                std::mem::forget((to, from));
-                return Err(error);
-            }
-        }
-        Ok((to, from))
+        Ok(())
+    }
+
+    /// Queues a copy that [fits](Self::check_copy).
+    ///
+    /// # Safety
+    /// Both stay until this stream has done it.
+    unsafe fn queue_copy<N, M>(&self, to: &N, from: &M) -> Result<()>
+    where
+        N: DeviceMemory,
+        M: DeviceMemory<Element = N::Element>,
+    {
+        let bytes = to.len() * size_of::<N::Element>();
+        // SAFETY: both have as many bytes, where their types promise. That they stay, the caller says.
+        unsafe { queue(self, to.pointer(), (from.device(), from.pointer()), bytes) }
     }
 }
 

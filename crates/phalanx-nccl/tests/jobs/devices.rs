@@ -255,6 +255,24 @@ fn lent() -> Result<()> {
     let short = DeviceBuffer::from_slice(&streams[0], &[1i32; 3])?;
     let error = streams[1].copy(DeviceBuffer::zeroed(&streams[1], 4)?, short, soon()).unwrap_err();
     assert!(error.to_string().contains("3 elements cannot be copied to 4"), "{error}");
+    // Several, of which one has no elements; and of others one does not fit, and so none is made.
+    let pair = |count: usize, number: i32| {
+        let from = DeviceBuffer::from_slice(&streams[0], &vec![number; count])?;
+        Ok::<_, Error>((DeviceBuffer::<i32>::zeroed(&streams[1], count)?, from))
+    };
+    let copied = streams[1].copy_all(vec![pair(500, 3)?, pair(0, 0)?, pair(9, 4)?], soon())?;
+    let found: Vec<_> = copied.iter().map(|(to, _)| to.to_vec(&streams[1])).collect::<Result<_>>()?;
+    assert_eq!(found, [vec![3; 500], vec![], vec![4; 9]]);
+    let lent = |buffer: &DeviceBuffer<i32>| {
+        // SAFETY: the buffer outlives the call, which is waited for.
+        unsafe { DeviceSlice::<i32>::from_raw(buffer.device(), buffer.pointer(), buffer.len()) }
+    };
+    let ((to, from), (other, short)) = (pair(5, 8)?, (pair(4, 0)?.0, pair(3, 0)?.1));
+    let copies = vec![(lent(&to), lent(&from)), (lent(&other), lent(&short))];
+    let error = streams[1].copy_all(copies, soon()).unwrap_err();
+    assert!(error.to_string().contains("3 elements cannot be copied to 4"), "{error}");
+    assert_eq!(to.to_vec(&streams[1])?, [0; 5]);
+    assert!(streams[1].copy_all(Vec::<(DeviceBuffer<i32>, DeviceBuffer<i32>)>::new(), soon())?.is_empty());
     Ok(())
 }
 

@@ -51,11 +51,28 @@ impl LoadedHook {
     /// # Errors
     /// As [`Reducer::hook_state`].
     pub fn state<S>(&self, reducer: Option<&HookedReducer<S>>) -> Result<Option<HookState>> {
+        self.read(reducer, Reducer::hook_state)
+    }
+
+    /// As [`state`](Self::state), without what each rank has of its own, which is not read for it where the hook [can do so](CommHook::common_state).
+    ///
+    /// # Errors
+    /// As [`state`](Self::state).
+    pub fn common_state<S>(&self, reducer: Option<&HookedReducer<S>>) -> Result<Option<HookState>> {
+        let state = self.read(reducer, Reducer::common_hook_state)?;
+        Ok(state.map(HookState::without_own))
+    }
+
+    fn read<S>(
+        &self,
+        reducer: Option<&HookedReducer<S>>,
+        read: fn(&Reducer) -> Result<HookState>,
+    ) -> Result<Option<HookState>> {
         if self.state.is_some() {
             return Ok(self.state.clone());
         }
         let Some(reducer) = reducer else { return Ok(None) };
-        let state = reducer.with_reducer(|reducer| reducer.hook_state())?;
+        let state = reducer.with_reducer(|reducer| read(reducer))?;
         Ok(Some(state).filter(|state| !state.hook().is_empty()))
     }
 

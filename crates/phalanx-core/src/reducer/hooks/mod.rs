@@ -89,6 +89,15 @@ pub trait CommHook: Send {
     /// If it cannot be read, as from a device that has failed. Then nothing is saved.
     fn state(&self) -> Result<HookState>;
 
+    /// Its [`state`](Self::state) [without](HookState::without_own) what each rank has of its own, for the commits of an elastic job, which do not have
+    /// that. A hook whose own tensors are large, or on a device, leaves them where they are. By default all is read.
+    ///
+    /// # Errors
+    /// As [`state`](Self::state).
+    fn common_state(&self) -> Result<HookState> {
+        self.state().map(HookState::without_own)
+    }
+
     /// Whether there is anything in its [`state`](Self::state) now. That is asked when a state is loaded and when a hook is registered. A hook whose
     /// state is large, or on a device, answers without reading it. By default it is read.
     ///

@@ -297,13 +297,17 @@ impl CommHook for PowerSgd {
     }
 
     fn state(&self) -> Result<HookState> {
+        let state = self.common_state()?;
         let memory = self.memory.lock();
-        let state = HookState::default().number("step", self.step);
-        let factors = memory.factors.iter();
-        let state =
-            factors.fold(state, |state, (index, factor)| state.common("factors", *index, factor.clone()));
         let losses = memory.losses.iter();
         Ok(losses.fold(state, |state, (index, loss)| state.own("losses", *index, loss.clone())))
+    }
+
+    fn common_state(&self) -> Result<HookState> {
+        let state = HookState::default().number("step", self.step);
+        let memory = self.memory.lock();
+        let factors = memory.factors.iter();
+        Ok(factors.fold(state, |state, (index, factor)| state.common("factors", *index, factor.clone())))
     }
 
     /// The number of steps, from the beginning on.

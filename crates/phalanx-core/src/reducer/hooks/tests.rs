@@ -284,6 +284,19 @@ fn a_hook_whose_state_comes_with_its_first_step_goes_on_from_it_and_back_to_none
     });
 }
 
+#[test]
+fn what_power_sgd_has_in_common_is_its_state_without_the_losses() {
+    run(2, |group| {
+        let options = PowerSgdOptions::default().start_iter(0).min_compression_rate(1.0);
+        let mut reducer = reducer(group.clone(), PowerSgd::new(options).unwrap());
+        drop(step(&mut reducer, &full_rank(group.rank())));
+        let state = reducer.hook_state().unwrap();
+        assert!(state.tensors().iter().any(|tensor| tensor.is_own));
+        assert!(state.tensors().iter().any(|tensor| !tensor.is_own));
+        assert_eq!(reducer.common_hook_state().unwrap(), state.without_own());
+    });
+}
+
 /// What it keeps lies on a device, which may be lost.
 struct Remote {
     kept: f32,
@@ -310,6 +323,10 @@ impl CommHook for Remote {
             true => Err(Error::aborted("the device is lost")),
             false => Ok(HookState::default().own("kept", 0, vec![self.kept])),
         }
+    }
+
+    fn common_state(&self) -> Result<HookState> {
+        Ok(HookState::default())
     }
 
     fn keeps_state(&self) -> Result<bool> {
@@ -340,6 +357,9 @@ fn a_state_is_loaded_without_a_look_at_the_last_one_and_one_that_cannot_be_read_
         let mut fresh = reducer(group.clone(), AllReduce);
         assert!(absent.register(&mut fresh, Box::new(new(3.0))).unwrap_err().is_mismatch());
         assert_eq!(reads.load(Ordering::Relaxed), 1, "what was kept has been read");
+        // All ranks have in common that it is there.
+        let common = loaded.common_state(Some(&hooked)).unwrap().unwrap();
+        assert!(common.is_empty() && common.hook() == "remote");
         let error = loaded.state(Some(&hooked)).unwrap_err().to_string();
         assert!(error.contains("the device is lost"), "{error}");
         is_lost.store(false, Ordering::Relaxed);
