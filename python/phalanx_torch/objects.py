@@ -10,7 +10,6 @@ is an error on every rank. :func:`phalanx_torch.replace_object_functions` puts t
 import io
 import pickle
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from phalanx_torch import _uncompiled, device_backend, observed
+from phalanx_torch import _uncompiled, _warnings, device_backend, observed
 from phalanx_torch._errors import Error
 from phalanx_torch.observed import Objects, bytes_of, waiting
 from phalanx_torch.process_group import ProcessGroup
@@ -248,7 +247,7 @@ def _registered(group: Any) -> Any:
 def _member(name: str, group: Any) -> ProcessGroup | None:
     """Our part of the group; None if this rank is not in the group, after PyTorch's warning. An error if it is a group of others."""
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        warnings.warn(f"Running {name} on global rank {dist.get_rank()} which does not belong to the given group.", stacklevel=3)
+        _warnings.warn(f"Running {name} on global rank {dist.get_rank()} which does not belong to the given group.")
         return None
     part = part_of(group)
     if part is not None:

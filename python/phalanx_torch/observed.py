@@ -11,7 +11,6 @@ An event of the profiler must not be called ``record_param_comms``: for that nam
 import datetime
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.autograd import profiler as profiler
 
-from phalanx_torch import _traces
+from phalanx_torch import _traces, _warnings
 from phalanx_torch import work as works
 
 if TYPE_CHECKING:
@@ -408,7 +407,7 @@ class Completions:
                     hook(WorkInfo(type, sequence, started, started + lasted, lasted))
             except Exception as error:
                 message = f"phalanx: a hook on completion has failed: {error.__class__.__name__}: {error}"
-                warnings.warn(message, RuntimeWarning, stacklevel=2)
+                _warnings.warn(message, RuntimeWarning)
             finally:
                 with self._changed:
                     self._awaited -= 1
@@ -422,4 +421,4 @@ class Completions:
     def wait(self, timeout: float) -> None:
         """Waits until the hook has been called for each call that has ended, at most ``timeout`` seconds."""
         with self._changed:
-            self._changed.wait_for(lambda: self._awaited == 0, timeout)
+            self._changed.wait_for(lambda: self._awaited == 0, min(timeout, threading.TIMEOUT_MAX))

@@ -1,12 +1,12 @@
 """An optimizer whose gradients are those of all ranks."""
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from phalanx_torch import _warnings
 from phalanx_torch._errors import Error
 from phalanx_torch.horovod._job import HorovodInternalError, ProcessSet, global_process_set
 from phalanx_torch.horovod._operations import (
@@ -282,7 +282,7 @@ class _Distributed(_Base):
 
         if evaluate is None and self._should_synchronize and self._is_shared:
             if self._synchronized:
-                warnings.warn(
+                _warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
                     "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
                     "optimizer.synchronize() in your code."
