@@ -21,6 +21,7 @@ from torch.autograd import profiler as profiler
 
 from phalanx_torch import _traces, _warnings
 from phalanx_torch import work as works
+from phalanx_torch._functional import is_awaited, stored
 
 if TYPE_CHECKING:
     from phalanx_torch.process_group import ProcessGroup
@@ -187,20 +188,33 @@ def _is_followed(tensor: Any) -> bool:
 def call(group: "ProcessGroup", name: str, *arguments: Any) -> dist.Work:
     """Makes the group's call ``name``, and lets those who watch see it."""
     kind = _KINDS[name]
+    if _place.depth == _CALLED and _takes_bytes():
+        _check_memory(kind, arguments)
     if _place.depth == _CALLED and group._watched_backend() is not None and not _is_marked(kind, arguments):
         return _dispatched(group, kind, arguments)
     return _recorded(group, kind, arguments, lambda: getattr(group, name)(*arguments))
 
 
+def _check_memory(kind: _Kind, arguments: tuple[Any, ...]) -> None:
+    """Refuses tensors without memory of their own, as the group does: PyTorch's dispatcher would speak of operations that the program has not called,
+    or do nothing for a tensor without elements. Stand-ins are what ``FakeTensorMode`` and ``make_fx`` are for."""
+    for tensor in _tensors_of(kind, arguments):
+        if not is_awaited(tensor):
+            stored(tensor)
+
+
+def _tensors_of(kind: _Kind, arguments: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The tensors of a call; none if these are no tensors, as PyTorch says then."""
+    try:
+        return [tensor for part in kind.before(*arguments) for tensor in _tensors(part)]
+    except TypeError:
+        return []
+
+
 def _is_marked(kind: _Kind, arguments: tuple[Any, ...]) -> bool:
     """Whether a tensor of the call is conjugated or negated only when it is read: of such a one PyTorch's dispatcher gives a backend a copy, and what
     the call writes there is lost."""
-    try:
-        tensors = [tensor for part in kind.before(*arguments) for tensor in _tensors(part)]
-    except TypeError:
-        # These are no tensors, and PyTorch says so.
-        return False
-    return any(tensor.is_conj() or tensor.is_neg() for tensor in tensors)
+    return any(tensor.is_conj() or tensor.is_neg() for tensor in _tensors_of(kind, arguments))
 
 
 class Objects(NamedTuple):
