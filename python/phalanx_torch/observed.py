@@ -251,8 +251,11 @@ def waiting(options: _T, root: int | None = None) -> _T:
     return options
 
 
-def call_objects(group: "ProcessGroup", title: str, seen: Objects, run: Callable[[], Sequence[bytes]]) -> Sequence[bytes]:
-    """What ``run`` returns, the objects that have come, and lets those who watch see the call."""
+def call_objects(
+    group: "ProcessGroup", title: str, seen: Objects, run: Callable[[], Sequence[bytes]], whole: Any = None
+) -> Sequence[bytes]:
+    """What ``run`` returns, the objects that have come, and lets those who watch see the call: also those who watch ``whole``, PyTorch's group of which
+    ``group`` is the part for the CPU."""
     kind = _KINDS[seen.name]._replace(title=title)
     found: list[Sequence[bytes]] = []
 
@@ -267,8 +270,8 @@ def call_objects(group: "ProcessGroup", title: str, seen: Objects, run: Callable
                 tensor.set_(filled)
         return works.ended(list(seen.came), group._sequence)
 
-    if _place.depth == _CALLED and group._watched_backend() is not None and _takes_bytes():
-        _dispatched(group, kind, seen.arguments, exchange)
+    if _place.depth == _CALLED and (whole is not None or group._watched_backend() is not None) and _takes_bytes():
+        _dispatched(group, kind, seen.arguments, exchange, whole)
     else:
         _recorded(group, kind, seen.arguments, exchange)
     if not found:
@@ -317,7 +320,11 @@ def _objects_of(name: str, arguments: tuple[Any, ...]) -> Callable[[], dist.Work
 
 
 def _dispatched(
-    group: "ProcessGroup", kind: _Kind, arguments: tuple[Any, ...], exchange: Callable[[], dist.Work] | None = None
+    group: "ProcessGroup",
+    kind: _Kind,
+    arguments: tuple[Any, ...],
+    exchange: Callable[[], dist.Work] | None = None,
+    whole: Any = None,
 ) -> dist.Work:
     operation = getattr(torch.ops.c10d, kind.operation).default
     # A hook may call a group, too.
@@ -325,7 +332,7 @@ def _dispatched(
     _place.group, _place.options, _place.work, _place.error = group, arguments[-1], None, None
     _place.objects = None if exchange is None else (kind, arguments, exchange)
     try:
-        made = operation(*kind.before(*arguments), group.boxed(), *kind.after(*arguments))
+        made = operation(*kind.before(*arguments), (group if whole is None else whole).boxed(), *kind.after(*arguments))
         # PyTorch's work hides ours, which can do more; a mode may have made no call at all.
         work: dist.Work = _place.work or dist.Work.unbox(made[-1] if isinstance(made, (tuple, list)) else made)
         return work

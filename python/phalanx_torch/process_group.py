@@ -69,6 +69,8 @@ def create(options: Any, backend_options: object) -> Any:
         _default = weakref.ref(group)
     # PyTorch takes a `ProcessGroup` for all devices.
     if device_backend.has_other_backends(options):
+        # It asks the dispatcher, which sees the calls of each device.
+        _let_be_attached(_is_recorder_asked_for())
         return device_backend.DeviceBackend(group)
     group.let_be_recorded()
     return group
@@ -355,6 +357,16 @@ def _is_recorder_asked_for() -> bool:
     return size.isdecimal() and int(size) > 0
 
 
+def _let_be_attached(is_asked_for: bool) -> None:
+    """Lets PyTorch attach its flight recorder to the group that is being made. It does so if it does not think that groups of this name record
+    themselves."""
+    themselves: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    if is_asked_for:
+        themselves.discard("phalanx")
+    else:
+        themselves.add("phalanx")
+
+
 _watch_lock = threading.Lock()
 # How often a group that has hooks is looked at, in seconds.
 _WATCH_INTERVAL = 0.02
@@ -619,14 +631,11 @@ class ProcessGroup(dist.ProcessGroup):
         self._is_observed = self._finds_nan or self._is_recorded or bool(self._hooks_of_calls) or self._completion_hook is not None
 
     def let_be_recorded(self) -> None:
-        """Lets PyTorch's flight recorder see each call, if the program has asked for it. PyTorch attaches it when the group has been made, if it does not
-        think that groups of this name record themselves."""
-        module: Any = dist.distributed_c10d
-        themselves: set[str] = getattr(module, "_FR_SELF_RECORDING_BACKENDS", set())
+        """Lets PyTorch's flight recorder see each call, if the program has asked for it."""
         if not _is_recorder_asked_for() or not hasattr(c10d, "FlightRecorderHook") or self._watched_backend() is None:
-            themselves.add("phalanx")
+            _let_be_attached(False)
             return
-        themselves.discard("phalanx")
+        _let_be_attached(True)
         # The recorder is in C++, and asks the part of the group that is there.
         base: Any = super()
         base._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
