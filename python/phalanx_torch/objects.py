@@ -374,7 +374,7 @@ def _whole(part: ProcessGroup, group: Any) -> Any:
     if not part._is_part or not observed.can_dispatch():
         return None
     # With TORCH_DISTRIBUTED_DEBUG=DETAIL PyTorch would compare the lengths of the objects, which ranks have of their own.
-    return None if dist.get_debug_level() == dist.DebugLevel.DETAIL else _registered(group)
+    return None if c10d.get_debug_level() == c10d.DebugLevel.DETAIL else _registered(group)
 
 
 def _fill(places: Any, found: Sequence[bytes], expected: int, weights_only: bool) -> None:
