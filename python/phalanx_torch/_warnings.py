@@ -28,4 +28,4 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
         return
     module = frame.f_globals.get("__name__") or "<unknown>"
     registry = frame.f_globals.setdefault("__warningregistry__", {})
-    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, module, registry, frame.f_globals)
+    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno, module, registry)

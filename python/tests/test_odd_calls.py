@@ -14,6 +14,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.tensor.debug import CommDebugMode
 
 import phalanx_torch
+from phalanx_torch import _warnings
 from phalanx_torch import work as works
 
 WORLD = 2
@@ -209,6 +210,14 @@ def limited(rank):
 
 def test_odd_time_outs(ranks):
     ranks(WORLD, limited)
+
+
+def test_a_line_that_is_in_no_file_is_warned_of_too():
+    # Of code that a program makes, the line is none of the module in whose name it runs.
+    made = compile("\n" * 10_000 + "warn('made')", "made", "exec")
+    with pytest.warns(UserWarning, match="made") as caught:
+        exec(made, {**globals(), "warn": _warnings.warn})
+    assert (caught[0].filename, caught[0].lineno) == ("made", 10_001)
 
 
 def warned(rank):
