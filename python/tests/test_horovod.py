@@ -4,6 +4,7 @@ import copy
 import datetime
 import importlib
 import json
+import math
 import os
 import pickle
 import signal
@@ -429,6 +430,51 @@ def _optimizer(rank):
 
 def test_the_optimizer_and_what_it_refuses():
     run(2, _optimizer)
+
+
+def _odd_arguments(rank):
+    model = torch.nn.Linear(2, 2)
+    scalar = torch.nn.Parameter(torch.ones(()))
+    parameters = [*model.parameters(), scalar]
+
+    def made(**options):
+        return hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), **options)
+
+    for options, match in (
+        *(({"groups": groups}, "groups should be a non-negative integer or a list of list") for groups in (torch.ones(2), [scalar], 1.5, "abc", ["a"], {1: 2})),
+        ({"groups": [[model.weight], [model.weight]]}, "each in one group at most"),
+        ({"num_groups": 1.5}, "num_groups is 1.5"),
+        ({"num_groups": "1"}, "num_groups is '1'"),
+        *(({"gradient_predivide_factor": factor}, "more than 0, and finite") for factor in (0.0, -1.0, math.inf, math.nan)),
+        *(({"compression": compression}, "pass hvd.Compression.none or") for compression in (None, "fp16", hvd.Compression)),
+        *(({"process_set": process_set}, "hvd.add_process_set makes one") for process_set in (None, [0])),
+    ):
+        with pytest.raises(ValueError, match=match):
+            made(**options)
+    for groups in ([[model.weight]], ((model.weight,),), iter([[model.weight]]), [model.parameters()], [[]], [], 0, 2, None):
+        made(groups=groups)
+    for call, match in (
+        (lambda: hvd.DistributedOptimizer(model), "a torch.optim.Optimizer is expected, and not Linear"),
+        (lambda: hvd.broadcast_optimizer_state(3, 0), "a torch.optim.Optimizer is expected, and not int"),
+        (lambda: hvd.broadcast_parameters([("a", torch.ones(1)), ("b", torch.ones(1)), ("a", torch.ones(2))], 0), "several tensors have a"),
+        (lambda: hvd.sparse_allreduce_async(torch.ones(2), "s", hvd.Sum), "torch.sparse_coo is expected, and not torch.strided"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            call()
+    # Nothing of them is in flight.
+    hvd.broadcast_parameters([("a", torch.ones(1)), ("b", torch.ones(1))], 0)
+    hvd.shutdown()
+    for process_sets in (hvd.ProcessSet([0]), 5, "static", [[0, 0]]):
+        with pytest.raises((ValueError, TypeError)):
+            hvd.init(process_sets=process_sets)
+        # No job has begun without the sets that were asked for.
+        assert not hvd.is_initialized()
+    hvd.init(process_sets=[[0], hvd.ProcessSet([1])])
+    assert hvd.get_process_set_ids_and_ranks() == {0: [0, 1], 1: [0], 2: [1]}
+
+
+def test_odd_arguments_are_refused_before_anything_begins():
+    run(2, _odd_arguments)
 
 
 def _loaded(rank, how):

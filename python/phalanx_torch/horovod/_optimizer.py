@@ -1,6 +1,7 @@
 """An optimizer whose gradients are those of all ranks."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -326,6 +327,8 @@ def _grouping(
     num_groups: int, groups: int | Sequence[Sequence[torch.Tensor]] | None, optimizer: torch.optim.Optimizer
 ) -> _Grouping:
     """What divides the parameters with gradients into groups."""
+    if not isinstance(num_groups, int):
+        raise ValueError(f"num_groups is {num_groups!r}: it is the number of groups")
     if groups is None and not num_groups:
         return lambda parameters: []
     if isinstance(groups, int):
@@ -342,13 +345,21 @@ def _grouping(
 
         return even
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    groups = [list(members) for members in groups]
+    groups = _lists(groups)
     flat = [id(p) for members in groups for p in members]
     if any(one not in known for one in flat) or len(set(flat)) < len(flat):
         raise ValueError("groups: lists of this optimizer's parameters are expected, each in one group at most")
     return lambda parameters: [
         kept for members in groups if (kept := [p for p in members if any(p is other for other in parameters)])
     ]
+
+
+def _lists(groups: Any) -> list[list[torch.Tensor]]:
+    lists: list[Any] = list(groups) if isinstance(groups, Iterable) and not isinstance(groups, (torch.Tensor, str)) else [None]
+    # A tensor has rows, and they are none of an optimizer's parameters.
+    if not all(isinstance(members, Iterable) and not isinstance(members, (torch.Tensor, str)) for members in lists):
+        raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor")
+    return [list(members) for members in lists]
 
 
 def DistributedOptimizer(
@@ -369,6 +380,12 @@ def DistributedOptimizer(
     ``op`` is ``hvd.Average`` or ``hvd.Sum``. With ``gradient_predivide_factor`` a part of the division comes before the sum.
     ``num_groups`` and ``groups`` let gradients travel together. On ranks that are not in ``process_set`` it is as ``optimizer``.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise ValueError(f"DistributedOptimizer: a torch.optim.Optimizer is expected, and not {type(optimizer).__name__}")
+    if not isinstance(process_set, ProcessSet):
+        raise ValueError(f"DistributedOptimizer: process_set is {process_set!r}: hvd.add_process_set makes one")
+    if not all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
+        raise ValueError(f"DistributedOptimizer: compression is {compression!r}: pass hvd.Compression.none or hvd.Compression.fp16")
     op = _op(op, None)
     if op is Adasum:
         raise NotImplementedError(
@@ -379,8 +396,8 @@ def DistributedOptimizer(
         raise ValueError(f"DistributedOptimizer: op is {op}, and gradients are combined with hvd.Average or hvd.Sum")
     if gradient_predivide_factor != 1.0 and op is not Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if not gradient_predivide_factor > 0:
-        raise ValueError(f"gradient_predivide_factor is {gradient_predivide_factor}: it must be more than 0")
+    if not 0 < gradient_predivide_factor < math.inf:
+        raise ValueError(f"gradient_predivide_factor is {gradient_predivide_factor}: it must be more than 0, and finite")
     if isinstance(optimizer, _Distributed):
         raise ValueError("DistributedOptimizer: this optimizer is one already")
     process_set._members()
