@@ -142,7 +142,8 @@ class _Distributed(_Base):
                 "backward_passes_per_step to accumulate gradients locally."
             )
         self._left[p] -= 1
-        if self._left[p] == 0:
+        # An Adasum is one of changes, which only the step makes.
+        if self._left[p] == 0 and self._op is not Adasum:
             self._submit(p)
 
     def _submit(self, p: torch.Tensor) -> None:
@@ -221,8 +222,10 @@ class _Distributed(_Base):
     def synchronize(self) -> None:
         """Waits until all gradients are those of all ranks. Those that this rank has not made count as zeros.
 
-        After an error none is on its way any more, and the next pass begins a step.
+        After an error none is on its way any more, and the next pass begins a step. With Adasum there is nothing to wait for: gradients stay a rank's own.
         """
+        if self._op is Adasum:
+            return
         # What Ctrl-C leaves is waited for by the next call.
         if self._failure is None:
             try:
@@ -265,6 +268,8 @@ class _Distributed(_Base):
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """For a ``step`` of gradients that ``synchronize`` has been called for, and that the program has changed since."""
+        if self._op is Adasum:
+            raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
         self._should_synchronize = False
         try:
             yield
@@ -273,6 +278,8 @@ class _Distributed(_Base):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Waits for the gradients, and makes a step."""
+        if self._op is Adasum and self._is_shared:
+            return self._step_by_changes(closure)
         evaluate = closure
 
         def synchronized() -> Any:
@@ -291,6 +298,35 @@ class _Distributed(_Base):
             self.synchronize()
         stepped = super().step() if evaluate is None else super().step(synchronized)
         self._synchronized = False
+        return stepped
+
+    def _step_by_changes(self, closure: Callable[[], Any] | None) -> Any:
+        """Makes a step with this rank's gradients, and moves the parameters by the Adasum of all ranks' changes in its place."""
+        self._watch_later_ones()
+        # One that is frozen now is so on every rank.
+        moved = [p for p in self._left if p.requires_grad]
+        begins = [p.detach().clone() for p in moved]
+        stepped = super().step() if closure is None else super().step(closure)
+        failure: Exception | None = None
+        started: list[tuple[torch.Tensor, torch.Tensor, Any, int]] = []
+        for p, begin in zip(moved, begins):
+            change, context = self._compression.compress(p.detach() - begin)
+            # As it was, until all ranks' changes are there.
+            p.detach().copy_(begin)
+            try:
+                handle = allreduce_async_(change, name=self._parameter_names[p], op=Adasum, process_set=self._process_set)
+                started.append((p, begin, context, handle))
+            except Exception as error:
+                failure = failure or error
+        for p, begin, context, handle in started:
+            try:
+                p.detach().copy_(begin + self._compression.decompress(synchronize(handle), context))
+            except Exception as error:
+                # A mismatch is of this parameter alone.
+                failure = failure or error
+        self._left = dict.fromkeys(self._left, self.backward_passes_per_step)
+        if failure is not None:
+            raise failure
         return stepped
 
     def zero_grad(self, *arguments: Any, **named: Any) -> None:
@@ -377,7 +413,8 @@ def DistributedOptimizer(
     """An optimizer of the class of ``optimizer``, with its parameters, options and state, whose gradients are averaged over all ranks.
 
     The average of a gradient begins when the last of ``backward_passes_per_step`` passes has made it, and ``step`` waits for all.
-    ``op`` is ``hvd.Average`` or ``hvd.Sum``. With ``gradient_predivide_factor`` a part of the division comes before the sum.
+    ``op`` is ``hvd.Average``, ``hvd.Sum`` or ``hvd.Adasum``. The last combines what a step with a rank's own gradients changes, when ``step`` is called;
+    ``groups`` and ``sparse_as_dense`` are then ignored. With ``gradient_predivide_factor`` a part of the division comes before the sum.
     ``num_groups`` and ``groups`` let gradients travel together. On ranks that are not in ``process_set`` it is as ``optimizer``.
     """
     if not hasattr(optimizer, "param_groups"):
@@ -387,13 +424,8 @@ def DistributedOptimizer(
     if not all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
         raise ValueError(f"DistributedOptimizer: compression is {compression!r}: pass hvd.Compression.none or hvd.Compression.fp16")
     op = _op(op, None)
-    if op is Adasum:
-        raise NotImplementedError(
-            "DistributedOptimizer(op=hvd.Adasum): Horovod's combines the changes of parameters, which this does not; use hvd.Average, or "
-            "hvd.allreduce(tensor, op=hvd.Adasum) of tensors"
-        )
-    if op not in (Average, Sum):
-        raise ValueError(f"DistributedOptimizer: op is {op}, and gradients are combined with hvd.Average or hvd.Sum")
+    if op not in (Average, Sum, Adasum):
+        raise ValueError(f"DistributedOptimizer: op is {op}, and gradients are combined with hvd.Average, hvd.Sum or hvd.Adasum")
     if gradient_predivide_factor != 1.0 and op is not Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if not 0 < gradient_predivide_factor < math.inf:
