@@ -1360,7 +1360,8 @@ def _limit(what: str, timeout: object) -> float:
     seconds = timeout.total_seconds()
     if seconds < 0:
         raise ValueError(
-            f"phalanx: {what}: a time-out of {seconds} s is below 0. One of more than 292 years overflows in PyTorch, and may be negative then: give a shorter one"
+            f"phalanx: {what}: a time-out of {seconds} s is below 0. One of more than 292 years overflows in PyTorch, and may be negative then: give a "
+            "shorter one"
         )
     return seconds
 
