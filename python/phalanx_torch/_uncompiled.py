@@ -5,9 +5,10 @@ other ranks is no part of a graph.
 """
 
 import types
-import warnings
 from collections.abc import Iterator
 from typing import Any
+
+from phalanx_torch import _warnings
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -41,9 +42,8 @@ def skip(*modules: types.ModuleType) -> None:
                     set_code_exec_strategy(code, as_it_is)
     except (ImportError, AttributeError, TypeError) as error:
         # These are PyTorch's own parts, which another version may have in another form, or not at all.
-        warnings.warn(
+        _warnings.warn(
             "phalanx_torch: this PyTorch cannot be told to leave this package as it is when it compiles: a compiled "
             f"DistributedDataParallel may fail, and all else works ({type(error).__name__}: {error})",
             RuntimeWarning,
-            stacklevel=2,
         )

@@ -10,7 +10,6 @@ is an error on every rank. :func:`phalanx_torch.replace_object_functions` puts t
 import io
 import pickle
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from phalanx_torch import _uncompiled, device_backend, observed
+from phalanx_torch import _uncompiled, _warnings, device_backend, observed
 from phalanx_torch._errors import Error
 from phalanx_torch.observed import Objects, bytes_of, waiting
 from phalanx_torch.process_group import ProcessGroup
@@ -59,6 +58,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Any = None, weigh
 
     found = _exchanged(
         part,
+        group,
         "all_gather_object",
         [obj],
         weights_only,
@@ -95,6 +95,7 @@ def gather_object(
 
     found = _exchanged(
         part,
+        group,
         "gather_object",
         [obj],
         weights_only,
@@ -128,6 +129,7 @@ def broadcast_object_list(
 
     found = _exchanged(
         part,
+        group,
         "broadcast_object_list",
         object_list if is_root else [],
         weights_only,
@@ -167,6 +169,7 @@ def scatter_object_list(
 
     found = _exchanged(
         part,
+        group,
         "scatter_object_list",
         objects,
         weights_only,
@@ -199,7 +202,7 @@ def send_object_list(
         group._native.send_objects(sent, form, to)
         return []
 
-    _exchanged(part, "send_object_list", object_list, weights_only, send, lambda sent: Objects("send", ([bytes_of(b"".join(sent))], to, 0)))
+    _exchanged(part, group, "send_object_list", object_list, weights_only, send, lambda sent: Objects("send", ([bytes_of(b"".join(sent))], to, 0)))
 
 
 def recv_object_list(
@@ -236,7 +239,7 @@ def recv_object_list(
             return Objects("recv_anysource", ([came], 0), [came])
         return Objects("recv", ([came], source, 0), [came])
 
-    found = _called(part, "recv_object_list", seen, receive)
+    found = _called(part, group, "recv_object_list", seen, receive)
     _fill(object_list, found, expected, weights_only)
     return dist.get_global_rank(_registered(group), senders[-1])
 
@@ -248,7 +251,7 @@ def _registered(group: Any) -> Any:
 def _member(name: str, group: Any) -> ProcessGroup | None:
     """Our part of the group; None if this rank is not in the group, after PyTorch's warning. An error if it is a group of others."""
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        warnings.warn(f"Running {name} on global rank {dist.get_rank()} which does not belong to the given group.", stacklevel=3)
+        _warnings.warn(f"Running {name} on global rank {dist.get_rank()} which does not belong to the given group.")
         return None
     part = part_of(group)
     if part is not None:
@@ -321,6 +324,7 @@ def _read(data: bytes, weights_only: bool) -> Any:
 
 def _exchanged(
     part: ProcessGroup,
+    group: Any,
     name: str,
     objects: Iterable[Any],
     weights_only: bool,
@@ -349,16 +353,28 @@ def _exchanged(
         raise
     return _called(
         part,
+        group,
         name,
         lambda: seen(written),
         lambda: exchange(part, written, _form(weights_only)),
     )
 
 
-def _called(part: ProcessGroup, name: str, seen: Callable[[], Objects], run: Callable[[], list[bytes]]) -> Sequence[bytes]:
-    """What ``run`` returns. Only if a tool watches are there tensors."""
+def _called(part: ProcessGroup, group: Any, name: str, seen: Callable[[], Objects], run: Callable[[], list[bytes]]) -> Sequence[bytes]:
+    """What ``run`` returns. Only if a tool watches are there tensors, or if that is not known."""
     part._sequence += 1
-    return observed.call_objects(part, name, seen(), run) if observed.is_watched(part) else run()
+    whole = _whole(part, group)
+    is_seen = whole is not None or observed.is_watched(part)
+    return observed.call_objects(part, name, seen(), run, whole) if is_seen else run()
+
+
+def _whole(part: ProcessGroup, group: Any) -> Any:
+    """PyTorch's group of several backends of which ``part`` is one, or None. It does not say whether it has hooks, and has the flight recorder's if
+    no variable says otherwise: its calls always go through PyTorch's dispatcher, as PyTorch's own functions do."""
+    if not part._is_part or not observed.can_dispatch():
+        return None
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL PyTorch would compare the lengths of the objects, which ranks have of their own.
+    return None if c10d.get_debug_level() == c10d.DebugLevel.DETAIL else _registered(group)
 
 
 def _fill(places: Any, found: Sequence[bytes], expected: int, weights_only: bool) -> None:

@@ -11,7 +11,6 @@ An event of the profiler must not be called ``record_param_comms``: for that nam
 import datetime
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -20,8 +19,9 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.autograd import profiler as profiler
 
-from phalanx_torch import _traces
+from phalanx_torch import _traces, _warnings
 from phalanx_torch import work as works
+from phalanx_torch._functional import is_awaited, stored
 
 if TYPE_CHECKING:
     from phalanx_torch.process_group import ProcessGroup
@@ -188,20 +188,33 @@ def _is_followed(tensor: Any) -> bool:
 def call(group: "ProcessGroup", name: str, *arguments: Any) -> dist.Work:
     """Makes the group's call ``name``, and lets those who watch see it."""
     kind = _KINDS[name]
+    if _place.depth == _CALLED and _takes_bytes():
+        _check_memory(kind, arguments)
     if _place.depth == _CALLED and group._watched_backend() is not None and not _is_marked(kind, arguments):
         return _dispatched(group, kind, arguments)
     return _recorded(group, kind, arguments, lambda: getattr(group, name)(*arguments))
 
 
+def _check_memory(kind: _Kind, arguments: tuple[Any, ...]) -> None:
+    """Refuses tensors without memory of their own, as the group does: PyTorch's dispatcher would speak of operations that the program has not called,
+    or do nothing for a tensor without elements. Stand-ins are what ``FakeTensorMode`` and ``make_fx`` are for."""
+    for tensor in _tensors_of(kind, arguments):
+        if not is_awaited(tensor):
+            stored(tensor)
+
+
+def _tensors_of(kind: _Kind, arguments: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The tensors of a call; none if these are no tensors, as PyTorch says then."""
+    try:
+        return [tensor for part in kind.before(*arguments) for tensor in _tensors(part)]
+    except TypeError:
+        return []
+
+
 def _is_marked(kind: _Kind, arguments: tuple[Any, ...]) -> bool:
     """Whether a tensor of the call is conjugated or negated only when it is read: of such a one PyTorch's dispatcher gives a backend a copy, and what
     the call writes there is lost."""
-    try:
-        tensors = [tensor for part in kind.before(*arguments) for tensor in _tensors(part)]
-    except TypeError:
-        # These are no tensors, and PyTorch says so.
-        return False
-    return any(tensor.is_conj() or tensor.is_neg() for tensor in tensors)
+    return any(tensor.is_conj() or tensor.is_neg() for tensor in _tensors_of(kind, arguments))
 
 
 class Objects(NamedTuple):
@@ -238,8 +251,11 @@ def waiting(options: _T, root: int | None = None) -> _T:
     return options
 
 
-def call_objects(group: "ProcessGroup", title: str, seen: Objects, run: Callable[[], Sequence[bytes]]) -> Sequence[bytes]:
-    """What ``run`` returns, the objects that have come, and lets those who watch see the call."""
+def call_objects(
+    group: "ProcessGroup", title: str, seen: Objects, run: Callable[[], Sequence[bytes]], whole: Any = None
+) -> Sequence[bytes]:
+    """What ``run`` returns, the objects that have come, and lets those who watch see the call: also those who watch ``whole``, PyTorch's group of which
+    ``group`` is the part for the CPU."""
     kind = _KINDS[seen.name]._replace(title=title)
     found: list[Sequence[bytes]] = []
 
@@ -254,8 +270,8 @@ def call_objects(group: "ProcessGroup", title: str, seen: Objects, run: Callable
                 tensor.set_(filled)
         return works.ended(list(seen.came), group._sequence)
 
-    if _place.depth == _CALLED and group._watched_backend() is not None and _takes_bytes():
-        _dispatched(group, kind, seen.arguments, exchange)
+    if _place.depth == _CALLED and (whole is not None or group._watched_backend() is not None) and _takes_bytes():
+        _dispatched(group, kind, seen.arguments, exchange, whole)
     else:
         _recorded(group, kind, seen.arguments, exchange)
     if not found:
@@ -304,7 +320,11 @@ def _objects_of(name: str, arguments: tuple[Any, ...]) -> Callable[[], dist.Work
 
 
 def _dispatched(
-    group: "ProcessGroup", kind: _Kind, arguments: tuple[Any, ...], exchange: Callable[[], dist.Work] | None = None
+    group: "ProcessGroup",
+    kind: _Kind,
+    arguments: tuple[Any, ...],
+    exchange: Callable[[], dist.Work] | None = None,
+    whole: Any = None,
 ) -> dist.Work:
     operation = getattr(torch.ops.c10d, kind.operation).default
     # A hook may call a group, too.
@@ -312,7 +332,7 @@ def _dispatched(
     _place.group, _place.options, _place.work, _place.error = group, arguments[-1], None, None
     _place.objects = None if exchange is None else (kind, arguments, exchange)
     try:
-        made = operation(*kind.before(*arguments), group.boxed(), *kind.after(*arguments))
+        made = operation(*kind.before(*arguments), (group if whole is None else whole).boxed(), *kind.after(*arguments))
         # PyTorch's work hides ours, which can do more; a mode may have made no call at all.
         work: dist.Work = _place.work or dist.Work.unbox(made[-1] if isinstance(made, (tuple, list)) else made)
         return work
@@ -408,7 +428,7 @@ class Completions:
                     hook(WorkInfo(type, sequence, started, started + lasted, lasted))
             except Exception as error:
                 message = f"phalanx: a hook on completion has failed: {error.__class__.__name__}: {error}"
-                warnings.warn(message, RuntimeWarning, stacklevel=2)
+                _warnings.warn(message, RuntimeWarning)
             finally:
                 with self._changed:
                     self._awaited -= 1
@@ -422,4 +442,4 @@ class Completions:
     def wait(self, timeout: float) -> None:
         """Waits until the hook has been called for each call that has ended, at most ``timeout`` seconds."""
         with self._changed:
-            self._changed.wait_for(lambda: self._awaited == 0, timeout)
+            self._changed.wait_for(lambda: self._awaited == 0, min(timeout, threading.TIMEOUT_MAX))

@@ -12,7 +12,6 @@ import re
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -22,7 +21,7 @@ import torch.distributed as dist
 # Not all versions have the options of calls in `torch.distributed`.
 from torch._C import _distributed_c10d as c10d
 
-from phalanx_torch import _ddp, _exit, _native, _traces, _uncompiled, _versions, device_backend, observed, sparse
+from phalanx_torch import _ddp, _exit, _native, _traces, _uncompiled, _versions, _warnings, device_backend, observed, sparse
 from phalanx_torch import work as works
 from phalanx_torch._errors import Error
 from phalanx_torch._functional import stored, waited
@@ -70,6 +69,8 @@ def create(options: Any, backend_options: object) -> Any:
         _default = weakref.ref(group)
     # PyTorch takes a `ProcessGroup` for all devices.
     if device_backend.has_other_backends(options):
+        # It asks the dispatcher, which sees the calls of each device.
+        _let_be_attached(_is_recorder_asked_for())
         return device_backend.DeviceBackend(group)
     group.let_be_recorded()
     return group
@@ -136,9 +137,79 @@ def _op(options: Any) -> Op:
     return (number, float(factor))
 
 
-def _same_length(what: str, tensors: Sequence[torch.Tensor]) -> None:
-    if any(tensor.numel() != tensors[0].numel() for tensor in tensors):
-        raise ValueError(f"{what}: all tensors must have the same number of elements")
+def _shape(tensor: torch.Tensor) -> str:
+    """The shape of ``tensor`` as gloo's errors show it."""
+    return f"({', '.join(str(length) for length in tensor.shape)})"
+
+
+def _have_shapes(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether all have one. Nested tensors have none, and the native part says what to give instead."""
+    return not any(tensor.is_nested for tensor in tensors)
+
+
+def _same_shape(what: str, expected: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Refuses a list of which a tensor has another shape than ``expected``, in gloo's words: its elements would come to other places."""
+    if not _have_shapes((expected, *tensors)):
+        return
+    for index, tensor in enumerate(tensors):
+        if tensor.shape != expected.shape:
+            raise ValueError(f"{what}: invalid tensor size at index {index} (expected {_shape(expected)}, got {_shape(tensor)})")
+
+
+def _same_shape_if_even(what: str, expected: torch.Tensor, tensors: Sequence[torch.Tensor], rank: int) -> None:
+    """As :func:`_same_shape`. Of tensors of different lengths, which gloo does not take, this rank knows only the shape of its own."""
+    if not _have_shapes((expected, *tensors)):
+        return
+    if all(tensor.numel() == expected.numel() for tensor in tensors):
+        _same_shape(what, expected, tensors)
+    elif rank < len(tensors) and tensors[rank].numel() == expected.numel() and tensors[rank].shape != expected.shape:
+        raise ValueError(f"{what}: invalid tensor size at index {rank} (expected {_shape(expected)}, got {_shape(tensors[rank])})")
+
+
+def _same_shape_for_each_other(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], rank: int) -> None:
+    """As :func:`_same_shape_if_even`, of what ranks send and receive."""
+    own, every = outputs[rank], (*inputs, *outputs)
+    if _have_shapes(every) and all(tensor.numel() == own.numel() for tensor in every):
+        if any(tensor.shape != own.shape for tensor in every):
+            raise ValueError("all_to_all: input and output tensors must have the same size")
+    else:
+        _same_shape_if_even("all_to_all", inputs[rank], outputs, rank)
+
+
+def _as_many(what: str, expected: int, tensors: Sequence[object]) -> None:
+    """Refuses a list without a tensor for each rank."""
+    if len(tensors) != expected:
+        raise ValueError(f"{what}: a list of {len(tensors)}, and the group has {expected} ranks")
+
+
+def _check_pair(what: str, index: int, output: torch.Tensor, input: torch.Tensor) -> None:
+    """Refuses what the call of this pair, one of several, would refuse."""
+    if output.dtype is not input.dtype:
+        raise TypeError(f"{what}: the output at index {index} is of {output.dtype}, and the input of {input.dtype}: convert one of them")
+    for tensor in (output, input):
+        if tensor.is_nested:
+            raise TypeError(f"{what}: the tensor at index {index} is nested: exchange what unbind() gives")
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"{what}: the tensor at index {index} is of layout {tensor.layout}; to_dense() makes one that can be exchanged")
+        if tensor.device.type != "cpu":
+            raise TypeError(f"{what}: the tensor at index {index} is on {tensor.device}; phalanx moves tensors on the CPU")
+
+
+def _check_pairs(
+    what: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], ranks: int, *, is_gathered: bool
+) -> None:
+    """Refuses several calls as one before the first is made: else the other ranks would wait in the rest."""
+    if len(outputs) != len(inputs):
+        raise ValueError(f"{what}: {len(outputs)} outputs and {len(inputs)} inputs: give as many of both")
+    for index, (output, input) in enumerate(zip(outputs, inputs)):
+        whole, part = (output, input) if is_gathered else (input, output)
+        if _have_shapes((output, input)) and whole.numel() != ranks * part.numel():
+            names = ("output", "input") if is_gathered else ("input", "output")
+            raise ValueError(
+                f"{what}: with {ranks} ranks the {names[0]} at index {index} must be {ranks} times as long as the {names[1]}; it has "
+                f"{whole.numel()} elements, the {names[1]} {part.numel()}"
+            )
+        _check_pair(what, index, output, input)
 
 
 class _Staged:
@@ -256,12 +327,11 @@ def _warn_if_unused(group: "ProcessGroup") -> None:
     # A group that has failed has another reason.
     if group._native.is_open() and group.failure() is None:
         _have_groups_moved_data = True
-        warnings.warn(
+        _warnings.warn(
             f"phalanx: the {group.size()} ranks of this job end without having exchanged any data: if they trained, then each alone; for "
             "a library that averages only over backends whose names it knows, as pytorch-ignite does, call phalanx_torch.as_gloo() or "
             'set PHALANX_AS_GLOO=1, and ask for "gloo"',
             RuntimeWarning,
-            stacklevel=3,
         )
 
 
@@ -270,11 +340,10 @@ def _is_to_find_nan() -> bool:
     if os.environ.get("TORCH_DIST_NAN_CHECK", "0") != "1":
         return False
     if not observed.can_dispatch():
-        warnings.warn(
+        _warnings.warn(
             f"phalanx: TORCH_DIST_NAN_CHECK=1 checks nothing here: PyTorch {torch.__version__} does not see the calls of a group in Python; "
             "2.15 is the first that does",
             RuntimeWarning,
-            stacklevel=2,
         )
         return False
     return True
@@ -286,6 +355,16 @@ def _is_recorder_asked_for() -> bool:
     size = os.environ.get("TORCH_FR_BUFFER_SIZE", "").strip()
     # What is no number PyTorch refuses itself.
     return size.isdecimal() and int(size) > 0
+
+
+def _let_be_attached(is_asked_for: bool) -> None:
+    """Lets PyTorch attach its flight recorder to the group that is being made. It does so if it does not think that groups of this name record
+    themselves."""
+    themselves: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    if is_asked_for:
+        themselves.discard("phalanx")
+    else:
+        themselves.add("phalanx")
 
 
 _watch_lock = threading.Lock()
@@ -319,7 +398,7 @@ def _call_hooks(group: "ProcessGroup") -> None:
         try:
             hook()
         except Exception as error:
-            warnings.warn(f"phalanx: an abort hook has failed: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
+            _warnings.warn(f"phalanx: an abort hook has failed: {type(error).__name__}: {error}", RuntimeWarning)
 
 
 # The store of the last job that this process has left as rank 0, until it has another default group.
@@ -430,7 +509,7 @@ class ProcessGroup(dist.ProcessGroup):
         _exit.check_not_forked()
         # Its keys have names of their own, and no others' are asked for.
         store = _underlying(self._store)
-        group = parent._native.part(store, _address(store), self._name, ranks, self._timeout.total_seconds())
+        group = parent._native.part(store, _address(store), self._name, ranks, _limit("the group", self._timeout))
         if group is not None:
             _exit.remember(group)
         return group
@@ -449,7 +528,7 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> _native.Group:
         """The native part, when all ranks have met in ``store``, which may have the keys of earlier starts if it ``is_kept``."""
         _exit.check_not_forked()
-        group = _native.Group.in_store(store, rank, size, timeout.total_seconds(), is_kept)
+        group = _native.Group.in_store(store, rank, size, _limit("the group", timeout), is_kept)
         _exit.remember(group)
         return group
 
@@ -552,14 +631,11 @@ class ProcessGroup(dist.ProcessGroup):
         self._is_observed = self._finds_nan or self._is_recorded or bool(self._hooks_of_calls) or self._completion_hook is not None
 
     def let_be_recorded(self) -> None:
-        """Lets PyTorch's flight recorder see each call, if the program has asked for it. PyTorch attaches it when the group has been made, if it does not
-        think that groups of this name record themselves."""
-        module: Any = dist.distributed_c10d
-        themselves: set[str] = getattr(module, "_FR_SELF_RECORDING_BACKENDS", set())
+        """Lets PyTorch's flight recorder see each call, if the program has asked for it."""
         if not _is_recorder_asked_for() or not hasattr(c10d, "FlightRecorderHook") or self._watched_backend() is None:
-            themselves.add("phalanx")
+            _let_be_attached(False)
             return
-        themselves.discard("phalanx")
+        _let_be_attached(True)
         # The recorder is in C++, and asks the part of the group that is there.
         base: Any = super()
         base._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
@@ -637,8 +713,8 @@ class ProcessGroup(dist.ProcessGroup):
         return self._has_moved_data or self._sequence > self._barriers
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
+        self._native.set_timeout(_limit("set_timeout", timeout))
         self._timeout = timeout
-        self._native.set_timeout(timeout.total_seconds())
 
     _set_default_timeout = set_timeout
 
@@ -867,6 +943,8 @@ class ProcessGroup(dist.ProcessGroup):
         if is_watched(self):
             return observed.call(self, "allgather", output_tensors, input_tensors, opts)
         outputs, input = self._one("all_gather", output_tensors), self._one("all_gather", input_tensors)
+        _as_many("all_gather: outputs", self.size(), outputs)
+        _same_shape_if_even("all_gather", input, outputs, self.rank())
         _warn_of_graph("all_gather", outputs)
         staged = _Staged()
         lent, own = staged.each(outputs), staged.lend(input, written=False)
@@ -896,6 +974,7 @@ class ProcessGroup(dist.ProcessGroup):
     all_gather_into_tensor = all_gather_single
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        _check_pairs("all_gather_single_coalesced", outputs, inputs, self.size(), is_gathered=True)
         works = [self.all_gather_single(output, input, opts) for output, input in zip(outputs, inputs)]
         return self._all(works, list(outputs))
 
@@ -905,8 +984,17 @@ class ProcessGroup(dist.ProcessGroup):
         opts = opts or c10d.AllgatherOptions()
         if is_watched(self):
             return observed.call(self, "allgather_coalesced", output_lists, input_list, opts)
-        if any(len(outputs) != len(input_list) for outputs in output_lists):
-            raise ValueError("all_gather_coalesced: each list of outputs must be as long as the inputs")
+        # All before the first is called: else the other ranks would wait in the rest.
+        _as_many("all_gather_coalesced: outputs", self.size(), output_lists)
+        for outputs in output_lists:
+            if len(outputs) != len(input_list):
+                raise ValueError(f"all_gather_coalesced: invalid output size: (expected length {len(input_list)}, got {len(outputs)})")
+            for index, (output, input) in enumerate(zip(outputs, input_list)):
+                if _have_shapes((output, input)) and output.shape != input.shape:
+                    raise ValueError(
+                        f"all_gather_coalesced: invalid size of output tensor at index {index} (expected length {_shape(input)}, got {_shape(output)})"
+                    )
+                _check_pair("all_gather_coalesced", index, output, input)
         columns = [[outputs[index] for outputs in output_lists] for index in range(len(input_list))]
         works = [self.allgather([column], [input], opts) for column, input in zip(columns, input_list)]
         return Works(works, output_lists)
@@ -930,8 +1018,10 @@ class ProcessGroup(dist.ProcessGroup):
             raise ValueError("gather: the root has one list of outputs, every other rank none")
         staged = _Staged()
         outputs = self._one("gather", output_tensors) if is_root else []
+        if is_root:
+            _as_many("gather: outputs", self.size(), outputs)
+        _same_shape("gather", input, outputs)
         _warn_of_graph("gather", outputs)
-        _same_length("gather", [*outputs, input])
         lent, own = staged.each(outputs), staged.lend(input, written=False)
         return self._call(
             "gather",
@@ -967,7 +1057,9 @@ class ProcessGroup(dist.ProcessGroup):
             raise ValueError("scatter: the root has one list of inputs, every other rank none")
         staged = _Staged()
         inputs = self._one("scatter", input_tensors) if is_root else []
-        _same_length("scatter", [*inputs, output])
+        if is_root:
+            _as_many("scatter: inputs", self.size(), inputs)
+        _same_shape("scatter", output, inputs)
         lent, into = staged.each(inputs, written=False), staged.lend(output)
         return self._call(
             "scatter",
@@ -990,6 +1082,8 @@ class ProcessGroup(dist.ProcessGroup):
             return observed.call(self, "reduce_scatter", output_tensors, input_tensors, opts)
         output = self._one("reduce_scatter", output_tensors)
         inputs = self._one("reduce_scatter", input_tensors)
+        _as_many("reduce_scatter: inputs", self.size(), inputs)
+        _same_shape_if_even("reduce_scatter", output, inputs, self.rank())
         _warn_of_graph("reduce_scatter", [output])
         op, staged = _op(opts), _Staged()
         wider = _widened(output, op, inputs)
@@ -1023,6 +1117,7 @@ class ProcessGroup(dist.ProcessGroup):
     reduce_scatter_tensor = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        _check_pairs("reduce_scatter_single_coalesced", outputs, inputs, self.size(), is_gathered=False)
         works = [
             self.reduce_scatter_single(output, input, opts) for output, input in zip(outputs, inputs)
         ]
@@ -1063,6 +1158,9 @@ class ProcessGroup(dist.ProcessGroup):
         opts = opts or c10d.AllToAllOptions()
         if is_watched(self):
             return observed.call(self, "alltoall", output_tensors, input_tensors, opts)
+        _as_many("all_to_all: outputs", self.size(), output_tensors)
+        _as_many("all_to_all: inputs", self.size(), input_tensors)
+        _same_shape_for_each_other(input_tensors, output_tensors, self.rank())
         _warn_of_graph("all_to_all", output_tensors)
         staged = _Staged()
         lent, into = staged.each(input_tensors, written=False), staged.each(output_tensors)
@@ -1086,8 +1184,10 @@ class ProcessGroup(dist.ProcessGroup):
 
     def monitored_barrier(self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose error names the ranks that have not come, on all ranks, and begins as gloo's does."""
-        seconds = (self._timeout if timeout is None else timeout).total_seconds()
-        rank = self.rank()
+        timeout = self._timeout if timeout is None else timeout
+        if not _is_time(timeout):
+            raise TypeError(f"monitored_barrier: Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
+        seconds, rank = timeout.total_seconds(), self.rank()
         if seconds <= 0:
             raise Error(f"Rank {rank} timed out in monitoredBarrier: its time-out is {seconds} s", "timeout")
         self._sequence += 1
@@ -1222,11 +1322,10 @@ def _root(what: str, options: Any) -> int:
 def _warn_of_graph(what: str, tensors: Sequence[torch.Tensor]) -> None:
     """Warns of a call that writes into a tensor that autograd follows, and of which PyTorch's dispatcher does not warn."""
     if any(getattr(tensor, "requires_grad", False) for tensor in tensors) and torch.is_grad_enabled():
-        warnings.warn(
+        _warnings.warn(
             f"phalanx: {what} writes into a tensor that requires gradients, and autograd does not see that: gradients through it would be those of what "
             "it was before. Give a tensor without gradients, such as detach() of it, or call it under torch.no_grad()",
             UserWarning,
-            stacklevel=3,
         )
 
 
@@ -1247,9 +1346,24 @@ def _only_options(operation: str, **given: object) -> None:
 
 
 def _timeout(options: Any, timeout: object) -> Any:
-    if _is_time(timeout):
+    if timeout is not None:
+        if not _is_time(timeout):
+            raise TypeError(f"phalanx: the time-out of a call is a timedelta, and not a {type(timeout).__name__}")
         options.timeout = timeout
     return options
+
+
+def _limit(what: str, timeout: object) -> float:
+    """The seconds of a group's time-out."""
+    if not isinstance(timeout, datetime.timedelta):
+        raise TypeError(f"phalanx: {what}: Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
+    seconds = timeout.total_seconds()
+    if seconds < 0:
+        raise ValueError(
+            f"phalanx: {what}: a time-out of {seconds} s is below 0. One of more than 292 years overflows in PyTorch, and may be negative then: give a "
+            "shorter one"
+        )
+    return seconds
 
 
 def _set(options: Any, op: Any, timeout: object) -> Any:

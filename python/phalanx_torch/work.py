@@ -2,6 +2,7 @@
 
 import datetime
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -69,13 +70,25 @@ def ended(tensors: Any, sequence: int) -> Ended:
     return work
 
 
+# A longer limit is none: 30 years, as in the native part.
+_LONGEST_TIMEOUT = 30 * 365 * 24 * 3600
+_AT_ONCE = datetime.timedelta(seconds=-1)
+
+
 def _seconds(timeout: object) -> float | None:
-    """The limit of a wait; None if there is none. PyTorch's works take a number for seconds, too."""
+    """The limit of a wait; None if there is none. PyTorch's works take a number for seconds, too. As theirs, 0 is no limit, and of less nothing is
+    waited."""
     if isinstance(timeout, datetime.timedelta):
         timeout = timeout.total_seconds()
-    if timeout is None or isinstance(timeout, (int, float)):
-        return float(timeout) if timeout and timeout > 0 else None
-    raise TypeError(f"wait: the time-out is a timedelta or a number of seconds, and not a {type(timeout).__name__}")
+    if timeout is None:
+        return None
+    if not isinstance(timeout, (int, float)):
+        raise TypeError(f"wait: the time-out is a timedelta or a number of seconds, and not a {type(timeout).__name__}")
+    if timeout != timeout:
+        raise ValueError("wait: the time-out is NaN, which is no number of seconds: leave it out, or give a timedelta")
+    if timeout == 0 or timeout > _LONGEST_TIMEOUT:
+        return None
+    return float(max(timeout, 0))
 
 
 class Work(dist.Work):
@@ -213,8 +226,15 @@ class Works(dist.Work):
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        seconds = _seconds(timeout)
+        deadline = None if seconds is None else time.monotonic() + seconds
         for work in self._works:
-            work.wait(timeout)
+            if deadline is None:
+                work.wait()
+            else:
+                # One limit for all. Of one that is over nothing is waited, and 0 would be no limit.
+                rest = deadline - time.monotonic()
+                work.wait(datetime.timedelta(seconds=rest) if rest >= 0.000_001 else _AT_ONCE)
         return True
 
     def synchronize(self) -> None:

@@ -157,10 +157,13 @@ impl Group {
         let Ok(outputs) = outputs.cast_into::<PyList>() else { return Ok(false) };
         let lent: Option<Vec<Memory>> =
             outputs.iter().map(|output| written_as_it_is(&output, Meaning::Bytes)).collect();
-        let (Some(outputs), Ok(input)) = (lent, Memory::of_tensor(&input, Meaning::Bytes)) else {
+        let (Some(lent), Ok(own)) = (lent, Memory::of_tensor(&input, Meaning::Bytes)) else {
             return Ok(false);
         };
-        self.gather_each(py, (timeout, true), outputs, input)?;
+        if !have_shape_of(&outputs, &input)? {
+            return Ok(false);
+        }
+        self.gather_each(py, (timeout, true), lent, own)?;
         Ok(true)
     }
 
@@ -436,6 +439,18 @@ fn written_as_it_is(tensor: &Bound<'_, PyAny>, meaning: Meaning) -> Option<Memor
     let memory = Memory::of_tensor(tensor, meaning).ok()?;
     let is_followed = tensor.getattr(intern!(tensor.py(), "requires_grad")).ok()?.is_truthy().ok()?;
     (!is_followed).then_some(memory)
+}
+
+/// Whether all of `tensors` have the shape of `tensor`.
+fn have_shape_of(tensors: &Bound<'_, PyList>, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let name = intern!(tensor.py(), "shape");
+    let shape = tensor.getattr(name)?;
+    for other in tensors {
+        if !other.getattr(name)?.eq(&shape)? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 /// The only element of a list; None if it is not a list, or has others.

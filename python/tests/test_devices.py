@@ -1,6 +1,7 @@
 """Groups that have another backend for the tensors of other devices."""
 
 import datetime
+import json
 import os
 import subprocess
 import sys
@@ -141,6 +142,69 @@ def beside_another(rank, folder):
 @pytest.mark.skipif(not SINCE_2_15, reason="before PyTorch 2.15 a group in Python is the whole group")
 def test_each_device_has_its_backend(tmp_path):
     processes(2, beside_another, tmp_path)
+
+
+def _several_objects(rank):
+    """Each call of objects once, and the operations as which PyTorch's tools see them."""
+    places = [None, None]
+    phalanx_torch.all_gather_object(places, rank)
+    assert places == [0, 1]
+    phalanx_torch.gather_object("x" * rank, places if rank == 0 else None)
+    assert rank == 1 or places == ["", "x"]
+    phalanx_torch.broadcast_object_list(places, 1)
+    assert places == [0, 1]
+    phalanx_torch.scatter_object_list(places, ["a", "b"] if rank == 0 else None)
+    assert places[0] == "ab"[rank]
+    if rank == 0:
+        phalanx_torch.send_object_list(places, 1)
+        assert phalanx_torch.recv_object_list(places) == 1
+    else:
+        assert phalanx_torch.recv_object_list(places, 0) == 0
+        phalanx_torch.send_object_list(places, 0)
+    messages = ["send", "recv_any_source_"] if rank == 0 else ["recv_", "send"]
+    return ["_allgather_base_", "gather_", "broadcast_", "scatter_", *messages]
+
+
+def objects_seen(rank, folder):
+    from torch._C import _distributed_c10d as c10d
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    torch.accelerator.is_available = lambda: True
+    dist.init_process_group(
+        "cpu:phalanx,cuda:gloo", f"file://{folder}/store", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=30)
+    )
+    group, seen, hooked = dist.group.WORLD, [], []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            seen.append(str(function))
+            return function(*arguments, **(options or {}))
+
+    group.register_pre_hook(1, lambda given: hooked.append(given.name.name))
+    with Mode():
+        operations = _several_objects(rank)
+    # Those of PyTorch's own functions beside ours are none.
+    assert [name for name in seen if name.startswith("c10d.")] == [f"c10d.{name}.default" for name in operations]
+    assert hooked == [name.replace("any_source_", "").strip("_").upper() for name in operations], hooked
+    group.unregister_pre_hook(1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        _several_objects(rank)
+    names = [event.name for event in profiled.events() if event.name.startswith("phalanx:")]
+    assert names[:2] == ["phalanx:all_gather_object", "phalanx:gather_object"] and len(names) == 6, names
+    # Nobody watches but the recorder; and an error of ours is as it is.
+    _several_objects(rank)
+    with pytest.raises(ValueError, match="a list of 1, and the group has 2 ranks"):
+        phalanx_torch.all_gather_object([None], rank)
+    entries = json.loads(c10d._dump_fr_trace_json(backend="phalanx")).get("entries", [])
+    gathered = [entry for entry in entries if "all_gather" in entry["profiling_name"]]
+    assert len(gathered) == 3, [entry["profiling_name"] for entry in entries]
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not SINCE_2_15, reason="before PyTorch 2.15 a group in Python is the whole group")
+def test_tools_see_objects_in_a_group_of_several_backends(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
+    processes(2, objects_seen, tmp_path)
 
 
 def with_default_device(rank, folder):

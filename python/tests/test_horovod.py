@@ -4,6 +4,7 @@ import copy
 import datetime
 import importlib
 import json
+import math
 import os
 import pickle
 import signal
@@ -387,7 +388,7 @@ def _optimizer(rank):
         return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), **options)
 
     for wrong, text in [
-        (lambda: wrap(op=hvd.Adasum), "op=hvd.Adasum"),
+        (lambda: wrap(op=hvd.Min), "op is Min"),
         (lambda: wrap(op=hvd.Max), "combined with"),
         (lambda: wrap(op=hvd.Sum, gradient_predivide_factor=2.0), "gradient_predivide_factor"),
         (lambda: wrap(backward_passes_per_step=0), "backward_passes_per_step"),
@@ -429,6 +430,119 @@ def _optimizer(rank):
 
 def test_the_optimizer_and_what_it_refuses():
     run(2, _optimizer)
+
+
+def _changes(rank, passes, compression, by_closure):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    # One that no pass uses.
+    model.register_parameter("unused", torch.nn.Parameter(torch.ones(2)))
+    twin = copy.deepcopy(model)
+    base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(
+        base, model.named_parameters(), compression=compression, backward_passes_per_step=passes, op=hvd.Adasum
+    )
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+
+    def evaluated(one, made, step):
+        made.zero_grad()
+        for place in range(passes):
+            torch.manual_seed(100 * step + 10 * place + rank)
+            one(torch.randn(5, 3)).square().mean().backward()
+        return step
+
+    for step in range(3):
+        if by_closure:
+            assert optimizer.step(lambda: evaluated(model, optimizer, step)) == step
+        else:
+            evaluated(model, optimizer, step)
+            # Of gradients there is nothing to wait for.
+            optimizer.synchronize()
+            optimizer.step()
+        begins = [p.detach().clone() for p in twin.parameters()]
+        evaluated(twin, plain, step)
+        plain.step()
+        for p, begin in zip(twin.parameters(), begins):
+            p.detach().copy_(begin + hvd.allreduce(p.detach() - begin, op=hvd.Adasum, compression=compression))
+        for one, other in zip(model.parameters(), twin.parameters()):
+            assert torch.equal(one, other)
+    assert model.unused.tolist() == [1.0, 1.0]
+    with pytest.raises(AssertionError, match="not supported when using Adasum"), optimizer.skip_synchronize():
+        pass
+    evaluated(model, optimizer, 9)
+    with pytest.raises(AssertionError, match="more than backward_passes_per_step times"):
+        evaluated(model, optimizer, 9)
+    with pytest.raises(ValueError, match="gradient_predivide_factor not supported"):
+        hvd.DistributedOptimizer(base, op=hvd.Adasum, gradient_predivide_factor=2.0)
+    return [p.tolist() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "passes, compression, by_closure", [(1, hvd.Compression.none, False), (2, hvd.Compression.fp16, False), (1, hvd.Compression.none, True)]
+)
+def test_an_optimizer_takes_the_adasum_of_all_ranks_changes(passes, compression, by_closure):
+    first, second = run(2, _changes, passes, compression, by_closure)
+    assert first == second
+
+
+def _changes_of_other_shapes(rank):
+    weight, bias = torch.nn.Parameter(torch.ones(2 + rank)), torch.nn.Parameter(torch.ones(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight, bias], lr=0.5), op=hvd.Adasum)
+    (weight.sum() + bias.sum()).backward()
+    with pytest.raises(hvd.HorovodInternalError, match="rank 1"):
+        optimizer.step()
+    # What could not be combined is as it was, and the next pass begins a step.
+    assert weight.tolist() == [1.0] * (2 + rank) and bias.tolist() == [0.5, 0.5]
+    (weight.sum() + bias.sum()).backward()
+
+
+def test_changes_that_cannot_be_combined_are_not_made():
+    run(2, _changes_of_other_shapes)
+
+
+def _odd_arguments(rank):
+    model = torch.nn.Linear(2, 2)
+    scalar = torch.nn.Parameter(torch.ones(()))
+    parameters = [*model.parameters(), scalar]
+
+    def made(**options):
+        return hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), **options)
+
+    for options, match in (
+        *(({"groups": groups}, "groups should be a non-negative integer or a list of list") for groups in (torch.ones(2), [scalar], 1.5, "abc", ["a"], {1: 2})),
+        ({"groups": [[model.weight], [model.weight]]}, "each in one group at most"),
+        ({"num_groups": 1.5}, "num_groups is 1.5"),
+        ({"num_groups": "1"}, "num_groups is '1'"),
+        *(({"gradient_predivide_factor": factor}, "more than 0, and finite") for factor in (0.0, -1.0, math.inf, math.nan)),
+        *(({"compression": compression}, "pass hvd.Compression.none or") for compression in (None, "fp16", hvd.Compression)),
+        *(({"process_set": process_set}, "hvd.add_process_set makes one") for process_set in (None, [0])),
+    ):
+        with pytest.raises(ValueError, match=match):
+            made(**options)
+    for groups in ([[model.weight]], ((model.weight,),), iter([[model.weight]]), [model.parameters()], [[]], [], 0, 2, None):
+        made(groups=groups)
+    for call, match in (
+        (lambda: hvd.DistributedOptimizer(model), "a torch.optim.Optimizer is expected, and not Linear"),
+        (lambda: hvd.broadcast_optimizer_state(3, 0), "a torch.optim.Optimizer is expected, and not int"),
+        (lambda: hvd.broadcast_parameters([("a", torch.ones(1)), ("b", torch.ones(1)), ("a", torch.ones(2))], 0), "several tensors have a"),
+        (lambda: hvd.sparse_allreduce_async(torch.ones(2), "s", hvd.Sum), "torch.sparse_coo is expected, and not torch.strided"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            call()
+    # Nothing of them is in flight.
+    hvd.broadcast_parameters([("a", torch.ones(1)), ("b", torch.ones(1))], 0)
+    hvd.shutdown()
+    for process_sets in (hvd.ProcessSet([0]), 5, "static", [[0, 0]]):
+        with pytest.raises((ValueError, TypeError)):
+            hvd.init(process_sets=process_sets)
+        # No job has begun without the sets that were asked for.
+        assert not hvd.is_initialized()
+    hvd.init(process_sets=[[0], hvd.ProcessSet([1])])
+    assert hvd.get_process_set_ids_and_ranks() == {0: [0, 1], 1: [0], 2: [1]}
+
+
+def test_odd_arguments_are_refused_before_anything_begins():
+    run(2, _odd_arguments)
 
 
 def _loaded(rank, how):

@@ -322,6 +322,41 @@ def test_results_come_into_tensors_that_are_conjugated_when_they_are_read_also_w
     ranks(2, _marked_while_seen)
 
 
+def _without_memory(rank, how):
+    from test_collectives import wrappers
+
+    if how == "hook":
+        dist.group.WORLD.register_pre_hook(1, lambda given: None)
+    with CommDebugMode() if how == "mode" else contextlib.nullcontext():
+        assert observed.is_watched(dist.group.WORLD)
+        wrappers(rank, 2)
+
+
+@needs_dispatcher
+@pytest.mark.parametrize("how", ["mode", "hook", "recorder"])
+def test_tensors_without_memory_are_refused_by_name_also_while_a_tool_watches(ranks, monkeypatch, how):
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
+    if how == "recorder":
+        monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
+    ranks(2, _without_memory, how)
+
+
+def _recorded_frameworks(rank):
+    import frameworks
+
+    for name in ("FSDP2 (fully_shard)", "DTensor", "tensor parallel", "functional collectives"):
+        frameworks.CASES[name](rank)
+    assert observed.is_watched(dist.group.WORLD)
+    entries = json.loads(c10d._dump_fr_trace_json(backend="phalanx"))["entries"]
+    assert {"phalanx:_all_gather_base", "phalanx:_reduce_scatter_base", "phalanx:all_reduce"} <= {entry["profiling_name"] for entry in entries}
+
+
+@needs_dispatcher
+def test_what_is_built_on_functional_collectives_runs_with_the_flight_recorder(ranks, monkeypatch):
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "1000")
+    ranks(2, _recorded_frameworks)
+
+
 def _fails_under_a_mode(rank):
     with CommDebugMode(), pytest.raises(phalanx_torch.Error) as caught:
         if rank == 0:

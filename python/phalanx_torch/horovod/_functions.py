@@ -85,6 +85,10 @@ def broadcast_parameters(
             raise ValueError(
                 f"broadcast_parameters: {what} is of type {type(tensor).__name__}, and no tensor: {_PARAMETERS}; hvd.broadcast_object takes all else"
             )
+    names = [name for name, tensor in pairs if name is not None and tensor is not None]
+    twice = sorted({str(name) for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise ValueError(f"broadcast_parameters: names must be unique, and several tensors have {', '.join(twice)}")
     # Only when all are known to be right: else the other ranks would wait for the rest.
     handles = [
         broadcast_async_(tensor, root_rank, None if name is None else f"parameters.{name}", process_set) for name, tensor in pairs if tensor is not None
@@ -112,6 +116,8 @@ def _replaced(value: Any, kind: type[_T], replace: Callable[[_T], Any]) -> Any:
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: object = None) -> None:
     """Gives the optimizers of all ranks the root's state and options. ``model`` is ignored: it is for sharded optimizers of GPUs."""
+    if not hasattr(optimizer, "state_dict"):
+        raise ValueError(f"broadcast_optimizer_state: a torch.optim.Optimizer is expected, and not {type(optimizer).__name__}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("broadcast_optimizer_state: the state of torch.optim.LBFGS is not for broadcasting: begin it anew on all ranks")
     is_root = global_process_set._root(int(root_rank)) == global_process_set.rank()

@@ -133,6 +133,7 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
             "hvd.init(comm=...): there are no communicators of MPI here; the launcher says who the ranks are, and "
             "hvd.add_process_set makes groups of some of them"
         )
+    chosen = _chosen(process_sets)
     job = _state["job"]
     if job is not None and job.is_initialized():
         return
@@ -146,10 +147,18 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
         _exit.remember_ranks(_state["ranks"])
     _state.update(job=_native.Horovod.begin(_state["ranks"]), sets={}, next=1)
     global_process_set._counts = {}
-    # "dynamic" asks for what is always allowed here.
-    chosen: Any = [] if process_sets in (None, "dynamic") else process_sets
     for process_set in chosen:
         add_process_set(process_set)
+
+
+def _chosen(process_sets: Any) -> "list[ProcessSet | Sequence[int]]":
+    """The process sets with which a job begins. It is not begun if they are none."""
+    # "dynamic" asks for what is always allowed here.
+    if process_sets is None or isinstance(process_sets, str) and process_sets.lower() == "dynamic":
+        return []
+    if isinstance(process_sets, (str, ProcessSet)) or not isinstance(process_sets, Iterable):
+        raise ValueError(f'hvd.init: process_sets is {process_sets!r}: it is a list of hvd.ProcessSet, or "dynamic"')
+    return [one if isinstance(one, ProcessSet) else ProcessSet(one) for one in process_sets]
 
 
 def shutdown() -> None:

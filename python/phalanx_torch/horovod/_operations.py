@@ -416,6 +416,9 @@ def sparse_allreduce_async(
 
 
 def _sparse_allreduce_async(tensor: torch.Tensor, name: str, op: Op, process_set: ProcessSet) -> Callable[[], torch.Tensor]:
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
+        what = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise ValueError(f"sparse_allreduce_async: a tensor of layout torch.sparse_coo is expected, and not {what}: hvd.allreduce_async takes dense ones")
     if op not in (Average, Sum):
         raise NotImplementedError(f"{op} of sparse tensors: use hvd.Sum or hvd.Average, or make the tensor dense")
     native, own = process_set._here(), tensor.detach().coalesce()

@@ -1,12 +1,13 @@
 """An optimizer whose gradients are those of all ranks."""
 
 import contextlib
-import warnings
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from phalanx_torch import _warnings
 from phalanx_torch._errors import Error
 from phalanx_torch.horovod._job import HorovodInternalError, ProcessSet, global_process_set
 from phalanx_torch.horovod._operations import (
@@ -141,7 +142,8 @@ class _Distributed(_Base):
                 "backward_passes_per_step to accumulate gradients locally."
             )
         self._left[p] -= 1
-        if self._left[p] == 0:
+        # An Adasum is one of changes, which only the step makes.
+        if self._left[p] == 0 and self._op is not Adasum:
             self._submit(p)
 
     def _submit(self, p: torch.Tensor) -> None:
@@ -220,8 +222,10 @@ class _Distributed(_Base):
     def synchronize(self) -> None:
         """Waits until all gradients are those of all ranks. Those that this rank has not made count as zeros.
 
-        After an error none is on its way any more, and the next pass begins a step.
+        After an error none is on its way any more, and the next pass begins a step. With Adasum there is nothing to wait for: gradients stay a rank's own.
         """
+        if self._op is Adasum:
+            return
         # What Ctrl-C leaves is waited for by the next call.
         if self._failure is None:
             try:
@@ -264,6 +268,8 @@ class _Distributed(_Base):
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """For a ``step`` of gradients that ``synchronize`` has been called for, and that the program has changed since."""
+        if self._op is Adasum:
+            raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
         self._should_synchronize = False
         try:
             yield
@@ -272,6 +278,8 @@ class _Distributed(_Base):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Waits for the gradients, and makes a step."""
+        if self._op is Adasum and self._is_shared:
+            return self._step_by_changes(closure)
         evaluate = closure
 
         def synchronized() -> Any:
@@ -282,7 +290,7 @@ class _Distributed(_Base):
 
         if evaluate is None and self._should_synchronize and self._is_shared:
             if self._synchronized:
-                warnings.warn(
+                _warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
                     "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
                     "optimizer.synchronize() in your code."
@@ -290,6 +298,35 @@ class _Distributed(_Base):
             self.synchronize()
         stepped = super().step() if evaluate is None else super().step(synchronized)
         self._synchronized = False
+        return stepped
+
+    def _step_by_changes(self, closure: Callable[[], Any] | None) -> Any:
+        """Makes a step with this rank's gradients, and moves the parameters by the Adasum of all ranks' changes in its place."""
+        self._watch_later_ones()
+        # One that is frozen now is so on every rank.
+        moved = [p for p in self._left if p.requires_grad]
+        begins = [p.detach().clone() for p in moved]
+        stepped = super().step() if closure is None else super().step(closure)
+        failure: Exception | None = None
+        started: list[tuple[torch.Tensor, torch.Tensor, Any, int]] = []
+        for p, begin in zip(moved, begins):
+            change, context = self._compression.compress(p.detach() - begin)
+            # As it was, until all ranks' changes are there.
+            p.detach().copy_(begin)
+            try:
+                handle = allreduce_async_(change, name=self._parameter_names[p], op=Adasum, process_set=self._process_set)
+                started.append((p, begin, context, handle))
+            except Exception as error:
+                failure = failure or error
+        for p, begin, context, handle in started:
+            try:
+                p.detach().copy_(begin + self._compression.decompress(synchronize(handle), context))
+            except Exception as error:
+                # A mismatch is of this parameter alone.
+                failure = failure or error
+        self._left = dict.fromkeys(self._left, self.backward_passes_per_step)
+        if failure is not None:
+            raise failure
         return stepped
 
     def zero_grad(self, *arguments: Any, **named: Any) -> None:
@@ -326,6 +363,8 @@ def _grouping(
     num_groups: int, groups: int | Sequence[Sequence[torch.Tensor]] | None, optimizer: torch.optim.Optimizer
 ) -> _Grouping:
     """What divides the parameters with gradients into groups."""
+    if not isinstance(num_groups, int):
+        raise ValueError(f"num_groups is {num_groups!r}: it is the number of groups")
     if groups is None and not num_groups:
         return lambda parameters: []
     if isinstance(groups, int):
@@ -342,13 +381,21 @@ def _grouping(
 
         return even
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    groups = [list(members) for members in groups]
+    groups = _lists(groups)
     flat = [id(p) for members in groups for p in members]
     if any(one not in known for one in flat) or len(set(flat)) < len(flat):
         raise ValueError("groups: lists of this optimizer's parameters are expected, each in one group at most")
     return lambda parameters: [
         kept for members in groups if (kept := [p for p in members if any(p is other for other in parameters)])
     ]
+
+
+def _lists(groups: Any) -> list[list[torch.Tensor]]:
+    lists: list[Any] = list(groups) if isinstance(groups, Iterable) and not isinstance(groups, (torch.Tensor, str)) else [None]
+    # A tensor has rows, and they are none of an optimizer's parameters.
+    if not all(isinstance(members, Iterable) and not isinstance(members, (torch.Tensor, str)) for members in lists):
+        raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor")
+    return [list(members) for members in lists]
 
 
 def DistributedOptimizer(
@@ -366,21 +413,23 @@ def DistributedOptimizer(
     """An optimizer of the class of ``optimizer``, with its parameters, options and state, whose gradients are averaged over all ranks.
 
     The average of a gradient begins when the last of ``backward_passes_per_step`` passes has made it, and ``step`` waits for all.
-    ``op`` is ``hvd.Average`` or ``hvd.Sum``. With ``gradient_predivide_factor`` a part of the division comes before the sum.
+    ``op`` is ``hvd.Average``, ``hvd.Sum`` or ``hvd.Adasum``. The last combines what a step with a rank's own gradients changes, when ``step`` is called;
+    ``groups`` and ``sparse_as_dense`` are then ignored. With ``gradient_predivide_factor`` a part of the division comes before the sum.
     ``num_groups`` and ``groups`` let gradients travel together. On ranks that are not in ``process_set`` it is as ``optimizer``.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise ValueError(f"DistributedOptimizer: a torch.optim.Optimizer is expected, and not {type(optimizer).__name__}")
+    if not isinstance(process_set, ProcessSet):
+        raise ValueError(f"DistributedOptimizer: process_set is {process_set!r}: hvd.add_process_set makes one")
+    if not all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
+        raise ValueError(f"DistributedOptimizer: compression is {compression!r}: pass hvd.Compression.none or hvd.Compression.fp16")
     op = _op(op, None)
-    if op is Adasum:
-        raise NotImplementedError(
-            "DistributedOptimizer(op=hvd.Adasum): Horovod's combines the changes of parameters, which this does not; use hvd.Average, or "
-            "hvd.allreduce(tensor, op=hvd.Adasum) of tensors"
-        )
-    if op not in (Average, Sum):
-        raise ValueError(f"DistributedOptimizer: op is {op}, and gradients are combined with hvd.Average or hvd.Sum")
+    if op not in (Average, Sum, Adasum):
+        raise ValueError(f"DistributedOptimizer: op is {op}, and gradients are combined with hvd.Average, hvd.Sum or hvd.Adasum")
     if gradient_predivide_factor != 1.0 and op is not Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if not gradient_predivide_factor > 0:
-        raise ValueError(f"gradient_predivide_factor is {gradient_predivide_factor}: it must be more than 0")
+    if not 0 < gradient_predivide_factor < math.inf:
+        raise ValueError(f"gradient_predivide_factor is {gradient_predivide_factor}: it must be more than 0, and finite")
     if isinstance(optimizer, _Distributed):
         raise ValueError("DistributedOptimizer: this optimizer is one already")
     process_set._members()
