@@ -188,18 +188,31 @@ fn an_optimizer_s_state_keeps_its_type_or_is_refused() {
             }
             assert_eq!(weight(&restored), weight(&original), "{dtype:?}");
         }
-        for optimizer in [
+        let fused = [
+            FusedAdamWConfig::new().with_epsilon(1e-3).init(),
+            FusedSgdConfig::new().with_momentum(momentum.clone()).init(),
+        ];
+        let burns = [
             AdamWConfig::new().with_epsilon(1e-3).init(),
             SgdConfig::new().with_momentum(momentum.clone()).init(),
-        ] {
+        ];
+        let said = format!("of `weight` in the optimizer's state is {dtype:?}");
+        for (fused, burns) in fused.iter().zip(&burns) {
             let folder = tempfile::tempdir().unwrap();
-            let saved = saved(&mut fresh(&optimizer), folder.path());
-            let mut restored = fresh(&optimizer);
+            // What was saved with the types kept is not loaded without them.
+            let saved = saved(&mut fresh(fused), folder.path());
+            let mut restored = fresh(burns);
             let before = weight(&restored);
             let error = restored.load_from(&saved).unwrap_err();
-            let said = format!("of `weight` in the optimizer's state is {dtype:?}");
             assert!(error.is_mismatch() && error.to_string().contains(&said), "{error}");
             assert_eq!((restored.progress, weight(&restored)), (0, before));
+            // What could not be loaded is not saved.
+            let mut original = fresh(burns);
+            (0..3).for_each(|_| step(&mut original));
+            let folder = tempfile::tempdir().unwrap();
+            let checkpoints = Checkpoints::open(folder.path(), &ProcessGroup::alone().unwrap()).unwrap();
+            let error = checkpoints.save(3, |snapshot| original.save_to(snapshot)).unwrap_err();
+            assert!(error.to_string().contains(&said), "{error}");
         }
     }
 }
