@@ -672,3 +672,34 @@ fn the_example_of_a_whole_training_run_stays_short() {
     println!("examples/mnist_short: {lines} lines of code");
     assert!(lines <= 60, "{lines} lines of code; at most 60 were promised");
 }
+
+#[test]
+fn ranks_whose_optimizers_differ_are_refused() {
+    use burn::grad_clipping::GradientClippingConfig as Clipping;
+
+    let adamw = || AdamWConfig::new().with_epsilon(1e-8);
+    let momentum = |decay: f64| MomentumConfig::new().with_momentum(decay);
+    let sgd = |decay: f64| SgdConfig::new().with_momentum(Some(momentum(decay))).init();
+    let pairs: Vec<(ModuleOptimizer, ModuleOptimizer)> = vec![
+        (adamw().init(), sgd(0.9)),
+        (sgd(0.9), sgd(0.8)),
+        (adamw().init(), adamw().with_beta_1(0.8).init()),
+        (adamw().init(), adamw().with_beta_2(0.99).init()),
+        (adamw().init(), adamw().with_epsilon(1e-5).init()),
+        (adamw().init(), adamw().with_weight_decay(0.01).init()),
+        (adamw().init(), adamw().with_grad_clipping(Some(Clipping::Value(1.0))).init()),
+        (sgd(0.9), SgdConfig::new().with_gradient_clipping(Some(Clipping::Norm(1.0))).init()),
+    ];
+    let attempt = |group: &ProcessGroup, optimizer: &ModuleOptimizer| {
+        let layer = LinearConfig::new(8, 3).init(&device());
+        TrainState::new(layer, optimizer.clone(), ()).unwrap().with_group(group).err()
+    };
+    for (first, second) in &pairs {
+        let errors = run(3, |group| attempt(&group, if group.rank().index() == 2 { second } else { first }));
+        for error in errors {
+            let error = error.unwrap();
+            assert!(error.is_mismatch() && error.to_string().contains("the optimizer of rank 2"), "{error}");
+        }
+        assert!(run(2, |group| attempt(&group, first)).iter().all(Option::is_none));
+    }
+}
