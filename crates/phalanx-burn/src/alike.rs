@@ -2,7 +2,7 @@
 //!
 //! Replicas whose optimizers differ drift apart, and no error would say so. Burn's optimizers say nowhere what their settings are. So one of the
 //! same settings takes steps on the same model with small parameters, in the processor's memory, and the ranks compare what it makes of them.
-//! The gradients are of all sizes: a betas' difference shows in ordinary ones, an epsilon's in small ones, and a clipping's in large ones.
+//! The gradients are of all sizes: betas show in ordinary ones, epsilon in small ones, and clipping in large ones.
 
 use std::collections::HashSet;
 
@@ -23,8 +23,8 @@ const RATE: f64 = 1.0;
 /// Processors of several kinds may round in other ways.
 const TOLERANCE: f32 = 2e-6;
 
-/// An error on every rank, which ends the group, unless all ranks' optimizers change `parameters` of `model` alike. The models are the same already. All
-/// ranks of `group` call it together.
+/// An error on every rank unless all ranks' optimizers change `parameters` of `model` alike. The models are the same already. All ranks of
+/// `group` call it together.
 pub(crate) fn check<M: Module>(
     optimizer: &ModuleOptimizer,
     (model, parameters): (&M, &[Parameter]),
@@ -33,17 +33,11 @@ pub(crate) fn check<M: Module>(
     if group.world_size() == WorldSize::ONE {
         return Ok(());
     }
-    compared(optimizer, (model, parameters), group).inspect_err(|error| group.abort(error.clone()))
-}
-
-fn compared<M: Module>(
-    optimizer: &ModuleOptimizer,
-    (model, parameters): (&M, &[Parameter]),
-    group: &dyn Communicator,
-) -> Result<()> {
-    let own = trained(optimizer, (model, parameters))?;
+    // The others wait for this rank.
+    let abort = |error: &Error| group.abort(error.clone());
+    let own = trained(optimizer, (model, parameters)).inspect_err(abort)?;
     let bytes: &[u8] = bytemuck::cast_slice(&own);
-    let main = broadcast_bytes(group, Rank::MAIN, bytes, bytes.len())?;
+    let main = broadcast_bytes(group, Rank::MAIN, bytes, bytes.len()).inspect_err(abort)?;
     let main = main.as_bytes().chunks_exact(size_of::<f32>()).map(bytemuck::pod_read_unaligned::<f32>);
     let is_other = main.len() != own.len() || main.zip(&own).any(|(main, own)| !are_near(main, *own));
     let mine = if is_other { i64::from(group.rank().get()) } else { i64::MAX };

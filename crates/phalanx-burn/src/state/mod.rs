@@ -295,7 +295,7 @@ impl<M: Module, T> TrainState<M, T> {
     /// not elastic; all ranks call it together, before or after they load the same checkpoint.
     ///
     /// # Errors
-    /// As [`Ddp::new`]. On every rank, and it ends the group, if the optimizers do not do the same to parameters: if they are of several kinds,
+    /// As [`Ddp::new`]. On every rank, if the optimizers do not do the same to parameters: if they are of several kinds,
     /// or their betas, decay, momentum or clipping differ. An optimizer that is exchanged later is not compared, and learning rates are not.
     pub fn with_group(self, group: &ProcessGroup) -> Result<Self> {
         let shared = self.model.group().clone();
