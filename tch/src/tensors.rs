@@ -178,7 +178,10 @@ pub(crate) fn check_trained(variables: &Shared, trained: &[Named]) -> Result<()>
         "the variable `{name}` has a gradient and is not among the optimizer's: it was made or unfrozen after Optimizer::new, and would never be \
          trained"
     ))
-    .with_remedy("make all layers, and unfreeze what is to be trained, before Optimizer::new"))
+    .with_remedy(
+        "make all layers, and unfreeze what is to be trained, before Optimizer::new; to train parts in turns, make one Optimizer while all of \
+         them need a gradient, and freeze after that: what is frozen gets no gradient after zero_grad, and keeps its value",
+    ))
 }
 
 /// The name of one of `variables`.

@@ -417,6 +417,9 @@ impl<M: Module> Ddp<M> {
     fn fail(&self, error: Error) -> Error {
         if let Some(sink) = self.engine.sink() {
             sink.with_reducer(|reducer| reducer.abort(error.clone()));
+        } else if self.group.world_size() != WorldSize::ONE {
+            // Made in a world of one, whose handle leads to others by now: they would wait.
+            self.group.abort(error.clone());
         }
         error
     }

@@ -175,6 +175,7 @@
 // Burn 0.22 says of its LibTorch backend that a later version will not have it.
 #![cfg_attr(feature = "tch", allow(deprecated))]
 
+mod alike;
 mod averager;
 mod clip;
 mod collectives;

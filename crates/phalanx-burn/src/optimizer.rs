@@ -75,7 +75,7 @@ impl OptimizerState {
     /// default type, whatever they were: digits would be lost, or the next step would compute with two types.
     ///
     /// An optimizer of one's own may keep types, so it is asked: it loads tensors of one element.
-    fn check_types(&self, optimizer: &ModuleOptimizer, parameters: &[Parameter]) -> Result<()> {
+    pub fn check_types(&self, optimizer: &ModuleOptimizer, parameters: &[Parameter]) -> Result<()> {
         if self.tensors.is_empty() {
             return Ok(());
         }

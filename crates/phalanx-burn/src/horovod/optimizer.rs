@@ -15,7 +15,7 @@ use super::sink::{Delivery, Pass, Sink};
 use super::state::check_replicas;
 use crate::gradients::Leaves;
 use crate::hook;
-use crate::parallel::check_parts;
+use crate::parallel::{check_parts, refuse_divided};
 use crate::parameters::{self, Inventory, Parameter};
 use crate::tensor_bytes::{self, TensorBytes};
 
@@ -186,7 +186,8 @@ impl DistributedOptimizer {
     /// As [`new`](Self::new), with options.
     ///
     /// # Errors
-    /// As [`new`](Self::new), and if the options have no meaning.
+    /// As [`new`](Self::new), and if the options have no meaning. With [`Op::Adasum`] among several ranks, if layers are
+    /// [divided](crate::parallel::tensor): its dot products would be those of parts.
     pub fn with_options<M: Module>(
         optimizer: ModuleOptimizer,
         model: &M,
@@ -201,6 +202,10 @@ impl DistributedOptimizer {
         check_replicas(hvd, model, &format!("{}.parts", options.name), "DistributedOptimizer")?;
         let inventory = Inventory::of(model)?;
         check_parts(&optimizer, model, &inventory)?;
+        // All ranks have the same parts, and the same error.
+        if options.op == Op::Adasum && hvd.size() > 1 {
+            refuse_divided(model, "Op::Adasum, which combines by dot products of whole tensors,")?;
+        }
         let reduction = options.reduction(hvd.size())?;
         let sink = Sink::new(hvd.clone(), &inventory.parameters, reduction, &options)?;
         Ok(Self {

@@ -219,7 +219,9 @@ impl ShardedState {
         let mut saver = Saver { own: self.own.iter(), snapshot, name, outcome: Ok(()) };
         ddp.model().visit(&mut saver);
         saver.outcome?;
-        let OptimizerState { tensors, scalars, .. } = OptimizerState::of(optimizer, ddp.parameters())?;
+        let state = OptimizerState::of(optimizer, ddp.parameters())?;
+        state.check_types(optimizer, ddp.parameters())?;
+        let OptimizerState { tensors, scalars, .. } = state;
         let mut index = Index::default();
         let of = |key: &Key| {
             indices.get(key.index).and_then(|place| self.own.get(*place)).ok_or_else(|| unknown(key.index))

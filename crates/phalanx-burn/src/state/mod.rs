@@ -31,7 +31,7 @@ use crate::ddp::Averaging;
 use crate::gradients::{Synced, SyncedGradients};
 use crate::parallel::refuse_divided;
 use crate::parameters::Select;
-use crate::{Ddp, DdpOptions, PeriodicModelAverager};
+use crate::{Ddp, DdpOptions, PeriodicModelAverager, alike};
 
 /// The most bytes of a scheduler's position that a rank accepts from another.
 const MAX_POSITION_BYTES: usize = 1 << 20;
@@ -275,6 +275,9 @@ impl<M: Module, T> TrainState<M, T> {
         self.model.enter_on(cuda);
         let own_remains = self.model.world_size() == ranks;
         self.model.load_hook(hook.map(|hook| if own_remains { hook } else { hook.without_own() }))?;
+        // Replicas would drift apart.
+        let group = self.model.group().in_call(Caller::DdpNew);
+        alike::check(&self.optimizer, (self.model.model(), self.model.parameters()), &group)?;
         if is_absent {
             self.model.loaded_hook.mark_absent();
         }
@@ -292,7 +295,8 @@ impl<M: Module, T> TrainState<M, T> {
     /// not elastic; all ranks call it together, before or after they load the same checkpoint.
     ///
     /// # Errors
-    /// As [`Ddp::new`].
+    /// As [`Ddp::new`]. On every rank, if the optimizers do not do the same to parameters: if they are of several kinds,
+    /// or their betas, decay, momentum or clipping differ. An optimizer that is exchanged later is not compared, and learning rates are not.
     pub fn with_group(self, group: &ProcessGroup) -> Result<Self> {
         let shared = self.model.group().clone();
         let ranks = self.model.world_size();

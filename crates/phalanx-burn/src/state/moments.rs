@@ -16,6 +16,9 @@ use crate::tensor_bytes;
 type Index = OptimizerState<()>;
 
 /// Saves the state that `optimizer` has, of whichever parameters: its tensors behind `prefix`, and the rest as the value `index_name`.
+///
+/// # Errors
+/// If it cannot be read or written, or the optimizer would load a tensor as one of another type: nobody could go on from it.
 pub(crate) fn save(
     optimizer: &ModuleOptimizer,
     parameters: &[Parameter],
@@ -23,6 +26,7 @@ pub(crate) fn save(
     (index_name, prefix): (&str, &str),
 ) -> Result<()> {
     let state = OptimizerState::of(optimizer, parameters)?;
+    state.check_types(optimizer, parameters)?;
     writer.value(index_name, &state.index())?;
     state.tensors.into_iter().try_for_each(|(key, layout, elements)| {
         let (name, dtype) = (name(prefix, &key, parameters)?, tensor_bytes::dtype(layout.dtype)?);

@@ -580,3 +580,21 @@ fn a_model_without_parameters_is_refused() {
     let group = ProcessGroup::alone().unwrap();
     assert!(Ddp::new(Empty {}, &group).unwrap_err().to_string().contains("no parameters"));
 }
+
+#[test]
+fn an_error_of_a_step_ends_the_group_to_which_the_handle_of_a_world_of_one_leads() {
+    run(2, |group| {
+        let handle = GroupHandle::new(ProcessGroup::alone().unwrap());
+        let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &handle).unwrap();
+        let mut other = Ddp::new(Mlp::new(&[8, 3]), &ProcessGroup::alone().unwrap()).unwrap();
+        handle.rebind(group.clone());
+        if group.rank().is_main() {
+            let loss = other.forward(|model| model.loss(samples(0, 4))).unwrap();
+            let foreign = other.backward(&loss).unwrap();
+            let error = ddp.step(&mut SgdConfig::new().init(), 0.1, foreign).unwrap_err();
+            assert!(error.to_string().contains("another replicated model"), "{error}");
+        }
+        let error = group.barrier().unwrap_err().to_string();
+        assert!(error.contains("another replicated model"), "{error}");
+    });
+}

@@ -521,7 +521,33 @@ fn parts_of_a_model_are_refused() {
         assert!(error.contains("of `weight`, of which each rank has a piece"), "{error}");
         let error = said(ModelState::new(divided, sgd(), ()).err());
         assert!(error.contains("of `weight`, and ModelState takes"), "{error}");
+        // A group of one rank divides nothing.
+        let alone = TensorGroup::new(&ProcessGroup::alone().unwrap());
+        let whole = ColumnParallelLinear::new(layer(), &alone).unwrap();
+        let options = DistributedOptions { op: Op::Adasum, ..DistributedOptions::default() };
+        drop(DistributedOptimizer::with_options(sgd(), &whole, &hvd, options).unwrap());
         // Nothing has ended.
         assert_eq!(hvd.allreduce("sum", vec![1f32], Op::Sum).unwrap().as_slice::<f32>().unwrap(), [2.0]);
+    });
+}
+
+#[test]
+fn an_adasum_of_parts_is_refused() {
+    run(4, |group| {
+        // Ranks 0 and 2 have the first part, and 1 and 3 the second.
+        let rank = group.rank().get();
+        let parts = group.split(Some(rank / 2), 0).unwrap().unwrap();
+        let replicas = group.split(Some(rank % 2), 0).unwrap().unwrap();
+        let layer = LinearConfig::new(4, 4).init(&device());
+        let divided = ColumnParallelLinear::new(layer, &TensorGroup::new(&parts)).unwrap();
+        let hvd = horovod(&replicas);
+        let made = |op: Op| {
+            let options = DistributedOptions { op, ..DistributedOptions::default() };
+            DistributedOptimizer::with_options(sgd(), &divided, &hvd, options)
+        };
+        drop(made(Op::Average).unwrap());
+        let error = made(Op::Adasum).err().expect("it is refused").to_string();
+        assert!(error.contains("of `weight`, and Op::Adasum"), "{error}");
+        hvd.barrier().unwrap();
     });
 }

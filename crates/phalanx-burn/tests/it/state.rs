@@ -188,18 +188,31 @@ fn an_optimizer_s_state_keeps_its_type_or_is_refused() {
             }
             assert_eq!(weight(&restored), weight(&original), "{dtype:?}");
         }
-        for optimizer in [
+        let fused = [
+            FusedAdamWConfig::new().with_epsilon(1e-3).init(),
+            FusedSgdConfig::new().with_momentum(momentum.clone()).init(),
+        ];
+        let burns = [
             AdamWConfig::new().with_epsilon(1e-3).init(),
             SgdConfig::new().with_momentum(momentum.clone()).init(),
-        ] {
+        ];
+        let said = format!("of `weight` in the optimizer's state is {dtype:?}");
+        for (fused, burns) in fused.iter().zip(&burns) {
             let folder = tempfile::tempdir().unwrap();
-            let saved = saved(&mut fresh(&optimizer), folder.path());
-            let mut restored = fresh(&optimizer);
+            // What was saved with the types kept is not loaded without them.
+            let saved = saved(&mut fresh(fused), folder.path());
+            let mut restored = fresh(burns);
             let before = weight(&restored);
             let error = restored.load_from(&saved).unwrap_err();
-            let said = format!("of `weight` in the optimizer's state is {dtype:?}");
             assert!(error.is_mismatch() && error.to_string().contains(&said), "{error}");
             assert_eq!((restored.progress, weight(&restored)), (0, before));
+            // What could not be loaded is not saved.
+            let mut original = fresh(burns);
+            (0..3).for_each(|_| step(&mut original));
+            let folder = tempfile::tempdir().unwrap();
+            let checkpoints = Checkpoints::open(folder.path(), &ProcessGroup::alone().unwrap()).unwrap();
+            let error = checkpoints.save(3, |snapshot| original.save_to(snapshot)).unwrap_err();
+            assert!(error.to_string().contains(&said), "{error}");
         }
     }
 }
@@ -658,4 +671,35 @@ fn the_example_of_a_whole_training_run_stays_short() {
     let lines = code.count();
     println!("examples/mnist_short: {lines} lines of code");
     assert!(lines <= 60, "{lines} lines of code; at most 60 were promised");
+}
+
+#[test]
+fn ranks_whose_optimizers_differ_are_refused() {
+    use burn::grad_clipping::GradientClippingConfig as Clipping;
+
+    let adamw = || AdamWConfig::new().with_epsilon(1e-8);
+    let momentum = |decay: f64| MomentumConfig::new().with_momentum(decay);
+    let sgd = |decay: f64| SgdConfig::new().with_momentum(Some(momentum(decay))).init();
+    let pairs: Vec<(ModuleOptimizer, ModuleOptimizer)> = vec![
+        (adamw().init(), sgd(0.9)),
+        (sgd(0.9), sgd(0.8)),
+        (adamw().init(), adamw().with_beta_1(0.8).init()),
+        (adamw().init(), adamw().with_beta_2(0.99).init()),
+        (adamw().init(), adamw().with_epsilon(1e-5).init()),
+        (adamw().init(), adamw().with_weight_decay(0.01).init()),
+        (adamw().init(), adamw().with_grad_clipping(Some(Clipping::Value(1.0))).init()),
+        (sgd(0.9), SgdConfig::new().with_gradient_clipping(Some(Clipping::Norm(1.0))).init()),
+    ];
+    let attempt = |group: &ProcessGroup, optimizer: &ModuleOptimizer| {
+        let layer = LinearConfig::new(8, 3).init(&device());
+        TrainState::new(layer, optimizer.clone(), ()).unwrap().with_group(group).err()
+    };
+    for (first, second) in &pairs {
+        let errors = run(3, |group| attempt(&group, if group.rank().index() == 2 { second } else { first }));
+        for error in errors {
+            let error = error.unwrap();
+            assert!(error.is_mismatch() && error.to_string().contains("the optimizer of rank 2"), "{error}");
+        }
+        assert!(run(2, |group| attempt(&group, first)).iter().all(Option::is_none));
+    }
 }

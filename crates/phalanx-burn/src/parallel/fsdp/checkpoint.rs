@@ -82,8 +82,9 @@ impl<M: Module> Fsdp<M> {
     /// [`backward_no_sync`](Self::backward_no_sync) would be missing; or as [`Snapshot::slice`].
     pub fn save(&self, optimizer: &ModuleOptimizer, snapshot: &mut Snapshot, name: &str) -> Result<()> {
         self.ddp.check_nothing_held()?;
-        let OptimizerState { tensors, scalars, paths: _ } =
-            OptimizerState::of(optimizer, self.ddp.parameters())?;
+        let state = OptimizerState::of(optimizer, self.ddp.parameters())?;
+        state.check_types(optimizer, self.ddp.parameters())?;
+        let OptimizerState { tensors, scalars, paths: _ } = state;
         // Replicas have the same.
         if self.exchanges.replicas.rank() != Rank::MAIN {
             return Ok(());
