@@ -313,7 +313,7 @@ fn scaled(image: &RgbImage, area: Area, (width, height): (u32, u32)) -> Result<R
     let source = TypedCroppedImage::new(source, area.left, area.top, area.width, area.height)
         .map_err(|error| failed(&error))?;
     let mut scaled = RgbImage::new(width, height);
-    let mut target = TypedImage::<U8x3>::from_buffer(width, height, &mut *scaled);
+    let mut target = TypedImage::<U8x3>::from_buffer(width, height, &mut scaled);
     let target = target.as_mut().map_err(|error| failed(error))?;
     let options = ResizeOptions::new().resize_alg(ResizeAlg::Convolution(FilterType::Bilinear));
     RESIZER
