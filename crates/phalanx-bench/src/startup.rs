@@ -62,8 +62,10 @@ Examples:
 
 /// Between two collectives of a rank that goes on.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
-/// Nothing takes so long, unless it hangs.
+/// One process takes less, unless it hangs.
 const START_LIMIT: Duration = Duration::from_secs(60);
+/// So much longer may each further process take: many share few processors.
+const PROCESS_LIMIT: Duration = Duration::from_secs(2);
 /// Between two looks at whether a command that has closed its output has ended.
 const END_INTERVAL: Duration = Duration::from_millis(1);
 /// Stands before the time in nanoseconds that a process reports.
@@ -133,7 +135,7 @@ fn report_time() -> Result<()> {
 /// The milliseconds from the start of `command` until the last of so many processes has reported.
 fn time(command: &mut Command, processes: u32) -> Result<f64> {
     let started = monotonic();
-    let (text, status) = finish(command)?;
+    let (text, status) = finish(command, limit(processes))?;
     let text = String::from_utf8_lossy(&text);
     // A launcher shows the rank in front.
     let reported = text.lines().filter_map(|line| line.split_once(MARK)?.1.trim().parse::<u64>().ok());
@@ -150,11 +152,16 @@ fn time(command: &mut Command, processes: u32) -> Result<f64> {
     }
 }
 
-/// What `command` prints on standard output, and how it ends.
-fn finish(command: &mut Command) -> Result<(Vec<u8>, ExitStatus)> {
+/// How long the start of so many processes may take, with their ends.
+fn limit(processes: u32) -> Duration {
+    START_LIMIT + PROCESS_LIMIT.saturating_mul(processes.saturating_sub(1))
+}
+
+/// What `command` prints on standard output, and how it ends, if it does within `limit`.
+fn finish(command: &mut Command, limit: Duration) -> Result<(Vec<u8>, ExitStatus)> {
     let started = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn();
     let mut child = started.map_err(|error| unstarted(Path::new(command.get_program()), error))?;
-    let deadline = Instant::now() + START_LIMIT;
+    let deadline = Instant::now() + limit;
     let (say, said) = channel();
     let out = child.stdout.take();
     thread::spawn(move || {
@@ -163,7 +170,7 @@ fn finish(command: &mut Command) -> Result<(Vec<u8>, ExitStatus)> {
         let _ = out.map(|mut out| out.read_to_end(&mut text));
         let _ = say.send(text);
     });
-    let text = said.recv_timeout(START_LIMIT).ok();
+    let text = said.recv_timeout(limit).ok();
     let status = loop {
         match child.try_wait() {
             Ok(Some(status)) => break Some(status),
@@ -175,7 +182,7 @@ fn finish(command: &mut Command) -> Result<(Vec<u8>, ExitStatus)> {
         let _ = child.kill();
         let _ = child.wait();
         let program = command.get_program().display();
-        return Err(Error::aborted(format!("{program} was not done within {} s", START_LIMIT.as_secs())));
+        return Err(Error::aborted(format!("{program} was not done within {} s", limit.as_secs())));
     };
     Ok((text, status))
 }
@@ -200,5 +207,13 @@ mod tests {
         assert!(error.contains("1 have reported") && error.contains("exit status: 3"), "{error}");
         let error = script("echo phalanx-startup soon").unwrap_err().to_string();
         assert!(error.contains("0 have reported"), "{error}");
+    }
+
+    #[test]
+    fn a_command_that_hangs_is_ended_and_many_processes_have_more_time() {
+        let mut hangs = Command::new("sleep");
+        let error = finish(hangs.arg("600"), Duration::from_millis(50)).unwrap_err().to_string();
+        assert!(error.contains("sleep was not done within"), "{error}");
+        assert_eq!([1, 256].map(limit), [60, 570].map(Duration::from_secs));
     }
 }

@@ -204,7 +204,8 @@ impl RpcBuilder {
     }
 
     /// Calls `function` once for each other rank that dies or shuts down its calls while this one does not, with the reason.
-    /// [`Context::caller`] is that rank. It does not wait for a handler's thread, so it may wake handlers that wait for that rank.
+    /// [`Context::caller`] is that rank. It does not wait for a handler's thread, so it may wake handlers that wait for that rank. A
+    /// handler of a call that the rank has made before may run after it: one that notes the rank should look at [`Rpc::failure`].
     #[must_use]
     pub fn on_lost(mut self, function: impl Fn(&Context, &Error) + Send + Sync + 'static) -> Self {
         self.lost.push(Box::new(function));

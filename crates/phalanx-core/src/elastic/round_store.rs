@@ -67,7 +67,15 @@ impl RoundStore {
         if self.known.lock().contains(key) {
             return Ok(());
         }
-        let (own, line) = (self.own.read(), format!("{key}\n"));
+        // Who shortens the list waits for the store meanwhile, and may have more time.
+        let Some(own) = self.own.try_read_until(deadline.instant()) else {
+            return Err(Error::timeout(format!(
+                "another thread of this worker writes the list of round {}'s keys anew, and waits for the store",
+                self.number
+            ))
+            .with_remedy("is the store slow? The next call tries it again"));
+        };
+        let line = format!("{key}\n");
         let list = own.as_ref().map_or(&self.list, |own| &own.list);
         self.all.append(list, line.as_bytes(), deadline)?;
         if let Some(own) = &*own {
@@ -385,6 +393,21 @@ mod tests {
         all.set("keys/1", &vec![b'x'; MAX_VALUE], limit).unwrap();
         assert!(round.set("a", b"1", limit).is_err());
         all.delete_key("keys/1", limit).unwrap();
+        round.set("a", b"1", limit).unwrap();
+        assert_eq!(all.get("keys/1", limit).unwrap(), b"a\n");
+    }
+
+    #[test]
+    fn who_notes_a_key_waits_for_another_thread_no_longer_than_it_may() {
+        let limit = Deadline::after(Duration::from_secs(20));
+        let all: SharedStore = Arc::new(MemoryStore::new());
+        let round = RoundStore::new(&all, 1);
+        // As another thread, which waits for the store.
+        let shortens = round.own.write();
+        let error = round.set("a", b"1", Deadline::after(Duration::from_millis(20))).unwrap_err();
+        assert!(error.is_timeout() && error.remedy().is_some(), "{error}");
+        drop(shortens);
+        assert_eq!(all.num_keys(limit).unwrap(), 0);
         round.set("a", b"1", limit).unwrap();
         assert_eq!(all.get("keys/1", limit).unwrap(), b"a\n");
     }

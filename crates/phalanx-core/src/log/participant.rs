@@ -23,7 +23,7 @@ pub(super) const STANDSTILL_LIMIT: Duration = Duration::from_secs(1);
 const EXPLANATION_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// What to do about a process that stood still.
-pub const AFTER_STANDSTILL: &str = "start it again; did this host sleep, or was this process stopped (Ctrl-Z, SIGSTOP)? The host of a job must not sleep";
+pub const AFTER_STANDSTILL: &str = "start it again; did this host sleep, was this process stopped (Ctrl-Z, SIGSTOP), or did a file system hold it up? The host of a job must not sleep";
 
 /// After how many silences without progress a person should know that nothing can be removed.
 const STUCK_SILENCES: u32 = 50;

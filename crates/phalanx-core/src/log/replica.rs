@@ -230,8 +230,8 @@ impl<M: Machine> View<M> {
             // Whatever happens now may be a consequence.
             self.warn(Concern::Standstill, || {
                 format!(
-                    "this {} stood still for {:.0} s: did its host sleep, or was it stopped (Ctrl-Z, SIGSTOP)? The others may have gone on \
-                     without it",
+                    "this {} stood still for {:.0} s: did its host sleep, was it stopped (Ctrl-Z, SIGSTOP), or did a file system hold it up? \
+                     The others may have gone on without it",
                     M::PROCESS,
                     time.as_secs_f64()
                 )

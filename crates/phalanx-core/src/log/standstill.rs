@@ -2,6 +2,8 @@
 //!
 //! [`Instant`](std::time::Instant) stands still while a machine sleeps. So a process that has slept for an hour finds no deadline that has passed,
 //! but connections that the other side has given up: it would take the other side for lost. The clock of this file goes on.
+//!
+//! A thread that a file system holds up for as long, as one of a network may that does not answer, looks the same. So what is said names it, too.
 
 use std::time::Duration;
 

@@ -711,6 +711,11 @@ fn a_log_that_is_lost_after_a_standstill_says_how_long_it_was() {
     let error = replica.view().why_lost().unwrap();
     assert!(error.to_string().contains("was closed; before that this tester stood still for 0 s"), "{error}");
     assert!(error.remedy().unwrap().contains("must not sleep"), "{error}");
+    // A store in a file that does not answer looks the same, and is not left out.
+    assert!(
+        error.remedy().unwrap().contains("file system") && warnings[0].contains("file system"),
+        "{error}"
+    );
 }
 
 #[test]
