@@ -14,7 +14,7 @@ use super::peer_user::PeerUsers;
 use super::server_connection::invalid;
 use super::server_stream::Stream;
 use crate::credentials::Credentials;
-use crate::notice::warn;
+use crate::notice::Aside;
 use crate::random;
 use crate::tls::{Refusal, Tls};
 use crate::wire::auth::{HANDSHAKE_TIMEOUT, TAG};
@@ -218,7 +218,8 @@ impl Admission {
                 let _ = (&**pipe).write_all(format!("{peer}\n").as_bytes());
             }
             // No launcher serves this store. The others have the same reason.
-            None if !self.has_warned.replace(true) => warn(refused(&peer)),
+            // All clients wait for this thread.
+            None if !self.has_warned.replace(true) => Aside::default().warn(refused(&peer)),
             None => {}
         }
     }

@@ -29,7 +29,7 @@ use crate::deadline::Deadline;
 use crate::error::{Error, LOOPBACK_IS_DOWN, Result, no_more_files};
 use crate::interfaces::is_every_hosts;
 use crate::key::JobKey;
-use crate::notice::warn;
+use crate::notice::{Aside, warn};
 
 /// The most connections at a time; further ones are closed at once.
 const MAX_CONNECTIONS: usize = 16_384;
@@ -297,6 +297,8 @@ async fn run(listener: TcpListener, access: Access, mut orders: mpsc::UnboundedR
     let mut pending_clients = PendingClients::new();
     // Stopping does not wait for unauthenticated clients.
     let inside = Rc::<Cell<usize>>::default();
+    // All clients wait for this thread.
+    let aside = Aside::default();
     let (mut draining, mut told, mut told_full): (Option<Instant>, bool, bool) = (None, false, false);
     while draining.is_none() || inside.get() > 0 {
         tokio::select! {
@@ -328,7 +330,7 @@ async fn run(listener: TcpListener, access: Access, mut orders: mpsc::UnboundedR
                 }
                 Ok((_, peer)) => {
                     if !std::mem::replace(&mut told_full, true) {
-                        warn(format_args!(
+                        aside.warn(format!(
                             "the store refuses {peer}, and others from here on: it has {MAX_CONNECTIONS} connections, the most that it takes"
                         ));
                     }
@@ -336,7 +338,7 @@ async fn run(listener: TcpListener, access: Access, mut orders: mpsc::UnboundedR
                 Err(error) => {
                     if !std::mem::replace(&mut told, true) {
                         let hint = no_more_files(&error).unwrap_or("it is tried again");
-                        warn(format_args!("the store cannot accept a client: {error} ({hint})"));
+                        aside.warn(format!("the store cannot accept a client: {error} ({hint})"));
                     }
                     sleep(ACCEPT_RETRY_DELAY).await;
                 }
