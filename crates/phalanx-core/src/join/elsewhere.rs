@@ -15,6 +15,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::group::{Communicator, Work};
 use crate::rank::Rank;
+use crate::world_size::MAX_WORLD_SIZE;
 
 /// What a call that is none of the group's does with the ranks' elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,10 +48,15 @@ pub trait Elsewhere: Send + Sync {
 
 /// The number of `AllGather` beside the operations of an all_reduce, which are positive.
 const ALL_GATHER: u8 = 0;
-/// Operation, type, number of elements.
-const FIELDS: usize = 3;
-/// Less than all numbers of a call.
-const NOTHING: i64 = i64::MIN;
+/// A number of a comparison has a rank in its lowest bits, then the number of elements, the type, and the operation.
+const RANK_BITS: u32 = 16;
+const ELEMENTS_BITS: u32 = 39;
+const DTYPE_BITS: u32 = 4;
+/// The largest rank, number of elements, and number of a type, for which there are bits.
+const RANKS: i64 = (1 << RANK_BITS) - 1;
+const ELEMENTS: i64 = (1 << ELEMENTS_BITS) - 1;
+const DTYPES: i64 = (1 << DTYPE_BITS) - 1;
+const _: () = assert!(MAX_WORLD_SIZE as i64 <= RANKS + 1);
 
 impl ElsewhereOp {
     /// Its number on the wire. A factor is not part of it: each rank has its own.
@@ -72,21 +78,23 @@ impl ElsewhereOp {
 impl ElsewhereCall {
     /// Whether ranks may make the one as well as the other. A factor may differ.
     pub fn is_like(&self, other: &Self) -> bool {
-        self.numbers() == other.numbers()
+        let form = |call: &Self| (call.op.code(), call.dtype, call.elements);
+        form(self) == form(other)
     }
 
-    fn numbers(&self) -> [i64; FIELDS] {
-        let elements = i64::try_from(self.elements).unwrap_or(i64::MAX);
-        [i64::from(self.op.code()), self.dtype as i64, elements]
+    /// Operation, type and number of elements as one number; none if that has too few bits.
+    fn form(&self) -> Option<i64> {
+        let elements = i64::try_from(self.elements).ok().filter(|elements| *elements <= ELEMENTS)?;
+        let kind = (i64::from(self.op.code()) << DTYPE_BITS) | self.dtype as i64;
+        Some((kind << ELEMENTS_BITS) | elements)
     }
 
-    fn from_numbers(numbers: &[i64]) -> Option<Self> {
-        let &[op, dtype, elements] = numbers else { return None };
-        let code = |number: i64| u8::try_from(number).ok();
+    fn from_form(form: i64) -> Option<Self> {
+        let (kind, code) = (form >> ELEMENTS_BITS, |number: i64| u8::try_from(number).ok());
         Some(Self {
-            op: ElsewhereOp::from_wire(code(op)?)?,
-            dtype: DType::from_wire(code(dtype)?)?,
-            elements: usize::try_from(elements).ok()?,
+            op: ElsewhereOp::from_wire(code(kind >> DTYPE_BITS)?)?,
+            dtype: DType::from_wire(code(kind & DTYPES)?)?,
+            elements: usize::try_from(form & ELEMENTS).ok()?,
         })
     }
 }
@@ -105,7 +113,6 @@ impl fmt::Display for ElsewhereCall {
 /// A comparison of all ranks' next calls that are none of the group's, under way.
 #[must_use = "`wait` says whether the calls are the same"]
 pub struct Comparison {
-    group: JoinGroup,
     call: ElsewhereCall,
     work: Work,
 }
@@ -115,13 +122,18 @@ impl JoinGroup {
     /// data they take part in it. It waits for nobody.
     ///
     /// # Errors
-    /// If the group has failed.
+    /// If the call has 2³⁹ elements or more, or the group has failed.
     pub fn compare_elsewhere(&self, call: ElsewhereCall) -> Result<Comparison> {
-        let numbers = call.numbers();
-        // The largest of each, and of its complement, which is that of the smallest.
-        let both: Vec<i64> = numbers.into_iter().chain(numbers.map(|number| !number)).collect();
+        let Some(form) = call.form() else {
+            return Err(Error::invalid_argument(format!("the ranks cannot compare {call}"))
+                .with_remedy("make several calls with fewer elements"));
+        };
+        // One call of the group says all: a second one would meet other calls of the ranks that have not waited yet. It has the largest form and, as a
+        // complement, the smallest, each with the lowest rank of those that have it.
+        let (form, rank) = (form << RANK_BITS, i64::from(self.rank().get()));
+        let both = [form | (RANKS - rank), !(form | rank)];
         let work = self.all_reduce_async(Buffer::from_slice(&both), ReduceOp::Max)?;
-        Ok(Comparison { group: self.clone(), call, work })
+        Ok(Comparison { call, work })
     }
 }
 
@@ -131,20 +143,16 @@ impl Comparison {
     /// # Errors
     /// On every rank, if two ranks' calls differ: it names both. If the group fails.
     pub fn wait(self) -> Result<()> {
-        let Self { group, call, work } = self;
-        let found = work.wait()?;
-        let found = found.as_slice::<i64>()?;
-        let is_same =
-            found.len() == 2 * FIELDS && (0..FIELDS).all(|field| found[field] == !found[FIELDS + field]);
-        if is_same {
-            return Ok(());
+        let found = self.work.wait()?;
+        let &[largest, smallest] = found.as_slice::<i64>()? else {
+            return Err(Error::protocol(format!("a comparison of calls has {} numbers", found.len())));
+        };
+        let of = |number: i64| (number & RANKS, number >> RANK_BITS);
+        let ((complement, largest), (rank, smallest)) = (of(largest), of(!smallest));
+        match largest == smallest {
+            true => Ok(()),
+            false => Err(difference([(RANKS - complement, largest), (rank, smallest)])),
         }
-        // Every rank comes here: all have found the same numbers.
-        let mut all = vec![NOTHING; FIELDS * group.world_size().count()];
-        let own = FIELDS * group.rank().index();
-        all[own..own + FIELDS].copy_from_slice(&call.numbers());
-        let all = group.all_reduce_async(Buffer::from_slice(&all), ReduceOp::Max)?.wait()?;
-        Err(difference(all.as_slice()?))
     }
 }
 
@@ -182,25 +190,24 @@ impl ComparedCalls {
     }
 }
 
-/// The error for all ranks' calls, by rank, of which two differ. A rank without data has none.
-fn difference(all: &[i64]) -> Error {
-    let ranks = (0..).map(Rank::new);
-    let mut calls = ranks.zip(all.chunks(FIELDS)).filter(|(_, numbers)| !numbers.contains(&NOTHING));
-    let pair = calls.next().and_then(|first| Some((first, calls.find(|(_, numbers)| *numbers != first.1)?)));
-    let Some(((first, ones), (second, others))) = pair else {
-        return Error::protocol("the ranks' calls differ, and none says how");
-    };
-    let named = |numbers: &[i64]| match ElsewhereCall::from_numbers(numbers) {
+/// The error for two ranks' calls that differ, each with its rank.
+fn difference(mut calls: [(i64, i64); 2]) -> Error {
+    calls.sort_unstable();
+    let [(first, one), (second, other)] = calls;
+    let named = |form: i64| match ElsewhereCall::from_form(form) {
         Some(call) => call.to_string(),
-        None => format!("an unknown call {numbers:?}"),
+        None => format!("an unknown call {form}"),
     };
-    Error::mismatch(format!(
+    let error = Error::mismatch(format!(
         "the ranks make different calls beside the group: rank {first} {}, and rank {second} {}",
-        named(ones),
-        named(others)
+        named(one),
+        named(other)
     ))
-    .with_peer(second)
-    .with_remedy("make the same call on every rank: as many elements, of one type, combined in one way")
+    .with_remedy("make the same call on every rank: as many elements, of one type, combined in one way");
+    match u32::try_from(second) {
+        Ok(second) => error.with_peer(Rank::new(second)),
+        Err(_) => error,
+    }
 }
 
 impl fmt::Debug for Comparison {
@@ -225,12 +232,20 @@ mod tests {
 
     #[test]
     fn calls_survive_as_numbers_and_nonsense_does_not() {
-        for call in [gathered(0), gathered(7), reduced(ReduceOp::Avg, DType::BF16, 3)] {
-            assert_eq!(ElsewhereCall::from_numbers(&call.numbers()), Some(call));
+        let most = usize::try_from(ELEMENTS).unwrap();
+        let largest = reduced(ReduceOp::PreMulSum(1.0), DType::Bool, most);
+        for call in [gathered(0), gathered(7), reduced(ReduceOp::Avg, DType::BF16, 3), largest] {
+            let form = call.form().unwrap();
+            assert_eq!(ElsewhereCall::from_form(form), Some(call));
+            // There is room for a rank.
+            assert!(form >= 0 && (form << RANK_BITS) >> RANK_BITS == form, "{call}");
         }
-        for numbers in [&[99, 1, 1][..], &[1, 99, 1], &[1, 1, -1], &[-1, 1, 1], &[1, 1]] {
-            assert_eq!(ElsewhereCall::from_numbers(numbers), None, "{numbers:?}");
+        assert_eq!(gathered(most + 1).form(), None);
+        for (op, dtype) in [(99i64, 1), (1, 0), (1, 15)] {
+            let form = ((op << DTYPE_BITS) | dtype) << ELEMENTS_BITS;
+            assert_eq!(ElsewhereCall::from_form(form), None, "{op}, {dtype}");
         }
+        assert_eq!(ElsewhereCall::from_form(-1), None);
     }
 
     #[test]
@@ -300,6 +315,38 @@ mod tests {
                 let last = later.into_iter().nth(3).and_then(|(_, _, error)| error);
                 let (seen, other) = if rank == 1 { (error, last) } else { (last, error) };
                 assert!(seen.is_some_and(|error| error.contains(said)) && other.is_none(), "{fabric:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_difference_is_named_while_other_ranks_compare_what_comes_next() {
+        for fabric in Fabric::ALL {
+            for world in [2, 3] {
+                let ranks = run(world, fabric, |group| {
+                    let (group, compared) = (JoinGroup::new(group), ComparedCalls::default());
+                    let rank = group.rank().index();
+                    let mut errors = Vec::new();
+                    for step in 0..2 {
+                        let mut later = Vec::new();
+                        // As the buckets of a step: the others wait behind the last one, rank 1 in the first one.
+                        for place in 0..3 {
+                            let elements = 8 + place + usize::from((rank, step, place) == (1, 1, 0));
+                            match compared.compare(&group, place, gathered(elements)) {
+                                Ok(comparison) => later.extend(comparison),
+                                Err(error) => errors.push(error.to_string()),
+                            }
+                        }
+                        let late = later.into_iter().filter_map(|comparison| comparison.wait().err());
+                        errors.extend(late.map(|error| error.to_string()));
+                    }
+                    errors
+                });
+                let said = "rank 0 all_gather(8 x i32), and rank 1 all_gather(9 x i32)";
+                for errors in ranks {
+                    let is_named = errors.len() == 1 && errors[0].contains(said);
+                    assert!(is_named, "{fabric:?}, {world} ranks: {errors:?}");
+                }
             }
         }
     }
