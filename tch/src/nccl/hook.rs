@@ -63,12 +63,12 @@ impl Hook {
             How::Rounded(_) => Sent::Rounded(Kind::BFloat16),
             How::LowRank { options, step, .. } => {
                 let is_compressed = options.compresses_at(*step);
-                *step += u64::from(is_last);
+                *step = step.saturating_add(u64::from(is_last));
                 if is_compressed { Sent::LowRank } else { Sent::Whole }
             }
             How::Local { start, step, .. } => {
                 let is_local = *step >= *start;
-                *step += u64::from(is_last);
+                *step = step.saturating_add(u64::from(is_last));
                 if is_local { Sent::Nothing } else { Sent::Whole }
             }
             How::Own { .. } => Sent::Nothing,

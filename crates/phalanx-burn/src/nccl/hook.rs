@@ -76,7 +76,7 @@ impl CommHook for Hook {
             How::Rounded(dtype) => Some(*dtype),
             How::LowRank { options, step, .. } => {
                 let steps = *step;
-                *step += u64::from(bucket.is_last);
+                *step = step.saturating_add(u64::from(bucket.is_last));
                 let is_matrix = |place: &GradientPlace| options.matrix(&place.shape).is_some();
                 if options.compresses_at(steps)
                     && bucket.buffer.dtype() == DType::F32
@@ -88,7 +88,7 @@ impl CommHook for Hook {
             }
             How::Local { start, step, .. } => {
                 let is_local = *step >= *start;
-                *step += u64::from(bucket.is_last);
+                *step = step.saturating_add(u64::from(bucket.is_last));
                 if is_local {
                     return on_device.leave(bucket);
                 }
