@@ -141,13 +141,12 @@ fn pull_from_ring(ring: &mut Consumer, frame: &mut Receiving, into: &mut [u8], p
         frame.check(peer)?;
         ring.consume(HEAD);
     }
-    let whole = into.len();
     let rest = &mut into[frame.received..];
     let waiting = ring.peek(rest.len().next_multiple_of(ALIGNMENT).min(CHUNK)).map_err(corrupt)?;
     let lines = waiting.len() - waiting.len() % ALIGNMENT;
     if lines > 0 {
         let bytes = lines.min(rest.len());
-        ring.take(&mut rest[..bytes], lines, whole);
+        ring.take(&mut rest[..bytes], lines);
         frame.received += bytes;
     }
     Ok(())
