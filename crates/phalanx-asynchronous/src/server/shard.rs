@@ -265,7 +265,7 @@ impl Shard {
                 "operation {number} of rank {worker} comes after {}",
                 last.number
             ))),
-            _ => Ok(()),
+            Some(_) | None => Ok(()),
         }
     }
 
