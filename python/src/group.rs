@@ -77,7 +77,7 @@ impl Group {
         given_up: GivenUp,
         meet: impl FnOnce() -> phalanx::Result<Rendezvous> + Send + 'static,
     ) -> PyResult<Self> {
-        let join = move || {
+        let make = move || {
             let mut options = GroupOptions::from_env()?;
             options.timeout = timeout;
             let met = meet()?;
@@ -85,19 +85,19 @@ impl Group {
             let meeting = number.map(|number| format!("{:032x}", u128::from_le_bytes(number)));
             Ok((ProcessGroup::join(met, options)?, meeting))
         };
-        Self::made(py, timeout, given_up, Connection::default(), join)
+        let most_kept = unexpected_bytes().map_err(|error| raised(py, &error))?;
+        let made = interrupt::apart(py, || given_up.give_up(), make)?;
+        Self::new(py, timeout, Connection::default(), most_kept, made)
     }
 
-    /// The group that `make` returns, with its meeting.
-    fn made(
+    /// The group that has been `made`, with its meeting.
+    fn new(
         py: Python<'_>,
         timeout: Duration,
-        given_up: GivenUp,
         connection: Connection,
-        make: impl FnOnce() -> phalanx::Result<(ProcessGroup, Option<String>)> + Send + 'static,
+        most_kept: usize,
+        made: phalanx::Result<(ProcessGroup, Option<String>)>,
     ) -> PyResult<Self> {
-        let most_kept = unexpected_bytes().map_err(|error| raised(py, &error))?;
-        let made: Result<_, Error> = interrupt::apart(py, || given_up.give_up(), make)?;
         let (group, meeting) = made.map_err(|error| raised(py, &error))?;
         let (rank, world) = (group.rank(), group.world_size());
         let worker = group.clone();
@@ -370,6 +370,7 @@ impl Group {
     ) -> PyResult<Option<Self>> {
         let timeout = duration(timeout)?;
         let Some(meeting) = &self.0.meeting else { return Ok(None) };
+        let most_kept = unexpected_bytes().map_err(|error| raised(py, &error))?;
         let group = self.open(None)?;
         let number = {
             let mut parts = self.0.parts.lock();
@@ -379,15 +380,22 @@ impl Group {
         };
         let (prefix, name) = (format!("phalanx/part/{meeting}"), format!("{name}/{number}"));
         let meeting = format!("{meeting}/{name}");
+        let ranks: Vec<Rank> = ranks.into_iter().map(Rank::new).collect();
         let given_up = GivenUp::default();
         let (connection, gives_up) = (self.0.connection.clone(), given_up.clone());
+        // It takes longer to wake another thread than these ranks take to answer.
+        let waits_here = address.is_some() && connection.is_made() && group.shares_memory_with(&ranks);
         let make = move || {
             let store = connection.store(address.as_deref(), store, gives_up);
             let store = Arc::new(PrefixStore::new(prefix, store));
-            let ranks: Vec<Rank> = ranks.into_iter().map(Rank::new).collect();
             Ok((group.part(store, &name, &ranks, timeout)?, Some(meeting)))
         };
-        Self::made(py, timeout, given_up, self.0.connection.clone(), make).map(Some)
+        let connection = self.0.connection.clone();
+        let made = match waits_here {
+            true => interrupt::waiting(py, make)?,
+            false => interrupt::apart(py, || given_up.give_up(), make)?,
+        };
+        Self::new(py, timeout, connection, most_kept, made).map(Some)
     }
 
     #[getter]

@@ -55,6 +55,11 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 pub struct Connection(Arc<Mutex<Option<Option<Arc<TcpStore>>>>>);
 
 impl Connection {
+    /// Whether it has been made: the first use may wait for the server.
+    pub fn is_made(&self) -> bool {
+        matches!(&*self.0.lock(), Some(Some(_)))
+    }
+
     /// The keys at `address`; through the `other` client if there is no connection.
     pub fn store(&self, address: Option<&str>, other: Py<PyAny>, given_up: GivenUp) -> SharedStore {
         let connect = |address: &str| {

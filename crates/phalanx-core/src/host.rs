@@ -6,6 +6,7 @@
 use std::fs;
 use std::io::{self, ErrorKind};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::sync::OnceLock;
 
 use phalanx_sys::interface;
 
@@ -85,8 +86,11 @@ fn identity(kernel: Option<(u128, u64)>, name: &str, addresses: impl FnOnce() ->
 
 /// Identifies this boot of the kernel: containers of one machine have the same. None if `/proc` hides it.
 pub(crate) fn boot_id() -> Option<u128> {
-    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
-    u128::from_str_radix(&boot.trim().replace('-', ""), 16).ok()
+    static BOOT: OnceLock<Option<u128>> = OnceLock::new();
+    *BOOT.get_or_init(|| {
+        let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+        u128::from_str_radix(&boot.trim().replace('-', ""), 16).ok()
+    })
 }
 
 /// The number of this process's namespace of a `kind`: on one boot, no other namespace has it. None if `/proc` hides it.

@@ -1,8 +1,9 @@
 //! Polling of descriptors.
 
+use std::cell::Cell;
 use std::io::{self, PipeReader, PipeWriter, Read};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
@@ -15,6 +16,46 @@ pub(crate) fn poll(descriptors: &mut [PollFd<'_>], timeout: Option<Duration>) ->
     match rustix::event::poll(descriptors, timeout.as_ref()) {
         Err(Errno::INTR) => Ok(0),
         polled => Ok(polled?),
+    }
+}
+
+/// For how long a thread looks for an answer that comes at once, before it sleeps. To wake it takes 50 us, if its processor sleeps, too.
+const PROMPT_LIMIT: Duration = Duration::from_micros(150);
+
+thread_local! {
+    static IS_PROMPT: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs `body`, whose waits on this thread are for answers of ranks that have processors of their own and answer at once, if `is_prompt`:
+/// then [`look_first`] looks.
+pub(crate) fn promptly<R>(is_prompt: bool, body: impl FnOnce() -> R) -> R {
+    /// Ends it, also when `body` panics.
+    struct Before(bool);
+    impl Drop for Before {
+        fn drop(&mut self) {
+            IS_PROMPT.set(self.0);
+        }
+    }
+    let _before = Before(IS_PROMPT.replace(is_prompt));
+    body()
+}
+
+/// Whether this thread's waits are for answers that come at once.
+pub(crate) fn is_prompt() -> bool {
+    IS_PROMPT.get()
+}
+
+/// Looks for a while whether one of `descriptors` is ready, if what it waits for comes [at once](promptly). The caller waits for it then, as
+/// it does otherwise. The processor is others' between two looks: a peer may have the same one.
+pub(crate) fn look_first(descriptors: &mut [PollFd<'_>]) {
+    if !is_prompt() {
+        return;
+    }
+    let began = Instant::now();
+    while began.elapsed() < PROMPT_LIMIT
+        && poll(descriptors, Some(Duration::ZERO)).is_ok_and(|ready| ready == 0)
+    {
+        std::thread::yield_now();
     }
 }
 

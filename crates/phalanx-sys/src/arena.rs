@@ -42,6 +42,8 @@ const MAGIC: u64 = u64::from_le_bytes(*b"PHXARN02");
 const IDENTITY: usize = 16;
 /// The offset of the claim of the control block to which the arena belongs; 0 if it belongs to none.
 const CLAIM: usize = 24;
+/// The offset of what says that the usual staging buffers have memory.
+const FILLED: usize = 32;
 /// Regions are multiples of this.
 pub(crate) const PAGE: usize = 4096;
 /// Bytes that are copied at once when a region is cut off, so that its memory is not needed twice.
@@ -77,12 +79,19 @@ impl Arena {
     /// An arena of this process with room for `bytes`, or for as many as the addresses and limits of this process
     /// allow, if it maps `arenas` arenas of this size now, and perhaps others later.
     pub fn create(bytes: usize, arenas: usize, nonce: u64) -> io::Result<Arc<Self>> {
+        let arena = Self::create_unfilled(bytes, arenas, nonce)?;
+        arena.fill()?;
+        Ok(arena)
+    }
+
+    /// The same, whose staging buffers have no memory until it is [filled](Self::fill).
+    pub fn create_unfilled(bytes: usize, arenas: usize, nonce: u64) -> io::Result<Arc<Self>> {
         if !PAGE.is_multiple_of(memory::page()) {
             return Err(io::Error::other(format!("memory has pages of {} bytes", memory::page())));
         }
         let allowed = memory::allowed(bytes, arenas).max(RESERVED + PAGE) / PAGE * PAGE;
         let file = memfd::create(NAME, allowed as u64)?;
-        memfd::allocate(&file, 0, control_block::ALLOCATED as u64)?;
+        memfd::allocate(&file, 0, control_block::STAGING as u64)?;
         let mapping = Mapping::new(&file, allowed)?;
         mapping.word(8).store(nonce, Ordering::Relaxed);
         // From the system each time: a generator of this process's would go on alike in its forked children, and two of
@@ -93,6 +102,17 @@ impl Arena {
         mapping.word(0).store(MAGIC, Ordering::Release);
         let table = Mutex::new(Table::new(RESERVED..allowed));
         Ok(Arc::new(Self { mapping: Arc::new(mapping), file, table }))
+    }
+
+    /// Allocates memory for the usual staging buffers, if they have none: the kernel clears their pages, which takes 100 us.
+    pub fn fill(&self) -> io::Result<()> {
+        if self.mapping.is_filled() {
+            return Ok(());
+        }
+        let (start, end) = (control_block::STAGING, control_block::ALLOCATED);
+        memfd::allocate(&self.file, start as u64, (end - start) as u64)?;
+        self.mapping.word(FILLED).store(1, Ordering::Release);
+        Ok(())
     }
 
     /// The arena of `bytes` that process `pid` of this host lends as `descriptor`. An error if that is another file.
@@ -208,6 +228,11 @@ impl Mapping {
     /// A number that distinguishes this memory from every other arena's. All mappings of it, in any process, have the same.
     pub(crate) fn identity(&self) -> u64 {
         self.word(IDENTITY).load(Ordering::Relaxed)
+    }
+
+    /// Whether the usual staging buffers have memory.
+    pub(crate) fn is_filled(&self) -> bool {
+        self.word(FILLED).load(Ordering::Acquire) == 1
     }
 
     /// The claim of the control block to which this memory belongs.

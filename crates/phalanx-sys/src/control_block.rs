@@ -78,7 +78,7 @@ const STAGED: usize = DONE + LINE;
 const TAKEN: usize = STAGED + LINE;
 const SLOTS: usize = TAKEN + LINE;
 const SLOT: usize = SMALL + LINE;
-const STAGING: usize = (SLOTS + 2 * SLOT).next_multiple_of(PAGE);
+pub(crate) const STAGING: usize = (SLOTS + 2 * SLOT).next_multiple_of(PAGE);
 /// The end of a rank's part of the control block.
 pub(crate) const END: usize = STAGING + BUFFERS * WINDOW;
 /// The end of what has memory from the beginning.

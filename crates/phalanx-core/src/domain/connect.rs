@@ -4,6 +4,7 @@
 //! containers equal numbers. Memory is tried among processes of one boot of the kernel, and a random number in it must
 //! be the one that its owner has written to the store.
 
+use std::io;
 use std::sync::Arc;
 
 use phalanx_sys::arena::{Arena, Mapping, total_memory};
@@ -97,7 +98,7 @@ pub(crate) fn join(
     starting: &Starting,
     deadline: Deadline,
 ) -> Result<Joined> {
-    let own = Lending::new(host, config.world.count());
+    let own = Lending::new(host, config.world.count()).filled();
     let lent: Vec<Lent> = bootstrap::exchange(config, starting, ARENA, &own.address(), deadline)?;
     let mapped = own.map(config.rank, &lent);
     let reach: Vec<Reach> = bootstrap::exchange(config, starting, REACH, &mapped.reach(), deadline)?;
@@ -108,9 +109,14 @@ pub(crate) fn join(
 pub(crate) struct Lending(Result<(Arc<Arena>, Address), String>);
 
 impl Lending {
-    /// Memory for the others of a group of so many ranks; or why there is none.
+    /// Memory for the others of a group of so many ranks; or why there is none. What is staged gets its own when that first happens.
     pub(crate) fn new(host: Option<&str>, world: usize) -> Self {
         Self(lend(host, world))
+    }
+
+    /// The same with memory for what is staged.
+    fn filled(self) -> Self {
+        Self(self.0.and_then(|own| own.0.fill().map_err(no_memory).map(|()| own)))
     }
 
     /// What the others have to know.
@@ -183,7 +189,7 @@ fn lend(host: Option<&str>, world: usize) -> Result<(Arc<Arena>, Address), Strin
     let nonce = random::number().map_err(|error| error.to_string())?;
     // As large as the host's memory, if there are enough addresses.
     let bytes = total_memory().and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(usize::MAX);
-    let arena = Arena::create(bytes, world, nonce).map_err(|error| format!("no shared memory: {error}"))?;
+    let arena = Arena::create_unfilled(bytes, world, nonce).map_err(no_memory)?;
     let host = match host {
         Some(host) => host.to_owned(),
         None => {
@@ -193,6 +199,10 @@ fn lend(host: Option<&str>, world: usize) -> Result<(Arc<Arena>, Address), Strin
     };
     let (pid, descriptor, bytes) = (std::process::id(), arena.descriptor(), arena.bytes() as u64);
     Ok((arena, Address { host, pid, descriptor, bytes, nonce }))
+}
+
+fn no_memory(error: io::Error) -> String {
+    format!("no shared memory: {error}")
 }
 
 fn map_all(

@@ -34,7 +34,7 @@ use phalanx_sys::control_block::{ControlBlock, Protocol, Unregistered};
 
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub use self::connect::fuzz;
-pub(crate) use self::connect::{Joined, Lending, Lent, Reach, decline, join, keys_of, refused};
+pub(crate) use self::connect::{Joined, Lending, Lent, Mapped, Reach, decline, join, keys_of, refused};
 use self::encoded_call::EncodedCall;
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub use self::encoded_call::fuzz as fuzz_encoded_call;
@@ -176,6 +176,14 @@ impl Domain {
         outcome
     }
 
+    /// Takes memory for what is staged, at the first call that may stage something.
+    fn take_windows(&self) -> Result<()> {
+        self.arena.fill().map_err(|error| {
+            Error::io("there is no shared memory for the first large collective of this group", error)
+                .with_remedy("give the job more memory, or unset what limits it")
+        })
+    }
+
     fn in_place(
         &mut self,
         job: Job<'_>,
@@ -192,6 +200,7 @@ impl Domain {
             call.check(|index| slots.call(index))?;
             return small::in_place(job, kind, &slots, data);
         }
+        self.take_windows()?;
         let ahead = |memory: &[u8], window: &mut [u8]| {
             staged::ahead(job, kind, memory, window);
             Ok(())
@@ -238,6 +247,7 @@ impl Domain {
             let routes = Routes::new((job, copying), None, members, |_| &[])?;
             return routes.copy(input, |from| slots.bytes(from), output);
         }
+        self.take_windows()?;
         self.control_block.out_of_place(call.encoded, &note, brought, small, &mut watch, |operation| {
             call.check(|index| operation.call(index))?;
             let Some(copying) = copying else {

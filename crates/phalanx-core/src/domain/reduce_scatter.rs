@@ -76,6 +76,7 @@ impl Domain {
         timeout: &Timeout,
         work: impl FnOnce(&mut SharedOperation<'_, '_, Error>, Job<'_>) -> Result<()>,
     ) -> Result<()> {
+        self.take_windows()?;
         let job = Job { call: &call, me: self.control_block.me(), ranks: self.peers.members.len(), root: 0 };
         let call = self.peers.call(&call, sequence, timeout);
         let mut watch = |missing| call.watch(missing);

@@ -102,6 +102,8 @@ pub(super) struct MeshParts {
     health: Arc<Health>,
     connections: Arc<Connections>,
     monitor: Arc<Monitor>,
+    /// What the ranks have told each other when they were connected, by rank.
+    pub told: Vec<Vec<u8>>,
 }
 
 /// What ranks of one host share: memory for collectives, and rings for messages.
@@ -131,7 +133,7 @@ pub(super) fn connect_mesh(
             Monitor::start(identity, connections.clone(), health.clone(), config.heartbeat, silent)?;
         let monitor = Arc::new(monitor.with_caller(config.rank, mesh.caller)?);
         starting.connected(health.clone());
-        Ok(MeshParts { health, connections, monitor })
+        Ok(MeshParts { health, connections, monitor, told: mesh.told })
     };
     connect().inspect_err(|_| starting.fail())
 }
@@ -143,7 +145,7 @@ pub(super) fn assemble(
     mesh: MeshParts,
     shared: Result<Shared>,
 ) -> Result<Connected> {
-    let MeshParts { health, connections, monitor } = mesh;
+    let MeshParts { health, connections, monitor, .. } = mesh;
     let TransportOptions { kind, local_world_size, .. } = options;
     // A rank that gives up here reports it, because the others may be waiting for its message.
     let (joined, rings) = shared.map_err(|error| health.fail(error))?;

@@ -3,30 +3,35 @@
 //! A first group asks the store for six things, one after the other: who has come, the verdict, the addresses, where the memory is, whose memory
 //! each rank can map, and the same of the rings. Here the members know each other from the group that they leave: which of them share memory, and a
 //! number from which each makes the new group's. So one exchange has all that can be said before the others have come: who the members are, the table
-//! of algorithms, the address, the memory and the rings. The second, when they are connected, says which memory could be mapped; where no ranks share
-//! memory there is none.
+//! of algorithms, the address, the memory and the rings. When they are connected, each tells the others on their connections which memory it could
+//! map; where no ranks share memory, nothing.
 //!
 //! Only members take part, as PyTorch's `new_group` and MPI's `MPI_Comm_create_group` have it. Each says of which ranks it makes the group, and under a
 //! key that is written once: ranks that mean different groups of one name, or a rank that is there twice, are errors at once.
 
-use std::sync::{Arc, OnceLock};
+use std::cell::OnceCell;
+use std::sync::Arc;
 
 use phalanx_proto::wire::auth::Secret;
+use phalanx_sys::processors;
 use serde::{Deserialize, Serialize};
 
 use super::connect::{Connected, Shared, TransportOptions, assemble, connect_mesh};
 use crate::deadline::Deadline;
-use crate::domain::{Joined, Lending, Lent, Partition, Reach};
+use crate::domain::{Joined, Lending, Lent, Mapped, Partition, Reach};
 use crate::error::{Error, Result};
+use crate::poll::promptly;
 use crate::rank::Rank;
 use crate::transport::MeshConfig;
-use crate::transport::bootstrap::{self, Starting};
-use crate::transport::messages::{RingAddress, RingLending, Rings};
+use crate::transport::bootstrap::Starting;
+use crate::transport::messages::{Opened, RingAddress, RingLending, Rings};
 use crate::transport::tcp::Announcement;
 use crate::wire::hello::JobId;
 
-/// The key of what ranks write to the store: which memory of the others each could map.
-const SHARED: &str = "shared";
+/// The longest reason that a rank tells why it cannot map memory.
+const MAX_REASON: usize = 500;
+/// The reason for the memory of other ranks, after the first.
+const LIKEWISE: &str = "it cannot map the memory of others";
 /// The most members of a list that an error shows.
 const SHOWN: usize = 16;
 
@@ -51,12 +56,35 @@ struct Announced {
     rings: Option<RingAddress>,
 }
 
-/// Which memory of the others a rank could map.
+/// Which memory of the others a rank could map, as it tells them.
 #[derive(Serialize, Deserialize)]
 struct Mappable {
-    reach: Reach,
-    /// By index in the domain.
+    /// Why not that of the first rank whose memory it could not map.
+    reason: String,
+    /// Of which ranks not: a bit for each, the lowest of the first byte for rank 0.
+    missing: Vec<u8>,
+    /// Whose rings it could map, by index in the domain.
     rings: Vec<bool>,
+}
+
+impl Mappable {
+    fn new(reach: &Reach, rings: Vec<bool>) -> Self {
+        let first = reach.iter().find(|reason| !reason.is_empty()).map_or("", String::as_str);
+        let reason = first[..first.floor_char_boundary(MAX_REASON)].to_owned();
+        let mut missing = vec![0; reach.len().div_ceil(8)];
+        for (rank, _) in reach.iter().enumerate().filter(|(_, reason)| !reason.is_empty()) {
+            missing[rank / 8] |= 1u8 << (rank % 8);
+        }
+        Self { reason, missing, rings }
+    }
+
+    fn reach(&self, world: usize) -> Reach {
+        let is_missing =
+            |rank: usize| self.missing.get(rank / 8).is_none_or(|bits| bits >> (rank % 8) & 1 == 1);
+        let mut reason = if self.reason.is_empty() { LIKEWISE } else { self.reason.as_str() };
+        let of = |rank| if is_missing(rank) { std::mem::replace(&mut reason, LIKEWISE) } else { "" };
+        (0..world).map(of).map(str::to_owned).collect()
+    }
 }
 
 /// The number of the group `name` of ranks whose group has `number`. It tells groups apart; what keeps others out is the job key.
@@ -85,10 +113,9 @@ pub(super) fn connect_part(
         memory: memory.as_ref().map(Lending::address),
         rings: rings.as_ref().map(RingLending::address),
     };
-    let malformed =
-        |error| Error::protocol("the store holds a malformed announcement of a rank").with_source(error);
+    let malformed = |error| Error::protocol("a rank's announcement is malformed").with_source(error);
     let bytes = postcard::to_stdvec(&own).map_err(malformed)?;
-    let announced = OnceLock::new();
+    let announced = OnceCell::new();
     let read = |all: &[&[u8]]| {
         let all: Vec<Announced> =
             all.iter().map(|bytes| postcard::from_bytes(bytes).map_err(malformed)).collect::<Result<_>>()?;
@@ -97,34 +124,42 @@ pub(super) fn connect_part(
         let _ = announced.set(all);
         Ok(())
     };
+    let mapped = OnceCell::new();
     let starting = Starting::default();
-    let announcement = Announcement { own: bytes, read: &read };
-    let mesh = connect_mesh(config, Some(&announcement), Some(&part.members), options, &starting, deadline)?;
+    // Members that all are on this host answer at once.
+    let is_prompt = domain.len() == world.count()
+        && processors::suffice_for((options.local_world_size as usize).max(world.count()));
+    let map = || {
+        let all = announced.get().map_or(&[][..], Vec::as_slice);
+        let lent: Vec<Lent> = all.iter().map(|one| one.memory.clone().unwrap_or(Ok(None))).collect();
+        let address = |member: &Rank| {
+            let rings = all.get(member.index()).and_then(|one| one.rings.clone());
+            rings.unwrap_or_else(|| Err("it has none".to_owned()))
+        };
+        let arenas = memory.as_ref().map(|memory| memory.map(rank, &lent));
+        let opened = rings.as_ref().map(|rings| rings.open(domain.iter().map(address).collect()));
+        let reach = arenas.as_ref().map(Mapped::reach).unwrap_or_default();
+        let own = Mappable::new(&reach, opened.as_ref().map(Opened::mapped).unwrap_or_default());
+        let _ = mapped.set((lent, arenas, opened));
+        postcard::to_stdvec(&own).map_err(malformed)
+    };
+    let announcement = Announcement { own: bytes, read: &read, then: shares.then_some(&map) };
+    let connect =
+        || connect_mesh(config, Some(&announcement), Some(&part.members), options, &starting, deadline);
+    let mesh = promptly(is_prompt, connect)?;
+    let told = mesh.told.clone();
     let share = move || -> Result<Shared> {
-        let Some(memory) = memory else {
+        let (Some(memory), Some((lent, Some(arenas), opened))) = (memory, mapped.into_inner()) else {
             return Ok((Joined::alone(world.count()), Rings::none(world.count())));
         };
-        let all = announced.into_inner().unwrap_or_default();
-        let lent: Vec<Lent> = all.iter().map(|one| one.memory.clone().unwrap_or(Ok(None))).collect();
-        let addresses: Vec<Option<RingAddress>> = all.into_iter().map(|one| one.rings).collect();
-        let mapped = memory.map(rank, &lent);
-        let of_domain = |all: &[Option<RingAddress>]| {
-            let of = |member: &Rank| all.get(member.index()).cloned().flatten();
-            domain.iter().map(|member| of(member).unwrap_or_else(|| Err("it has none".to_owned()))).collect()
-        };
-        let opened = rings.as_ref().map(|rings| rings.open(of_domain(&addresses)));
-        let own = Mappable {
-            reach: mapped.reach(),
-            rings: opened.as_ref().map(|opened| opened.mapped()).unwrap_or_default(),
-        };
-        let all: Vec<Mappable> = bootstrap::exchange(config, &starting, SHARED, &own, deadline)?;
-        let (reach, linked): (Vec<Reach>, Vec<Vec<bool>>) =
-            all.into_iter().map(|one| (one.reach, one.rings)).unzip();
-        let joined = memory.settle(rank, world, &lent, &mapped, &reach);
+        let all: Vec<Mappable> =
+            told.iter().map(|bytes| postcard::from_bytes(bytes).map_err(malformed)).collect::<Result<_>>()?;
+        let reach: Vec<Reach> = all.iter().map(|one| one.reach(world.count())).collect();
+        let joined = memory.settle(rank, world, &lent, &arenas, &reach);
         let (Some(rings), Some(opened)) = (rings, opened) else {
             return Ok((joined, Rings::none(world.count())));
         };
-        let of = |member: &Rank| linked.get(member.index()).cloned().unwrap_or_default();
+        let of = |member: &Rank| all.get(member.index()).map(|one| one.rings.clone()).unwrap_or_default();
         let linked: Vec<Vec<bool>> = domain.iter().map(of).collect();
         Ok((joined, rings.link(world.count(), opened, &linked)?))
     };
@@ -159,4 +194,33 @@ fn compare((rank, own): (Rank, &Announced), (other, theirs): (Rank, &Announced))
 pub fn fuzz(bytes: &[u8]) -> bool {
     let announced = postcard::from_bytes::<Announced>(bytes).is_ok();
     postcard::from_bytes::<Mappable>(bytes).is_ok() || announced
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wire::control::MAX_TOLD;
+
+    #[test]
+    fn a_rank_tells_whose_memory_it_can_map_and_why_not() {
+        let reach: Reach =
+            ["", "rank 1 is on another host", "", "rank 3 has none", ""].map(str::to_owned).into();
+        let told = postcard::to_stdvec(&Mappable::new(&reach, vec![true, false])).unwrap();
+        let heard: Mappable = postcard::from_bytes(&told).unwrap();
+        assert_eq!(heard.reach(5), ["", "rank 1 is on another host", "", LIKEWISE, ""]);
+        assert_eq!(heard.rings, [true, false]);
+        // One that tells of fewer ranks than there are can map no others.
+        assert_eq!(heard.reach(9)[8], LIKEWISE);
+        let none: Mappable =
+            postcard::from_bytes(&postcard::to_stdvec(&Mappable::new(&Vec::new(), Vec::new())).unwrap())
+                .unwrap();
+        assert!(none.reach(2).iter().all(|reason| !reason.is_empty()));
+    }
+
+    #[test]
+    fn what_the_ranks_of_a_large_job_tell_fits_into_a_message() {
+        let reach: Reach = vec!["\u{1d11e}".repeat(1000); 8192];
+        let told = postcard::to_stdvec(&Mappable::new(&reach, vec![true; 256])).unwrap();
+        assert!(told.len() <= MAX_TOLD, "{}", told.len());
+    }
 }

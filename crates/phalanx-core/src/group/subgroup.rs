@@ -84,7 +84,7 @@ impl ProcessGroup {
     }
 
     /// A group of these `members` of this one, in this order, which meet in `store`: for adapters of libraries that make groups by their own rules.
-    /// Only the members call it, at any time, and beside this group's collectives. The group has two exchanges in the store, as its members
+    /// Only the members call it, at any time, and beside this group's collectives. The group has one exchange in the store, as its members
     /// know each other. It is a sub-group as those of [`new_group`](Self::new_group) are, and works also when this one has failed.
     ///
     /// The `name` is the same on all members, and no other group has it that is made from this one.
@@ -127,6 +127,14 @@ impl ProcessGroup {
         // Their rows have been compared.
         group.inner.queue.run(&group.operation_timeout(), |engine| engine.choose(tuning))?;
         Ok(group)
+    }
+
+    /// Whether these `members` of this group share memory with this rank. Then [`part`](Self::part) waits for them in ways that
+    /// [`interruptible`](crate::interruptible) can end.
+    #[doc(hidden)]
+    pub fn shares_memory_with(&self, members: &[Rank]) -> bool {
+        let domain = self.inner.partition.domain_of(self.rank());
+        members.iter().all(|member| domain.contains(member))
     }
 
     /// Splits this group: the ranks with the same `color` form a group, ordered by `key`, and by rank if keys are

@@ -15,6 +15,8 @@ pub const PREFIX: usize = 5;
 pub const SHORTEST: u16 = PREFIX as u16 + 1;
 /// The longest body.
 pub const MAX_BODY: usize = 4 * 1024;
+/// The longest content of [`Control::Connected`]: the rest of the body says which message it is, and how long.
+pub const MAX_TOLD: usize = MAX_BODY - 16;
 /// The longest text in a notice: each of its four texts has a share of the body.
 const MAX_TEXT: usize = 1000;
 
@@ -43,6 +45,8 @@ pub enum Control {
     WaitReport(WaitReport),
     /// The sender's latest collective, in answer to a goodbye.
     Latest(Header),
+    /// What each rank tells all others when their connections stand, before any other message.
+    Connected(Vec<u8>),
     /// The sender is alive.
     #[serde(skip)]
     Beat,
@@ -184,6 +188,11 @@ pub fn encode(message: &Control) -> Result<Vec<u8>> {
     bytes.extend_from_slice(&(body.len() as u32).to_le_bytes());
     bytes.extend_from_slice(&body);
     Ok(bytes)
+}
+
+/// Whether a message that begins with this byte has a length and a body: all but heartbeats.
+pub fn is_message(first: u8) -> bool {
+    first == MESSAGE
 }
 
 /// The first message in `bytes`, if it is complete, and its length.

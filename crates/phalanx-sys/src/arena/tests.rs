@@ -42,6 +42,20 @@ fn memory_that_comes_again_is_zero_again() {
 }
 
 #[test]
+fn the_staging_buffers_get_memory_when_the_arena_is_filled() {
+    let arena = Arena::create_unfilled(BYTES, 1, 7).unwrap();
+    let peer = peer(&arena, 7).unwrap();
+    assert!(!arena.mapping().is_filled() && !peer.is_filled());
+    let allocated = || rustix::fs::fstat(&arena.file).unwrap().st_blocks as usize * 512;
+    assert!(allocated() >= control_block::STAGING);
+    for _ in 0..2 {
+        arena.fill().unwrap();
+        assert!(allocated() >= control_block::ALLOCATED);
+        assert!(arena.mapping().is_filled() && peer.is_filled());
+    }
+}
+
+#[test]
 fn the_rest_of_the_control_block_gets_memory_when_it_is_asked_for() {
     let arena = Arena::create(BYTES, 1, 7).unwrap();
     let allocated = || rustix::fs::fstat(&arena.file).unwrap().st_blocks as usize * 512;

@@ -384,6 +384,7 @@ impl ControlBlock {
 
     /// Fills the next window, without publishing it. There must be a buffer for it.
     fn stage<E>(&mut self, fill: impl FnOnce(&mut [u8]) -> Result<(), E>) -> Result<(), E> {
+        assert!(self.own.mapping().is_filled(), "the staging buffers have no memory");
         let (number, buffer) = (self.staging.staged, self.staging.free_buffer());
         let place = in_buffer(buffer);
         // SAFETY: in this rank's own part of the control block. All ranks have taken the window that was in this buffer, or

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use phalanx::store::{MemoryStore, SharedStore};
 use phalanx::testing::{Fabric, run};
-use phalanx::{Buffer, DType, Error, ProcessGroup, Rank, ReduceOp, Result};
+use phalanx::{Buffer, DType, Error, ProcessGroup, Rank, ReduceOp, Result, interruptible};
 
 /// Nothing in here may wait for this long.
 const WAIT_LIMIT: Duration = Duration::from_secs(20);
@@ -323,5 +323,43 @@ fn a_part_can_be_made_of_a_group_that_has_failed() {
         assert!(group.barrier().unwrap_err().is_aborted());
         let whole = part(&group, store, "again", &[0, 1, 2]).unwrap();
         assert_eq!(sum_of_ranks(&whole), 3);
+    });
+}
+
+#[test]
+fn a_part_has_memory_for_what_is_large_and_what_is_uneven() {
+    const MANY: usize = 1 << 18;
+    with_a_store(3, |fabric, group, store| {
+        let own = group.rank().get() as usize;
+        let whole = part(&group, store, "large", &[0, 1, 2]).unwrap();
+        let mut data = vec![own as f32; MANY];
+        whole.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+        assert!(data.iter().all(|element| *element == 3.0), "{fabric:?}");
+        // In the first call of the next one a rank has little, and gets much.
+        let counts = [1, MANY, 7];
+        let whole = part(&group, store, "uneven", &[0, 1, 2]).unwrap();
+        let mut all = vec![0i32; counts.iter().sum()];
+        whole.all_gather_v(&vec![own as i32; counts[own]], &mut all, &counts).unwrap();
+        let expected = (0..3).flat_map(|rank| std::iter::repeat_n(rank as i32, counts[rank]));
+        assert!(all.iter().copied().eq(expected), "{fabric:?}");
+    });
+}
+
+#[test]
+fn who_waits_for_the_others_of_a_part_may_end_the_wait() {
+    fn pressed() -> Result<()> {
+        Err(Error::aborted("somebody pressed Ctrl-C"))
+    }
+    with_a_store(3, |fabric, group, store| {
+        let make = || part(&group, store, "late", &[0, 1, 2]).unwrap_err();
+        let error = match group.rank().get() {
+            0 => interruptible(pressed, make),
+            1 => make(),
+            // It never comes.
+            _ => return,
+        };
+        assert!(error.is_aborted(), "{fabric:?}: {error}");
+        assert!(error.to_string().contains("somebody pressed Ctrl-C"), "{fabric:?}: {error}");
+        assert_eq!(error.rank(), Some(Rank::MAIN), "{fabric:?}: {error}");
     });
 }

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use phalanx_sys::tcp;
+use rustix::event::{PollFd, PollFlags};
 
 use super::connect_error::{
     ConnectError, closes, no_address, no_answer, not_a_store, not_listening, tls_failed, unexpected_answer,
@@ -18,8 +19,10 @@ use crate::credentials::Credentials;
 use crate::deadline::{Backoff, Deadline};
 use crate::error::{Error, Result, no_more_files, no_more_processes};
 use crate::host::{loopback_is_down, loopback_remedy};
+use crate::interrupt;
 use crate::network::Network;
 use crate::notice::while_waiting;
+use crate::poll::look_first;
 use crate::random;
 use crate::store::{MAX_VALUE, WATCH_INTERVAL};
 use crate::tls::{Session, Tls};
@@ -522,7 +525,7 @@ impl Link {
         let round_trip = tcp::path(&self.stream).map_or(Duration::ZERO, |path| path.round_trip);
         let stopped = loop {
             if go_on.is_some() {
-                self.deadline = end.at_most(watch_interval(round_trip));
+                self.deadline = end.at_most(interrupt::at_most(watch_interval(round_trip)));
             }
             match self.take() {
                 Ok([WAIT_DONE]) => {
@@ -577,6 +580,7 @@ impl Link {
                 continue;
             }
             self.stream.set_read_timeout(Some(self.left()?))?;
+            look_first(&mut [PollFd::new(&self.stream, PollFlags::IN)]);
             // Long data is read directly into its place; short data is read together with what follows it.
             const SMALL: usize = 512;
             let read = if bytes.len() >= SMALL {

@@ -23,7 +23,7 @@ pub(crate) use self::notifier::Notifier;
 pub(crate) use self::outbound::{Outbound, Sending};
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub(super) use self::rings::fuzz;
-pub(crate) use self::rings::{RingAddress, RingLending, Rings, keys_of, rings};
+pub(crate) use self::rings::{Opened, RingAddress, RingLending, Rings, keys_of, rings};
 use super::tcp::{Connection, Connections};
 use crate::buffer::{AlignedBytes, Buffer};
 use crate::error::{Error, Result};

@@ -16,7 +16,7 @@ use super::pending::{HandshakeLimit, Pending, Progress, send_whole};
 use super::start_failure::{self, POLL_INTERVAL};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result, no_more_files};
-use crate::poll::poll;
+use crate::poll::{look_first, poll};
 use crate::rank::Rank;
 use crate::tls::Tls;
 use crate::wire::auth::Tag;
@@ -229,6 +229,7 @@ fn wait_for_arrivals(
         .filter_map(|connection| connection.next_check(&limit))
         .fold(deadline.at_most(POLL_INTERVAL), Deadline::min)
         .remaining();
+    look_first(&mut fds);
     match poll(&mut fds, Some(timeout)) {
         Ok(_) if !fds[0].revents().is_empty() => Ok(Woken::Stopped),
         Ok(_) if !fds[1].revents().is_empty() => Ok(Woken::Connection),

@@ -14,11 +14,12 @@ use super::connection::Connection;
 use super::connections::{Connections, Requests};
 use super::dial::{Attempt, attempt_together, dial};
 use super::on_demand::{Caller, at_start, is_on_demand};
-use super::{MeshConfig, start_failure, stop_probe};
+use super::{MeshConfig, all_tell, start_failure, stop_probe};
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
 use crate::host;
 use crate::key::JobKey;
+use crate::poll;
 use crate::random;
 use crate::rank::Rank;
 use crate::store;
@@ -39,6 +40,8 @@ pub(crate) struct Mesh {
     pub hosts: Vec<String>,
     /// Makes the connections that the start does not.
     pub caller: Option<Caller>,
+    /// What the ranks have told each other when they were connected, by rank; nothing if nothing was to be told.
+    pub told: Vec<Vec<u8>>,
 }
 
 /// Where a rank listens, as written to the store.
@@ -54,7 +57,9 @@ pub(crate) struct Announcement<'a> {
     /// This rank's own.
     pub own: Vec<u8>,
     /// Reads those of all ranks, by rank. An error ends the start on every rank.
-    pub read: &'a (dyn Fn(&[&[u8]]) -> Result<()> + Sync),
+    pub read: &'a dyn Fn(&[&[u8]]) -> Result<()>,
+    /// What this rank tells the others when all are connected. None if no rank tells anything, as all know.
+    pub then: Option<&'a dyn Fn() -> Result<Vec<u8>>>,
 }
 
 /// Connects this rank with all others. If that fails, it tells them, so that none waits for it until its deadline.
@@ -74,12 +79,18 @@ pub(crate) fn mesh_with(
         connections.control.push(control);
         connections.messages.push(slot(messages));
     }
+    let tell = announcement.and_then(|announcement| announcement.then);
+    let built = built.and_then(|built| {
+        let exchange = |own| all_tell::exchange(config, &built.hosts, &connections, own, deadline);
+        let told = tell.map(|tell| tell().and_then(exchange)).transpose()?.unwrap_or_default();
+        Ok((built, told))
+    });
     match built {
-        Ok(Built { hosts, early, on_demand }) => {
+        Ok((Built { hosts, early, on_demand }, told)) => {
             connections.keep_early(early);
             let (caller, requests) = on_demand.unzip();
             connections.requests = requests;
-            Ok(Mesh { connections, hosts, caller })
+            Ok(Mesh { connections, hosts, caller, told })
         }
         Err(error) => {
             let error = start_failure::report(config, &host, error);
@@ -135,15 +146,21 @@ fn build(
         // Accepting begins before the address is published, so that foreign connections cannot fill the listener's
         // queue.
         let (listener, secret, missing) = (&listener, &secret, &missing);
+        // Nobody calls the highest rank.
+        let is_called = !above.is_empty() || is_on_demand(config.world);
+        let is_prompt = poll::is_prompt();
         let accept = move || {
-            let outcome = accept(listener, &stopped, config, (own, secret), above, missing, deadline);
+            let accept = || accept(listener, &stopped, config, (own, secret), above, missing, deadline);
+            let outcome = poll::promptly(is_prompt, accept);
             drop(finish);
             outcome
         };
-        let accepting =
-            thread::Builder::new().name("phalanx-accept".into()).spawn_scoped(scope, accept).map_err(
-                |error| Error::not_started("a thread that connects ranks could not be started", error),
-            )?;
+        let accepting = is_called
+            .then(|| thread::Builder::new().name("phalanx-accept".into()).spawn_scoped(scope, accept))
+            .transpose()
+            .map_err(|error| {
+                Error::not_started("a thread that connects ranks could not be started", error)
+            })?;
         let exchanged = exchange_addresses(config, announcement, host, listener, deadline);
         let connecting = exchanged.and_then(|addresses| {
             below.resize_with(config.rank.index(), Pair::default);
@@ -154,8 +171,10 @@ fn build(
         if connecting.is_err() {
             drop(stop);
         }
-        let accepting =
-            accepting.join().unwrap_or_else(|_| Err(Error::panicked("the accepting thread panicked")));
+        let accepting = accepting.map_or_else(
+            || Ok(Accepted::default()),
+            |thread| thread.join().unwrap_or_else(|_| Err(Error::panicked("the accepting thread panicked"))),
+        );
         // If both failed, accepting failed because it was stopped.
         connecting.and_then(|addresses| accepting.map(|accepted| (addresses, accepted)))
     })?;

@@ -358,6 +358,7 @@ impl Parting<'_> {
             Control::Beat
             | Control::Goodbye
             | Control::Watching(_)
+            | Control::Connected(_)
             | Control::LongWait(_)
             | Control::WaitReport(_) => {}
         }

@@ -10,6 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use rustix::event::{PollFd, PollFlags};
 
 use super::call::{begin_to_connect, is_connected};
 use super::connect::{Address, no_descriptors};
@@ -19,7 +20,9 @@ use super::{MeshConfig, start_failure};
 use crate::deadline::{Backoff, Deadline};
 use crate::error::{Error, Kind, Result, is_local_shortage, no_more_files};
 use crate::host::loopback_remedy;
+use crate::interrupt;
 use crate::notice::Reminders;
+use crate::poll::look_first;
 use crate::random;
 use crate::rank::Rank;
 use crate::tls::{Refusal, Tls};
@@ -107,6 +110,9 @@ pub(super) fn dial(
             }
             Err(error) => error,
         };
+        if let Some(interrupted) = interrupted(&error) {
+            return Err(interrupted);
+        }
         match error.kind() {
             io::ErrorKind::InvalidData => {
                 let remedy = Refusal::remedy(&error).unwrap_or(
@@ -145,6 +151,12 @@ pub(super) fn dial(
             })?;
         }
     }
+}
+
+/// Why the program of this rank has ended the wait in which this `error` came, if it has.
+fn interrupted(error: &io::Error) -> Option<Error> {
+    let inner = error.get_ref()?.downcast_ref::<Error>()?;
+    (inner.kind() == Kind::Aborted).then(|| inner.clone())
 }
 
 /// The error for a rank whose host accepts connections, while the rank itself sends nothing.
@@ -267,9 +279,12 @@ impl Greeting {
 
     /// Waits until the connection stands. From then on it blocks.
     fn until_connected(&self, stream: TcpStream) -> io::Result<TcpStream> {
-        let timeout = self.deadline.remaining().clamp(Duration::from_millis(1), CONNECT_TIMEOUT);
-        if !is_connected(&stream, timeout)? {
-            return Err(io::ErrorKind::TimedOut.into());
+        let until = self.deadline.at_most(CONNECT_TIMEOUT);
+        while !is_connected(&stream, interrupt::at_most(until.remaining()).max(Duration::from_millis(1)))? {
+            if until.has_passed() {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            interrupt::check().map_err(io::Error::other)?;
         }
         stream.set_nonblocking(false)?;
         Ok(stream)
@@ -408,11 +423,15 @@ fn send_all(stream: &Connection, mut bytes: &[u8]) -> io::Result<()> {
 fn receive_all(stream: &Connection, mut into: &mut [u8], deadline: Deadline) -> io::Result<()> {
     while !into.is_empty() {
         let left = deadline.remaining();
-        stream.socket().set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
+        let timeout = interrupt::at_most(left).max(Duration::from_millis(1));
+        stream.socket().set_read_timeout(Some(timeout))?;
+        look_first(&mut [PollFd::new(stream.socket(), PollFlags::IN)]);
         match stream.receive(&mut [IoSliceMut::new(into)]) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(count) => into = &mut into[count..],
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock && !left.is_zero() => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock && !left.is_zero() => {
+                interrupt::check().map_err(io::Error::other)?;
+            }
             Err(error) => return Err(error),
         }
     }

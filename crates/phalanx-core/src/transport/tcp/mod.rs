@@ -7,6 +7,7 @@
 //! messages are made [at their first use](on_demand).
 
 mod accept;
+mod all_tell;
 mod call;
 mod connect;
 #[cfg(test)]

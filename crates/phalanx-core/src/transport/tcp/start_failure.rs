@@ -14,6 +14,7 @@ use super::connection::Connection;
 use super::stop_probe::StopProbe;
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
+use crate::interrupt;
 use crate::notice::Reminders;
 use crate::rank::Rank;
 use crate::store::Store;
@@ -125,6 +126,7 @@ fn exchange_by(
     let (mut probe, mut there, mut reminders) = (StopProbe::new(config), 0, Reminders::new());
     let mut looked = Instant::now();
     let mut go_on = || {
+        interrupt::check()?;
         if looked.elapsed() < POLL_INTERVAL {
             return Ok(());
         }
@@ -188,12 +190,15 @@ pub(super) fn check_peer(peer: Rank, host: &str, control: &Connection) -> Result
             None => Ok(()),
         },
         Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(()),
-        Ok(_) | Err(_) => {
-            Err(Error::new(Kind::PeerFailed, format!("rank {peer} ({host}) was lost: its connection closed"))
-                .with_peer(peer)
-                .with_remedy(format!("see rank {peer}'s own output for its reason")))
-        }
+        Ok(_) | Err(_) => Err(lost(peer, host)),
     }
+}
+
+/// The error if the control connection with `peer` has closed.
+pub(super) fn lost(peer: Rank, host: &str) -> Error {
+    Error::new(Kind::PeerFailed, format!("rank {peer} ({host}) was lost: its connection closed"))
+        .with_peer(peer)
+        .with_remedy(format!("see rank {peer}'s own output for its reason"))
 }
 
 /// The first notice of a failure in these messages.
@@ -219,7 +224,13 @@ pub(super) fn watch(
 ) -> Result<()> {
     let (mut listening, mut probe) = (ListenProbe::default(), StopProbe::new(config));
     let mut reminders = Reminders::new();
-    while finished.recv_timeout(POLL_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+    let mut looked = Instant::now();
+    while finished.recv_timeout(interrupt::at_most(POLL_INTERVAL)) == Err(RecvTimeoutError::Timeout) {
+        interrupt::check()?;
+        if looked.elapsed() < POLL_INTERVAL {
+            continue;
+        }
+        looked = Instant::now();
         // The connections before the store: if rank 0 dies with the store that it serves, they show which rank is gone.
         for ((peer, address), pair) in config.world.ranks().zip(addresses).zip(below) {
             pair.control.as_ref().map_or(Ok(()), |control| check_peer(peer, &address.host, control))?;

@@ -225,7 +225,8 @@ impl<'a> Watch<'a> {
             }
             while let Some(message) = peer.next(rank, self.health) {
                 match message {
-                    Control::Beat => {}
+                    // What comes before this thread starts is read by the start.
+                    Control::Beat | Control::Connected(_) => {}
                     Control::Goodbye => {
                         peer.said_goodbye = true;
                         peer.awaits_answer = Some(now);
