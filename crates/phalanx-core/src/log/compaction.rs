@@ -216,7 +216,7 @@ impl<M: Machine> Log<M> {
         }
         // Entry 0 stays, also if this one is equal to it.
         if index > 0 {
-            self.store.delete_key(&key(index), deadline)?;
+            self.store.delete_keys(&[&key(index)], deadline)?;
         }
         Ok(None)
     }
