@@ -288,6 +288,20 @@ impl Error {
         Self::new(Kind::Protocol, cause)
     }
 
+    /// For what no process of this build writes, in a peer's bytes or in the store.
+    pub fn malformed(cause: impl Into<String>) -> Self {
+        Self::protocol(cause).with_remedy(
+            "start all processes of the job with the same build; does another program write to its store, or to its ports?",
+        )
+    }
+
+    /// For a value of the caller that cannot be written as bytes.
+    pub fn not_serialized(cause: impl Into<String>, source: impl StdError + Send + Sync + 'static) -> Self {
+        Self::invalid_argument(cause).with_source(source).with_remedy(
+            "its type must tell serde each length before the elements: `#[serde(flatten)]` does not, for one",
+        )
+    }
+
     /// For an operation that the system refused. The kind, and if files or sockets have run out the remedy, follow from `source`.
     pub fn io(cause: impl Into<String>, source: std::io::Error) -> Self {
         use std::io::ErrorKind;

@@ -235,7 +235,7 @@ fn remove(store: &dyn Store, round: u64, deadline: Deadline) -> Result<()> {
         let ends = left.iter().enumerate().filter(|(_, byte)| **byte == b'\n').map(|(at, _)| at + 1);
         let end = ends.take(SWEPT_TOGETHER).last().unwrap_or(left.len());
         let (first, rest) = left.split_at(end);
-        let first = str::from_utf8(first).map_err(|_| Error::protocol("a round's keys are not text"))?;
+        let first = str::from_utf8(first).map_err(|_| Error::malformed("a round's keys are not text"))?;
         let lines = || first.lines().map(|line| (line, line.strip_prefix(OWN)));
         lines().filter_map(|(_, own)| own).try_for_each(|own| remove_own(store, round, own, deadline))?;
         let keys = lines().filter(|(_, own)| own.is_none()).map(|(key, _)| key);
@@ -262,7 +262,7 @@ fn remove_own(store: &dyn Store, round: u64, id: &str, deadline: Deadline) -> Re
         return Ok(());
     }
     let text = store.get(&list, deadline)?;
-    let text = str::from_utf8(&text).map_err(|_| Error::protocol("a worker's keys are not text"))?;
+    let text = str::from_utf8(&text).map_err(|_| Error::malformed("a worker's keys are not text"))?;
     remove_keys(store, round, text.lines(), deadline)?;
     store.delete_key(&list, deadline).map(drop)
 }

@@ -86,7 +86,7 @@ pub(super) fn connect_part(
         rings: rings.as_ref().map(RingLending::address),
     };
     let malformed =
-        |error| Error::protocol("the store holds a malformed announcement of a rank").with_source(error);
+        |error| Error::malformed("the store holds a malformed announcement of a rank").with_source(error);
     let bytes = postcard::to_stdvec(&own).map_err(malformed)?;
     let announced = OnceLock::new();
     let read = |all: &[&[u8]]| {

@@ -101,8 +101,8 @@ impl ProcessGroup {
         let place = place
             .ok_or_else(|| Error::invalid_argument("this rank is not among the members of the new group"))?;
         let config = self.inner.config.part(store, name, members).ok_or_else(|| {
-            Error::invalid_argument(
-                "a group of this kind can only be made of ranks that are processes, from their first group",
+            Error::invalid_argument("no group can be made of a part of this one").with_remedy(
+                "make it of the group with which the processes began, such as that of `phalanx::init`",
             )
         })?;
         let (rank, world) = (Rank::new(place as u32), WorldSize::new(members.len() as u32)?);
@@ -221,10 +221,12 @@ impl ProcessGroup {
         let mut sorted = ranks.to_vec();
         sorted.sort_unstable();
         if sorted.is_empty() {
-            return Err(Error::invalid_argument("a group has at least one rank"));
+            return Err(Error::invalid_argument("the list of the new group's ranks is empty")
+                .with_remedy("name at least one rank"));
         }
         if let Some(pair) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(Error::invalid_argument(format!("rank {} is in the list twice", pair[0])));
+            return Err(Error::invalid_argument(format!("rank {} is in the list twice", pair[0]))
+                .with_remedy("name each rank once"));
         }
         sorted.iter().try_for_each(|rank| self.member(*rank).map(drop))?;
         Ok(sorted)

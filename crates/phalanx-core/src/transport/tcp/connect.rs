@@ -289,7 +289,7 @@ fn agree_on_job(config: &MeshConfig<'_>, host: &str, deadline: Deadline) -> Resu
     let keys = [(Rank::MAIN, JOB.into())];
     let drawn = start_failure::exchange(config, host, &[(&name, &process)], &keys, deadline)?;
     let drawn = drawn.into_iter().next().unwrap_or_default();
-    drawn.try_into().map_err(|_| Error::protocol("the store holds a malformed job number"))
+    drawn.try_into().map_err(|_| Error::malformed("the store holds a malformed job number"))
 }
 
 fn exchange_addresses(
@@ -301,7 +301,7 @@ fn exchange_addresses(
 ) -> Result<Vec<Address>> {
     let socket = listener.local_addr().map_err(|error| Error::io("the listener has no address", error))?;
     let malformed =
-        |error| Error::protocol("the store holds a malformed address of a rank").with_source(error);
+        |error| Error::malformed("the store holds a malformed address of a rank").with_source(error);
     let mut own = postcard::to_stdvec(&Address { socket, host: host.to_owned() }).map_err(malformed)?;
     let keys: Vec<(Rank, String)> = config.world.ranks().map(|rank| (rank, key(rank))).collect();
     let own_key = key(config.rank);
