@@ -229,6 +229,7 @@ fn taken_over(folder: &Path, Claim { by, host, process }: &Claim) -> Error {
     Error::aborted(format!(
         "process {process} on {host} writes checkpoints to {folder}, in round {round} of the job: this rank was given up"
     ))
+    .with_remedy("was this process stopped, or its host out of reach? The job goes on without it")
 }
 
 /// For `phalanx::fuzzing`: the name of a file in a folder of checkpoints, and, on the next lines, its

@@ -13,6 +13,7 @@ use parking_lot::Mutex;
 use phalanx::{Error, Result};
 
 use super::meta::{DatabaseRecord, Meta};
+use crate::folder::io_error;
 
 /// Threads of all processes that may read a file at once. The first that opens it decides.
 const MAX_READERS: u32 = 4096;
@@ -58,9 +59,7 @@ pub(super) struct Lease {
 impl Lease {
     /// Opens the file at `path` to read from it, unless this process has it open.
     pub fn open(path: &Path, readahead: bool) -> Result<Self> {
-        let path = fs::canonicalize(path).map_err(|error| {
-            Error::other(io::Error::new(error.kind(), format!("{}: {error}", path.display())))
-        })?;
+        let path = fs::canonicalize(path).map_err(|error| io_error(path, &error))?;
         // Other threads that want it wait until it is open, or closed.
         let mut table = OPEN.lock();
         let table = table.get_or_insert_default();
@@ -236,9 +235,7 @@ impl Environment {
 
 /// The device and the inode of the file at `path`.
 fn file_at(path: &Path) -> Result<(u64, u64)> {
-    let about = fs::metadata(path).map_err(|error| {
-        Error::other(io::Error::new(error.kind(), format!("{}: {error}", path.display())))
-    })?;
+    let about = fs::metadata(path).map_err(|error| io_error(path, &error))?;
     Ok((about.dev(), about.ino()))
 }
 
