@@ -291,7 +291,8 @@ impl Error {
     /// For what no process of this build writes, in a peer's bytes or in the store.
     pub fn malformed(cause: impl Into<String>) -> Self {
         Self::protocol(cause).with_remedy(
-            "start all processes of the job with the same build; does another program write to its store, or to its ports?",
+            "start all processes of the job with the same build; does another program, or another job of this name, use its store or \
+             its ports?",
         )
     }
 

@@ -101,7 +101,7 @@ impl ProcessGroup {
         let place = place
             .ok_or_else(|| Error::invalid_argument("this rank is not among the members of the new group"))?;
         let config = self.inner.config.part(store, name, members).ok_or_else(|| {
-            Error::invalid_argument("no group can be made of a part of this one").with_remedy(
+            Error::invalid_argument("a part can be made only of the processes' first group").with_remedy(
                 "make it of the group with which the processes began, such as that of `phalanx::init`",
             )
         })?;
@@ -296,12 +296,8 @@ impl ProcessGroup {
         let world = WorldSize::new(members.len() as u32)?;
         let watch = || self.watched_failure().and_then(|cause| useless(&cause, members)).map_or(Ok(()), Err);
         let deadline = self.operation_timeout().deadline();
-        let connected = config.connect(rank, world, None, &watch, deadline).map_err(|error| match error.kind() {
-            Kind::Io | Kind::Protocol if error.peer().is_none() => error.with_remedy_if_none(
-                "a sub-group meets in the store of the first group: does the process that serves it still run?",
-            ),
-            _ => error,
-        })?;
+        // It meets in the store of the first group.
+        let connected = config.connect(rank, world, None, &watch, deadline)?;
         let identity = Identity { rank, world, trace, config };
         let group = Self::new(identity, connected)?.with_timeout(self.timeout);
         // A world of another size may use another row of the table, which has not been compared yet.

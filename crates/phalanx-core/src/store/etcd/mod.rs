@@ -306,6 +306,21 @@ impl Store for EtcdStore {
     }
 }
 
+/// What helps if etcd refuses, as it says, `why`.
+fn refusal_remedy(why: &str) -> &'static str {
+    let remedies = [
+        (
+            "space exceeded",
+            "compact and defragment etcd, or raise its --quota-backend-bytes; then `etcdctl alarm disarm`",
+        ),
+        ("too large", "raise etcd's --max-request-bytes"),
+        ("lease not found", "was this process stopped, or etcd out of reach, for 15 s? Start it again"),
+        ("auth", "use an etcd without users and roles, or a proxy that logs in"),
+    ];
+    let found = remedies.into_iter().find(|(refusal, _)| why.contains(refusal));
+    found.map_or("etcd's own log may say more", |(_, remedy)| remedy)
+}
+
 /// Converts the error of a request for this store's callers.
 fn answer(call: &Call<'_>, answer: Result<Value, Refused>) -> Result<Value> {
     match answer {
@@ -318,7 +333,10 @@ fn answer(call: &Call<'_>, answer: Result<Value, Refused>) -> Result<Value> {
             let unknown = format!("; it may have carried this out: {cause}");
             Err(call.unanswered(Network::Unknown).adding(unknown))
         }
-        Err(Refused::Error(why)) => Err(call.broken(why)),
+        Err(Refused::Error(why)) => {
+            let remedy = refusal_remedy(&why);
+            Err(call.broken(why).with_remedy(remedy))
+        }
     }
 }
 
