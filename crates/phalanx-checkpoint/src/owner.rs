@@ -21,6 +21,7 @@ use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::claims::{self, Claimant, Newest, Step};
+use super::disk::room_or;
 use super::folder::open_file;
 use super::names;
 use crate::deadline::Deadline;
@@ -67,8 +68,8 @@ impl Owner {
     /// Claims `folder`. The claim `own` belongs to this process, and is followed in any case.
     pub fn claim(folder: &Path, by: &Claimant, own: Option<u64>) -> Result<Self> {
         let unusable = |error: io::Error| {
-            Error::io(format!("cannot claim {}", folder.display()), error)
-                .with_remedy("may rank 0 write there?")
+            let remedy = room_or(&error, "may rank 0 write there?");
+            Error::io(format!("cannot claim {}", folder.display()), error).with_remedy(remedy)
         };
         let deadline = Deadline::after(TIMEOUT);
         loop {
