@@ -521,6 +521,24 @@ mod tests {
     }
 
     #[test]
+    fn what_this_build_does_not_write_and_what_cannot_be_written_have_a_remedy() {
+        let strange = Error::malformed("a frame has the unknown type 9");
+        assert!(
+            strange.kind() == Kind::Protocol && strange.remedy().unwrap().contains("same build"),
+            "{strange}"
+        );
+        // A better one, where it is known, takes its place.
+        assert_eq!(strange.with_remedy("give all the same key").remedy(), Some("give all the same key"));
+        let source = std::io::Error::other("the length is not known");
+        let unwritten = Error::not_serialized("the object could not be written", source);
+        let said = unwritten.to_string();
+        assert!(
+            unwritten.is_invalid_argument() && said.contains("written: the length is not known ("),
+            "{said}"
+        );
+    }
+
+    #[test]
     fn a_panic_of_a_thread_says_where_more_is_said() {
         let error = Error::panicked("a thread has panicked");
         assert!(error.is_aborted() && error.remedy().unwrap().contains("standard error"), "{error}");
