@@ -132,7 +132,8 @@ impl Owner {
         // A process that checks the lock holds it for a moment.
         while !lock(path, &file, FlockOperation::NonBlockingLockExclusive)? {
             if deadline.has_passed() {
-                return Err(io::ErrorKind::TimedOut.into());
+                let why = "another process has the new claim's file locked";
+                return Err(io::Error::new(io::ErrorKind::TimedOut, why));
             }
             std::thread::sleep(RETRY_DELAY);
         }

@@ -98,7 +98,7 @@ fn lock(file: &File) -> io::Result<()> {
             Err(TryLockError::WouldBlock) => {
                 return Err(io::Error::new(
                     io::ErrorKind::TimedOut,
-                    "another process has held its lock for too long",
+                    "another process has held its lock for too long: is a rank stopped?",
                 ));
             }
             Err(TryLockError::Error(error)) => return Err(error),
@@ -107,7 +107,7 @@ fn lock(file: &File) -> io::Result<()> {
 }
 
 fn foreign() -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, "a file of this name exists and is not a trace")
+    io::Error::new(io::ErrorKind::InvalidData, "a file of this name exists and is not a trace: name another")
 }
 
 /// The end of the last complete event.
