@@ -191,7 +191,7 @@ pub(super) fn number(value: &Value) -> Option<i64> {
 #[cfg(test)]
 mod tests {
     use std::io::{BufRead, BufReader, Read, Write};
-    use std::net::TcpListener;
+    use std::net::{TcpListener, TcpStream};
 
     use super::*;
 
@@ -212,30 +212,34 @@ mod tests {
         let gateway = Gateway::new(&listener.local_addr().unwrap().to_string()).unwrap();
         std::thread::spawn(move || {
             let last = answers.last().unwrap();
-            for (status, body) in answers.iter().chain(std::iter::repeat(last)) {
-                let mut request = BufReader::new(listener.accept().unwrap().0);
-                let mut length = 0;
-                loop {
-                    let mut line = String::new();
-                    request.read_line(&mut line).unwrap();
-                    if line.trim().is_empty() {
-                        break;
-                    }
-                    if let Some(value) = line.to_ascii_lowercase().strip_prefix("content-length:") {
-                        length = value.trim().parse().unwrap();
-                    }
-                }
-                request.read_exact(&mut vec![0; length]).unwrap();
-                let length = body.len();
-                write!(
-                    request.get_mut(),
-                    "HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\
-                     connection: close\r\n\r\n{body}"
-                )
-                .unwrap();
+            for answer in answers.iter().chain(std::iter::repeat(last)) {
+                // On a slow machine the client may have gone.
+                let _ = give(listener.accept().unwrap().0, *answer);
             }
         });
         gateway
+    }
+
+    fn give(client: TcpStream, (status, body): Answer) -> io::Result<()> {
+        let mut request = BufReader::new(client);
+        let mut length = 0;
+        loop {
+            let mut line = String::new();
+            request.read_line(&mut line)?;
+            if line.trim().is_empty() {
+                break;
+            }
+            if let Some(value) = line.to_ascii_lowercase().strip_prefix("content-length:") {
+                length = value.trim().parse().unwrap();
+            }
+        }
+        request.read_exact(&mut vec![0; length])?;
+        let length = body.len();
+        write!(
+            request.get_mut(),
+            "HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\
+             connection: close\r\n\r\n{body}"
+        )
     }
 
     fn asked(answers: &'static [Answer], may_repeat: bool) -> Result<Value, Refused> {
