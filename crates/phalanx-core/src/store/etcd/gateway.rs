@@ -138,9 +138,13 @@ impl Gateway {
         let status = answer.status();
         let text = answer.body_mut().with_config().limit(MAX_ANSWER).read_to_string().map_err(silent)?;
         let value: Value = serde_json::from_str(&text).map_err(|_| {
-            Refused::Error(format!(
-                "{status}, and no answer of etcd's; is {member} an etcd of version 3.4 or later?"
-            ))
+            let refusal =
+                format!("{status}, and no answer of etcd's; is {member} an etcd of version 3.4 or later?");
+            match status.as_u16() {
+                // What a proxy says that reaches no member.
+                502..=504 => Refused::Silent { cause: io::Error::other(refusal), was_heard: true },
+                _ => Refused::Error(refusal),
+            }
         })?;
         if status.is_success() {
             return Ok(value);
@@ -202,6 +206,7 @@ mod tests {
     const TOO_MANY: Answer =
         ("429 Too Many Requests", r#"{"code":8,"message":"etcdserver: too many requests"}"#);
     const DROPPED: Answer = ("500 Internal Server Error", r#"{"code":2,"message":"raft proposal dropped"}"#);
+    const PROXY: Answer = ("502 Bad Gateway", "<html>no member answers</html>");
     const FULL: Answer =
         ("429 Too Many Requests", r#"{"code":8,"message":"etcdserver: mvcc: database space exceeded"}"#);
     const DONE: Answer = ("200 OK", r#"{"count":"1"}"#);
@@ -249,7 +254,7 @@ mod tests {
 
     #[test]
     fn a_refusal_that_passes_is_outwaited() {
-        let answer = asked(&[LEADER_CHANGED, TOO_MANY, DROPPED, DONE], true).unwrap();
+        let answer = asked(&[LEADER_CHANGED, TOO_MANY, DROPPED, PROXY, DONE], true).unwrap();
         assert_eq!(number(&answer["count"]), Some(1));
         // What must not be carried out twice is repeated only if it was not carried out.
         assert!(asked(&[TOO_MANY, DROPPED, DONE], false).is_ok());
