@@ -257,9 +257,9 @@ pub(super) fn open(path: &Path, flags: EnvFlags, size: u64) -> heed::Result<Env>
     // SAFETY: a map of a file is sound as long as nobody changes or cuts the file off but LMDB, whose locks keep its writers
     // from pages that readers look at. For readers the file was compared with its meta pages right before (`Meta::read`), nothing is
     // read if another one has taken its place since (`Environment::map`), and it is read-only, so nothing is written to it from
-    // here. The writer works on a file that it has just made in a folder that only it knows. Without locks (NO_LOCK) only files are opened beside which this user can write none. That no program changes a
-    // data set with other means than LMDB while it is read is what the documentation of `LmdbDataset` asks for: that cannot be
-    // checked, as it cannot for any map of a file.
+    // here. The writer works on a file that it has just made in a folder that only it knows. Without locks (NO_LOCK) only files
+    // are opened beside which this user can write none. That no program changes a data set with other means than LMDB while it is
+    // read is what the documentation of `LmdbDataset` asks for: that cannot be checked, as it cannot for any map of a file.
     // An environment is open once in a process: heed refuses a second time.
     unsafe {
         options.flags(flags);
