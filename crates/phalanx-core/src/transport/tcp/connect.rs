@@ -274,8 +274,11 @@ fn dial_all(
 }
 
 pub(super) fn listen(interface: IpAddr) -> Result<TcpListener> {
-    store::listen(SocketAddr::new(interface, 0))
-        .map_err(|error| Error::io(format!("no port could be opened on {interface}"), error))
+    store::listen(SocketAddr::new(interface, 0)).map_err(|error| {
+        Error::io(format!("no port could be opened on {interface}"), error).with_remedy_if_none(
+            "has this host still that address? GLOO_SOCKET_IFNAME names another interface",
+        )
+    })
 }
 
 /// Rank 0 draws the number that distinguishes this group's connections from all others.
