@@ -120,7 +120,24 @@ impl Rpc {
             return Err(Error::invalid_argument("an argument may have 255 MiB")
                 .with_remedy("give a smaller --max-bytes (-e)"));
         }
+        self.check_memory(phalanx_sys::arena::available_memory())?;
         phalanx::spawn(2, || self.work())
+    }
+
+    /// An answer that has come is kept until its call is waited for.
+    fn check_memory(&self, available: Option<u64>) -> Result<()> {
+        let answers = self.iterations.map_or(self.in_flight, |count| count.min(self.in_flight));
+        let needed = (self.max_bytes as u64).saturating_mul(answers.into());
+        match available {
+            Some(available) if available < needed => {
+                let [each, left] = [self.max_bytes as f64, available as f64].map(size);
+                let cause =
+                    format!("{answers} answers of {each} may wait at once, and {left} of memory are left");
+                Err(Error::out_of_memory(cause)
+                    .with_remedy("give a smaller --max-bytes (-e), or a smaller --in-flight"))
+            }
+            Some(_) | None => Ok(()),
+        }
     }
 
     fn work(&self) -> Result<()> {
@@ -209,4 +226,27 @@ fn warm_up(calls: &Calls, bytes: usize) -> Result<()> {
         calls.call::<_, Bytes>(Rank::new(1), "echo", &argument)?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Given {
+        #[command(flatten)]
+        rpc: Rpc,
+    }
+
+    #[test]
+    fn answers_that_do_not_fit_into_memory_are_refused() {
+        let rpc = |options: &[&str]| Given::parse_from([&["rpc", "-e", "64M"][..], options].concat()).rpc;
+        assert!(rpc(&["--in-flight", "4"]).check_memory(Some(256 << 20)).is_ok());
+        assert!(rpc(&["--in-flight", "64"]).check_memory(None).is_ok(), "it is not known");
+        assert!(rpc(&["--in-flight", "64", "-n", "4"]).check_memory(Some(256 << 20)).is_ok());
+        let error = rpc(&["--in-flight", "5"]).check_memory(Some(256 << 20)).unwrap_err().to_string();
+        assert!(error.contains("5 answers of 64 MiB") && error.contains("--in-flight"), "{error}");
+    }
 }

@@ -59,7 +59,7 @@ fn sweep<T: Value>(options: &Bench, groups: &[ProcessGroup], algorithms: Option<
         let count = largest / size_of::<T>();
         let case = Case::new(group, nccl.as_ref(), options.collective, ReduceOp::Sum, root, count);
         let here = LaunchEnv::from_process()?.and_then(|env| env.local_world_size).unwrap_or(1);
-        check_memory(case.bytes::<T>(), here, phalanx_sys::arena::available_memory())?;
+        check_together(group, case.bytes::<T>(), here, phalanx_sys::arena::available_memory)?;
     }
     let mut output = Output::new(options, group)?;
     let mut times = vec![Vec::new(); groups.len()];
@@ -83,6 +83,17 @@ fn sweep<T: Value>(options: &Bench, groups: &[ProcessGroup], algorithms: Option<
         tune::write(path, algorithms, world, &sizes, &times)?;
     }
     Ok(())
+}
+
+/// [`check_memory`] on all ranks, before any of them takes its part: the memory of a rank that has begun would be counted twice.
+fn check_together(
+    group: &ProcessGroup,
+    bytes: usize,
+    ranks: u32,
+    available: impl FnOnce() -> Option<u64>,
+) -> Result<()> {
+    check_memory(bytes, ranks, available())?;
+    group.barrier()
 }
 
 /// An error if this host has less than so many bytes left for each of so many ranks: the kernel would not refuse them, but kill
@@ -311,7 +322,30 @@ impl Bench {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc::{RecvTimeoutError, channel};
+    use std::thread;
+    use std::time::Duration;
+
+    use phalanx::WorldSize;
+
     use super::*;
+
+    #[test]
+    fn no_rank_begins_before_all_have_looked_at_the_memory() {
+        let groups = ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap();
+        let (begins, begun) = channel();
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                check_together(&groups[0], 1, 2, || Some(2)).unwrap();
+                let _ = begins.send(());
+            });
+            let slow = || {
+                assert_eq!(begun.recv_timeout(Duration::from_millis(200)), Err(RecvTimeoutError::Timeout));
+                Some(2)
+            };
+            check_together(&groups[1], 1, 2, slow).unwrap();
+        });
+    }
 
     #[test]
     fn sizes_that_do_not_fit_into_memory_are_refused() {

@@ -76,3 +76,29 @@ impl Disk for SystemDisk {
         fs::remove_dir(path)
     }
 }
+
+/// What to do before the first checkpoint: the disk may be full, or something else is wrong.
+pub(super) fn room_or(error: &io::Error, otherwise: &'static str) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "make room on its disk",
+        _ => otherwise,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::writer::unwritten;
+    use super::*;
+    use crate::rank::Rank;
+
+    #[test]
+    fn a_full_disk_and_a_file_system_that_does_not_rename_are_told_apart() {
+        let remedy = |kind: io::ErrorKind| room_or(&kind.into(), "may rank 0 write there?");
+        assert_eq!(remedy(io::ErrorKind::StorageFull), "make room on its disk");
+        assert_eq!(remedy(io::ErrorKind::PermissionDenied), "may rank 0 write there?");
+        for kind in [io::ErrorKind::Unsupported, io::ErrorKind::CrossesDevices] {
+            let error = unwritten(7, Path::new("runs"), Rank::MAIN, kind.into());
+            assert!(error.remedy().unwrap().contains("rename folders"), "{error}");
+        }
+    }
+}

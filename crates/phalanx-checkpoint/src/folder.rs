@@ -37,7 +37,6 @@ use std::cmp::Reverse;
 use std::fs::{self, File};
 use std::hash::RandomState;
 use std::io::{self, Read};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use parking_lot::Mutex;
@@ -466,8 +465,8 @@ fn open(folder: &Path, name: &str) -> Result<(File, u64), Unfit> {
 
 /// Opens a file, but no link.
 pub(super) fn open_file(path: &Path) -> io::Result<File> {
-    let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
-    File::options().read(true).custom_flags(flags.bits() as i32).open(path)
+    let flags = OFlags::NOFOLLOW.bits().cast_signed();
+    phalanx_sys::open::at_once(path, File::options().read(true), flags)
 }
 
 /// The contents of a file of `length` bytes.

@@ -23,7 +23,7 @@ use super::{REMOTE_DISK_GRACE, tensors};
 use crate::collective::ReduceOp;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::group::ProcessGroup;
+use crate::group::{ProcessGroup, RemoteError};
 use crate::host;
 use crate::notice::warn;
 use crate::rank::Rank;
@@ -328,13 +328,17 @@ where
     T: Serialize + serde::de::DeserializeOwned,
 {
     let own = outcome.as_ref().and_then(|outcome| outcome.as_ref().err().cloned());
-    let told = outcome.map(|outcome| outcome.map_err(|error| (host::name(), error.full_cause())));
-    let told: Result<T, (String, String)> = group.broadcast_object(told.as_ref(), Rank::MAIN)?;
-    told.map_err(|(host, cause)| match own {
+    let told = outcome.map(|outcome| outcome.map_err(|error| RemoteError::of(&error, Rank::MAIN)));
+    let told: Result<T, RemoteError> = group.broadcast_object(told.as_ref(), Rank::MAIN)?;
+    told.map_err(|told| match own {
         Some(own) => own,
-        None => group.note_remote_error(Error::aborted(cause).at(Rank::MAIN, host).with_peer(Rank::MAIN)),
+        None => group.note_remote_error(told.error()),
     })
 }
+
+/// Each rank needs memory for all files that rank 0 sends.
+const MEMORY_REMEDY: &str =
+    "start fewer ranks on that host, or save with `save_sharded`, of which each rank reads its part";
 
 /// Memory for the files: rank 0 has it already, and the call goes on only if all others have enough.
 fn receive(group: &ProcessGroup, own: Option<Contents>, files: &[(String, u64)]) -> Result<Contents> {
@@ -347,7 +351,8 @@ fn receive(group: &ProcessGroup, own: Option<Contents>, files: &[(String, u64)])
         None => Ok(memory),
         Some(rank) => {
             let cause = format!("rank {rank} has no memory for the checkpoint");
-            Err(group.note_remote_error(Error::out_of_memory(cause).with_peer(Rank::new(rank))))
+            let error = Error::out_of_memory(cause).with_peer(Rank::new(rank)).with_remedy(MEMORY_REMEDY);
+            Err(group.note_remote_error(error))
         }
     }
 }
@@ -358,7 +363,8 @@ fn reserve((name, length): &(String, u64)) -> Result<(String, Vec<u8>)> {
     if !room {
         return Err(Error::out_of_memory(format!(
             "no memory for the {length} bytes of the checkpoint's {name}"
-        )));
+        ))
+        .with_remedy(MEMORY_REMEDY));
     }
     bytes.resize(bytes.capacity().min(*length as usize), 0);
     Ok((name.clone(), bytes))

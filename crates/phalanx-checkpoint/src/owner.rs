@@ -21,6 +21,7 @@ use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::claims::{self, Claimant, Newest, Step};
+use super::disk::room_or;
 use super::folder::open_file;
 use super::names;
 use crate::deadline::Deadline;
@@ -67,8 +68,8 @@ impl Owner {
     /// Claims `folder`. The claim `own` belongs to this process, and is followed in any case.
     pub fn claim(folder: &Path, by: &Claimant, own: Option<u64>) -> Result<Self> {
         let unusable = |error: io::Error| {
-            Error::io(format!("cannot claim {}", folder.display()), error)
-                .with_remedy("may rank 0 write there?")
+            let remedy = room_or(&error, "may rank 0 write there?");
+            Error::io(format!("cannot claim {}", folder.display()), error).with_remedy(remedy)
         };
         let deadline = Deadline::after(TIMEOUT);
         loop {
@@ -131,7 +132,8 @@ impl Owner {
         // A process that checks the lock holds it for a moment.
         while !lock(path, &file, FlockOperation::NonBlockingLockExclusive)? {
             if deadline.has_passed() {
-                return Err(io::ErrorKind::TimedOut.into());
+                let why = "another process has the new claim's file locked";
+                return Err(io::Error::new(io::ErrorKind::TimedOut, why));
             }
             std::thread::sleep(RETRY_DELAY);
         }
@@ -229,6 +231,7 @@ fn taken_over(folder: &Path, Claim { by, host, process }: &Claim) -> Error {
     Error::aborted(format!(
         "process {process} on {host} writes checkpoints to {folder}, in round {round} of the job: this rank was given up"
     ))
+    .with_remedy("was this process stopped, or its host out of reach? The job goes on without it")
 }
 
 /// For `phalanx::fuzzing`: the name of a file in a folder of checkpoints, and, on the next lines, its

@@ -235,7 +235,8 @@ impl<'a> SavedTensor<'a> {
             return Err(Error::mismatch(format!(
                 "the tensor {name:?} has the shape {:?}, and is to fill {elements} elements",
                 self.shape()
-            )));
+            ))
+            .with_remedy("build the model as it was built when it was saved"));
         }
         self.fill(bytes)
     }
@@ -247,7 +248,8 @@ impl<'a> SavedTensor<'a> {
         let (name, saved) = (&self.entry.name, self.dtype());
         Err(Error::mismatch(format!(
             "the tensor {name:?} was saved as {saved}, and is to be read as {dtype}"
-        )))
+        ))
+        .with_remedy(format!("read it as {saved}, and convert its elements")))
     }
 
     /// Memory for its elements.
@@ -257,6 +259,7 @@ impl<'a> SavedTensor<'a> {
             let (name, length) = (&self.entry.name, self.length());
             Error::out_of_memory(format!("no memory for the {length} bytes of the tensor {name:?}"))
                 .with_source(error)
+                .with_remedy("read it in slices (SavedTensor::slice), or start fewer ranks on this host")
         })?;
         zeros.resize(count, T::zeroed());
         Ok(zeros)
@@ -284,10 +287,11 @@ impl<'a> SavedTensor<'a> {
                         let removed = error.kind() == io::ErrorKind::NotFound;
                         let (tensor, file) = (&self.entry.name, folder.join(name));
                         let cause = format!("cannot read the tensor {tensor:?} from {}", file.display());
-                        let remedy = removed.then_some(
-                            "a later checkpoint may have replaced this one: read all before saving, or `keep` more",
-                        );
-                        remedy.into_iter().fold(Error::io(cause, error), Error::with_remedy)
+                        Error::io(cause, error).with_remedy(if removed {
+                            "a later checkpoint may have replaced this one: read all before saving, or `keep` more"
+                        } else {
+                            "may this rank read the file, and is the disk sound? Else take an older checkpoint"
+                        })
                     })?;
                 }
             }

@@ -134,7 +134,9 @@ pub(super) fn agree(
             Ok(Agreement { tensors, before: before.or_else(|| told.map(RemoteError::error)), connected })
         }
         Err(Refusal::Rank(told)) => Err(own.unwrap_or_else(|| told.error())),
-        Err(Refusal::Together(cause)) => Err(Error::mismatch(cause)),
+        Err(Refusal::Together(cause)) => Err(Error::mismatch(cause).with_remedy(
+            "let the ranks' slices make up each tensor once, and name it alike, in one type and shape",
+        )),
     }
 }
 
@@ -280,7 +282,7 @@ impl<'a> Threads<'a> {
             let cause = format!(
                 "rank 0 says that it writes the checkpoint in {name:?}, which is no name of its folder"
             );
-            return Err(Error::protocol(cause).at(rank, host::name()));
+            return Err(Error::malformed(cause).at(rank, host::name()));
         }
         match self.wait(path, self.visible(), || begun.is_dir().then_some(()).ok_or(())) {
             Ok(()) => Ok(begun),

@@ -125,7 +125,9 @@ impl Snapshot {
         let region = Region::of(shape, offsets, slice)
             .map_err(|cause| Error::invalid_argument(format!("the slice of the tensor {name:?}: {cause}")))?;
         if byte_length(dtype, shape).is_none() {
-            return Err(Error::invalid_argument(format!("the tensor {name:?} cannot be {dtype} {shape:?}")));
+            let cause =
+                format!("the tensor {name:?} of the shape {shape:?} has more {dtype} than can be counted");
+            return Err(Error::invalid_argument(cause).with_remedy("give the shape of the whole tensor"));
         }
         // The name tells the slice also to a reader of this file alone.
         let key = format!("{name}{region}");
@@ -139,15 +141,18 @@ impl Snapshot {
         if byte_length(dtype, shape) != Some(length) {
             return Err(Error::invalid_argument(format!(
                 "the tensor {key:?} has {length} bytes, which is not what {dtype} {shape:?} takes"
-            )));
+            ))
+            .with_remedy("give all its elements, and the type and shape that they have"));
         }
         if !is_tensor_name(name) {
             return Err(Error::invalid_argument(format!(
                 "no tensor may have the name {name:?}: the format reserves it, or it is empty or too long"
-            )));
+            ))
+            .with_remedy("give it another name"));
         }
         if self.tensors.contains_key(&key) {
-            return Err(Error::invalid_argument(format!("there are two tensors of the name {key:?}")));
+            return Err(Error::invalid_argument(format!("there are two tensors of the name {key:?}"))
+                .with_remedy("give each a name of its own"));
         }
         self.tensors.insert(key, tensor);
         Ok(())
@@ -210,7 +215,8 @@ impl Snapshot {
         }
         match self.parts.insert(name.to_owned(), bytes.into()) {
             None => Ok(()),
-            Some(_) => Err(Error::invalid_argument(format!("there are two parts of the name {name:?}"))),
+            Some(_) => Err(Error::invalid_argument(format!("there are two parts of the name {name:?}"))
+                .with_remedy("give each a name of its own")),
         }
     }
 
@@ -220,7 +226,7 @@ impl Snapshot {
     /// As [`part`](Self::part), and if the value cannot be encoded.
     pub fn value<T: Serialize + ?Sized>(&mut self, name: &str, value: &T) -> Result<()> {
         let bytes = postcard::to_stdvec(value).map_err(|error| {
-            Error::invalid_argument(format!("the part {name:?} could not be written")).with_source(error)
+            Error::not_serialized(format!("the part {name:?} could not be written"), error)
         })?;
         self.part(name, bytes)
     }

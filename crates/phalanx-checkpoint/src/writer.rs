@@ -16,7 +16,7 @@ use std::time::Duration;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::claims::Claimant;
-use super::disk::SystemDisk;
+use super::disk::{SystemDisk, room_or};
 use super::folder::{self, Folder};
 use super::owner::Owner;
 use super::sharded::{self, Together};
@@ -381,8 +381,8 @@ impl Drop for End<'_> {
 }
 
 pub(super) fn unusable(path: &Path, error: io::Error) -> Error {
-    Error::io(format!("cannot keep checkpoints in {}", path.display()), error)
-        .with_remedy("may rank 0 make this folder, and write in it?")
+    let remedy = room_or(&error, "may rank 0 make this folder, and write in it?");
+    Error::io(format!("cannot keep checkpoints in {}", path.display()), error).with_remedy(remedy)
 }
 
 /// Why a rank could not write, or add its part to, the checkpoint of a step.
@@ -405,7 +405,8 @@ fn panicked(rank: Rank) -> Error {
 
 fn remedy(error: &io::Error) -> &'static str {
     use io::ErrorKind::{
-        FileTooLarge, NotFound, PermissionDenied, QuotaExceeded, ReadOnlyFilesystem, StorageFull,
+        CrossesDevices, FileTooLarge, NotFound, PermissionDenied, QuotaExceeded, ReadOnlyFilesystem,
+        StorageFull, Unsupported,
     };
     match error.kind() {
         StorageFull | QuotaExceeded => {
@@ -414,6 +415,9 @@ fn remedy(error: &io::Error) -> &'static str {
         FileTooLarge => "is the size of files limited, by `ulimit -f`? The older ones are as they were",
         NotFound => "was the folder removed while the job ran?",
         PermissionDenied | ReadOnlyFilesystem => "may this rank write there?",
+        CrossesDevices | Unsupported => {
+            "does its file system rename folders? Keep checkpoints on one that does. The older ones are as they were"
+        }
         _ => "the older ones are as they were",
     }
 }

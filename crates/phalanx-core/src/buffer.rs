@@ -184,7 +184,12 @@ impl Buffer {
         if T::DTYPE == self.dtype {
             Ok(())
         } else {
-            Err(Error::invalid_argument(format!("a buffer of {} was read as {}", self.dtype, T::DTYPE)))
+            Err(Error::invalid_argument(format!(
+                "a buffer of {} was used as one of {}",
+                self.dtype,
+                T::DTYPE
+            ))
+            .with_remedy("use the elements' own type, which Buffer::dtype says"))
         }
     }
 }

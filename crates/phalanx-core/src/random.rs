@@ -10,6 +10,7 @@ pub fn bytes<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
     getrandom::fill(&mut bytes).map_err(|error| {
         Error::environment(format!("the system's random number generator failed: {error}"))
+            .with_remedy("does the filter of this container allow getrandom, or is there a /dev/urandom?")
     })?;
     Ok(bytes)
 }

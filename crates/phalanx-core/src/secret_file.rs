@@ -1,11 +1,11 @@
 //! Files with secrets that only this user may read, and others of which a pipe in their place must not be waited for.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, ErrorKind, Read};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use rustix::fs::OFlags;
+use phalanx_sys::open;
 
 /// Why a file is refused.
 pub(crate) enum Unfit {
@@ -24,7 +24,7 @@ impl From<io::Error> for Unfit {
 /// Reads a regular file that belongs to this user and that no other user may access. Of a longer file it reads
 /// `longest` bytes and one more.
 pub(crate) fn read(path: &Path, longest: usize) -> Result<Vec<u8>, Unfit> {
-    let file = open(path)?;
+    let file = open::at_once(path, File::options().read(true), 0)?;
     let about = file.metadata()?;
     let user = rustix::process::geteuid().as_raw();
     let (why, remedy) = if !about.is_file() {
@@ -43,18 +43,9 @@ pub(crate) fn read(path: &Path, longest: usize) -> Result<Vec<u8>, Unfit> {
     Err(Unfit::Unsafe { why, remedy })
 }
 
-fn open(path: &Path) -> io::Result<File> {
-    // Without NONBLOCK, opening a pipe without a writer would wait.
-    let flags = (OFlags::NONBLOCK | OFlags::CLOEXEC).bits().cast_signed();
-    OpenOptions::new().read(true).custom_flags(flags).open(path)
-}
-
 /// Reads a regular file, whoever may read it, if it has `longest` bytes at most. Of a pipe nobody may ever write the end.
 pub(crate) fn read_regular(path: &Path, longest: u64) -> io::Result<Vec<u8>> {
-    let file = open(path)?;
-    if !file.metadata()?.is_file() {
-        return Err(io::Error::new(ErrorKind::InvalidInput, "it is not a regular file"));
-    }
+    let file = open::regular(path, File::options().read(true))?;
     let mut bytes = Vec::new();
     file.take(longest.saturating_add(1)).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > longest {

@@ -85,7 +85,8 @@ pub trait StateReader {
             return Ok(elements);
         }
         let found = elements.len();
-        Err(Error::mismatch(format!("{name:?} has {found} B, which is not what {dtype} {shape:?} takes")))
+        Err(Error::mismatch(format!("{name:?} has {found} B, which is not what {dtype} {shape:?} takes"))
+            .with_remedy("build the model as it was built when the state was saved"))
     }
 }
 

@@ -6,7 +6,6 @@
 
 use std::fs::{self, File};
 use std::io::{self, Write};
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::panic::{self, PanicHookInfo};
 use std::path::{Path, PathBuf};
 use std::sync::Once;
@@ -15,8 +14,6 @@ use std::thread;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use parking_lot::Mutex;
-use rustix::fs::OFlags;
-use rustix::io::Errno;
 use serde_json::json;
 
 use crate::notice::warn;
@@ -210,18 +207,10 @@ pub fn write_to(path: &Path, message: &str, ended: Ended) -> io::Result<()> {
 
 /// Writes a whole file, as [`fs::write`] does, and never waits for a reader: what is a pipe is an error.
 fn write_file(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let flags = OFlags::NONBLOCK.bits().cast_signed();
-    let opened = File::options().write(true).create(true).truncate(true).custom_flags(flags).open(path);
-    let is_pipe = match &opened {
-        Ok(file) => file.metadata()?.file_type().is_fifo(),
-        // A pipe without a reader, or a socket.
-        Err(error) => error.raw_os_error() == Some(Errno::NXIO.raw_os_error()),
-    };
-    if is_pipe {
-        let what = format!("{} is a pipe or a socket, and must be a file", path.display());
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
-    }
-    opened?.write_all(bytes)
+    let opened =
+        phalanx_sys::open::unless_pipe(path, File::options().write(true).create(true).truncate(true));
+    let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
+    opened.map_err(named)?.write_all(bytes)
 }
 
 /// Tells the person who has named a pipe as the error file. Any other error is the disk's.
@@ -314,8 +303,7 @@ mod tests {
             let refused = || write_to(&named, "no data", Ended::ByError).unwrap_err();
             let without_reader = refused();
             // Whoever reads gets nothing either.
-            let flags = OFlags::NONBLOCK.bits().cast_signed();
-            let reader = File::options().read(true).custom_flags(flags).open(&named).unwrap();
+            let reader = phalanx_sys::open::at_once(&named, File::options().read(true), 0).unwrap();
             let with_reader = refused();
             drop(reader);
             let left = Left::nothing();
@@ -326,7 +314,7 @@ mod tests {
         let (without_reader, with_reader, is_left) =
             told.recv_timeout(std::time::Duration::from_secs(60)).unwrap();
         for error in [without_reader, with_reader] {
-            assert!(error.to_string().contains("error.json is a pipe or a socket"), "{error}");
+            assert!(error.to_string().contains("error.json: it is a pipe or a socket"), "{error}");
         }
         assert!(!is_left);
         // A device takes it.

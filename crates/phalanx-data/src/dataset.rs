@@ -68,9 +68,9 @@ pub trait Dataset: Send + Sync {
     {
         let (indices, len) = (indices.into(), self.len());
         if let Some(index) = indices.iter().find(|index| **index >= len) {
-            return Err(Error::invalid_argument(format!(
-                "a subset with index {index} of a data set of {len} items"
-            )));
+            let cause = format!("a subset is to have item {index} of a data set of {len} items");
+            return Err(Error::invalid_argument(cause)
+                .with_remedy("give indices from 0 on that are below the length"));
         }
         Ok(Subset { dataset: self, indices })
     }

@@ -12,7 +12,7 @@ use phalanx::trace::{Trace, Track};
 use phalanx::{Error, Rank, ReduceOp, Result};
 
 use crate::autotune::Autotune;
-use crate::engine::{Groups, Inbox, Pace, Shared};
+use crate::engine::{Groups, Inbox, Pace, Shared, shut_down};
 use crate::execute::{Executor, Works};
 use crate::handle::{Completer, Outcome};
 use crate::options::Options;
@@ -74,7 +74,7 @@ impl Background {
         self.groups.data.keep_apart();
         let ended = catch_unwind(AssertUnwindSafe(|| self.cycles())).unwrap_or_else(|panic| {
             let rank = self.groups.control.rank();
-            Err(Error::aborted(format!("Horovod's thread of rank {rank} panicked: {}", message(&*panic))))
+            Err(Error::panicked(format!("Horovod's thread of rank {rank} panicked: {}", message(&*panic))))
         });
         let cause = ended.unwrap_or_else(|cause| {
             // The other ranks wait for this one in either group.
@@ -205,7 +205,7 @@ impl Background {
         let leaving = |rank: &usize| all[*rank] != 0;
         let own = self.groups.control.rank().index();
         if leaving(&own) {
-            return Ok(Error::aborted("this rank has shut Horovod down"));
+            return Ok(shut_down());
         }
         let first = (0..all.len()).find(leaving).unwrap_or(own);
         Ok(Error::aborted(format!("rank {first} has shut Horovod down"))

@@ -118,8 +118,7 @@ impl Engine {
         let shared = Arc::new(Shared::default());
         let background = Background::new(shared.clone(), groups.clone(), options, timeline);
         let thread = Builder::new().name("phalanx-horovod".into()).spawn(move || background.run());
-        let thread =
-            thread.map_err(|error| Error::other(format!("cannot start Horovod's thread: {error}")))?;
+        let thread = thread.map_err(|error| Error::not_started("cannot start Horovod's thread", error))?;
         Ok(Self { shared, groups, thread: Mutex::new(Some(thread)) })
     }
 
@@ -145,7 +144,8 @@ impl Engine {
             .with_remedy("submit before join, or when it has returned"));
         }
         if state.names.len() >= MAX_IN_FLIGHT {
-            return Err(Error::invalid_argument(format!("{MAX_IN_FLIGHT} names are in flight already")));
+            return Err(Error::invalid_argument(format!("{MAX_IN_FLIGHT} names are in flight already"))
+                .with_remedy("synchronize some of their handles first"));
         }
         if !state.names.insert(request.name.clone()) {
             return Err(Error::invalid_argument(format!("{:?} is in flight already", request.name))
@@ -239,10 +239,16 @@ impl State {
     fn check(&self) -> Result<()> {
         match (&self.ended, self.leaves) {
             (Some(cause), _) => Err(cause.clone()),
-            (None, true) => Err(Error::aborted("this rank has shut Horovod down")),
+            (None, true) => Err(shut_down()),
             (None, false) => Ok(()),
         }
     }
+}
+
+/// The error of this rank's calls after its shutdown.
+pub fn shut_down() -> Error {
+    Error::aborted("this rank has shut Horovod down")
+        .with_remedy("make no call after the shutdown, or start it again")
 }
 
 impl Shared {

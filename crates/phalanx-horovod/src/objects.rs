@@ -54,7 +54,8 @@ impl Horovod {
             return Err(Error::invalid_argument(format!(
                 "root {root} is outside a world of {}",
                 self.size()
-            )));
+            ))
+            .with_remedy(format!("name a rank from 0 to {}", self.size() - 1)));
         }
         let own = (self.rank() == root).then(|| match value {
             Some(value) => written(value),
@@ -121,7 +122,9 @@ impl Horovod {
         }
         let lengths = lengths.iter().zip(from).map(|(length, rank)| {
             usize::try_from(*length).map_err(|_| {
-                Error::mismatch(format!("{name:?}: rank {rank} could not write its object")).with_peer(*rank)
+                Error::mismatch(format!("{name:?}: rank {rank} could not write its object"))
+                    .with_peer(*rank)
+                    .with_remedy(format!("rank {rank}'s own error says why"))
             })
         });
         let lengths = lengths.collect::<Result<Vec<usize>>>()?;
@@ -197,14 +200,16 @@ impl Horovod {
             }
         };
         if op == Op::Average && !values.dtype().is_float() {
-            return Err(Error::invalid_argument(format!("average is not defined for {}", values.dtype())));
+            return Err(Error::invalid_argument(format!("average is not defined for {}", values.dtype()))
+                .with_remedy("use Op::Sum, or convert to f32 or f64"));
         }
         if values.shape().first() != Some(&indices.len()) {
             return Err(Error::invalid_argument(format!(
                 "{name:?}: {} indices for values of the shape {:?}",
                 indices.len(),
                 values.shape()
-            )));
+            ))
+            .with_remedy("give one row of values for each index"));
         }
         let mut gathered = self.grouped_allgather(name, vec![indices.into(), values])?;
         let (Some(mut values), Some(indices)) = (gathered.pop(), gathered.pop()) else {
@@ -225,7 +230,7 @@ fn land<T: Element>(flying: &mut Vec<(crate::Handle<Tensor>, &mut [T])>) -> Resu
 
 fn written<T: Serialize>(value: &T) -> Result<Vec<u8>> {
     postcard::to_stdvec(value)
-        .map_err(|error| Error::invalid_argument("the object could not be written").with_source(error))
+        .map_err(|error| Error::not_serialized("the object could not be written", error))
 }
 
 fn read<T: DeserializeOwned>(bytes: &[u8], from: Rank) -> Result<T> {

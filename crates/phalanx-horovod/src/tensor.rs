@@ -98,10 +98,14 @@ impl Tensor {
         let fits = elements(&shape).and_then(|elements| elements.checked_mul(dtype.size())) == Some(bytes);
         if !fits {
             let held = bytes / dtype.size();
-            return Err(Error::invalid_argument(format!("{held} x {dtype} do not have the shape {shape:?}")));
+            return Err(Error::invalid_argument(format!("{held} x {dtype} do not have the shape {shape:?}"))
+                .with_remedy(SHAPE_REMEDY));
         }
         if !(memory.as_bytes().as_ptr() as usize).is_multiple_of(dtype.size()) {
-            return Err(Error::invalid_argument(format!("a tensor's memory is not aligned to {dtype}")));
+            return Err(Error::invalid_argument(format!("a tensor's memory is not aligned to {dtype}"))
+                .with_remedy(
+                    "give memory that was allocated for elements of that type, such as a Buffer or a Vec",
+                ));
         }
         Ok(Self { dtype, stands_for: None, shape, memory: Box::new(memory) })
     }
@@ -128,7 +132,8 @@ impl Tensor {
                 "{} x {} do not have the shape {shape:?}",
                 self.len(),
                 self.dtype
-            )));
+            ))
+            .with_remedy(SHAPE_REMEDY));
         }
         Ok(Self { shape, ..self })
     }
@@ -190,7 +195,8 @@ impl Tensor {
         match self.as_slice()? {
             [item] => Ok(*item),
             _ => {
-                Err(Error::invalid_argument(format!("a tensor of shape {:?} is not one element", self.shape)))
+                Err(Error::invalid_argument(format!("a tensor of shape {:?} is not one element", self.shape))
+                    .with_remedy("read it with as_slice"))
             }
         }
     }
@@ -231,9 +237,13 @@ impl Tensor {
         if T::DTYPE == self.dtype {
             return Ok(());
         }
-        Err(Error::invalid_argument(format!("a tensor of {} was read as {}", self.dtype, T::DTYPE)))
+        Err(Error::invalid_argument(format!("a tensor of {} was read as {}", self.dtype, T::DTYPE))
+            .with_remedy(format!("read it as {}, and convert its elements", self.dtype)))
     }
 }
+
+/// What a shape has to be.
+const SHAPE_REMEDY: &str = "give a shape whose extents, multiplied, are the number of elements";
 
 /// How many elements a shape has. `None` if they are more than addresses.
 fn elements(shape: &[usize]) -> Option<usize> {

@@ -7,11 +7,10 @@
 use std::fs::File;
 use std::io::{Read, Seek};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use rustix::fs::{MemfdFlags, OFlags, memfd_create};
+use rustix::fs::{MemfdFlags, memfd_create};
 use serde_json::Value;
 
 use crate::worker_error::Ended;
@@ -101,9 +100,7 @@ impl ErrorFile {
 
 /// A worker may have put a pipe in the place of its file. Whoever opens that waits, and here it would be the supervisor.
 fn open_regular(path: &Path) -> Option<File> {
-    let flags = OFlags::NONBLOCK.bits().cast_signed();
-    let file = File::options().read(true).custom_flags(flags).open(path).ok()?;
-    file.metadata().ok()?.is_file().then_some(file)
+    phalanx_sys::open::regular(path, File::options().read(true)).ok()
 }
 
 /// `{"message": {"message": ..}}`, or shorter: `{"message": ..}`.

@@ -9,7 +9,7 @@
 
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, ErrorKind, Write};
-use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
@@ -17,7 +17,6 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use rustix::fs::OFlags;
 
 use super::event::Stream;
 use crate::error::{Error, Result};
@@ -285,12 +284,7 @@ impl LogFile {
 
 /// Opens a file to add to, and makes it if it is not there. What a worker may have put there in its place, such as a pipe, is not waited for.
 fn open(path: &Path) -> io::Result<File> {
-    let flags = OFlags::NONBLOCK.bits().cast_signed();
-    let file = File::options().append(true).create(true).custom_flags(flags).open(path)?;
-    if file.metadata()?.file_type().is_fifo() {
-        return Err(io::Error::new(ErrorKind::InvalidInput, "it is a pipe, and must be a file"));
-    }
-    Ok(file)
+    phalanx_sys::open::unless_pipe(path, File::options().append(true).create(true))
 }
 
 /// Whether another file than `file`, or none, is at `path`.

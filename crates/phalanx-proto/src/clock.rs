@@ -63,9 +63,9 @@ impl Clocks {
         match self.workers.get_mut(&worker) {
             None => return Err(no_worker(worker)),
             Some(own) if *own > clock => {
-                return Err(Error::invalid_argument(format!(
-                    "rank {worker} has ended {own} steps, and cannot begin after {clock}"
-                )));
+                let cause = format!("rank {worker} has ended {own} steps, and cannot begin after {clock}");
+                return Err(Error::invalid_argument(cause)
+                    .with_remedy("begin with the steps that the worker has ended, or more"));
             }
             Some(own) => *own = clock,
         }
@@ -96,9 +96,13 @@ impl Clocks {
     pub fn check(&self, worker: Rank) -> Result<()> {
         match self.lead(worker) {
             None => Err(no_worker(worker)),
-            Some(lead) if !self.may_go(worker) => Err(Error::invalid_argument(format!(
-                "rank {worker} is {lead} steps ahead of the slowest worker, and has not waited for it"
-            ))),
+            Some(lead) if !self.may_go(worker) => {
+                let cause = format!(
+                    "rank {worker} is {lead} steps ahead of the slowest worker, and has not waited for it"
+                );
+                Err(Error::invalid_argument(cause)
+                    .with_remedy("pull the parameters, which waits, before each step"))
+            }
             Some(_) => Ok(()),
         }
     }

@@ -95,7 +95,10 @@ pub fn scale(dtype: DType, data: &mut [u8], factor: f64) -> Result<()> {
         return Ok(());
     }
     if !dtype.is_float() {
-        return Err(Error::invalid_argument(format!("a factor is not defined for {dtype}")));
+        return Err(Error::invalid_argument(format!(
+            "elements of type {dtype} cannot be multiplied by {factor}"
+        ))
+        .with_remedy("convert them to f32 or f64"));
     }
     multiply(dtype, data, factor)
 }
@@ -107,7 +110,8 @@ pub fn scale(dtype: DType, data: &mut [u8], factor: f64) -> Result<()> {
 pub fn convert(from: DType, source: &[u8], to: DType, target: &mut [u8]) -> Result<()> {
     let (here, there) = (source.len() / from.size(), target.len() / to.size());
     if here != there {
-        return Err(Error::invalid_argument(format!("{here} elements are no {there}")));
+        let cause = format!("{here} elements are to be copied to memory for {there}");
+        return Err(Error::invalid_argument(cause).with_remedy("give memory for as many elements"));
     }
     match (from, to) {
         _ if from == to => target.copy_from_slice(source),
@@ -119,7 +123,12 @@ pub fn convert(from: DType, source: &[u8], to: DType, target: &mut [u8]) -> Resu
         (DType::BF16, DType::F32) => cast::<bf16>(source)?.convert_to_f32_slice(cast_mut(target)?),
         (DType::F16, DType::F64) => cast::<f16>(source)?.convert_to_f64_slice(cast_mut(target)?),
         (DType::BF16, DType::F64) => cast::<bf16>(source)?.convert_to_f64_slice(cast_mut(target)?),
-        (from, to) => return Err(Error::invalid_argument(format!("{from} does not travel as {to}"))),
+        (from, to) => {
+            return Err(Error::invalid_argument(format!(
+                "elements of type {from} cannot be converted to {to}"
+            ))
+            .with_remedy("compress f32 or f64 to f16 or bf16"));
+        }
     }
     Ok(())
 }

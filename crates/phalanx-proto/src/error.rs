@@ -288,6 +288,21 @@ impl Error {
         Self::new(Kind::Protocol, cause)
     }
 
+    /// For what no process of this build writes, in a peer's bytes or in the store.
+    pub fn malformed(cause: impl Into<String>) -> Self {
+        Self::protocol(cause).with_remedy(
+            "start all processes of the job with the same build; does another program, or another job of this name, use its store or \
+             its ports?",
+        )
+    }
+
+    /// For a value of the caller that cannot be written as bytes.
+    pub fn not_serialized(cause: impl Into<String>, source: impl StdError + Send + Sync + 'static) -> Self {
+        Self::invalid_argument(cause).with_source(source).with_remedy(
+            "its type must tell serde each length before the elements: `#[serde(flatten)]` does not, for one",
+        )
+    }
+
     /// For an operation that the system refused. The kind, and if files or sockets have run out the remedy, follow from `source`.
     pub fn io(cause: impl Into<String>, source: std::io::Error) -> Self {
         use std::io::ErrorKind;
@@ -503,6 +518,24 @@ mod tests {
         );
         // For a socket it means that there is no data yet.
         assert!(Error::io("cannot read", refused(libc::EAGAIN)).remedy().is_none());
+    }
+
+    #[test]
+    fn what_this_build_does_not_write_and_what_cannot_be_written_have_a_remedy() {
+        let strange = Error::malformed("a frame has the unknown type 9");
+        assert!(
+            strange.kind() == Kind::Protocol && strange.remedy().unwrap().contains("same build"),
+            "{strange}"
+        );
+        // A better one, where it is known, takes its place.
+        assert_eq!(strange.with_remedy("give all the same key").remedy(), Some("give all the same key"));
+        let source = std::io::Error::other("the length is not known");
+        let unwritten = Error::not_serialized("the object could not be written", source);
+        let said = unwritten.to_string();
+        assert!(
+            unwritten.is_invalid_argument() && said.contains("written: the length is not known ("),
+            "{said}"
+        );
     }
 
     #[test]

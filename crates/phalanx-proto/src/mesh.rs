@@ -134,13 +134,16 @@ fn check(dimensions: &[Dimension], world: usize) -> Result<()> {
     }
     for (index, Dimension { name, size }) in dimensions.iter().enumerate() {
         if name.is_empty() {
-            return Err(Error::invalid_argument(format!("dimension {index} of the mesh has no name")));
+            return Err(Error::invalid_argument(format!("dimension {index} of the mesh has no name"))
+                .with_remedy("give each a name, such as \"data\""));
         }
         if dimensions[..index].iter().any(|other| other.name == *name) {
-            return Err(Error::invalid_argument(format!("two dimensions of the mesh are called {name:?}")));
+            return Err(Error::invalid_argument(format!("two dimensions of the mesh are called {name:?}"))
+                .with_remedy("give each a name of its own"));
         }
         if *size == 0 {
-            return Err(Error::invalid_argument(format!("the dimension {name:?} has size 0")));
+            return Err(Error::invalid_argument(format!("the dimension {name:?} has size 0"))
+                .with_remedy("give a size from 1 on"));
         }
     }
     let product =

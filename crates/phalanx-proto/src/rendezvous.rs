@@ -165,7 +165,7 @@ pub fn read_outcome(outcome: &[u8]) -> Error {
     }
     match serde_json::from_slice::<ArrivalError>(outcome) {
         Ok(error) => error.into_error(),
-        Err(_) => Error::protocol("the outcome of the start cannot be read from the store")
+        Err(_) => Error::malformed("the outcome of the start cannot be read from the store")
             .in_operation("rendezvous", None),
     }
 }

@@ -7,10 +7,12 @@ use std::fs::File;
 use std::io;
 use std::path::Path;
 
+use rustix::fs::{Mode, OFlags};
+
 /// Returns when the names in `folder` survive a loss of power, if its file system can promise that. An empty path is the current folder.
 ///
 /// Who may write in a folder may not always read it, and a folder that cannot be read cannot be synced by itself. Then this waits for all that
-/// the system has to write, which may take long.
+/// its file system has to write, which may take long.
 ///
 /// # Errors
 /// If there is no such folder, or the disk fails.
@@ -18,7 +20,7 @@ pub fn sync(folder: &Path) -> io::Result<()> {
     let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
     match File::open(folder) {
         Ok(opened) => where_it_can(opened.sync_all()),
-        Err(error) => unread(folder, error, rustix::fs::sync),
+        Err(error) => unread(folder, error, || sync_file_system(folder)),
     }
 }
 
@@ -39,13 +41,29 @@ fn where_it_can(synced: io::Result<()>) -> io::Result<()> {
 }
 
 /// The folder could not be opened because of `error`.
-fn unread(folder: &Path, error: io::Error, sync_all: impl FnOnce()) -> io::Result<()> {
+fn unread(
+    folder: &Path,
+    error: io::Error,
+    sync_file_system: impl FnOnce() -> io::Result<()>,
+) -> io::Result<()> {
     let is_there = || folder.metadata().is_ok_and(|about| about.is_dir());
     if error.kind() == io::ErrorKind::PermissionDenied && is_there() {
-        sync_all();
-        return Ok(());
+        return sync_file_system();
     }
     Err(error)
+}
+
+/// Syncs the file system of a folder in which this process may write.
+fn sync_file_system(folder: &Path) -> io::Result<()> {
+    let flags = OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC;
+    match rustix::fs::open(folder, flags, Mode::RUSR | Mode::WUSR) {
+        Ok(nameless) => Ok(rustix::fs::syncfs(nameless)?),
+        // Where there are no files without a name, all file systems are synced. One of them may not answer.
+        Err(_) => {
+            rustix::fs::sync();
+            Ok(())
+        }
+    }
 }
 
 #[cfg(test)]
@@ -84,9 +102,16 @@ mod tests {
         let folder = std::env::temp_dir();
         let denied = || io::Error::from_raw_os_error(libc::EACCES);
         let mut calls = 0;
-        unread(&folder, denied(), || calls += 1).unwrap();
-        assert!(unread(&folder.join("phalanx-no-such-folder"), denied(), || calls += 1).is_err());
-        assert!(unread(&folder, io::Error::from_raw_os_error(libc::EMFILE), || calls += 1).is_err());
+        let mut sync_all = || {
+            calls += 1;
+            Ok(())
+        };
+        unread(&folder, denied(), &mut sync_all).unwrap();
+        assert!(unread(&folder.join("phalanx-no-such-folder"), denied(), &mut sync_all).is_err());
+        assert!(unread(&folder, io::Error::from_raw_os_error(libc::EMFILE), &mut sync_all).is_err());
         assert_eq!(calls, 1);
+        let broken = || Err(io::Error::from_raw_os_error(libc::EIO));
+        assert_eq!(unread(&folder, denied(), broken).unwrap_err().raw_os_error(), Some(libc::EIO));
+        sync_file_system(&folder).unwrap();
     }
 }

@@ -5,6 +5,7 @@
 //! - [`folder`]: the wait for the names in a folder to be on the disk.
 //! - [`guard`]: child processes that cannot outlive the process that started them, nor can their own children.
 //! - [`inherited`]: descriptors that a parent process has left open for this one.
+//! - [`open`]: files whose paths come from elsewhere, opened without waiting for the other end of a pipe.
 //! - [`parts`]: memory with several owners, each of a part.
 //! - [`shared`]: rings in memory that several processes map, and a doorbell that wakes sleeping threads.
 //! - [`signal`]: signals as bytes in a pipe, with the earlier dispositions restored afterwards.
@@ -45,6 +46,8 @@ pub mod inherited;
 pub mod interface;
 #[cfg(all(target_os = "linux", not(loom)))]
 mod memfd;
+#[cfg(all(target_os = "linux", not(loom)))]
+pub mod open;
 #[cfg(all(target_os = "linux", not(loom)))]
 pub mod parts;
 #[cfg(target_os = "linux")]

@@ -3,7 +3,7 @@
 //! All events that a program, Phalanx and other libraries log through [`tracing`] go there. `RUST_LOG` filters them, as
 //! `info` (the default), `debug`, or `warn,phalanx=debug`.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, Write};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -49,9 +49,11 @@ pub fn subscriber(
     let wanted = wanted(std::env::var(FILTER).ok())?;
     let path = directory.join(format!("rank-{rank}.log"));
     let file = std::fs::create_dir_all(directory)
-        .and_then(|()| OpenOptions::new().create(true).append(true).open(&path))
+        .and_then(|()| phalanx_sys::open::unless_pipe(&path, File::options().create(true).append(true)))
         .map_err(|error| {
-            Error::aborted(format!("the log {} cannot be opened", path.display())).with_source(error)
+            Error::aborted(format!("the log {} cannot be opened", path.display()))
+                .with_source(error)
+                .with_remedy("may this process write files there? Else name another directory")
         })?;
     let file =
         LogFile { file: Mutex::new(file), has_failed: AtomicBool::new(false), console: console.clone() };
@@ -126,7 +128,10 @@ impl Write for &LogFile {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsRawFd;
     use std::sync::Arc;
+    use std::sync::mpsc::channel;
+    use std::time::Duration;
 
     use phalanx::WorldSize;
 
@@ -191,6 +196,28 @@ mod tests {
             "{text}"
         );
         assert_eq!(text.matches("INFO").count(), 5, "{text}");
+    }
+
+    #[test]
+    fn a_pipe_in_the_place_of_a_log_is_refused_and_holds_nobody_up() {
+        let (reader, writer) = io::pipe().unwrap();
+        // Whoever opens it to write would wait for a reader.
+        let folder = tempfile::tempdir().unwrap();
+        let pipe = format!("/proc/self/fd/{}", writer.as_raw_fd());
+        std::os::unix::fs::symlink(pipe, folder.path().join("rank-0.log")).unwrap();
+        drop(reader);
+        let (tell, told) = channel();
+        let path = folder.path().to_owned();
+        std::thread::spawn(move || {
+            tell.send(subscriber(Rank::MAIN, &path, &Console::lines(io::sink())).err())
+        });
+        let error = told.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
+        let said = error.to_string();
+        assert!(
+            said.contains("rank-0.log cannot be opened") && said.contains("a pipe or a socket"),
+            "{said}"
+        );
+        assert!(error.remedy().is_some(), "{said}");
     }
 
     #[test]

@@ -58,7 +58,7 @@ pub struct Run {
 struct Recorder {
     queue: Arc<Queue>,
     /// Behind a lock so that several threads may log.
-    ended: Mutex<Receiver<(Report, std::io::Result<()>)>>,
+    ended: Mutex<Receiver<(Report, Result<()>)>>,
     finish_timeout: Duration,
     /// The tags of which a rank's value that is not finite was said.
     told: Mutex<HashSet<String>>,
@@ -152,7 +152,9 @@ impl Run {
     #[doc(alias("add_hparams", "wandb.config"))]
     pub fn log_hyperparameters(&self, settings: &impl Serialize) -> Result<()> {
         let settings = serde_json::to_value(settings).map_err(|error| {
-            Error::invalid_argument("the hyperparameters cannot be written").with_source(error)
+            Error::invalid_argument("the hyperparameters cannot be written")
+                .with_source(error)
+                .with_remedy("give a struct, or a map whose keys are texts")
         })?;
         if let Some(recorder) = &self.recorder {
             let settings = record::hyperparameters(settings);
@@ -332,6 +334,7 @@ impl Recorder {
             let sink = open(&directory).map_err(|error| {
                 Error::aborted(format!("a sink of the record {} cannot be opened", directory.display()))
                     .with_source(error)
+                    .with_remedy("remove what is in its way, take another directory, or leave this sink out")
             })?;
             Ok(Output::new(sink, resume))
         };
@@ -348,7 +351,7 @@ impl Recorder {
                 let _ = send.send(writer.run());
             })
             .map_err(|error| {
-                Error::aborted("the thread that writes the record was not started").with_source(error)
+                Error::not_started("the thread that writes the record was not started", error)
             })?;
         Ok(Self { queue, ended: Mutex::new(ended), finish_timeout, told: Mutex::default() })
     }
@@ -385,7 +388,7 @@ impl Recorder {
                     "the record's sinks have not written everything within {} s",
                     self.finish_timeout.as_secs_f64()
                 ))
-                .with_remedy("look at the disk, or set RunOptions::finish_timeout"),
+                .with_remedy("is the disk slow? Allow more time with RunOptions::finish_timeout"),
                 RecvTimeoutError::Disconnected => {
                     Error::panicked("the thread that writes the record has panicked")
                 }
@@ -393,10 +396,7 @@ impl Recorder {
         if !report.is_complete() {
             warn(format_args!("the record is not complete: {report}"));
         }
-        state.map_err(|error| {
-            Error::aborted("the end of the run cannot be recorded in run.json").with_source(error)
-        })?;
-        Ok(report)
+        state.map(|()| report)
     }
 }
 

@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use phalanx::{Error, Result};
-use phalanx_sys::folder;
 use phalanx_sys::signal::ignore_file_size_signal;
+use phalanx_sys::{folder, open};
 use serde::{Deserialize, Serialize};
 
 use crate::{Outcome, SinkReport, now};
@@ -156,13 +156,9 @@ impl StateFile {
         // this, and that of a process alone has not.
         let _ = ignore_file_size_signal();
         std::fs::create_dir_all(directory).map_err(cannot)?;
-        let lock = OpenOptions::new()
-            .create(true)
-            .truncate(false)
-            .read(true)
-            .write(true)
-            .open(directory.join(LOCK))
-            .map_err(cannot)?;
+        let mut options = OpenOptions::new();
+        options.create(true).truncate(false).read(true).write(true);
+        let lock = open::regular(&directory.join(LOCK), &mut options).map_err(cannot)?;
         let began = Instant::now();
         loop {
             match lock.try_lock() {
@@ -213,7 +209,7 @@ impl StateFile {
     }
 
     /// The attempt is over.
-    pub fn end(&mut self, outcome: &Outcome) -> io::Result<()> {
+    pub fn end(&mut self, outcome: &Outcome) -> Result<()> {
         if let Some(attempt) = self.attempt() {
             (attempt.state, attempt.cause) = match outcome {
                 Outcome::Finished => (RunState::Finished, None),
@@ -224,7 +220,7 @@ impl StateFile {
             };
             attempt.ended = Some(now());
         }
-        self.write()
+        self.write().map_err(|error| failure(&self.directory, "cannot be written", error))
     }
 
     fn write(&mut self) -> io::Result<()> {
@@ -238,7 +234,8 @@ impl StateFile {
             self.status.attempts.drain(..older);
         };
         let [path, half_done] = [FILE, "run.json.tmp"].map(|name| self.directory.join(name));
-        let mut file = File::create(&half_done)?;
+        let mut options = OpenOptions::new();
+        let mut file = open::regular(&half_done, options.write(true).create(true).truncate(true))?;
         file.write_all(&text)?;
         file.sync_all()?;
         std::fs::rename(&half_done, &path)?;
@@ -248,7 +245,7 @@ impl StateFile {
 
 fn load(directory: &Path) -> Result<Option<RunStatus>> {
     let cannot = |error| failure(directory, "cannot be read", error);
-    let file = match File::open(directory.join(FILE)) {
+    let file = match open::regular(&directory.join(FILE), File::options().read(true)) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(cannot(error)),
@@ -272,7 +269,7 @@ fn load(directory: &Path) -> Result<Option<RunStatus>> {
 
 /// Whether a process holds the lock. Where that cannot be found out, nobody does.
 fn is_locked(directory: &Path) -> bool {
-    let Ok(file) = File::open(directory.join(LOCK)) else { return false };
+    let Ok(file) = open::regular(&directory.join(LOCK), File::options().read(true)) else { return false };
     matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock))
 }
 
@@ -287,11 +284,16 @@ fn taken(directory: &Path) -> Error {
 }
 
 fn failure(directory: &Path, what: &str, error: io::Error) -> Error {
-    Error::aborted(format!("the record {} {what}", directory.join(FILE).display())).with_source(error)
+    Error::aborted(format!("the record {} {what}", directory.join(FILE).display()))
+        .with_source(error)
+        .with_remedy("may this process write files in that directory, and has its disk room? Else take another directory")
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsRawFd;
+    use std::sync::mpsc::channel;
+
     use super::*;
 
     #[test]
@@ -329,6 +331,29 @@ mod tests {
         let last = status.attempts().last().unwrap();
         assert_eq!((last.restart_count, last.cause.as_deref()), (11, Some(&cause[..MAX_CAUSE])));
         assert!((2..12).contains(&status.attempts().len()));
+    }
+
+    #[test]
+    fn a_pipe_in_the_place_of_a_file_is_refused_and_holds_nobody_up() {
+        let (reader, writer) = io::pipe().unwrap();
+        drop(writer);
+        // Whoever opens it to read would wait for a writer.
+        let pipe = format!("/proc/self/fd/{}", reader.as_raw_fd());
+        for file in [FILE, LOCK] {
+            let folder = tempfile::tempdir().unwrap();
+            std::os::unix::fs::symlink(&pipe, folder.path().join(file)).unwrap();
+            let (tell, told) = channel();
+            let path = folder.path().to_owned();
+            std::thread::spawn(move || {
+                tell.send((StateFile::take(&path).err(), RunStatus::read(&path).err()))
+            });
+            let (taken, read) = told.recv_timeout(Duration::from_secs(60)).unwrap();
+            for error in taken.iter().chain(&read) {
+                let said = error.to_string();
+                assert!(said.contains("it is not a regular file") && error.remedy().is_some(), "{said}");
+            }
+            assert!(taken.is_some() && read.is_some() == (file == FILE), "{taken:?} {read:?}");
+        }
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use phalanx::warn;
+use phalanx::{Result, warn};
 use serde::{Deserialize, Serialize};
 
 use crate::queue::Queue;
@@ -87,7 +87,7 @@ pub(crate) struct Writer {
 
 impl Writer {
     /// Writes until the run ends.
-    pub fn run(mut self) -> (Report, io::Result<()>) {
+    pub fn run(mut self) -> (Report, Result<()>) {
         let (mut recorded, mut last_step, mut non_finite) = (0, None, HashSet::new());
         let outcome = loop {
             let batch = self.queue.take(self.pause);

@@ -369,7 +369,7 @@ impl Job<'_> {
 }
 
 fn short() -> Error {
-    Error::protocol("a rank of this host gave data of another length than its call says")
+    Error::malformed("a rank of this host gave data of another length than its call says")
 }
 
 #[cfg(test)]

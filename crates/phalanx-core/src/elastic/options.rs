@@ -117,7 +117,8 @@ fn settings(lookup: impl Fn(&str) -> Option<String>) -> Result<Option<Settings>>
         Some(limit) => Some(limit.trim().parse().map_err(|_| malformed(RESET_LIMIT, &limit, "a number"))?),
         None => None,
     };
-    Ok(Some(Settings { min, max, reset_limit }))
+    // In any round: more may wait for a place.
+    Ok(Some(Settings { min, max: max.min(MAX_RANKS), reset_limit }))
 }
 
 #[cfg(test)]
@@ -144,7 +145,10 @@ mod tests {
 
     #[test]
     fn more_workers_than_the_store_serves_are_refused() {
-        assert!(of(Some(&format!("{MAX_RANKS}:65536")), None).is_ok());
+        // A job that grows later stays within it.
+        for workers in [format!("{MAX_RANKS}:65536"), "2:65536".to_owned()] {
+            assert_eq!(of(Some(&workers), None).unwrap().unwrap().max, MAX_RANKS);
+        }
         let error = of(Some(&format!("{}:65536", MAX_RANKS + 1)), None).unwrap_err();
         assert!(error.is_environment() && error.to_string().contains("--min-np"), "{error}");
     }

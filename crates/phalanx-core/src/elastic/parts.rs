@@ -46,7 +46,7 @@ impl Parts {
     pub fn serialize<T: Serialize + ?Sized>(&mut self, name: &str, value: &T) -> Result<()> {
         self.put_with(name, 0, |part| {
             *part = postcard::to_extend(value, std::mem::take(part)).map_err(|error| {
-                Error::invalid_argument(format!("the part {name:?} of the state cannot be written: {error}"))
+                Error::not_serialized(format!("the part {name:?} of the state cannot be written"), error)
             })?;
             Ok(())
         })
@@ -110,7 +110,8 @@ impl Parts {
         fill: impl FnOnce(&mut Vec<u8>) -> Result<()>,
     ) -> Result<()> {
         if self.parts[..self.saved].iter().any(|part| part.name == name) {
-            return Err(Error::invalid_argument(format!("the state has two parts {name:?}")));
+            return Err(Error::invalid_argument(format!("the state has two parts {name:?}"))
+                .with_remedy("save each part under a name of its own"));
         }
         if self.saved == self.parts.len() {
             self.parts.push(Part::default());
@@ -174,6 +175,7 @@ fn reserve(bytes: &mut Vec<u8>, length: usize, name: &str) -> Result<()> {
     bytes.try_reserve_exact(length).map_err(|error| {
         Error::out_of_memory(format!("no memory for the {length} bytes of the part {name:?} of the state"))
             .with_source(error)
+            .with_remedy("start fewer workers on this host: beside the state itself each keeps a copy of it")
     })
 }
 

@@ -9,6 +9,9 @@
 //!
 //! A worker that removes keys, as when a sub-group stands, gets a list of its own, which it alone shortens: in a long round in which
 //! sub-groups come and go, one list of all workers would fill the store, or they would rewrite it in turn.
+//!
+//! A worker that was stopped may write something when the round has been removed. So the last rounds that were removed are looked at again, and
+//! the list of such a round still names the workers' own lists.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -23,13 +26,14 @@ use crate::random;
 use crate::store::{PrefixStore, SharedStore, Store};
 
 const SWEPT: &str = "swept";
-/// How many rounds before the removed ones are checked again: a process that was stopped in one of them may have
-/// written something afterwards.
+/// How many of the rounds that were removed last are checked again.
 const RECHECKED: u64 = 8;
 /// How many keys of a round are removed before that is noted: the time may be up before all of them are.
 const SWEPT_TOGETHER: usize = 256;
 /// How a line of the round's list begins that names a worker's own list.
 const OWN: char = '\t';
+/// What no list is.
+const NO_LIST: &[u8] = b"?";
 /// So many bytes are added to a worker's own list before it is written anew, with the keys that are left.
 const SHORTENED_AT: usize = 8 << 10;
 
@@ -218,6 +222,9 @@ pub(super) fn sweep(store: &dyn Store, now: u64, deadline: Deadline) -> Result<(
     // What is new comes first.
     for round in swept + 1..=over {
         remove(store, round, deadline)?;
+        if let Some(last) = round.checked_sub(RECHECKED) {
+            store.delete_keys(&[&list(last)], deadline)?;
+        }
         let (noted, now) = ((round - 1).to_string(), round.to_string());
         store.compare_set(SWEPT, noted.as_bytes(), now.as_bytes(), deadline)?;
     }
@@ -231,15 +238,16 @@ fn remove(store: &dyn Store, round: u64, deadline: Deadline) -> Result<()> {
         return Ok(());
     }
     let mut left = store.get(&list, deadline)?;
+    let mut own_lists = String::new();
     loop {
         let ends = left.iter().enumerate().filter(|(_, byte)| **byte == b'\n').map(|(at, _)| at + 1);
         let end = ends.take(SWEPT_TOGETHER).last().unwrap_or(left.len());
         let (first, rest) = left.split_at(end);
-        let first = str::from_utf8(first).map_err(|_| Error::protocol("a round's keys are not text"))?;
-        let lines = || first.lines().map(|line| (line, line.strip_prefix(OWN)));
-        lines().filter_map(|(_, own)| own).try_for_each(|own| remove_own(store, round, own, deadline))?;
-        let keys = lines().filter(|(_, own)| own.is_none()).map(|(key, _)| key);
-        remove_keys(store, round, keys, deadline)?;
+        let first = str::from_utf8(first).map_err(|_| Error::malformed("a round's keys are not text"))?;
+        let (own, keys): (Vec<&str>, Vec<&str>) = first.lines().partition(|line| line.starts_with(OWN));
+        own.iter().for_each(|line| own_lists.extend([*line, "\n"]));
+        remove_own(store, round, own.into_iter().filter_map(|line| line.strip_prefix(OWN)), deadline)?;
+        remove_keys(store, round, keys.into_iter(), deadline)?;
         if rest.is_empty() {
             break;
         }
@@ -252,19 +260,36 @@ fn remove(store: &dyn Store, round: u64, deadline: Deadline) -> Result<()> {
         left = now;
     }
     // Written last: if this process dies before, the next one finds this round and removes it.
-    store.delete_key(&list, deadline).map(drop)
+    if own_lists.is_empty() {
+        return store.delete_key(&list, deadline).map(drop);
+    }
+    if left != own_lists.as_bytes() {
+        store.compare_set(&list, &left, own_lists.as_bytes(), deadline)?;
+    }
+    Ok(())
 }
 
-/// Removes the keys of a worker's own list, and then the list. It is short.
-fn remove_own(store: &dyn Store, round: u64, id: &str, deadline: Deadline) -> Result<()> {
-    let list = own_list(round, id);
-    if !store.check(&[&list], deadline)? {
+/// Removes the keys of some workers' own lists, and then the lists. They are short.
+fn remove_own<'a>(
+    store: &dyn Store,
+    round: u64,
+    ids: impl Iterator<Item = &'a str>,
+    deadline: Deadline,
+) -> Result<()> {
+    let lists: Vec<String> = ids.map(|id| own_list(round, id)).collect();
+    if lists.is_empty() {
         return Ok(());
     }
-    let text = store.get(&list, deadline)?;
-    let text = str::from_utf8(&text).map_err(|_| Error::protocol("a worker's keys are not text"))?;
-    remove_keys(store, round, text.lines(), deadline)?;
-    store.delete_key(&list, deadline).map(drop)
+    // This changes nothing, and does not wait for what is not there.
+    let asked: Vec<(&str, &[u8], &[u8])> =
+        lists.iter().map(|list| (list.as_str(), NO_LIST, NO_LIST)).collect();
+    let found = store.multi_compare_set(&asked, deadline)?;
+    for (list, text) in lists.iter().zip(found).filter(|(_, text)| text != NO_LIST) {
+        let text = str::from_utf8(&text).map_err(|_| Error::malformed("a worker's keys are not text"))?;
+        remove_keys(store, round, text.lines(), deadline)?;
+        store.delete_key(list, deadline)?;
+    }
+    Ok(())
 }
 
 fn remove_keys<'a>(
@@ -380,7 +405,16 @@ mod tests {
             let own = text(&own_list(1, own));
             assert!(own.len() < 2 * SHORTENED_AT && own.lines().any(|key| key == "stays too"), "{own}");
         }
+        // The names of the own lists stay for a while: a worker that was stopped may come late.
+        let left = || (all.num_keys(limit).unwrap(), text("keys/1").lines().count());
         sweep(&*all, 2, limit).unwrap();
+        assert_eq!(left(), (2, 2));
+        for (now, late) in [(3, "late"), (4, "later")] {
+            rounds[1].set(late, b"1", limit).unwrap();
+            sweep(&*all, now, limit).unwrap();
+            assert_eq!(left(), (2, 2));
+        }
+        sweep(&*all, 2 + RECHECKED, limit).unwrap();
         assert_eq!(all.num_keys(limit).unwrap(), 1);
     }
 

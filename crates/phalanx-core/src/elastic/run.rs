@@ -164,9 +164,10 @@ fn begin<S: State>(context: &mut Context<'_, S>, dirty: &mut bool) -> Result<()>
 /// The end of the job for this worker: its result counts only if the others have succeeded too.
 fn over<T>(job_end: ElasticEnd, finished: Option<T>, reset_limit: Option<u32>) -> Result<T> {
     match job_end {
-        ElasticEnd::Done => {
-            finished.ok_or_else(|| Error::aborted("the job was over before this worker could take part"))
-        }
+        ElasticEnd::Done => finished.ok_or_else(|| {
+            Error::aborted("the job was over before this worker could take part")
+                .with_remedy("the other workers have done its work: nothing is lost")
+        }),
         ElasticEnd::TooManyRounds => {
             let limit = reset_limit.unwrap_or(0);
             Err(Error::aborted(format!(

@@ -29,7 +29,8 @@ impl Snapshot {
     pub(super) fn save(&mut self, state: &impl State) -> Result<()> {
         self.summaries = None;
         // Also if it panics and the training loop catches the panic.
-        self.broken = Some(Error::aborted("a save of the state did not come to its end"));
+        let cause = Error::aborted("a save of the state did not come to its end");
+        self.broken = Some(cause.with_remedy("does `State::save` panic? Standard error says where"));
         self.parts.begin();
         let saved = state.save(&mut self.parts);
         self.broken = saved.as_ref().err().cloned();

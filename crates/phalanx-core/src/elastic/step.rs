@@ -108,6 +108,7 @@ impl<S: State> Context<'_, S> {
         input.try_reserve(bytes.len()).map_err(|error| {
             Error::out_of_memory(format!("no memory to keep the {} bytes of a step", bytes.len()))
                 .with_source(error)
+                .with_remedy("start fewer workers on this host: each keeps what its step sends")
         })?;
         input.extend_from_slice(bytes);
         let mut replayed = false;

@@ -71,9 +71,6 @@ pub(super) fn same_type(operation: &str, one: &Buffer, other: &Buffer) -> Result
     if one.dtype() == other.dtype() {
         return Ok(());
     }
-    Err(Error::invalid_argument(format!(
-        "{operation}: one buffer holds {}, another {}",
-        one.dtype(),
-        other.dtype()
-    )))
+    let cause = format!("{operation}: one buffer holds {}, another {}", one.dtype(), other.dtype());
+    Err(Error::invalid_argument(cause).with_remedy("give buffers of one type to a call"))
 }

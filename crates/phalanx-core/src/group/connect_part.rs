@@ -113,7 +113,7 @@ pub(super) fn connect_part(
         memory: memory.as_ref().map(Lending::address),
         rings: rings.as_ref().map(RingLending::address),
     };
-    let malformed = |error| Error::protocol("a rank's announcement is malformed").with_source(error);
+    let malformed = |error| Error::malformed("a rank's announcement is malformed").with_source(error);
     let bytes = postcard::to_stdvec(&own).map_err(malformed)?;
     let announced = OnceCell::new();
     let read = |all: &[&[u8]]| {

@@ -471,9 +471,8 @@ impl ProcessGroup {
     /// Checks that `rank` is another rank of this group.
     fn peer(&self, rank: Rank) -> Result<Rank> {
         if rank == self.rank() {
-            return Err(Error::invalid_argument(format!(
-                "rank {rank} cannot send to or receive from itself"
-            )));
+            let cause = format!("rank {rank} cannot send to or receive from itself");
+            return Err(Error::invalid_argument(cause).with_remedy("name another rank, or copy the data"));
         }
         self.member(rank)
     }

@@ -120,9 +120,14 @@ impl ProcessGroup {
             Some(values) if values.len() == world.count() => {
                 values.iter().map(|value| written(Some(value))).collect()
             }
-            _ => Err(Error::invalid_argument(format!(
-                "scatter_object: the root must bring one value for each of {world} ranks"
-            ))),
+            values => {
+                let brought = values.map_or(0, <[T]>::len);
+                let cause = format!(
+                    "scatter_object: the root, rank {root}, brings {brought} values for {world} ranks"
+                );
+                Err(Error::invalid_argument(cause)
+                    .with_remedy("bring one value for each rank, in their order"))
+            }
         };
         let bytes = group.on_queue(|engine, timeout| {
             let mut lengths = vec![UNWRITTEN; world.count()];
@@ -186,7 +191,7 @@ fn written<T: Serialize>(value: Option<&T>) -> Result<Vec<u8>> {
         return Err(Error::invalid_argument("broadcast_object: the root must bring a value"));
     };
     postcard::to_stdvec(value)
-        .map_err(|error| Error::invalid_argument("the object could not be written").with_source(error))
+        .map_err(|error| Error::not_serialized("the object could not be written", error))
 }
 
 fn announced(object: &Result<Vec<u8>>) -> i64 {
@@ -202,7 +207,9 @@ fn checked(lengths: &[i64], origin: impl Fn(usize) -> Rank) -> Result<Vec<usize>
         .map(|(index, length)| {
             let rank = origin(index);
             let length = usize::try_from(*length).map_err(|_| {
-                Error::invalid_argument(format!("rank {rank} could not write its object")).with_peer(rank)
+                let cause = format!("rank {rank} could not write its object");
+                let remedy = format!("rank {rank}'s own error says why");
+                Error::invalid_argument(cause).with_peer(rank).with_remedy(remedy)
             })?;
             total = total.saturating_add(length);
             if total > MAX_OBJECT_BYTES {

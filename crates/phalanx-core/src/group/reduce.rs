@@ -98,7 +98,8 @@ impl ProcessGroup {
     /// [`Work::wait`].
     pub fn all_reduce_coalesced_async(&self, buffers: &[Buffer], op: ReduceOp) -> Result<Work> {
         let Some(first) = buffers.first() else {
-            return Err(Error::invalid_argument("all_reduce_coalesced: there is no buffer"));
+            return Err(Error::invalid_argument("all_reduce_coalesced: the list of buffers is empty")
+                .with_remedy("give at least one buffer"));
         };
         let dtype = first.dtype();
         for buffer in buffers {

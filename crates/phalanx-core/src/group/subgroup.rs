@@ -101,8 +101,8 @@ impl ProcessGroup {
         let place = place
             .ok_or_else(|| Error::invalid_argument("this rank is not among the members of the new group"))?;
         let config = self.inner.config.part(store, name, members).ok_or_else(|| {
-            Error::invalid_argument(
-                "a group of this kind can only be made of ranks that are processes, from their first group",
+            Error::invalid_argument("a part can be made only of the processes' first group").with_remedy(
+                "make it of the group with which the processes began, such as that of `phalanx::init`",
             )
         })?;
         let (rank, world) = (Rank::new(place as u32), WorldSize::new(members.len() as u32)?);
@@ -229,10 +229,12 @@ impl ProcessGroup {
         let mut sorted = ranks.to_vec();
         sorted.sort_unstable();
         if sorted.is_empty() {
-            return Err(Error::invalid_argument("a group has at least one rank"));
+            return Err(Error::invalid_argument("the list of the new group's ranks is empty")
+                .with_remedy("name at least one rank"));
         }
         if let Some(pair) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(Error::invalid_argument(format!("rank {} is in the list twice", pair[0])));
+            return Err(Error::invalid_argument(format!("rank {} is in the list twice", pair[0]))
+                .with_remedy("name each rank once"));
         }
         sorted.iter().try_for_each(|rank| self.member(*rank).map(drop))?;
         Ok(sorted)
@@ -302,12 +304,8 @@ impl ProcessGroup {
         let world = WorldSize::new(members.len() as u32)?;
         let watch = || self.watched_failure().and_then(|cause| useless(&cause, members)).map_or(Ok(()), Err);
         let deadline = self.operation_timeout().deadline();
-        let connected = config.connect(rank, world, None, &watch, deadline).map_err(|error| match error.kind() {
-            Kind::Io | Kind::Protocol if error.peer().is_none() => error.with_remedy_if_none(
-                "a sub-group meets in the store of the first group: does the process that serves it still run?",
-            ),
-            _ => error,
-        })?;
+        // It meets in the store of the first group.
+        let connected = config.connect(rank, world, None, &watch, deadline)?;
         let identity = Identity { rank, world, trace, config };
         let group = Self::new(identity, connected)?.with_timeout(self.timeout);
         // A world of another size may use another row of the table, which has not been compared yet.

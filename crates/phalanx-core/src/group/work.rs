@@ -60,7 +60,10 @@ impl WorkState {
     fn take(&mut self) -> Option<Result<Buffer>> {
         match std::mem::replace(self, Self::Taken) {
             Self::Done(outcome) => Some(outcome),
-            Self::Taken => Some(Err(Error::invalid_argument("the outcome of this work was taken already"))),
+            Self::Taken => {
+                let error = Error::invalid_argument("the outcome of this work was taken already");
+                Some(Err(error.with_remedy("wait once for each work, and keep what it returns")))
+            }
             waiting @ Self::InFlight(_) => {
                 *self = waiting;
                 None

@@ -76,12 +76,12 @@ impl Announced {
         let (fields, flags) = numbers
             .split_at_checked(FIELDS)
             .filter(|(_, flags)| flags.len() == world.count())
-            .ok_or_else(|| Error::protocol(format!("an announcement of {} numbers", numbers.len())))?;
+            .ok_or_else(|| Error::malformed(format!("an announcement of {} numbers", numbers.len())))?;
         let active: Vec<bool> = flags.iter().map(|&flag| flag != 0).collect();
         if !active.contains(&true) {
             return Ok((None, None, active));
         }
-        let malformed = || Error::protocol(format!("the announcement {fields:?} is malformed"));
+        let malformed = || Error::malformed(format!("the announcement {fields:?} is malformed"));
         let code = |number: i64| u8::try_from(number).ok();
         let dtype = || code(fields[2]).and_then(DType::from_wire).ok_or_else(malformed);
         let elements = |dtype: DType| {

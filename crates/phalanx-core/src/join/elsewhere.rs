@@ -145,7 +145,7 @@ impl Comparison {
     pub fn wait(self) -> Result<()> {
         let found = self.work.wait()?;
         let &[largest, smallest] = found.as_slice::<i64>()? else {
-            return Err(Error::protocol(format!("a comparison of calls has {} numbers", found.len())));
+            return Err(Error::malformed(format!("a comparison of calls has {} numbers", found.len())));
         };
         let of = |number: i64| (number & RANKS, number >> RANK_BITS);
         let ((complement, largest), (rank, smallest)) = (of(largest), of(!smallest));

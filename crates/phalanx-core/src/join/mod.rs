@@ -127,7 +127,8 @@ impl JoinGroup {
     /// Inside [`join`](Self::join).
     pub fn rebind<C: Communicator + 'static>(&self, group: C) -> Result<()> {
         if self.state.lock().running.is_some() {
-            return Err(Error::invalid_argument("the group cannot be replaced inside of `join`"));
+            return Err(Error::invalid_argument("the group cannot be replaced inside of `join`")
+                .with_remedy("replace it before `join`, or when it has returned"));
         }
         self.group.rebind(group);
         Ok(())
@@ -171,7 +172,8 @@ impl JoinGroup {
         {
             let mut state = self.state.lock();
             if state.running.is_some() {
-                return Err(Error::invalid_argument("`join` was called inside `join`"));
+                return Err(Error::invalid_argument("`join` was called inside `join`")
+                    .with_remedy("call it once, around the whole loop: clones of this group share it"));
             }
             let elsewhere = elsewhere.clone();
             *state = JoinState { running: Some(options), elsewhere, ..JoinState::default() };

@@ -107,7 +107,7 @@ impl<M: Machine> Log<M> {
             return Ok(first);
         }
         let strange =
-            || Error::protocol(format!("the parts of the state in the {}s' log are not valid", M::PROCESS));
+            || Error::malformed(format!("the parts of the state in the {}s' log are not valid", M::PROCESS));
         let &[_, count @ 1..=MAX_PARTS] = &first[..] else { return Err(strange()) };
         let mut state = Vec::new();
         for part in 0..count {
@@ -216,7 +216,7 @@ impl<M: Machine> Log<M> {
         }
         // Entry 0 stays, also if this one is equal to it.
         if index > 0 {
-            self.store.delete_key(&key(index), deadline)?;
+            self.store.delete_keys(&[&key(index)], deadline)?;
         }
         Ok(None)
     }
@@ -364,7 +364,7 @@ pub(super) fn number<M: Machine>(text: &[u8]) -> Result<u64> {
     let number = str::from_utf8(text).ok().and_then(|text| text.parse::<i64>().ok());
     // A store adds in this type. So there is always a next index.
     let number = number.and_then(|number| u64::try_from(number).ok());
-    number.ok_or_else(|| Error::protocol(format!("the begin of the {}s' log is no number", M::PROCESS)))
+    number.ok_or_else(|| Error::malformed(format!("the begin of the {}s' log is no number", M::PROCESS)))
 }
 
 pub(super) fn state_key(index: u64) -> String {

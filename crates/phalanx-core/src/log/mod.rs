@@ -136,7 +136,7 @@ impl<M: Machine> Log<M> {
                     return self.confirm(index, base, deadline);
                 }
                 // It was behind the base when it was written: nobody has read it. This writer has only just come.
-                self.store.delete_key(&key(index), deadline)?;
+                self.store.delete_keys(&[&key(index)], deadline)?;
             }
             // Behind the base there is no line.
             let next = if base > index { base } else { self.wait_in_line(index, deadline)? };
@@ -169,7 +169,11 @@ impl<M: Machine> Log<M> {
 
     /// Waits until those that have found the place `taken` before this writer have written. Returns the place to try next.
     fn wait_in_line(&self, taken: u64, deadline: Deadline) -> Result<u64> {
-        let turn = self.store.add(&line_key(taken), 1, deadline)?;
+        let turn = match self.store.add(&line_key(taken), 1, deadline) {
+            // The store's answer is lost, as with the leader of an etcd cluster. A line only saves attempts.
+            Err(error) if error.is_timeout() && !deadline.has_passed() => return Ok(taken + 1),
+            turn => turn?,
+        };
         // The first need not wait.
         let Ok(turn @ 2..=LONGEST_LINE) = u64::try_from(turn) else { return Ok(taken + 1) };
         let before = taken + turn - 1;

@@ -28,6 +28,9 @@ pub const AFTER_STANDSTILL: &str = "start it again; did this host sleep, was thi
 /// After how many silences without progress a person should know that nothing can be removed.
 const STUCK_SILENCES: u32 = 50;
 
+/// The pause before a heartbeat is sent again whose answer is lost.
+const RETRY_DELAY: Duration = Duration::from_millis(20);
+
 /// What no heartbeat is.
 const NO_BEAT: &[u8] = b"?";
 
@@ -93,7 +96,7 @@ impl<M: Machine> Participant<M> {
     /// The first half of [`join`](Self::join), which needs nothing from the log: sends the first heartbeat, which those that watch this
     /// process expect to find.
     pub fn announce(&self, heartbeat_key: &str, deadline: Deadline) -> Result<()> {
-        awake(deadline, |deadline| self.log.store.add(heartbeat_key, 1, deadline).map(drop))
+        awake(deadline, |deadline| count(&self.log, heartbeat_key, deadline).map(drop))
     }
 
     /// The second half of [`join`](Self::join).
@@ -307,6 +310,17 @@ fn taken_for_ended<M: Machine>(log: &Log<M>, replica: &Replica<M>, key: &str, er
     )
 }
 
+/// Counts a heartbeat. If the store's answer is lost before the time is up, as with the leader of an etcd cluster, it is counted again: twice
+/// does no harm.
+fn count<M: Machine>(log: &Log<M>, key: &str, deadline: Deadline) -> Result<i64> {
+    loop {
+        match log.store.add(key, 1, deadline) {
+            Err(error) if error.is_timeout() && !deadline.has_passed() => thread::sleep(RETRY_DELAY),
+            counted => return counted,
+        }
+    }
+}
+
 /// Sends a heartbeat, and appends the processes that have ended or become silent.
 fn beat<M: Machine>(
     log: &Log<M>,
@@ -325,7 +339,7 @@ fn beat<M: Machine>(
     };
     let (id, key) = own;
     if let Some(key) = key {
-        log.store.add(&key, 1, deadline).map_err(|error| taken_for_ended(log, replica, &key, error))?;
+        count(log, &key, deadline).map_err(|error| taken_for_ended(log, replica, &key, error))?;
     }
     if watched.is_empty() {
         return Ok(());

@@ -116,6 +116,10 @@ enum Fault {
         was_asked: bool,
     },
     Broken,
+    /// The answers to so many writes are lost, and their writers hear that at once.
+    Lost {
+        left: u32,
+    },
     /// Nothing is removed, with an error of this kind.
     Keeps(Kind),
     /// Whoever writes next, after so many writes that are answered, stands still until its time has been up for long.
@@ -161,6 +165,13 @@ impl Faulty {
         }
         if let Some(Fault::Stopped { after }) = &mut *fault {
             *after -= 1;
+        }
+        if let Some(Fault::Lost { left }) = &mut *fault {
+            *left -= 1;
+            if *left == 0 {
+                *fault = None;
+            }
+            return Err(Error::timeout("the answer is lost"));
         }
         while let Some(Fault::Silent { was_asked }) = &mut *fault {
             *was_asked = true;
@@ -923,6 +934,34 @@ fn one_that_sends_no_heartbeats_is_given_up_and_its_threads_end_with_it() {
         thread::sleep(Duration::from_millis(1));
     }
     assert!(!first.replica().view().is_given_up());
+}
+
+#[test]
+fn a_heartbeat_whose_answer_is_lost_is_sent_again() {
+    let faulty = Arc::new(Faulty::default());
+    let store: SharedStore = faulty.clone();
+    let (mut member, _threads) = participant::<Whole>(&store, Mac::none());
+    assert!(member.join(1, "beat/1".to_owned(), &Entry::Join(1), limit()).unwrap());
+    let sent = || faulty.store.get("beat/1", limit()).unwrap();
+    // The first came with the entry.
+    let (before, limit) = (sent(), limit());
+    faulty.set_fault(Some(Fault::Lost { left: 3 }));
+    member.watch(Heartbeats { silence: Duration::from_secs(60), ..HEARTBEATS }, |_, _| Ok(())).unwrap();
+    while sent() == before {
+        assert!(!limit.has_passed(), "no heartbeat is sent: {:?}", member.replica().view().lost);
+        thread::sleep(Duration::from_millis(1));
+    }
+    assert!(faulty.fault.lock().is_none() && member.replica().view().lost.is_none());
+}
+
+#[test]
+fn a_place_in_a_line_whose_number_is_lost_is_not_waited_for() {
+    let faulty = Arc::new(Faulty::default());
+    let store: SharedStore = faulty.clone();
+    let log = log::<false>(&store);
+    assert_eq!(log.wait_in_line(7, limit()).unwrap(), 8);
+    faulty.set_fault(Some(Fault::Lost { left: 1 }));
+    assert_eq!(log.wait_in_line(7, limit()).unwrap(), 8);
 }
 
 #[test]

@@ -135,8 +135,9 @@ impl DeviceMesh {
             let size = self.layout.dimensions()[index].size;
             if *coordinate >= size {
                 return Err(Error::invalid_argument(format!(
-                    "coordinate {coordinate} of the dimension {name:?}, which has size {size}"
-                )));
+                    "the dimension {name:?} has size {size}, and no coordinate {coordinate}"
+                ))
+                .with_remedy(format!("give one from 0 to {}", size - 1)));
             }
             at[index] = *coordinate;
         }

@@ -12,6 +12,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
+use phalanx_proto::reducer::state::LOST_REMEDY;
+
 use super::ParameterSpec;
 use super::hooks::{CommHook, GradBucket, GradientPlace, Pending};
 use super::plan::Plan;
@@ -137,7 +139,8 @@ impl Bucket {
         }
         match &mut self.memory {
             BucketMemory::Here(buffer) => Ok(buffer),
-            _ => Err(Error::aborted("the bucket's memory is still in use")),
+            _ => Err(Error::aborted("the memory of a bucket of gradients is still in use")
+                .with_remedy(LOST_REMEDY)),
         }
     }
 
@@ -273,14 +276,17 @@ impl Bucket {
                         "the communication hook gave back {buffer:?} for a bucket of {} x {}",
                         self.len(),
                         self.dtype
-                    )));
+                    ))
+                    .with_remedy("let the hook give back a buffer of the bucket's type and length"));
                 }
                 Err(pending) => {
                     self.memory = BucketMemory::InFlight(pending);
                     return Ok(false);
                 }
             },
-            BucketMemory::Lost => return Err(Error::aborted("the gradients of a bucket are lost")),
+            BucketMemory::Lost => {
+                return Err(Error::aborted("the gradients of a bucket are lost").with_remedy(LOST_REMEDY));
+            }
             other => self.memory = other,
         }
         Ok(true)

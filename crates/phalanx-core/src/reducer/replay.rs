@@ -3,6 +3,7 @@
 use super::bucket::Bucket;
 use super::{Reducer, buckets};
 use crate::error::{Error, Result};
+use phalanx_proto::reducer::state::LOST_REMEDY;
 
 impl Reducer {
     /// Keeps what is needed to average the gradients of the next step [again](Self::replay) in another group. For
@@ -98,7 +99,10 @@ impl Reducer {
             };
             match gradients {
                 Some(gradients) if memory.len() == gradients.len() => memory.copy_from_slice(gradients),
-                _ => return Err(Error::aborted(format!("the gradients of bucket {index} are lost"))),
+                _ => {
+                    let cause = format!("the gradients of bucket {index} are lost");
+                    return Err(Error::aborted(cause).with_remedy(LOST_REMEDY));
+                }
             }
             Ok(bucket)
         });
@@ -117,6 +121,9 @@ pub(super) fn keep(kept: &mut Vec<Vec<u8>>, index: usize, gradients: &[u8]) -> R
     copy.try_reserve_exact(gradients.len()).map_err(|error| {
         Error::out_of_memory(format!("no memory to keep {} bytes of gradients", gradients.len()))
             .with_source(error)
+            .with_remedy(
+                "start fewer workers on this host: each keeps a step's gradients, to be able to repeat it",
+            )
     })?;
     copy.extend_from_slice(gradients);
     Ok(())

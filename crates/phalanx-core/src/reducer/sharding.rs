@@ -82,8 +82,10 @@ impl Reducer {
             return Ok(());
         }
         if parameter.bytes() != bytes.len() {
-            let cause = format!("parameter {index}, {parameter}, came with {} B", bytes.len());
-            return Err(Error::invalid_argument(cause));
+            let (there, wanted) = (bytes.len(), parameter.bytes());
+            let cause = format!("parameter {index}, {parameter}, came with {there} B, and has {wanted}");
+            return Err(Error::invalid_argument(cause)
+                .with_remedy("give the whole parameter, in the type with which the reducer was made"));
         }
         let (bucket, range) = self.state.slice_of(index);
         self.buckets[bucket].bytes_mut(&*self.group)?[range].copy_from_slice(bytes);
@@ -95,6 +97,9 @@ impl Reducer {
     pub fn parameter(&self, index: usize) -> Result<&[u8]> {
         self.check()?;
         let bytes = self.state.gathered_parameter(index).and_then(|slice| self.bytes(slice));
-        bytes.ok_or_else(|| Error::invalid_argument(format!("parameter {index} has not been gathered")))
+        bytes.ok_or_else(|| {
+            Error::invalid_argument(format!("parameter {index} has not been gathered"))
+                .with_remedy("call gather_parameters after the step, and read before the next start")
+        })
     }
 }

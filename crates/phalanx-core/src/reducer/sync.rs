@@ -49,7 +49,8 @@ pub fn broadcast_state_from(
                 "state tensor {index} has {} bytes, which is no whole number of {}",
                 tensor.bytes.len(),
                 tensor.dtype
-            ));
+            ))
+            .with_remedy("give all bytes of the tensor, with its own type");
             // The other ranks may have begun.
             group.abort(error.clone());
             return Err(error);
@@ -123,7 +124,7 @@ impl Chunk {
         }
         let mut from = buffer.as_bytes();
         if from.len() != self.bytes {
-            return Err(Error::protocol(format!("a broadcast of {} B gave {} B", self.bytes, from.len())));
+            return Err(Error::malformed(format!("a broadcast of {} B gave {} B", self.bytes, from.len())));
         }
         for (tensor, range) in self.pieces {
             let (piece, rest) = from.split_at(range.len());

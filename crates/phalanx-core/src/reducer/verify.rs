@@ -58,7 +58,7 @@ pub(crate) fn verify(group: &dyn Communicator, mine: &Contract) -> Result<()> {
     let found = share(group, rank, &difference)?;
     match found {
         Some(found) => Err(found.describe(&main, rank)),
-        None => Err(Error::protocol(format!("rank {rank} differs from rank 0 but does not say how"))),
+        None => Err(Error::malformed(format!("rank {rank} differs from rank 0 but does not say how"))),
     }
 }
 
@@ -122,7 +122,7 @@ pub(crate) fn share<T: Serialize + DeserializeOwned>(
 ) -> Result<T> {
     let buffer = broadcast_bytes(group, root, &encode(mine)?, MAX_MESSAGE_BYTES)?;
     postcard::from_bytes(buffer.as_bytes()).map_err(|error| {
-        Error::protocol(format!("rank {root} sent a malformed description")).with_source(error)
+        Error::malformed(format!("rank {root} sent a malformed description")).with_source(error)
     })
 }
 
@@ -133,6 +133,10 @@ pub fn broadcast_bytes(group: &dyn Communicator, root: Rank, mine: &[u8], limit:
     let length = length.as_slice::<i64>()?.first().copied().unwrap_or(-1);
     let length = usize::try_from(length).ok().filter(|&length| length <= limit).ok_or_else(|| {
         Error::protocol(format!("rank {root} announced {length} B; at most {limit} are taken"))
+            .with_peer(root)
+            .with_remedy(
+                "start all processes of the job with the same build, and give the same model to each",
+            )
     })?;
     let mut buffer = group.alloc(DType::U8, length)?;
     if mine.len() == length {
@@ -153,7 +157,7 @@ fn first_rank(group: &dyn Communicator, yes: bool) -> Result<Option<Rank>> {
     if first == i64::MAX {
         return Ok(None);
     }
-    let first = u32::try_from(first).map_err(|_| Error::protocol(format!("{first} is no rank")))?;
+    let first = u32::try_from(first).map_err(|_| Error::malformed(format!("{first} is no rank")))?;
     group.world_size().rank(first).map(Some)
 }
 

@@ -201,6 +201,9 @@ pub(super) fn divide(buffer: &mut Buffer, divisor: f64) -> Result<()> {
             let divisor = divisor as f32;
             each::<f32>(buffer, |element| element / divisor)
         }
-        other => Err(Error::invalid_argument(format!("gradients of type {other} have no weights"))),
+        other => {
+            Err(Error::invalid_argument(format!("gradients of type {other} have no weights"))
+                .with_remedy(SCALE))
+        }
     }
 }

@@ -82,7 +82,7 @@ impl Arrival {
         match self {
             Self::Met(arrived) => Ok(arrived),
             Self::Over => {
-                Err(Error::protocol("the store says that rank 0 has left it, and rank 0 does not serve it")
+                Err(Error::malformed("the store says that rank 0 has left it, and rank 0 does not serve it")
                     .in_operation("rendezvous", None))
             }
         }
@@ -276,7 +276,7 @@ fn sign_in<T>(
         let mut found = None;
         let outcome = then(&roll_call, &changes, &mut |values| {
             let [there, expected, ..] = values else {
-                return Err(Error::protocol("the store has not answered all parts of a request"));
+                return Err(Error::malformed("the store has not answered all parts of a request"));
             };
             let place = place(config.rank, entry, there);
             let waits = matches!(place, Place::Taken) && other_world(config.rank, entry, expected).is_none();
@@ -285,7 +285,7 @@ fn sign_in<T>(
         });
         match found {
             None => {
-                let lost = || Error::protocol("the store has not answered the sign-in");
+                let lost = || Error::malformed("the store has not answered the sign-in");
                 return Err(outcome.err().unwrap_or_else(lost));
             }
             Some((Place::Taken, expected)) => {
@@ -302,7 +302,7 @@ fn sign_in<T>(
             return Ok(None);
         }
     }
-    Err(Error::protocol("the store refuses this rank's arrival in every round"))
+    Err(Error::malformed("the store refuses this rank's arrival in every round"))
 }
 
 /// Writes an error of this rank as the outcome, and returns it.

@@ -66,7 +66,8 @@ pub(super) fn address(
         return Err(Error::timeout(
             "another thread of this process has waited for the other ranks all the time",
         )
-        .in_operation("rendezvous", None));
+        .in_operation("rendezvous", None)
+        .with_remedy("join from one thread of a process, or raise the time-out"));
     };
     if let Some(agreed) = &*agreed {
         return agreed.as_ref().map(|agreed| agreed.address.clone()).map_err(Error::clone);

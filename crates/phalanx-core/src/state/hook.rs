@@ -160,6 +160,7 @@ fn unknown(parameter: usize) -> Error {
     Error::invalid_argument(format!(
         "the communication hook keeps a tensor of parameter number {parameter}, which does not exist"
     ))
+    .with_remedy("let CommHook::state name only parameters of the buckets that the hook has averaged")
 }
 
 #[cfg(test)]

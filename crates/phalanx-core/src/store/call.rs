@@ -34,10 +34,10 @@ impl<'a> Call<'a> {
         let call = Self { store, operation, keys, started: Instant::now(), deadline };
         match keys.iter().find(|key| key.len() > MAX_KEY) {
             None => Ok(call),
-            Some(key) => Err(call.error(
-                Kind::InvalidArgument,
-                format!("a key of {} bytes; the longest is {MAX_KEY}", key.len()),
-            )),
+            Some(key) => {
+                let cause = format!("a key of {} bytes; the longest is {MAX_KEY}", key.len());
+                Err(call.error(Kind::InvalidArgument, cause).with_remedy("use shorter keys"))
+            }
         }
     }
 
@@ -82,7 +82,15 @@ impl<'a> Call<'a> {
 
     /// The store refuses the call.
     pub fn refused(&self, refusal: &Refusal) -> Error {
-        self.error(Kind::InvalidArgument, format!("{refusal}, at {}", self.store))
+        let error = self.error(Kind::InvalidArgument, format!("{refusal}, at {}", self.store));
+        error.with_remedy(match refusal {
+            Refusal::NotANumber(_) => "use another key for the counter",
+            Refusal::Overflow(..) => "begin to count anew, with another key",
+            Refusal::LongValue(_) => "divide the value among several keys",
+            Refusal::ManyKeys(_) | Refusal::ManyBytes(_) => {
+                "remove keys that nobody needs any more (`delete_key`)"
+            }
+        })
     }
 
     /// One request has more keys or bytes than a store accepts.
@@ -94,6 +102,7 @@ impl<'a> Call<'a> {
     /// The store broke the protocol, or its file is damaged.
     pub fn broken(&self, why: impl Display) -> Error {
         self.error(Kind::Protocol, format!("{why}, at {}", self.store))
+            .with_remedy("is it a store of the same build, to which no other program and no other job of this name writes?")
     }
 
     /// The system returned an error.
@@ -111,7 +120,15 @@ impl<'a> Call<'a> {
                      of a client whose request it refuses, for instance because it is full; its log says why",
                 )
             }
-            _ => self.named(Error::io(format!("at {}", self.store), error)),
+            kind => {
+                let error = self.named(Error::io(format!("at {}", self.store), error));
+                error.with_remedy_if_none(match kind {
+                    io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "make room on its disk",
+                    io::ErrorKind::FileTooLarge => "begin a store in another file; does `ulimit -f` limit this one?",
+                    io::ErrorKind::NotFound => "start the ranks again, with a file that no other job uses",
+                    _ => "can this host reach the store, and is its disk sound?",
+                })
+            }
         }
     }
 
@@ -138,6 +155,41 @@ impl Display for Short<'_> {
         match self.0.char_indices().nth(SHOWN) {
             None => write!(f, "{:?}", self.0),
             Some((end, _)) => write!(f, "{:?}…", &self.0[..end]),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_error_of_a_call_says_what_to_do() {
+        let call = Call::new("the store file://x", "set", &["a"], Deadline::now()).unwrap();
+        let refusals = [
+            Refusal::NotANumber("x".to_owned()),
+            Refusal::Overflow(1, i64::MAX),
+            Refusal::LongValue(1 << 40),
+            Refusal::ManyKeys(7),
+            Refusal::ManyBytes(7),
+        ];
+        let kinds = [
+            io::ErrorKind::TimedOut,
+            io::ErrorKind::InvalidData,
+            io::ErrorKind::ConnectionReset,
+            io::ErrorKind::StorageFull,
+            io::ErrorKind::FileTooLarge,
+            io::ErrorKind::NotFound,
+            io::ErrorKind::Other,
+        ];
+        let failures = kinds.map(|kind| call.failed(kind.into()));
+        let long = "k".repeat(MAX_KEY + 1);
+        let long = Call::new("the store file://x", "set", &[long.as_str()], Deadline::now()).err();
+        let others = [call.timed_out(), call.locked_out(), call.too_much(1 << 20, 1)];
+        for error in
+            refusals.iter().map(|refusal| call.refused(refusal)).chain(failures).chain(others).chain(long)
+        {
+            assert!(error.remedy().is_some() && error.to_string().contains("store set("), "{error}");
         }
     }
 }

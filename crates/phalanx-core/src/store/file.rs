@@ -12,6 +12,7 @@ use std::slice::from_ref;
 use std::time::Duration;
 
 use parking_lot::{Mutex, MutexGuard};
+use rustix::io::Errno;
 
 use self::compaction::is_stale;
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
@@ -341,7 +342,7 @@ fn create_in_place(path: &Path) -> io::Result<Log> {
 fn create_beside(path: &Path) -> io::Result<Option<Log>> {
     // Unlike a file that is created under its final name, a link is never seen half written.
     let created = create_by(path, |temporary| {
-        let linked = std::fs::hard_link(temporary, path);
+        let linked = std::fs::hard_link(temporary, path).map_err(unlinked);
         remove_file(temporary).and(linked)
     });
     match created {
@@ -351,10 +352,22 @@ fn create_beside(path: &Path) -> io::Result<Option<Log>> {
     }
 }
 
+/// Why a file that this process has just made got no second name.
+fn unlinked(error: io::Error) -> io::Error {
+    match Errno::from_io_error(&error) {
+        Some(Errno::PERM | Errno::OPNOTSUPP | Errno::NOSYS) => {
+            io::Error::new(io::ErrorKind::Unsupported, "its file system has no hard links")
+        }
+        _ => error,
+    }
+}
+
 /// Writes an empty store under a temporary name, which `place` then moves to `path`.
 fn create_by(path: &Path, place: impl Fn(&Path) -> io::Result<()>) -> io::Result<Log> {
     let store = random::number().map_err(io::Error::other)?;
-    let mut name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?.to_os_string();
+    let unnamed =
+        || io::Error::new(io::ErrorKind::InvalidInput, "the path does not end in the name of a file");
+    let mut name = path.file_name().ok_or_else(unnamed)?.to_os_string();
     name.push(format!(".{store:016x}.new"));
     let temporary = path.with_file_name(name);
     let log = Log::create(&temporary, Identity { store, generation: 0 })?;
@@ -380,8 +393,12 @@ fn is_named(file: &File, path: &Path) -> bool {
 }
 
 fn unusable(path: &Path, verb: &str, error: io::Error) -> Error {
-    Error::io(format!("cannot {verb} the store's file {}", path.display()), error)
-        .with_remedy("is its folder there, and may every rank write in it?")
+    let remedy = match error.kind() {
+        io::ErrorKind::Unsupported => "name a file on another file system, or meet over TCP",
+        io::ErrorKind::InvalidInput => "name another file",
+        _ => "is its folder there, and may every rank write in it?",
+    };
+    Error::io(format!("cannot {verb} the store's file {}", path.display()), error).with_remedy(remedy)
 }
 
 #[cfg(test)]
@@ -481,6 +498,21 @@ mod tests {
         assert_eq!(FileStore::open(&path, soon()).unwrap().num_keys(soon()).unwrap(), 0);
         drop(store);
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_file_system_without_hard_links_is_named() {
+        let refused = |errno: Errno| unlinked(errno.into());
+        for errno in [Errno::PERM, Errno::OPNOTSUPP, Errno::NOSYS] {
+            let error = unusable(Path::new("/mnt/store"), "create", refused(errno));
+            let said = error.to_string();
+            assert!(said.contains("no hard links") && said.contains("another file system"), "{said}");
+        }
+        assert_eq!(refused(Errno::EXIST).kind(), io::ErrorKind::AlreadyExists);
+        let error = FileStore::create("/").unwrap_err();
+        assert!(error.to_string().contains("regular file") && error.remedy().is_some(), "{error}");
+        let error = FileStore::create("no such folder/..").unwrap_err();
+        assert!(error.to_string().contains("does not end in the name of a file"), "{error}");
     }
 
     #[test]

@@ -31,13 +31,12 @@ pub use file::FileStore;
 pub use file::fuzz as fuzz_log;
 pub use memory::MemoryStore;
 pub use prefix::PrefixStore;
-pub(crate) use tcp::MAX_RANKS;
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub use tcp::fuzz as fuzz_reply;
 #[doc(hidden)]
 pub use tcp::{
-    Access, AtEnd, KeylessClients, Patience, Refusals, addresses_to_serve, host_port, listen, resolve,
-    warn_of_own_name,
+    Access, AtEnd, KeylessClients, MAX_RANKS, Patience, Refusals, addresses_to_serve, host_port, listen,
+    resolve, warn_of_own_name,
 };
 pub use tcp::{TcpStore, TcpStoreServer};
 

@@ -11,11 +11,9 @@
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, SeekFrom, Write};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use rustix::fs::OFlags;
 use serde::Serialize;
 use serde::ser::{SerializeMap, Serializer};
 
@@ -46,22 +44,10 @@ pub(super) fn remove(path: &Path) -> io::Result<()> {
 
 /// Opens a regular file. A device that has nothing to read looks like a trace that was cut off.
 fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
-    // Before it is opened: to open a device may already do something.
-    match std::fs::metadata(path) {
-        Ok(about) if about.is_file() => open_regular(path, options),
-        Ok(_) => Err(foreign()),
-        // It may be made.
-        Err(error) if error.kind() == io::ErrorKind::NotFound => open_regular(path, options),
-        Err(error) => Err(error),
-    }
-}
-
-/// Opens what is at `path`, and never waits. Looks at what it has opened: another file may have come there since somebody looked at the path.
-fn open_regular(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
-    // Without NONBLOCK, who opens a pipe waits for its other end.
-    let flags = (OFlags::NONBLOCK | OFlags::CLOEXEC | OFlags::NOCTTY).bits().cast_signed();
-    let file = options.custom_flags(flags).open(path)?;
-    if file.metadata()?.is_file() { Ok(file) } else { Err(foreign()) }
+    phalanx_sys::open::regular(path, options).map_err(|error| match error.kind() {
+        io::ErrorKind::InvalidInput if error.raw_os_error().is_none() => foreign(),
+        _ => error,
+    })
 }
 
 /// Adds `lines`, which commas separate, to the document at `path`.
@@ -112,7 +98,7 @@ fn lock(file: &File) -> io::Result<()> {
             Err(TryLockError::WouldBlock) => {
                 return Err(io::Error::new(
                     io::ErrorKind::TimedOut,
-                    "another process has held its lock for too long",
+                    "another process has held its lock for too long: is a rank stopped?",
                 ));
             }
             Err(TryLockError::Error(error)) => return Err(error),
@@ -121,7 +107,7 @@ fn lock(file: &File) -> io::Result<()> {
 }
 
 fn foreign() -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, "a file of this name exists and is not a trace")
+    io::Error::new(io::ErrorKind::InvalidData, "a file of this name exists and is not a trace: name another")
 }
 
 /// The end of the last complete event.
@@ -257,15 +243,12 @@ mod tests {
     }
 
     #[test]
-    fn a_pipe_that_comes_to_its_place_is_refused_and_holds_nobody_up() {
+    fn a_pipe_in_its_place_is_refused_and_holds_nobody_up() {
         let folder = tempfile::tempdir().unwrap();
         let pipe = folder.path().join("step.json");
         rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RWXU).unwrap();
         let (tell, told) = std::sync::mpsc::channel();
-        std::thread::spawn(move || {
-            // As if it had come between the look at the path and the call that opens it.
-            tell.send(open_regular(&pipe, OpenOptions::new().read(true)).unwrap_err().to_string())
-        });
+        std::thread::spawn(move || tell.send(append(&pipe, b"{}").unwrap_err().to_string()));
         let said = told.recv_timeout(Duration::from_secs(60)).unwrap();
         assert!(said.contains("is not a trace"), "{said}");
     }

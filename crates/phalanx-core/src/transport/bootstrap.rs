@@ -126,5 +126,5 @@ pub(crate) fn key(topic: &str, rank: Rank) -> String {
 }
 
 fn malformed(topic: &str, error: postcard::Error) -> Error {
-    Error::protocol(format!("the store holds a malformed message on {topic}")).with_source(error)
+    Error::malformed(format!("the store holds a malformed message on {topic}")).with_source(error)
 }

@@ -105,7 +105,16 @@ const MAX_DEPTH: usize = 32;
 
 /// The system's error with the file.
 pub(crate) fn io_error(path: &Path, error: &io::Error) -> Error {
-    Error::other(io::Error::new(error.kind(), format!("{}: {error}", path.display())))
+    let copy = match error.raw_os_error() {
+        Some(number) => io::Error::from_raw_os_error(number),
+        None => io::Error::new(error.kind(), error.to_string()),
+    };
+    let told = Error::io(path.display().to_string(), copy);
+    match error.kind() {
+        io::ErrorKind::NotFound => told.with_remedy("is the path right, and does every host see it?"),
+        io::ErrorKind::PermissionDenied => told.with_remedy("may this user read it?"),
+        _ => told,
+    }
 }
 
 /// What is wrong with a part of a file, and what to do.

@@ -13,6 +13,7 @@ use parking_lot::Mutex;
 use phalanx::{Error, Result};
 
 use super::meta::{DatabaseRecord, Meta};
+use crate::folder::io_error;
 
 /// Threads of all processes that may read a file at once. The first that opens it decides.
 const MAX_READERS: u32 = 4096;
@@ -58,9 +59,7 @@ pub(super) struct Lease {
 impl Lease {
     /// Opens the file at `path` to read from it, unless this process has it open.
     pub fn open(path: &Path, readahead: bool) -> Result<Self> {
-        let path = fs::canonicalize(path).map_err(|error| {
-            Error::other(io::Error::new(error.kind(), format!("{}: {error}", path.display())))
-        })?;
+        let path = fs::canonicalize(path).map_err(|error| io_error(path, &error))?;
         // Other threads that want it wait until it is open, or closed.
         let mut table = OPEN.lock();
         let table = table.get_or_insert_default();
@@ -99,8 +98,12 @@ impl Drop for Lease {
 
 impl Environment {
     fn open(path: &Path, readahead: bool) -> Result<Self> {
-        let file = file_at(path)?;
-        let meta = Meta::read(path)?;
+        let (file, meta) = (file_at(path)?, Meta::read(path)?);
+        Self::map(path, readahead, file, meta)
+    }
+
+    /// Opens the file that was looked at: the one of these numbers, whose meta pages say this.
+    fn map(path: &Path, readahead: bool, file: (u64, u64), meta: Meta) -> Result<Self> {
         let mut flags = EnvFlags::NO_SUB_DIR | EnvFlags::READ_ONLY;
         if !readahead {
             flags |= EnvFlags::NO_READ_AHEAD;
@@ -115,6 +118,16 @@ impl Environment {
             outcome => outcome,
         };
         let env = env.map_err(|error| explained(path, error))?;
+        // LMDB opens by the path. Behind the end of a shorter file that has come there since, a read would end this process.
+        if file_at(path)? != file {
+            return Err(Error::invalid_argument(format!(
+                "{} was replaced while it was opened",
+                path.display()
+            ))
+            .with_remedy(
+                "open it again; a data set that is packed anew is better packed under another name",
+            ));
+        }
         let main = database(&env, None).and_then(|main| main.ok_or(heed::Error::Mdb(MdbError::NotFound)));
         let main = Named { database: main.map_err(|error| explained(path, error))?, entries: meta.entries };
         // Of processes that were killed while they read.
@@ -222,9 +235,7 @@ impl Environment {
 
 /// The device and the inode of the file at `path`.
 fn file_at(path: &Path) -> Result<(u64, u64)> {
-    let about = fs::metadata(path).map_err(|error| {
-        Error::other(io::Error::new(error.kind(), format!("{}: {error}", path.display())))
-    })?;
+    let about = fs::metadata(path).map_err(|error| io_error(path, &error))?;
     Ok((about.dev(), about.ino()))
 }
 
@@ -244,11 +255,11 @@ pub(super) fn open(path: &Path, flags: EnvFlags, size: u64) -> heed::Result<Env>
     let mut options = EnvOpenOptions::new();
     options.map_size(size).max_readers(MAX_READERS).max_dbs(MAX_DATABASES);
     // SAFETY: a map of a file is sound as long as nobody changes or cuts the file off but LMDB, whose locks keep its writers
-    // from pages that readers look at. For readers the file was compared with its meta pages right before (`Meta::read`), and it
-    // is read-only, so nothing is written to it from here. The writer works on a file that it has just made in a folder that only
-    // it knows. Without locks (NO_LOCK) only files are opened beside which this user can write none. That no program changes a
-    // data set with other means than LMDB while it is read is what the documentation of `LmdbDataset` asks for: that cannot be
-    // checked, as it cannot for any map of a file.
+    // from pages that readers look at. For readers the file was compared with its meta pages right before (`Meta::read`), nothing is
+    // read if another one has taken its place since (`Environment::map`), and it is read-only, so nothing is written to it from
+    // here. The writer works on a file that it has just made in a folder that only it knows. Without locks (NO_LOCK) only files
+    // are opened beside which this user can write none. That no program changes a data set with other means than LMDB while it is
+    // read is what the documentation of `LmdbDataset` asks for: that cannot be checked, as it cannot for any map of a file.
     // An environment is open once in a process: heed refuses a second time.
     unsafe {
         options.flags(flags);
@@ -286,4 +297,33 @@ pub(super) fn explained(path: &Path, error: heed::Error) -> Error {
     };
     let cause = Error::other(io::Error::other(format!("{}: {error}", path.display())));
     remedy.into_iter().fold(cause, Error::with_remedy)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::LmdbWriter;
+    use super::*;
+
+    #[test]
+    fn a_file_that_is_replaced_while_it_is_opened_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let pack = |name: &str, items: usize| {
+            let mut writer = LmdbWriter::create(folder.path().join(name)).unwrap();
+            for index in 0..items {
+                assert_eq!(writer.push(&[7; 100_000]).unwrap(), index);
+            }
+            writer.finish().unwrap();
+            folder.path().join(name).join("data.mdb")
+        };
+        let (path, other) = (pack("long", 20), pack("short", 1));
+        let (file, meta) = (file_at(&path).unwrap(), Meta::read(&path).unwrap());
+        // As if it had come between the look at the file and the call that opens it.
+        fs::rename(&other, &path).unwrap();
+        let error = Environment::map(&path, true, file, meta).err().unwrap();
+        assert!(
+            error.to_string().contains("was replaced while it was opened") && error.remedy().is_some(),
+            "{error}"
+        );
+        assert_eq!(Environment::open(&path, true).unwrap().main.entries, 1);
+    }
 }

@@ -12,7 +12,7 @@ use std::path::Path;
 
 use phalanx::{Error, Result};
 
-use crate::folder::open_file;
+use crate::folder::{io_error, open_file};
 
 const LENGTH: usize = 152;
 const PAGE_FLAGS: usize = 10;
@@ -90,9 +90,7 @@ impl DatabaseRecord {
 impl Meta {
     /// Reads it from the file at `path`, and looks whether that is whole.
     pub fn read(path: &Path) -> Result<Self> {
-        let unreadable = |error: io::Error| {
-            Error::other(io::Error::new(error.kind(), format!("{}: {error}", path.display())))
-        };
+        let unreadable = |error: io::Error| io_error(path, &error);
         let file = open_file(path)?;
         let length = file.metadata().map_err(unreadable)?.len();
         let mut page = [0; LENGTH];

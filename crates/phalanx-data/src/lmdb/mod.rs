@@ -112,7 +112,8 @@ impl LmdbDataset {
             return Err(Error::invalid_argument(format!(
                 "key {index} has {} bytes; LMDB's have 1 to 511",
                 keys[index].len()
-            )));
+            ))
+            .with_remedy("give the keys that lmdb::keys_of lists, or some of them"));
         }
         let len = keys.len();
         Ok(Self { path, len, keys: Some(keys), readahead: false, database: None, opened: OnceLock::new() })

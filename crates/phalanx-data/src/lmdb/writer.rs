@@ -57,7 +57,8 @@ impl LmdbWriter {
             return Err(Error::invalid_argument(format!(
                 "{} cannot be the name of a folder",
                 folder.display()
-            )));
+            ))
+            .with_remedy("let the path end in the name of the new folder"));
         };
         let mut partial = OsString::from(".");
         partial.push(name);
@@ -141,6 +142,7 @@ impl LmdbWriter {
 
 fn io_error(path: &Path, error: &io::Error) -> Error {
     Error::other(io::Error::new(error.kind(), format!("cannot pack {}: {error}", path.display())))
+        .with_remedy("may this user write there, and has the disk room?")
 }
 
 impl Drop for LmdbWriter {

@@ -84,14 +84,18 @@ impl Default for Tuning {
     }
 }
 
+/// What makes a table.
+const TABLE_REMEDY: &str = "`phalanx bench --tune FILE` writes one";
+
 impl Tuning {
     /// Reads a table.
     ///
     /// # Errors
     /// If it is not such JSON, or its rows do not ascend to the largest world.
     pub fn from_json(text: &str) -> Result<Self> {
-        let tuning: Self = serde_json::from_str(text)
-            .map_err(|error| Error::invalid_argument("this is not a tuning table").with_source(error))?;
+        let tuning: Self = serde_json::from_str(text).map_err(|error| {
+            Error::invalid_argument("this is not a tuning table").with_source(error).with_remedy(TABLE_REMEDY)
+        })?;
         tuning.check()?;
         Ok(tuning)
     }
@@ -112,7 +116,8 @@ impl Tuning {
         }
         Err(Error::invalid_argument(format!(
             "the rows of a tuning table must ascend by world_max, and the last one reach {MAX_WORLD_SIZE}"
-        )))
+        ))
+        .with_remedy(TABLE_REMEDY))
     }
 
     /// The row for `world`.

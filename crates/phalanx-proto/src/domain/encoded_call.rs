@@ -27,7 +27,7 @@ pub fn encode(call: &Call) -> EncodedCall {
 /// # Errors
 /// If a number in it stands for nothing.
 pub fn decode(number: EncodedCall) -> Result<Call> {
-    let unknown = || Error::protocol(format!("a rank of this host makes the unknown call {number:#034x}"));
+    let unknown = || Error::malformed(format!("a rank of this host makes the unknown call {number:#034x}"));
     let [operation, dtype, reduce, caller] = (number as u32).to_le_bytes();
     let root = (number >> 32) as u32;
     Ok(Call {

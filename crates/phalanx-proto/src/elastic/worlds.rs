@@ -62,7 +62,7 @@ impl Worlds {
 }
 
 fn unknown(round: u64) -> Error {
-    Error::protocol(format!(
+    Error::malformed(format!(
         "other workers are in the middle of a step of round {round}, which this one does not know"
     ))
 }

@@ -126,7 +126,7 @@ impl TryFrom<WirePart> for Part {
     type Error = Error;
 
     fn try_from(WirePart { elements, shape }: WirePart) -> Result<Self> {
-        let unknown = || Error::protocol(format!("a tensor has elements of the unknown type {elements:#x}"));
+        let unknown = || Error::malformed(format!("a tensor has elements of the unknown type {elements:#x}"));
         let [dtype, stands_for, third, fourth] = elements.to_le_bytes();
         if (third, fourth) != (0, 0) {
             return Err(unknown());
@@ -168,7 +168,10 @@ impl Part {
             .iter()
             .try_fold(self.dtype.size() as u64, |product, extent| product.checked_mul((*extent).max(1)));
         if self.shape.len() > MAX_DIMENSIONS || bytes.is_none_or(|bytes| bytes > isize::MAX as u64) {
-            return Err(Error::invalid_argument(format!("no tensor has the shape {:?}", self.shape)));
+            return Err(Error::invalid_argument(format!("no tensor has the shape {:?}", self.shape))
+                .with_remedy(format!(
+                    "a tensor has {MAX_DIMENSIONS} dimensions at most, and fits into memory"
+                )));
         }
         Ok(())
     }
@@ -186,7 +189,10 @@ impl Request {
     pub fn check(&self, size: usize) -> Result<()> {
         let refuse = |what: String| Err(Error::invalid_argument(what));
         if self.name.is_empty() || self.name.len() > MAX_NAME_BYTES {
-            return refuse(format!("a name of {} bytes: it has 1 to {MAX_NAME_BYTES}", self.name.len()));
+            return refuse(format!(
+                "a tensor's name has {} bytes, and may have 1 to {MAX_NAME_BYTES}",
+                self.name.len()
+            ));
         }
         if self.parts.len() > MAX_GROUP {
             return refuse(format!(
@@ -383,14 +389,15 @@ impl Response {
     }
 }
 
+/// What no rank of this build sends.
+const BUILD_REMEDY: &str = "start all processes of the job with the same build";
+
 impl Message {
     /// Checks what `from` has sent.
     pub fn check(&self, from: Rank, size: usize) -> Result<()> {
         if self.requests.len() > MAX_IN_FLIGHT {
-            return Err(Error::mismatch(format!(
-                "rank {from} asks for {} tensors at once",
-                self.requests.len()
-            )));
+            let cause = format!("rank {from} asks for {} tensors at once", self.requests.len());
+            return Err(Error::mismatch(cause).with_peer(from).with_remedy(BUILD_REMEDY));
         }
         let refused = |error: Error| Error::mismatch(format!("rank {from} asks for what cannot be: {error}"));
         self.requests.iter().try_for_each(|(request, _)| request.check(size)).map_err(refused)
@@ -421,7 +428,7 @@ impl Round {
             };
             if !complete || !request.parts.iter().all(fits) {
                 let what = format!("rank 0 answers for {} with rows that cannot be", request.name);
-                return Err(Error::mismatch(what));
+                return Err(Error::mismatch(what).with_peer(Rank::MAIN).with_remedy(BUILD_REMEDY));
             }
         }
         Ok(())

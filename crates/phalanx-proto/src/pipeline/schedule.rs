@@ -50,7 +50,8 @@ impl Schedule {
         if actions.is_none_or(|actions| actions > MAX_ACTIONS) {
             return Err(Error::invalid_argument(format!(
                 "{ranks} ranks with {each} stages and {microbatches} micro-batches have more than {MAX_ACTIONS} passes"
-            )));
+            ))
+            .with_remedy("divide a batch into fewer micro-batches"));
         }
         if each > 1 && !microbatches.is_multiple_of(ranks) {
             return Err(Error::invalid_argument(format!(

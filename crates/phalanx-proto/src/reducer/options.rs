@@ -116,7 +116,8 @@ impl ReducerOptions {
                 return Err(Error::invalid_argument(format!(
                     "bucket_numbers has {} numbers, and {parameters} parameters need a gradient",
                     numbers.len()
-                )));
+                ))
+                .with_remedy("give one number for each parameter that needs a gradient, in their order"));
             }
             return Ok(Limits::Numbers(numbers.clone()));
         }

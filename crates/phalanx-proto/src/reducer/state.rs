@@ -113,6 +113,10 @@ impl UnusedParameters {
     }
 }
 
+/// What to do without the gradients of a bucket.
+pub const LOST_REMEDY: &str =
+    "an earlier error says why; make the reducer anew, from a group that has not failed";
+
 impl ReducerState {
     /// Before the first step: the buckets expect gradients in the reverse order of `parameters`.
     pub fn new(
@@ -199,10 +203,10 @@ impl ReducerState {
     /// first step has shown it.
     pub fn rebuild(&self) -> Result<Option<&Vec<usize>>> {
         if self.in_backward() {
-            return Err(Error::invalid_argument(format!(
-                "rank {} began a backward pass before the last one was finished",
-                self.rank
-            )));
+            let cause = format!("rank {} began a backward pass before the last one was finished", self.rank);
+            return Err(Error::invalid_argument(cause).with_remedy(
+                "finish each before the next; to add up the gradients of several, see backward_no_sync",
+            ));
         }
         let keeps_order = self.unused_parameters == UnusedParameters::Find || self.world == WorldSize::ONE;
         Ok((self.first_step == FirstStep::Over && !keeps_order).then_some(&self.arrival))
@@ -348,7 +352,8 @@ impl ReducerState {
             return Err(error.clone());
         }
         if self.world != WorldSize::ONE && self.launched < self.plan.buckets.len() {
-            return Err(Error::aborted(format!("the gradients of bucket {} are lost", self.launched)));
+            let cause = format!("the gradients of bucket {} are lost", self.launched);
+            return Err(Error::aborted(cause).with_remedy(LOST_REMEDY));
         }
         Ok(self.unused_parameters.are_exchanged())
     }
@@ -432,8 +437,8 @@ impl ReducerState {
     pub fn keep(&mut self, hook_is_stateless: bool) -> Result<()> {
         self.check()?;
         if self.in_backward() {
-            let cause = "gradients are kept from the beginning of a backward pass on";
-            return Err(Error::invalid_argument(cause));
+            let cause = "keep_gradients was called within a backward pass";
+            return Err(Error::invalid_argument(cause).with_remedy("call it before the pass begins"));
         }
         check_replayable(self.owners.is_some(), hook_is_stateless)?;
         // Those of the last step are no longer wanted.
@@ -472,8 +477,10 @@ impl ReducerState {
     pub fn regrouped(&mut self, (rank, world): (Rank, WorldSize)) -> Result<()> {
         self.check()?;
         if self.in_backward() {
-            let cause = "a reducer goes to another group between steps, or with replay";
-            return Err(Error::invalid_argument(cause));
+            let cause = "the reducer is to go to another group within a step";
+            return Err(
+                Error::invalid_argument(cause).with_remedy("change the group between steps, or with replay")
+            );
         }
         if self.owners.is_some() {
             let error = Error::invalid_argument("sharded averages belong to one group");

@@ -202,19 +202,19 @@ pub fn decode(bytes: &[u8]) -> Result<Option<(Control, usize)>> {
         Some(&BEAT) => return Ok(Some((Control::Beat, 1))),
         Some(&MESSAGE) => {}
         Some(other) => {
-            return Err(Error::protocol(format!("a control message has the unknown type {other:#04x}")));
+            return Err(Error::malformed(format!("a control message has the unknown type {other:#04x}")));
         }
     }
     let Some((&[_, a, b, c, d], rest)) = bytes.split_first_chunk::<PREFIX>() else { return Ok(None) };
     let length = u32::from_le_bytes([a, b, c, d]) as usize;
     if length > MAX_BODY {
-        return Err(Error::protocol(format!(
+        return Err(Error::malformed(format!(
             "a control message claims {length} bytes; at most {MAX_BODY} are allowed"
         )));
     }
     let Some(body) = rest.get(..length) else { return Ok(None) };
     let message = postcard::from_bytes(body)
-        .map_err(|error| Error::protocol("a control message could not be read").with_source(error))?;
+        .map_err(|error| Error::malformed("a control message could not be read").with_source(error))?;
     Ok(Some((message, PREFIX + length)))
 }
 

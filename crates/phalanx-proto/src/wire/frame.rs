@@ -274,13 +274,13 @@ impl Header {
         let mut fields = Fields::new(bytes);
         let magic = fields.u32();
         if magic != MAGIC {
-            return Err(Error::protocol(format!(
+            return Err(Error::malformed(format!(
                 "a frame begins with {magic:#010x}, not with {MAGIC:#010x}"
             )));
         }
         let (operation, dtype, reduce, caller) = (fields.u8(), fields.u8(), fields.u8(), fields.u8());
         let unknown =
-            |what: &str, code: u8| Error::protocol(format!("a frame has the unknown {what} {code}"));
+            |what: &str, code: u8| Error::malformed(format!("a frame has the unknown {what} {code}"));
         let operation = Operation::ALL
             .into_iter()
             .find(|known| *known as u8 == operation)
@@ -369,7 +369,7 @@ impl TryFrom<Vec<u8>> for Header {
 
     fn try_from(bytes: Vec<u8>) -> Result<Self> {
         let bytes = bytes.as_slice().try_into();
-        Self::decode(bytes.map_err(|_| Error::protocol("a header has another length"))?)
+        Self::decode(bytes.map_err(|_| Error::malformed("a header has another length"))?)
     }
 }
 

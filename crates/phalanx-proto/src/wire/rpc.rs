@@ -151,7 +151,7 @@ impl Head {
 }
 
 fn invalid(why: &str) -> Error {
-    Error::protocol(format!("a frame of a remote call is malformed: {why}"))
+    Error::malformed(format!("a frame of a remote call is malformed: {why}"))
 }
 
 #[cfg(test)]

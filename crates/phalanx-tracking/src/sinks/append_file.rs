@@ -5,6 +5,7 @@ use std::io::{self, BufRead, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use phalanx_sys::folder;
+use phalanx_sys::open::unless_pipe;
 
 /// In such pieces the end of a file is searched for the last line's.
 const PIECE: u64 = 1 << 16;
@@ -18,7 +19,7 @@ pub(super) struct AppendFile {
 impl AppendFile {
     /// Opens the file, which is made if it is not there.
     pub fn open(path: PathBuf) -> io::Result<Self> {
-        let file = options().open(&path)?;
+        let file = open_to_append(&path)?;
         Ok(Self { path, file, buffer: Vec::new() })
     }
 
@@ -63,9 +64,11 @@ impl AppendFile {
     pub fn retain_lines(&mut self, aside: &Path, mut stays: impl FnMut(&[u8]) -> bool) -> io::Result<()> {
         self.buffer.clear();
         let half_done = self.path.with_extension("tmp");
-        let mut kept = BufWriter::new(File::create(&half_done)?);
-        let mut moved = BufWriter::new(options().open(aside)?);
-        let mut lines = BufReader::new(File::open(&self.path)?);
+        let mut options = OpenOptions::new();
+        let half_done_file = unless_pipe(&half_done, options.write(true).create(true).truncate(true))?;
+        let mut kept = BufWriter::new(half_done_file);
+        let mut moved = BufWriter::new(open_to_append(aside)?);
+        let mut lines = BufReader::new(unless_pipe(&self.path, File::options().read(true))?);
         let (mut line, mut has_moved) = (Vec::new(), false);
         while lines.read_until(b'\n', &mut line)? > 0 {
             if stays(&line) {
@@ -87,7 +90,7 @@ impl AppendFile {
         kept.sync_all()?;
         folder::sync(above)?;
         std::fs::rename(&half_done, &self.path)?;
-        self.file = options().open(&self.path)?;
+        self.file = open_to_append(&self.path)?;
         // Else what is added from here on could be lost with the new file, and the lines that have left be back.
         folder::sync(above)
     }
@@ -97,10 +100,10 @@ impl AppendFile {
     }
 }
 
-fn options() -> OpenOptions {
-    let mut options = OpenOptions::new();
-    options.create(true).read(true).append(true);
-    options
+/// The file at `path`, to add to it and to read it.
+fn open_to_append(path: &Path) -> io::Result<File> {
+    unless_pipe(path, File::options().create(true).read(true).append(true))
+        .map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", path.display())))
 }
 
 /// Where the last whole line ends.

@@ -1,8 +1,10 @@
 //! `metrics.jsonl`.
 
-use std::io;
+use std::fs::File;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
+use phalanx_sys::open;
 use serde::{Deserialize, Serialize};
 use serde_json::Value as Json;
 
@@ -87,7 +89,9 @@ impl JsonLines {
         let name = format!("media/{}-{:08}.png", file_name(&record.tag), record.step.unwrap_or_default());
         std::fs::create_dir_all(self.directory.join("media"))?;
         let path = self.directory.join(&name);
-        std::fs::write(&path, picture.png()?).inspect_err(|_| {
+        let png = picture.png()?;
+        let mut file = open::regular(&path, File::options().write(true).create(true).truncate(true))?;
+        file.write_all(&png).inspect_err(|_| {
             // Half a picture is none.
             let _ = std::fs::remove_file(&path);
         })?;

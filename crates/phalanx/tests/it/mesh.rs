@@ -98,7 +98,7 @@ fn what_ranks_ask_for_is_compared_and_the_group_goes_on() {
         refused(mesh.group("model").map(drop), "no dimension \"model\", but data, tensor");
         refused(
             mesh.rank_at(&[("data", 2)]).map(drop),
-            "coordinate 2 of the dimension \"data\", which has size 2",
+            "the dimension \"data\" has size 2, and no coordinate 2",
         );
         refused(mesh.flatten(&[]).map(drop), "at least one dimension");
         refused(mesh.flatten(&["data", "data"]).map(drop), "\"data\" is named twice");

@@ -69,7 +69,12 @@ fn what_cannot_be_written_or_is_too_long_is_refused_on_every_rank_alike() {
     run(3, Fabric::InProcess, |group| {
         assert!(group.all_gather_object(&Unwritable).is_err_and(|error| error.is_invalid_argument()));
         assert!(group.broadcast_object::<u8>(None, Rank::MAIN).unwrap_err().is_invalid_argument());
-        assert!(group.scatter_object::<u8>(Some(&[1, 2]), Rank::MAIN).unwrap_err().is_invalid_argument());
+        let error = group.scatter_object::<u8>(Some(&[1, 2]), Rank::MAIN).unwrap_err();
+        let said = match group.rank().is_main() {
+            true => "brings 2 values for 3 ranks (bring one value for each rank",
+            false => "rank 0 could not write its object (rank 0's own error says why)",
+        };
+        assert!(error.is_invalid_argument() && error.to_string().contains(said), "{error}");
         let long = group.rank().is_main().then(|| "x".repeat(MAX_OBJECT_BYTES + 1));
         let error = group.broadcast_object(long.as_ref(), Rank::MAIN).unwrap_err();
         assert!(error.to_string().contains("MAX_OBJECT_BYTES"), "{error}");

@@ -124,7 +124,7 @@ fn lists_that_differ_are_shown_to_every_rank() {
 fn bad_lists_are_refused_at_the_call() {
     run(2, Fabric::Tcp, |group| {
         for (list, reason) in
-            [(&[][..], "at least one"), (&[0, 1, 0], "rank 0 is in the list twice"), (&[0, 2], "outside")]
+            [(&[][..], "name at least one"), (&[0, 1, 0], "list twice (name each"), (&[0, 2], "outside")]
         {
             let error = group.new_group(&ranks(list)).unwrap_err();
             assert!(error.is_invalid_argument() && error.to_string().contains(reason), "{error}");

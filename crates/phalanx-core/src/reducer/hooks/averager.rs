@@ -49,7 +49,8 @@ impl PeriodicModelAverager {
     /// If `period` is 0.
     pub fn new(period: u64) -> Result<Self> {
         if period == 0 {
-            return Err(Error::invalid_argument("the period of a model averager is at least 1 step"));
+            return Err(Error::invalid_argument("the period of a model averager is 0")
+                .with_remedy("give a number of steps from 1 on"));
         }
         Ok(Self { period, warmup_steps: 0, step: 0 })
     }

@@ -64,7 +64,10 @@ impl CommHook for Compressed {
                     half.convert_from_f32_slice(whole)
                 })?;
             }
-            other => return Err(Error::invalid_argument(format!("gradients are not compressed to {other}"))),
+            other => {
+                return Err(Error::invalid_argument(format!("gradients are not compressed to {other}"))
+                    .with_remedy("compress them to f16 or bf16"));
+            }
         }
         let work = group.all_reduce_async(half, ReduceOp::Sum)?;
         Ok(Pending::then(work, move |half, _| {

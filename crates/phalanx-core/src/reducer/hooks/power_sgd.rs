@@ -204,7 +204,8 @@ impl PowerSgd {
     /// If the rank is 0.
     pub fn new(options: PowerSgdOptions) -> Result<Self> {
         if options.rank == 0 {
-            return Err(Error::invalid_argument("PowerSGD needs a rank of at least 1"));
+            return Err(Error::invalid_argument("the rank of PowerSGD's matrices is 0")
+                .with_remedy("set PowerSgdOptions::rank to 1 or more"));
         }
         Ok(Self { options, step: 0, memory: Arc::default(), messages: Spares::default() })
     }

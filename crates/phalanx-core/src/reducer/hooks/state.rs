@@ -99,6 +99,7 @@ impl HookState {
     pub fn get(&self, name: &str) -> Result<u64> {
         self.numbers.get(name).copied().ok_or_else(|| {
             Error::mismatch(format!("the saved state of the communication hook has no number {name:?}"))
+                .with_remedy("load it with the hook, and the version of the program, that have saved it")
         })
     }
 

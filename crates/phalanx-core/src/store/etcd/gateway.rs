@@ -39,7 +39,7 @@ pub(super) struct Gateway {
 /// Why a member has not carried out a request.
 #[derive(Debug)]
 pub(super) enum Refused {
-    /// It does not answer. `was_heard`: it may have received the request.
+    /// It does not answer, or refuses for a reason that passes. `was_heard`: it may have carried out the request.
     Silent { cause: io::Error, was_heard: bool },
     /// It returned an error.
     Error(String),
@@ -138,16 +138,35 @@ impl Gateway {
         let status = answer.status();
         let text = answer.body_mut().with_config().limit(MAX_ANSWER).read_to_string().map_err(silent)?;
         let value: Value = serde_json::from_str(&text).map_err(|_| {
-            Refused::Error(format!(
-                "{status}, and no answer of etcd's; is {member} an etcd of version 3.4 or later?"
-            ))
+            let refusal =
+                format!("{status}, and no answer of etcd's; is {member} an etcd of version 3.4 or later?");
+            match status.as_u16() {
+                // What a proxy says that reaches no member.
+                502..=504 => Refused::Silent { cause: io::Error::other(refusal), was_heard: true },
+                _ => Refused::Error(refusal),
+            }
         })?;
         if status.is_success() {
             return Ok(value);
         }
         let said = value["message"].as_str().or(value["error"].as_str()).unwrap_or("no reason given");
-        Err(Refused::Error(format!("{said} ({status})")))
+        let refusal = format!("{said} ({status})");
+        match passing(value["code"].as_u64(), said) {
+            Some(was_heard) => Err(Refused::Silent { cause: io::Error::other(refusal), was_heard }),
+            None => Err(Refused::Error(refusal)),
+        }
     }
+}
+
+/// Whether what a member has said passes, as while the members choose a leader. Then also whether the request may have been carried out.
+fn passing(code: Option<u64>, said: &str) -> Option<bool> {
+    /// gRPC's UNAVAILABLE: the leader has changed, or has not answered the member in time.
+    const UNAVAILABLE: u64 = 14;
+    const NOT_CARRIED_OUT: [&str; 3] = ["too many requests", "no leader", "proposal dropped"];
+    if NOT_CARRIED_OUT.iter().any(|refusal| said.contains(refusal)) {
+        return Some(false);
+    }
+    (code == Some(UNAVAILABLE)).then_some(true)
 }
 
 /// Bytes in the gateway's encoding.
@@ -175,7 +194,85 @@ pub(super) fn number(value: &Value) -> Option<i64> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{BufRead, BufReader, Read, Write};
+    use std::net::{TcpListener, TcpStream};
+
     use super::*;
+
+    type Answer = (&'static str, &'static str);
+
+    const LEADER_CHANGED: Answer =
+        ("503 Service Unavailable", r#"{"code":14,"message":"etcdserver: leader changed"}"#);
+    const TOO_MANY: Answer =
+        ("429 Too Many Requests", r#"{"code":8,"message":"etcdserver: too many requests"}"#);
+    const DROPPED: Answer = ("500 Internal Server Error", r#"{"code":2,"message":"raft proposal dropped"}"#);
+    const PROXY: Answer = ("502 Bad Gateway", "<html>no member answers</html>");
+    const FULL: Answer =
+        ("429 Too Many Requests", r#"{"code":8,"message":"etcdserver: mvcc: database space exceeded"}"#);
+    const DONE: Answer = ("200 OK", r#"{"count":"1"}"#);
+
+    /// A member that gives these answers one after the other, and the last one for ever.
+    fn member(answers: &'static [Answer]) -> Gateway {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let gateway = Gateway::new(&listener.local_addr().unwrap().to_string()).unwrap();
+        std::thread::spawn(move || {
+            let last = answers.last().unwrap();
+            for answer in answers.iter().chain(std::iter::repeat(last)) {
+                // On a slow machine the client may have gone.
+                let _ = give(listener.accept().unwrap().0, *answer);
+            }
+        });
+        gateway
+    }
+
+    fn give(client: TcpStream, (status, body): Answer) -> io::Result<()> {
+        let mut request = BufReader::new(client);
+        let mut length = 0;
+        loop {
+            let mut line = String::new();
+            request.read_line(&mut line)?;
+            if line.trim().is_empty() {
+                break;
+            }
+            if let Some(value) = line.to_ascii_lowercase().strip_prefix("content-length:") {
+                length = value.trim().parse().unwrap();
+            }
+        }
+        request.read_exact(&mut vec![0; length])?;
+        let length = body.len();
+        write!(
+            request.get_mut(),
+            "HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\
+             connection: close\r\n\r\n{body}"
+        )
+    }
+
+    fn asked(answers: &'static [Answer], may_repeat: bool) -> Result<Value, Refused> {
+        let deadline = Deadline::after(Duration::from_secs(60));
+        member(answers).ask("kv/range", &Value::Null, may_repeat, deadline)
+    }
+
+    #[test]
+    fn a_refusal_that_passes_is_outwaited() {
+        let answer = asked(&[LEADER_CHANGED, TOO_MANY, DROPPED, PROXY, DONE], true).unwrap();
+        assert_eq!(number(&answer["count"]), Some(1));
+        // What must not be carried out twice is repeated only if it was not carried out.
+        assert!(asked(&[TOO_MANY, DROPPED, DONE], false).is_ok());
+        match asked(&[LEADER_CHANGED, DONE], false) {
+            Err(Refused::Silent { cause, was_heard: true }) => {
+                assert!(cause.to_string().contains("leader changed (503"), "{cause}");
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_refusal_that_stays_is_an_error_at_once() {
+        match asked(&[FULL, DONE], true) {
+            Err(Refused::Error(said)) => assert!(said.contains("space exceeded (429"), "{said}"),
+            other => panic!("{other:?}"),
+        }
+    }
 
     #[test]
     fn end_points_are_a_list_of_hosts() {

@@ -3,6 +3,7 @@
 mod gateway;
 mod lease;
 
+use std::io;
 use std::net::IpAddr;
 use std::slice::from_ref;
 use std::sync::Arc;
@@ -17,6 +18,7 @@ use super::table::Refusal;
 use super::{Store, WATCH_INTERVAL};
 use crate::deadline::{Backoff, Deadline};
 use crate::error::Result;
+use crate::network::Network;
 
 /// The pause between two reads of a key that is waited for grows from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(100));
@@ -100,11 +102,12 @@ impl EtcdStore {
         found(call, &answer["responses"][0]["response_range"]).map(Some)
     }
 
-    /// Changes `key` with `change`, and repeats this until no other change came in between.
+    /// Changes `key` with `change`, and repeats this until no other change came in between. `may_repeat`: it does no harm twice.
     fn change<T>(
         &self,
         call: &Call<'_>,
         key: &str,
+        may_repeat: bool,
         change: impl Fn(&[u8]) -> Result<(T, Vec<u8>), Refusal>,
     ) -> Result<T> {
         let mut seen = self.look(call, key)?;
@@ -112,7 +115,7 @@ impl EtcdStore {
             let old = seen.as_ref().map_or(&b""[..], |found| &found.value);
             let (result, new) = change(old).map_err(|refusal| call.refused(&refusal))?;
             call.value(&new)?;
-            match self.swap(call, key, seen.as_ref(), &new, false)? {
+            match self.swap(call, key, seen.as_ref(), &new, may_repeat)? {
                 None => return Ok(result),
                 Some(_) if call.deadline.has_passed() => return Err(call.timed_out()),
                 Some(now) => seen = now,
@@ -176,10 +179,10 @@ impl Store for EtcdStore {
         Ok(self.look_at_all(&call, keys)?.is_some())
     }
 
-    /// If etcd's answer is lost, it is unknown whether the amount was added. This is an error.
+    /// If etcd's answer is lost, it is unknown whether the amount was added. This is an error, a time-out before its time.
     fn add(&self, key: &str, amount: i64, deadline: Deadline) -> Result<i64> {
         let call = Call::new(&self.name, "add", from_ref(&key), deadline)?;
-        self.change(&call, key, |old| {
+        self.change(&call, key, amount == 0, |old| {
             let text = String::from_utf8_lossy(old);
             let old: i64 = match &*text {
                 "" => 0,
@@ -261,7 +264,7 @@ impl Store for EtcdStore {
     /// As for [`add`](Self::add), a lost answer is an error.
     fn append(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
         let call = Call::new(&self.name, "append", from_ref(&key), deadline)?;
-        self.change(&call, key, |old| Ok(((), [old, value].concat())))
+        self.change(&call, key, false, |old| Ok(((), [old, value].concat())))
     }
 
     fn multi_get(&self, keys: &[&str], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
@@ -303,13 +306,37 @@ impl Store for EtcdStore {
     }
 }
 
+/// What helps if etcd refuses, as it says, `why`.
+fn refusal_remedy(why: &str) -> &'static str {
+    let remedies = [
+        (
+            "space exceeded",
+            "compact and defragment etcd, or raise its --quota-backend-bytes; then `etcdctl alarm disarm`",
+        ),
+        ("too large", "raise etcd's --max-request-bytes"),
+        ("lease not found", "was this process stopped, or etcd out of reach, for 15 s? Start it again"),
+        ("auth", "use an etcd without users and roles, or a proxy that logs in"),
+    ];
+    let found = remedies.into_iter().find(|(refusal, _)| why.contains(refusal));
+    found.map_or("etcd's own log may say more", |(_, remedy)| remedy)
+}
+
 /// Converts the error of a request for this store's callers.
 fn answer(call: &Call<'_>, answer: Result<Value, Refused>) -> Result<Value> {
     match answer {
         Ok(value) => Ok(value),
-        Err(Refused::Silent { .. }) if call.deadline.has_passed() => Err(call.timed_out()),
-        Err(Refused::Silent { cause, .. }) => Err(call.failed(cause)),
-        Err(Refused::Error(why)) => Err(call.broken(why)),
+        Err(Refused::Silent { cause, .. }) if call.deadline.has_passed() => Err(match cause.kind() {
+            io::ErrorKind::TimedOut => call.timed_out(),
+            _ => call.timed_out().adding(format!("; the last that was heard of it: {cause}")),
+        }),
+        Err(Refused::Silent { cause, .. }) => {
+            let unknown = format!("; it may have carried this out: {cause}");
+            Err(call.unanswered(Network::Unknown).adding(unknown))
+        }
+        Err(Refused::Error(why)) => {
+            let remedy = refusal_remedy(&why);
+            Err(call.broken(why).with_remedy(remedy))
+        }
     }
 }
 

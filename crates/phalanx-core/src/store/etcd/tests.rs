@@ -69,3 +69,18 @@ fn a_member_that_is_gone_is_passed_over() {
     let error = store.add("counter", 1, Deadline::after(Duration::from_millis(300))).unwrap_err();
     assert!(error.is_timeout() && error.to_string().contains("etcd at 127.0.0.1:1,"), "{error}");
 }
+
+#[test]
+fn an_answer_that_is_lost_is_a_time_out_that_names_the_cause() {
+    let call = Call::new("etcd at a:1", "add", &["counter"], soon()).unwrap();
+    let refused = || Refused::Silent { cause: io::Error::other("leader changed"), was_heard: true };
+    let error = answer(&call, Err(refused())).unwrap_err();
+    let said = error.to_string();
+    assert!(error.is_timeout() && said.contains("may have carried this out: leader changed"), "{said}");
+    let late = Call::new("etcd at a:1", "add", &["counter"], Deadline::now()).unwrap();
+    let error = answer(&late, Err(refused())).unwrap_err();
+    assert!(error.is_timeout() && error.to_string().contains("heard of it: leader changed"), "{error}");
+    let full = answer(&call, Err(Refused::Error("database space exceeded".to_owned()))).unwrap_err();
+    assert!(!full.is_timeout() && full.to_string().contains("space exceeded"), "{full}");
+    assert!(full.remedy().is_some_and(|remedy| remedy.contains("--quota-backend-bytes")), "{full}");
+}

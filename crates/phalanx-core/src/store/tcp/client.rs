@@ -102,7 +102,10 @@ impl TcpStore {
             0 | 1 => (Link::connect(&address, &credentials, deadline, patience)?, mpsc::channel().1),
             _ => first_of_several(&address, &credentials, deadline, patience)?,
         };
-        let lost = |error| Error::io(format!("the connection to the store at {address} was lost"), error);
+        let lost = |error| {
+            Error::io(format!("the connection to the store at {address} was lost"), error)
+                .with_remedy("does the store's host (rank 0, or the launcher) still run?")
+        };
         let local = link.local_ip().map_err(lost)?;
         let found = link.peer().map_err(lost)?;
         Ok(Self {

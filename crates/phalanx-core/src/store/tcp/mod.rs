@@ -21,9 +21,7 @@ pub use client_connection::fuzz;
 #[cfg(feature = "etcd")]
 pub(super) use resolve::resolve_in_order;
 pub use resolve::{host_port, resolve};
-pub(crate) use server::MAX_RANKS;
-pub use server::TcpStoreServer;
-pub use server::{addresses_to_serve, listen, warn_of_own_name};
+pub use server::{MAX_RANKS, TcpStoreServer, addresses_to_serve, listen, warn_of_own_name};
 
 #[cfg(test)]
 mod access_tests;

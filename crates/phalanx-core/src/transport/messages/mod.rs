@@ -188,5 +188,5 @@ impl Stream {
 }
 
 fn corrupt(phalanx_sys::shared::Corrupt: phalanx_sys::shared::Corrupt) -> Error {
-    Error::protocol("a ring in shared memory is in a state that no peer may leave it in")
+    Error::malformed("a ring in shared memory is in a state that no peer may leave it in")
 }

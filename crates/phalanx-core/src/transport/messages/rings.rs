@@ -135,7 +135,7 @@ impl<'a> RingLending<'a> {
         {
             let (Some(peer), Some(true)) = (peer, mapped.get(self.me)) else { continue };
             let ends = own.consumer(index).zip(peer.producer(self.me));
-            let missing = || Error::protocol(format!("an end of the rings with rank {member} is missing"));
+            let missing = || Error::malformed(format!("an end of the rings with rank {member} is missing"));
             let (inbound, outbound) = ends.ok_or_else(missing)?;
             if let Some(link) = rings.links.get_mut(member.index()) {
                 *link = Some(Link { peer, inbound, outbound });

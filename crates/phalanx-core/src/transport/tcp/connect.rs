@@ -293,8 +293,11 @@ fn dial_all(
 }
 
 pub(super) fn listen(interface: IpAddr) -> Result<TcpListener> {
-    store::listen(SocketAddr::new(interface, 0))
-        .map_err(|error| Error::io(format!("no port could be opened on {interface}"), error))
+    store::listen(SocketAddr::new(interface, 0)).map_err(|error| {
+        Error::io(format!("no port could be opened on {interface}"), error).with_remedy_if_none(
+            "has this host still that address? GLOO_SOCKET_IFNAME names another interface",
+        )
+    })
 }
 
 /// Rank 0 draws the number that distinguishes this group's connections from all others.
@@ -308,7 +311,7 @@ fn agree_on_job(config: &MeshConfig<'_>, host: &str, deadline: Deadline) -> Resu
     let keys = [(Rank::MAIN, JOB.into())];
     let drawn = start_failure::exchange(config, host, &[(&name, &process)], &keys, deadline)?;
     let drawn = drawn.into_iter().next().unwrap_or_default();
-    drawn.try_into().map_err(|_| Error::protocol("the store holds a malformed job number"))
+    drawn.try_into().map_err(|_| Error::malformed("the store holds a malformed job number"))
 }
 
 fn exchange_addresses(
@@ -320,7 +323,7 @@ fn exchange_addresses(
 ) -> Result<Vec<Address>> {
     let socket = listener.local_addr().map_err(|error| Error::io("the listener has no address", error))?;
     let malformed =
-        |error| Error::protocol("the store holds a malformed address of a rank").with_source(error);
+        |error| Error::malformed("the store holds a malformed address of a rank").with_source(error);
     let mut own = postcard::to_stdvec(&Address { socket, host: host.to_owned() }).map_err(malformed)?;
     let keys: Vec<(Rank, String)> = config.world.ranks().map(|rank| (rank, key(rank))).collect();
     let own_key = key(config.rank);

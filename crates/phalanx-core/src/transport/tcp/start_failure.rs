@@ -55,7 +55,7 @@ pub(super) fn check(config: &MeshConfig<'_>, host: &str, deadline: Deadline) -> 
     });
     match failed {
         Ok(Some(notice)) => Err(reported(&notice, host).unwrap_or_else(|| {
-            Error::protocol("the cause of the failed start cannot be read from the store")
+            Error::malformed("the cause of the failed start cannot be read from the store")
         })),
         // If the store is slow, it is asked again.
         Err(error) if !error.is_timeout() => Err(error),

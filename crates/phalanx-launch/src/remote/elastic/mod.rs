@@ -18,14 +18,14 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use self::plan::ElasticPlan;
-use super::RemoteJob;
 use super::driver::Launchers;
 use crate::cluster::NO_LIMIT;
 use crate::error::{Error, Result};
 use crate::host_manager::Limits;
-use crate::world_size::{MAX_WORLD_SIZE, WorldSize};
+use crate::store::MAX_RANKS;
+use crate::world_size::WorldSize;
 
-/// What makes a [remote job](RemoteJob) elastic.
+/// What makes a [remote job](super::RemoteJob) elastic.
 #[derive(Clone, Debug)]
 pub struct ElasticHosts {
     min: WorldSize,
@@ -112,15 +112,20 @@ impl ElasticHosts {
 
     /// How a job on these hosts is driven.
     pub(super) fn plan(&self, launchers: &mut Launchers<'_>) -> Result<ElasticPlan> {
-        let limits = self.limits(launchers.job)?;
+        let hosts = launchers.job.hosts.hosts().iter();
+        let limits = self.limits(hosts.fold(0_u32, |slots, host| slots.saturating_add(host.slots())))?;
         ElasticPlan::start(self, limits, launchers)
     }
 
-    fn limits(&self, job: &RemoteJob) -> Result<Limits> {
-        let slots = job.hosts.hosts().iter().fold(0_u32, |slots, host| slots.saturating_add(host.slots()));
+    /// The limits on hosts that have so many `slots` together.
+    fn limits(&self, slots: u32) -> Result<Limits> {
         let is_open = self.discovery.is_some();
-        let most = if is_open { MAX_WORLD_SIZE } else { slots.min(MAX_WORLD_SIZE) };
+        let most = if is_open { MAX_RANKS } else { slots.min(MAX_RANKS) };
         let max = self.max.map_or(most, WorldSize::get);
+        if max > MAX_RANKS {
+            let cause = format!("up to {max} workers are asked for, and a job's store serves {MAX_RANKS}");
+            return Err(Error::invalid_argument(cause).with_remedy("lower --max-np (or -np)"));
+        }
         if self.min.get() > max || self.min.get() > most {
             let cause = format!(
                 "at least {} workers are asked for, but there are at most {}",
@@ -138,5 +143,24 @@ impl ElasticHosts {
             timeout: self.timeout.min(NO_LIMIT),
             is_open,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_job_grows_to_no_more_workers_than_its_store_serves() {
+        let size = |size| WorldSize::new(size).unwrap();
+        let named = ElasticHosts::new(size(2));
+        let discovered = named.clone().discovery(HostDiscovery::new("./hosts"));
+        assert_eq!(named.limits(MAX_RANKS + 1).unwrap().max, MAX_RANKS);
+        assert_eq!(discovered.limits(0).unwrap().max, MAX_RANKS);
+        assert_eq!(discovered.clone().max(size(MAX_RANKS)).limits(0).unwrap().max, MAX_RANKS);
+        let error = discovered.max(size(MAX_RANKS + 1)).limits(0).unwrap_err();
+        assert!(error.is_invalid_argument() && error.to_string().contains("--max-np"), "{error}");
+        let error = ElasticHosts::new(size(MAX_RANKS + 1)).limits(u32::MAX).unwrap_err();
+        assert!(error.to_string().contains(&format!("there are at most {MAX_RANKS}")), "{error}");
     }
 }

@@ -152,7 +152,7 @@ impl MembersState {
     /// A state that another worker has written.
     fn decode(bytes: &[u8]) -> Result<Self> {
         let state: Self = log::decode(STATE_VERSION, bytes, Self::AUTHOR)?;
-        let strange = || Error::protocol("the state in the workers' log is not valid");
+        let strange = || Error::malformed("the state in the workers' log is not valid");
         state.is_sound().then_some(state).ok_or_else(strange)
     }
 

@@ -188,7 +188,7 @@ impl MembershipState {
     /// A state that another launcher has written.
     fn decode(bytes: &[u8]) -> Result<Self> {
         let state: Self = log::decode(STATE_VERSION, bytes, Self::AUTHOR)?;
-        let strange = || Error::protocol("the state in the launchers' log is not valid");
+        let strange = || Error::malformed("the state in the launchers' log is not valid");
         state.is_sound().then_some(state).ok_or_else(strange)
     }
 

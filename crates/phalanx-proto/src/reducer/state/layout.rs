@@ -22,7 +22,7 @@ impl ReducerState {
     pub fn plan_for(&self, order: &[usize]) -> Result<Plan> {
         if !is_permutation(order, self.parameters.len()) {
             let cause = "a rank sent an order of gradients that is no order of the parameters";
-            return Err(Error::protocol(cause));
+            return Err(Error::malformed(cause));
         }
         let plan = Plan::new(&self.parameters, order, &self.limits);
         Ok(match &self.owners {
@@ -51,7 +51,7 @@ impl ReducerState {
         let Progress { order, arrival, first_step, used } = progress;
         let count = self.parameters.len();
         if used.len() != count || !(arrival.is_empty() || is_permutation(&arrival, count)) {
-            return Err(Error::protocol(format!("rank {from} sent the progress of another model")));
+            return Err(Error::malformed(format!("rank {from} sent the progress of another model")));
         }
         let missed = self.first_step == FirstStep::Ahead && first_step != FirstStep::Ahead;
         if missed && self.unused_parameters == UnusedParameters::Learn {
@@ -70,14 +70,16 @@ impl ReducerState {
             return Ok(None);
         }
         if self.in_backward() {
-            return Err(Error::invalid_argument("parameters cannot be sharded during a backward pass"));
+            return Err(Error::invalid_argument("parameters cannot be sharded during a backward pass")
+                .with_remedy("shard them between steps"));
         }
         let (count, world) = (self.parameters.len(), self.world);
         if owners.len() != count || owners.iter().any(|owner| owner.index() >= world.count()) {
             return Err(Error::invalid_argument(format!(
                 "there are {} owners for {count} parameters, of which each needs one of {world} ranks",
                 owners.len()
-            )));
+            ))
+            .with_remedy("name a rank of the group for each parameter"));
         }
         self.owners = Some(owners);
         self.emptied();
@@ -94,8 +96,10 @@ impl ReducerState {
     pub fn begin_gather(&mut self) -> Result<()> {
         self.check()?;
         if self.owners.is_none() || self.in_backward() {
-            let cause = "parameters are gathered between steps, after they have been sharded";
-            return Err(Error::invalid_argument(cause));
+            let cause = "there is nothing to gather: parameters are not sharded, or a step is under way";
+            return Err(
+                Error::invalid_argument(cause).with_remedy("shard them first, and gather between steps")
+            );
         }
         self.emptied();
         Ok(())
