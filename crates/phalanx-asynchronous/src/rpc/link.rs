@@ -154,6 +154,24 @@ impl Link {
         self.send_in(&group, head, payload, deadline)
     }
 
+    /// Sends what the peer must have as long as the connection stands: an answer, or an end. Waits for its turn without a limit, since
+    /// each thread that has it ends in time, or the connection fails.
+    pub(super) fn deliver(&self, head: &Head, payload: &[u8]) -> Result<()> {
+        self.send(head, payload, Deadline::after(Duration::MAX))
+    }
+
+    /// Has the turn to send, as a thread with a long message.
+    #[cfg(test)]
+    pub(super) fn turn(&self) -> MutexGuard<'_, ()> {
+        self.turn.lock()
+    }
+
+    /// Whether a call of the peer is being answered.
+    #[cfg(test)]
+    pub(super) fn is_answering(&self) -> bool {
+        self.state.lock().answering > 0
+    }
+
     /// `group` is the group of the two.
     fn send_in(&self, group: &ProcessGroup, head: &Head, payload: &[u8], deadline: Deadline) -> Result<()> {
         let Some(_turn) = self.turn.try_lock_until(deadline.instant()) else {

@@ -140,8 +140,6 @@ struct Shared {
     functions: Registry,
     lost: Vec<Lost>,
     timeout: Duration,
-    /// How long a message that is being sent may take.
-    send_timeout: Duration,
     /// By rank.
     links: Vec<Link>,
     pool: Arc<Pool>,
@@ -281,7 +279,6 @@ impl RpcBuilder {
             functions,
             lost,
             timeout,
-            send_timeout: group.timeout(),
             links,
             pool,
             objects: Objects::default(),
