@@ -149,9 +149,22 @@ impl DeviceMesh {
     /// Every rank must call it, with the same names, and in the same order as its collectives.
     ///
     /// # Errors
-    /// If there is no name, one comes twice, or the mesh has no such dimension. As [`split`](ProcessGroup::split).
+    /// On every rank, if there is no name, one comes twice, or the mesh has no such dimension; if the ranks name different dimensions, and
+    /// then the error shows two of them. As [`split`](ProcessGroup::split).
     #[doc(alias = "_flatten")]
     pub fn flatten(&self, names: &[&str]) -> Result<ProcessGroup> {
+        let all = self.all.in_call(Caller::DeviceMeshFlatten);
+        // Before what this rank's own argument is found to be: the others wait here.
+        let own: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+        let asked: Vec<Vec<String>> = all.all_gather_object(&own)?;
+        if let Some(other) = asked.iter().position(|other| *other != asked[0]) {
+            return Err(Error::mismatch(format!(
+                "the ranks disagree on a group of the mesh: rank 0 asks for {:?}, rank {other} for {:?}",
+                asked[0], asked[other]
+            ))
+            .with_peer(Rank::new(other as u32))
+            .with_remedy("every rank must call DeviceMesh::flatten with the same names, in the same order"));
+        }
         let along: Vec<usize> =
             names.iter().map(|name| self.layout.dimension(name)).collect::<Result<_>>()?;
         let twice = along.iter().enumerate().find(|(index, dimension)| along[..*index].contains(dimension));
@@ -160,7 +173,7 @@ impl DeviceMesh {
                 Err(Error::invalid_argument(format!("the dimension {:?} is named twice", names[index])))
             }
             None if along.is_empty() => Err(Error::invalid_argument("name at least one dimension")),
-            None => part(&self.all.in_call(Caller::DeviceMeshFlatten), &self.layout, self.place, &along),
+            None => part(&all, &self.layout, self.place, &along),
         }
     }
 }
