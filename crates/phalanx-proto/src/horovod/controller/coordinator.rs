@@ -244,14 +244,17 @@ fn respond(requests: Vec<Option<Request>>) -> Option<Response> {
         }
         (None, _) => None,
     };
-    let of_all = |rows: &dyn Fn(&Request) -> Vec<u64>, none: usize| -> Vec<Vec<u64>> {
-        requests.iter().map(|request| request.as_ref().map_or_else(|| vec![0; none], rows)).collect()
-    };
     let rows = match &request.kind {
         _ if error.is_some() => Vec::new(),
-        Kind::Allgather => of_all(&Request::rows, request.parts.len()),
-        Kind::Alltoall { .. } => of_all(&Request::rows, requests.len()),
-        Kind::Allreduce(_) | Kind::Broadcast { .. } | Kind::Reducescatter(_) | Kind::Barrier => Vec::new(),
+        Kind::Allgather => {
+            let none = || vec![0; request.parts.len()];
+            requests.iter().map(|request| request.as_ref().map_or_else(none, Request::rows)).collect()
+        }
+        Kind::Allreduce(_)
+        | Kind::Alltoall
+        | Kind::Broadcast { .. }
+        | Kind::Reducescatter(_)
+        | Kind::Barrier => Vec::new(),
     };
     Some(Response { request, rows, absent, error })
 }
