@@ -244,7 +244,7 @@ impl RpcBuilder {
     ///
     /// # Errors
     /// If two functions have the same name, or one has none or a name of more than 128 bytes. If the ranks cannot be
-    /// connected, or `group` fails.
+    /// connected, which ends `group` on every rank, or `group` fails.
     pub fn start(self, group: &ProcessGroup) -> Result<Rpc> {
         let Self { functions, lost, threads, limits, timeout } = self;
         let registry = functions.and_then(|registry| registry.with_builtins());
@@ -265,9 +265,9 @@ impl RpcBuilder {
         // In the same order on all ranks, so that no ranks wait for each other in a circle.
         for low in world.ranks() {
             for high in world.ranks().skip(low.index() + 1) {
-                let pair = group.aside_among(&[low, high], Caller::RpcStart, group.timeout())?;
                 let peer = if low == rank { high } else { low };
-                if let Some(pair) = pair {
+                let pair = group.aside_among(&[low, high], Caller::RpcStart, group.timeout());
+                if let Some(pair) = pair.map_err(|error| unconnected(group, peer, &error))? {
                     links[peer.index()].join(pair);
                 }
             }
@@ -292,6 +292,21 @@ impl RpcBuilder {
         }
         Ok(rpc)
     }
+}
+
+/// The error of a rank that cannot be connected with `peer`. It ends the group: the other ranks wait for this one in pairs that come
+/// later, and would hear of nothing.
+fn unconnected(group: &ProcessGroup, peer: Rank, error: &Error) -> Error {
+    let cause = format!(
+        "rank {} could not connect its remote calls with rank {peer}: {}",
+        group.rank(),
+        error.full_cause()
+    );
+    let cause = Error::aborted(cause);
+    group.fail_unless_explained(match error.remedy() {
+        Some(remedy) => cause.with_remedy(remedy),
+        None => cause,
+    })
 }
 
 impl std::fmt::Debug for RpcBuilder {
