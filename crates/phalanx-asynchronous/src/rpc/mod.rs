@@ -267,7 +267,9 @@ impl RpcBuilder {
             for high in world.ranks().skip(low.index() + 1) {
                 let peer = if low == rank { high } else { low };
                 let pair = group.aside_among(&[low, high], Caller::RpcStart, group.timeout());
-                if let Some(pair) = pair.map_err(|error| unconnected(group, peer, &error))? {
+                // The other ranks wait for this one in pairs that come later, and would hear of nothing.
+                let could_not = || format!("connect its remote calls with rank {peer}");
+                if let Some(pair) = pair.map_err(|error| group.fail_half_way(&could_not(), &error))? {
                     links[peer.index()].join(pair);
                 }
             }
@@ -292,21 +294,6 @@ impl RpcBuilder {
         }
         Ok(rpc)
     }
-}
-
-/// The error of a rank that cannot be connected with `peer`. It ends the group: the other ranks wait for this one in pairs that come
-/// later, and would hear of nothing.
-fn unconnected(group: &ProcessGroup, peer: Rank, error: &Error) -> Error {
-    let cause = format!(
-        "rank {} could not connect its remote calls with rank {peer}: {}",
-        group.rank(),
-        error.full_cause()
-    );
-    let cause = Error::aborted(cause);
-    group.fail_unless_explained(match error.remedy() {
-        Some(remedy) => cause.with_remedy(remedy),
-        None => cause,
-    })
 }
 
 impl std::fmt::Debug for RpcBuilder {

@@ -60,8 +60,8 @@ impl DeviceMesh {
     ///
     /// # Errors
     /// On every rank, if there is no dimension or more than eight, a name is empty or comes twice, a size is 0, or the product is
-    /// not the world size; if the ranks ask for different dimensions, and then the error shows two of them. As
-    /// [`split`](ProcessGroup::split).
+    /// not the world size; if the ranks ask for different dimensions, and then the error shows two of them. If one of the groups cannot be
+    /// made, which ends `group` on every rank. As [`split`](ProcessGroup::split).
     pub fn new(group: &ProcessGroup, dimensions: &[(&str, usize)]) -> Result<Self> {
         let all = group.in_call(Caller::DeviceMeshNew);
         let dimension = |(name, size): &(&str, usize)| Dimension { name: (*name).to_owned(), size: *size };
@@ -80,9 +80,14 @@ impl DeviceMesh {
         }
         let layout = Layout::new(own, &hosts)?;
         let place = layout.place(group.rank());
-        let groups: Vec<ProcessGroup> = (0..layout.dimensions().len())
-            .map(|index| part(&all, &layout, place, &[index]))
-            .collect::<Result<_>>()?;
+        let made = layout.dimensions().iter().enumerate().map(|(index, Dimension { name, .. })| {
+            let group = part(&all, &layout, place, &[index]);
+            // The ranks of other groups wait for this one in the next dimension.
+            group.map_err(|error| {
+                all.fail_half_way(&format!("make its group of the dimension {name:?}"), &error)
+            })
+        });
+        let groups = made.collect::<Result<Vec<ProcessGroup>>>()?;
         let mut names: Vec<(usize, String)> = (0..hosts.len())
             .map(|place| layout.at_place(place))
             .map(|(rank, host)| (host, hosts[rank.index()].1.clone()))
