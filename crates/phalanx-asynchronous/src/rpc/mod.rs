@@ -12,7 +12,8 @@
 //!    call that it serves, on whatever rank. Each depth has places of its own in the windows. At the last depth nothing may
 //!    call, so calls there end; so do those around them, depth by depth. A -> B -> A -> B is no exception.
 //! 3. *Handlers that wait for calls leave their thread's place to others* ([`Pool`](pool)), so a call that has been admitted
-//!    always finds a thread when those that run end. There are never more threads than places in the windows.
+//!    always finds a thread when those that run end. Deeper calls have a thread first, so that few wait at a time. There are never
+//!    more threads than places in the windows.
 //!
 //! A program can still cause a deadlock: with a handler that holds a lock during a call, that waits for a call that no rank has
 //! made yet, or that calls from another thread, which counts as depth 0.
