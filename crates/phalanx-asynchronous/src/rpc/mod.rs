@@ -87,6 +87,8 @@ pub struct RpcBuilder {
     threads: usize,
     limits: Limits,
     timeout: Duration,
+    /// If there are some, the others are connected with these ranks, and not with each other.
+    hubs: Option<Vec<Rank>>,
 }
 
 /// Calls between the ranks of a group, by the name of a function and with typed arguments.
@@ -240,6 +242,12 @@ impl RpcBuilder {
         Self { timeout, ..self }
     }
 
+    /// Connects all ranks with these alone, which every rank must name: calls between two others fail.
+    #[must_use]
+    pub(crate) fn around(self, hubs: &[Rank]) -> Self {
+        Self { hubs: Some(hubs.to_vec()), ..self }
+    }
+
     /// Connects this rank with all others of `group`. Every rank must call it, in the same order as its collectives. The
     /// functions of the ranks may differ.
     ///
@@ -247,7 +255,7 @@ impl RpcBuilder {
     /// If two functions have the same name, or one has none or a name of more than 128 bytes. If the ranks cannot be
     /// connected, which ends `group` on every rank, or `group` fails.
     pub fn start(self, group: &ProcessGroup) -> Result<Rpc> {
-        let Self { functions, lost, threads, limits, timeout } = self;
+        let Self { functions, lost, threads, limits, timeout, hubs } = self;
         let registry = functions.and_then(|registry| registry.with_builtins());
         let (rank, world) = (group.rank(), group.world_size());
         // A rank that cannot start tells the others, which would wait for it.
@@ -263,9 +271,16 @@ impl RpcBuilder {
         for (peer, theirs) in world.ranks().zip(theirs.into_iter().flatten()) {
             links.push(Link::new(peer, limits, theirs));
         }
+        let is_hub = |rank| hubs.as_ref().is_none_or(|hubs| hubs.contains(&rank));
+        let is_hub: Vec<bool> = world.ranks().map(is_hub).collect();
+        let is_pair = |one: Rank, other: Rank| is_hub[one.index()] || is_hub[other.index()];
+        for apart in links.iter().filter(|link| link.peer != rank && !is_pair(rank, link.peer)) {
+            let cause = format!("rank {rank} and rank {} are not connected for remote calls", apart.peer);
+            apart.fail(Error::invalid_argument(cause));
+        }
         // In the same order on all ranks, so that no ranks wait for each other in a circle.
         for low in world.ranks() {
-            for high in world.ranks().skip(low.index() + 1) {
+            for high in world.ranks().skip(low.index() + 1).filter(|high| is_pair(low, *high)) {
                 let peer = if low == rank { high } else { low };
                 let pair = group.aside_among(&[low, high], Caller::RpcStart, group.timeout());
                 // The other ranks wait for this one in pairs that come later, and would hear of nothing.
@@ -312,6 +327,7 @@ impl Rpc {
             threads: 16,
             limits: Limits { calls: 64, bytes: 256 << 20 },
             timeout: TIMEOUT,
+            hubs: None,
         }
     }
 
