@@ -145,7 +145,7 @@ fn poor() -> phalanx::Result<()> {
     }
     let mut options = phalanx::GroupOptions::from_env()?;
     options.timeout = LIMIT * 10;
-    phalanx::ProcessGroup::join(met, options)?.barrier()
+    ProcessGroup::join(met, options)?.barrier()
 }
 
 /// A group in which the rank `poor` has no descriptors left.
