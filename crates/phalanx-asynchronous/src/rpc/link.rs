@@ -39,6 +39,8 @@ struct LinkState {
     last_call: u64,
     /// Objects of the peer that this rank no longer holds, and that the peer has not been told of.
     released: Vec<ObjectId>,
+    /// A thread tells the peer of them, and of those that come meanwhile.
+    is_releasing: bool,
     /// The peer's program makes no more calls.
     is_done: bool,
     /// This rank has sent its last frame.
@@ -64,6 +66,7 @@ impl Link {
             pending: HashMap::new(),
             last_call: 0,
             released: Vec::new(),
+            is_releasing: false,
             is_done: false,
             has_said_bye: false,
             failure: None,
@@ -230,15 +233,22 @@ impl Link {
         completer.complete(outcome);
     }
 
-    /// Notes an object that this rank no longer holds. True for the first since the peer was told: then the caller tells it.
+    /// Notes an object that this rank no longer holds. Returns whether the caller tells the peer, until
+    /// [`take_released`](Self::take_released) has nothing more; otherwise another thread does, or nobody need.
     pub(super) fn release(&self, object: ObjectId) -> bool {
         let mut state = self.state.lock();
+        if state.failure.is_some() {
+            return false;
+        }
         state.released.push(object);
-        state.released.len() == 1
+        !std::mem::replace(&mut state.is_releasing, true)
     }
 
-    pub(super) fn take_released(&self) -> Vec<ObjectId> {
-        std::mem::take(&mut self.state.lock().released)
+    /// What the peer must be told of now; none if the caller has told it of all.
+    pub(super) fn take_released(&self) -> Option<Vec<ObjectId>> {
+        let mut state = self.state.lock();
+        state.is_releasing = !state.released.is_empty();
+        state.is_releasing.then(|| std::mem::take(&mut state.released))
     }
 
     pub(super) fn done(&self) {
@@ -325,4 +335,25 @@ pub(super) fn shut_down() -> Error {
 /// The frame that releases `object`.
 pub(super) fn release(object: ObjectId) -> Head {
     Head { object, ..Head::plain(Kind::Release) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_thread_at_a_time_tells_the_peer_of_released_objects() {
+        let limits = Limits { calls: 1, bytes: 1 };
+        let link = Link::new(Rank::new(1), limits, limits);
+        let object = |number| ObjectId { creator: Rank::MAIN, number };
+        assert!(link.release(object(1)) && !link.release(object(2)));
+        assert_eq!(link.take_released(), Some(vec![object(1), object(2)]));
+        // The thread is still sending these: a second one would wait for it.
+        assert!(!link.release(object(3)));
+        assert_eq!(link.take_released(), Some(vec![object(3)]));
+        assert_eq!(link.take_released(), None);
+        assert!(link.release(object(4)), "the thread has ended");
+        link.fail(shut_down());
+        assert!(!link.release(object(5)), "the peer holds nothing for this rank any more");
+    }
 }

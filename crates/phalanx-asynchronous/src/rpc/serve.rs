@@ -184,8 +184,10 @@ impl Shared {
     /// Tells `owner` which of its objects this rank no longer holds.
     pub(super) fn send_releases(&self, owner: Rank) {
         let Ok(link) = self.link(owner) else { return };
-        for object in link.take_released() {
-            let _ = link.deliver(&release(object), &[]);
+        while let Some(objects) = link.take_released() {
+            for object in objects {
+                let _ = link.deliver(&release(object), &[]);
+            }
         }
     }
 
