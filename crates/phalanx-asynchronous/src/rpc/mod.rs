@@ -78,6 +78,11 @@ pub(super) fn waiting<R>(wait: impl FnOnce() -> R) -> R {
     Pool::waiting(wait)
 }
 
+/// Runs `job`, which makes no calls, in a thread of the handlers, as soon as one has a place.
+pub(super) fn aside(context: &Context, job: impl FnOnce() + Send + 'static) {
+    context.rpc.shared.pool.push(crate::wire::rpc::DEPTHS as u8 - 1, job);
+}
+
 type Lost = Box<dyn Fn(&Context, &Error) + Send + Sync>;
 
 /// The functions of a rank, and its limits; see [`Rpc::builder`].
@@ -385,6 +390,12 @@ impl Rpc {
         if let Some(group) = self.shared.link(peer).ok().and_then(Link::group) {
             group.abort(Error::aborted("the connection is cut"));
         }
+    }
+
+    /// Keeps the connection with `peer` busy until the result is dropped, as a long message would.
+    #[cfg(test)]
+    pub(super) fn occupy(&self, peer: Rank) -> Result<parking_lot::MutexGuard<'_, ()>> {
+        self.shared.link(peer).map(Link::turn)
     }
 
     /// What a handler gets of a call of `caller`, as if one had come; nobody reads its answer.

@@ -242,8 +242,7 @@ fn an_answer_waits_for_its_turn_as_long_as_the_connection_stands() {
             group.barrier().unwrap();
             assert_eq!(rpc.call::<_, u8>(peer, "now", &()).unwrap(), 3);
         } else {
-            let link = rpc.shared.link(peer).unwrap();
-            let turn = link.turn();
+            let (link, turn) = (rpc.shared.link(peer).unwrap(), rpc.occupy(peer).unwrap());
             group.barrier().unwrap();
             eventually("the handler has returned", || link.is_answering());
             std::thread::sleep(timeout + timeout / 10);
