@@ -1,6 +1,6 @@
 //! The connection with one peer: what is in flight on it, and its end.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
@@ -12,7 +12,7 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Kind as ErrorKind, Result};
 use crate::group::{Completer, ProcessGroup, Work};
 use crate::rank::Rank;
-use crate::wire::rpc::{Head, INLINE, Kind, ObjectId};
+use crate::wire::rpc::{DEPTHS, Head, INLINE, Kind, ObjectId};
 
 /// The least time for a short message, even if the deadline has just passed.
 const MIN_TIMEOUT: Duration = Duration::from_millis(1);
@@ -36,6 +36,8 @@ struct LinkState {
     /// How many of the peer's calls have left `incoming` and are being answered.
     answering: usize,
     pending: HashMap<u64, Pending>,
+    /// By depth, calls of this rank that wait for a place, in their order: a long one must not wait until there are no short ones.
+    waiting: [VecDeque<u64>; DEPTHS],
     last_call: u64,
     /// Objects of the peer that this rank no longer holds, and that the peer has not been told of.
     released: Vec<ObjectId>,
@@ -64,6 +66,7 @@ impl Link {
             incoming: Window::new(own),
             answering: 0,
             pending: HashMap::new(),
+            waiting: Default::default(),
             last_call: 0,
             released: Vec::new(),
             is_releasing: false,
@@ -100,16 +103,41 @@ impl Link {
         Rank::new(1 - group.rank().get())
     }
 
-    /// Takes a place in the window for a call, and a number for it. Waits for them until `deadline`.
+    /// Takes a place in the window for a call, and a number for it. Waits for them until `deadline`, behind calls at this depth that
+    /// wait already.
     pub(super) fn enter(&self, depth: u8, bytes: u64, deadline: Deadline) -> Result<(u64, Work)> {
         let mut state = self.state.lock();
+        state.last_call += 1;
+        let (number, queue) = (state.last_call, usize::from(depth).min(DEPTHS - 1));
+        state.waiting[queue].push_back(number);
+        let entered = self.await_place(&mut state, number, (depth, bytes), deadline);
+        state.waiting[queue].retain(|waiting| *waiting != number);
+        if !state.waiting[queue].is_empty() {
+            // There may be a place for the next one.
+            self.changed.notify_all();
+        }
+        entered?;
+        let (work, completer) = Work::pending();
+        state.pending.insert(number, Pending { completer, depth, bytes });
+        Ok((number, work))
+    }
+
+    /// Waits until the call `number` is the first that waits at its depth, and there is a place for it.
+    fn await_place(
+        &self,
+        state: &mut MutexGuard<'_, LinkState>,
+        number: u64,
+        (depth, bytes): (u8, u64),
+        deadline: Deadline,
+    ) -> Result<()> {
         let mut is_late = false;
         loop {
             if let Some(failure) = &state.failure {
                 return Err(failure.clone());
             }
-            if state.outgoing.enter(depth, bytes) {
-                break;
+            let is_next = state.waiting.iter().any(|queue| queue.front() == Some(&number));
+            if is_next && state.outgoing.enter(depth, bytes) {
+                return Ok(());
             }
             if is_late {
                 let cause = format!(
@@ -121,13 +149,8 @@ impl Link {
                     "wait for answers before more is called, or raise RpcBuilder::calls_in_flight or bytes_in_flight there",
                 ));
             }
-            is_late = self.changed.wait_until(&mut state, deadline.instant()).timed_out();
+            is_late = self.changed.wait_until(state, deadline.instant()).timed_out();
         }
-        state.last_call += 1;
-        let number = state.last_call;
-        let (work, completer) = Work::pending();
-        state.pending.insert(number, Pending { completer, depth, bytes });
-        Ok((number, work))
     }
 
     /// Takes a call back that could not be sent.
@@ -340,6 +363,30 @@ pub(super) fn release(object: ObjectId) -> Head {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_long_call_is_not_overtaken_by_short_ones() {
+        let limits = Limits { calls: 8, bytes: 100 };
+        let link = Link::new(Rank::new(1), limits, limits);
+        let later = Deadline::after(Duration::from_secs(60));
+        let (first, _answer) = link.enter(0, 60, later).unwrap();
+        std::thread::scope(|scope| {
+            let long = scope.spawn(|| link.enter(0, 100, later).map(|(number, _)| number));
+            while link.state.lock().waiting[0].is_empty() {
+                assert!(!later.has_passed());
+                std::thread::yield_now();
+            }
+            // There is room for this one, but it has come later.
+            assert!(link.enter(0, 10, Deadline::now()).unwrap_err().is_timeout());
+            let (inner, _answer) = link.enter(1, 10, later).unwrap();
+            link.withdraw(first);
+            let long = long.join().unwrap().unwrap();
+            assert!(first < long && long < inner, "{first}, {long}, {inner}");
+            link.withdraw(long);
+        });
+        let _place = link.enter(0, 10, Deadline::now()).unwrap();
+        assert!(link.state.lock().waiting.iter().all(VecDeque::is_empty));
+    }
 
     #[test]
     fn one_thread_at_a_time_tells_the_peer_of_released_objects() {
