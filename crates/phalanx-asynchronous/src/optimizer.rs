@@ -181,7 +181,9 @@ impl UpdateRule for Adam {
     ) {
         let [moment_1, moment_2, ..] = states else { return };
         let power = i32::try_from(time).unwrap_or(i32::MAX);
-        let corrections = (1.0 - self.beta_1.powi(power), 1.0 - self.beta_2.powi(power));
+        // In f64, as PyTorch: in f32 a power near 1 leaves few digits of the difference.
+        let correction = |beta: f32| (1.0 - f64::from(beta).powi(power)) as f32;
+        let corrections = (correction(self.beta_1), correction(self.beta_2));
         let rate = self.learning_rate * scale;
         Arch::new().dispatch(|| self.apply(rate, corrections, parameters, gradients, moment_1, moment_2));
     }
@@ -236,6 +238,19 @@ dampening 1.475901094 -1.524098906 2.165653830
 adam 1.492036333 -1.507963667 0.998518958
 adam_l2 1.484095683 -1.506276207 0.998092979
 adamw 1.434500016 -1.422362792 0.964228955";
+
+    /// Gradients that stay the same have their own value as mean, and its square as second moment.
+    #[test]
+    fn steps_along_one_gradient_are_as_long_as_the_learning_rate_from_the_first_on() {
+        let mut states = [[0.0f32; 1], [0.0; 1]];
+        for time in 1..=1000 {
+            let mut parameters = [0.0f32];
+            let [first, second] = &mut states;
+            let mut states = [first.as_mut_slice(), second.as_mut_slice()];
+            Adam::new(1.0).update(time, 1.0, &mut parameters, &[1.0], &mut states);
+            assert!((parameters[0] + 1.0).abs() < 2e-6, "step {time}: {}", parameters[0]);
+        }
+    }
 
     #[test]
     fn the_scale_multiplies_the_learning_rate() {

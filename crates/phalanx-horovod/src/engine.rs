@@ -63,6 +63,8 @@ pub(crate) struct NextTimeline {
 pub(crate) struct Submission {
     pub request: Request,
     pub tensors: Vec<Tensor>,
+    /// Of an alltoall: how many rows go to each rank.
+    pub splits: Vec<usize>,
     pub at: Instant,
     pub done: Completer,
 }
@@ -122,14 +124,14 @@ impl Engine {
         Ok(Self { shared, groups, thread: Mutex::new(Some(thread)) })
     }
 
-    /// Hands an operation over.
+    /// Hands an operation over. An alltoall has splits.
     ///
     /// # Errors
     /// If the request cannot be, its name is in flight, or the engine has ended.
     pub fn submit<T>(
         &self,
         request: Request,
-        tensors: Vec<Tensor>,
+        (tensors, splits): (Vec<Tensor>, Vec<usize>),
         take: fn(Outcome) -> Result<T>,
     ) -> Result<Handle<T>> {
         request.check(self.groups.control.world_size().count())?;
@@ -151,7 +153,7 @@ impl Engine {
             return Err(Error::invalid_argument(format!("{:?} is in flight already", request.name))
                 .with_remedy("synchronize its handle first, or give this tensor another name"));
         }
-        state.submitted.push(Submission { request, tensors, at: Instant::now(), done });
+        state.submitted.push(Submission { request, tensors, splits, at: Instant::now(), done });
         if state.names.len() == 1 || state.waiting > 0 {
             self.shared.hurry.notify_all();
         }

@@ -30,6 +30,8 @@ pub(crate) struct Works(HashMap<String, Work>);
 
 struct Work {
     tensors: Vec<Tensor>,
+    /// Of an alltoall: how many rows go to each rank.
+    splits: Vec<usize>,
     /// How many of them are still to be reduced.
     left: usize,
     done: Completer,
@@ -37,8 +39,8 @@ struct Work {
 
 impl Works {
     pub fn add(&mut self, submission: Submission) {
-        let Submission { request, tensors, done, .. } = submission;
-        let work = Work { left: tensors.len(), tensors, done };
+        let Submission { request, tensors, splits, done, .. } = submission;
+        let work = Work { left: tensors.len(), tensors, splits, done };
         self.0.insert(request.name, work);
     }
 
@@ -52,6 +54,11 @@ impl Works {
     /// cause of whatever happens in between.
     fn take_tensors(&mut self, name: &str) -> Option<Vec<Tensor>> {
         self.0.get_mut(name).map(|work| std::mem::take(&mut work.tensors))
+    }
+
+    /// How many rows of an alltoall go to each rank; empty if this rank has joined.
+    fn take_splits(&mut self, name: &str) -> Vec<usize> {
+        self.0.get_mut(name).map(|work| std::mem::take(&mut work.splits)).unwrap_or_default()
     }
 
     fn end(&mut self, name: &str, outcome: Result<Outcome>) {
@@ -228,7 +235,7 @@ impl Executor {
                 match kind {
                     Kind::Allgather => Outcome::of(self.allgather(response, &tensors)?),
                     Kind::Broadcast { root } => Outcome::of(self.broadcast(tensors, Rank::new(*root))?),
-                    Kind::Alltoall { .. } => self.alltoall(response, &tensors)?,
+                    Kind::Alltoall => self.alltoall(&response.request, &tensors, works.take_splits(name))?,
                     // Of no tensors.
                     Kind::Allreduce(_) | Kind::Reducescatter(_) | Kind::Barrier => Outcome::of(tensors),
                 }
@@ -258,13 +265,31 @@ impl Executor {
         Ok(tensors)
     }
 
-    fn alltoall(&self, response: &Response, tensors: &[Tensor]) -> Result<Outcome> {
-        let (Some(part), Some(tensor)) = (response.request.parts.first(), tensors.first()) else {
+    /// The ranks first tell each other how many rows come. `splits` are those that this rank sends.
+    fn alltoall(&self, request: &Request, tensors: &[Tensor], mut splits: Vec<usize>) -> Result<Outcome> {
+        let (Some(part), Some(tensor)) = (request.parts.first(), tensors.first()) else {
             return Ok(Outcome::default());
         };
-        let (own, row) = (self.group.rank().index(), part.row() * part.dtype.size());
-        let sent: Vec<usize> = response.rows[own].iter().map(|rows| *rows as usize * row).collect();
-        let splits: Vec<usize> = response.rows.iter().map(|rows| rows[own] as usize).collect();
+        let (size, row) = (self.group.world_size().count(), part.row() * part.dtype.size());
+        // A rank that has joined sends none.
+        splits.resize(size, 0);
+        let sent: Vec<usize> = splits.iter().map(|rows| rows * row).collect();
+        let own: Vec<i64> = splits.iter().map(|rows| *rows as i64).collect();
+        let mut coming = vec![0i64; size];
+        self.group.all_to_all(&own, &mut coming)?;
+        let splits = coming.iter().map(|rows| usize::try_from(*rows).ok()).collect::<Option<Vec<usize>>>();
+        // So many that the bytes of all of them can be counted.
+        let splits = splits.filter(|splits| {
+            let rows = splits.iter().try_fold(0usize, |sum, rows| sum.checked_add(*rows));
+            let bytes = rows.and_then(|rows| rows.checked_mul(row));
+            bytes.is_some_and(|bytes| bytes <= isize::MAX as usize)
+        });
+        let Some(splits) = splits else {
+            return Err(Error::mismatch(format!(
+                "{:?}: the ranks send {coming:?} rows to this one, which cannot be",
+                request.name
+            )));
+        };
         let mut shape = part.dims();
         shape[0] = splits.iter().sum();
         let mut received = Tensor::zeroed(part.dtype, shape);
@@ -338,7 +363,7 @@ fn pieces(lengths: &[usize], most: usize) -> Vec<Vec<(usize, Range<usize>)>> {
 fn neutral(request: &Request) -> Vec<Tensor> {
     let tensors = request.parts.iter().map(|part| {
         let mut shape = part.dims();
-        if matches!(request.kind, Kind::Allgather | Kind::Alltoall { .. }) {
+        if matches!(request.kind, Kind::Allgather | Kind::Alltoall) {
             shape[0] = 0;
         }
         let mut tensor = Tensor::zeroed(part.dtype, shape);

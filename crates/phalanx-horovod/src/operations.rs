@@ -187,20 +187,29 @@ impl Horovod {
         splits: Option<&[usize]>,
     ) -> Result<Handle<Received>> {
         let tensor = tensor.into();
+        // A scalar has none, and is refused below.
+        let (rows, size) = (tensor.shape().first().copied().unwrap_or(0), self.size() as usize);
         let splits = match splits {
-            Some(splits) => splits.iter().map(|rows| *rows as u64).collect(),
+            Some(splits) => {
+                let sum = splits.iter().try_fold(0usize, |sum, split| sum.checked_add(*split));
+                if splits.len() != size || sum != Some(rows) {
+                    return Err(Error::invalid_argument(format!(
+                        "the splits {splits:?} do not divide {rows} rows among {size} ranks"
+                    )));
+                }
+                splits.to_vec()
+            }
             None => {
-                let (rows, size) = (tensor.shape().first().copied().unwrap_or(0), self.size() as usize);
                 if !rows.is_multiple_of(size) {
                     return Err(Error::invalid_argument(format!(
                         "{name:?}: {rows} rows cannot be divided by {size} ranks"
                     ))
                     .with_remedy("pass the splits"));
                 }
-                vec![(rows / size) as u64; size]
+                vec![rows / size; size]
             }
         };
-        self.submit(name, Kind::Alltoall { splits }, vec![tensor], |mut outcome| {
+        self.submit_split(name, Kind::Alltoall, (vec![tensor], splits), |mut outcome| {
             let splits = std::mem::take(&mut outcome.splits);
             Ok(Received { tensor: outcome.single()?, splits })
         })
@@ -314,13 +323,23 @@ impl Horovod {
         tensors: Vec<Tensor>,
         take: fn(Outcome) -> Result<T>,
     ) -> Result<Handle<T>> {
+        self.submit_split(name, kind, (tensors, Vec::new()), take)
+    }
+
+    fn submit_split<T>(
+        &self,
+        name: &str,
+        kind: Kind,
+        (tensors, splits): (Vec<Tensor>, Vec<usize>),
+        take: fn(Outcome) -> Result<T>,
+    ) -> Result<Handle<T>> {
         let parts = tensors.iter().map(|tensor| Part {
             dtype: tensor.dtype(),
             stands_for: tensor.stands_for(),
             shape: tensor.shape().iter().map(|extent| *extent as u64).collect(),
         });
         let request = Request { name: name.to_owned(), kind, parts: parts.collect() };
-        self.engine().submit(request, tensors, take)
+        self.engine().submit(request, (tensors, splits), take)
     }
 }
 

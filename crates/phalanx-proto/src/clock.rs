@@ -7,6 +7,9 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::rank::Rank;
 
+/// The most steps after which a worker may begin: counting on from there never overflows.
+const MAX_STEPS: u64 = u64::MAX / 2;
+
 /// How far workers may be apart. A worker's clock is the number of steps that it has ended.
 ///
 /// Source of the second: Q. Ho et al., *More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server*,
@@ -58,7 +61,7 @@ impl Clocks {
     /// `worker`, which takes part, begins with the step after `clock`.
     ///
     /// # Errors
-    /// If it takes no part, or has ended more steps.
+    /// If it takes no part, has ended more steps, or would begin after more than any run has.
     pub fn enter(&mut self, worker: Rank, clock: u64) -> Result<()> {
         match self.workers.get_mut(&worker) {
             None => return Err(no_worker(worker)),
@@ -66,6 +69,11 @@ impl Clocks {
                 let cause = format!("rank {worker} has ended {own} steps, and cannot begin after {clock}");
                 return Err(Error::invalid_argument(cause)
                     .with_remedy("begin with the steps that the worker has ended, or more"));
+            }
+            Some(_) if clock > MAX_STEPS => {
+                return Err(Error::invalid_argument(format!(
+                    "rank {worker} would begin after {clock} steps, which no run has"
+                )));
             }
             Some(own) => *own = clock,
         }
@@ -173,6 +181,19 @@ mod tests {
             clocks.join(slow);
             assert!(clocks.may_go(slow) && clocks.may_go(fast), "it comes in at the slowest clock");
         }
+    }
+
+    #[test]
+    fn no_worker_begins_after_more_steps_than_can_be_counted() {
+        let (one, other) = (Rank::new(0), Rank::new(1));
+        let mut clocks = Clocks::new(Consistency::Asp, [one, other]);
+        for clock in [u64::MAX, MAX_STEPS + 1] {
+            let error = clocks.enter(one, clock).unwrap_err();
+            assert!(error.is_invalid_argument() && error.to_string().contains("no run has"), "{error}");
+        }
+        clocks.enter(one, MAX_STEPS).unwrap();
+        clocks.advance(one).unwrap();
+        assert_eq!((clocks.lead(one), clocks.lead(other)), (Some(MAX_STEPS + 1), Some(0)));
     }
 
     #[derive(Clone, Copy, Debug)]

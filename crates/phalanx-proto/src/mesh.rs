@@ -1,5 +1,7 @@
 //! Which rank has which coordinates: pure.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -99,29 +101,14 @@ impl Layout {
         (across.fold(0, number), along.iter().copied().fold(0, number))
     }
 
-    /// The places of the group that `place` belongs to, in their order.
-    pub fn members(&self, place: usize, along: &[usize]) -> Vec<usize> {
-        let (color, _) = self.split(place, along);
-        let mut members: Vec<(usize, usize)> = (0..self.order.len())
-            .map(|other| (self.split(other, along), other))
-            .filter(|((other, _), _)| *other == color)
-            .map(|((_, key), other)| (key, other))
-            .collect();
-        members.sort_unstable();
-        members.into_iter().map(|(_, place)| place).collect()
-    }
-
     /// On how many hosts the widest group of a dimension is.
     pub fn hosts_of_a_group(&self, dimension: usize) -> usize {
-        let groups = (0..self.order.len()).filter(|place| self.coordinates(*place)[dimension] == 0);
-        let spread = groups.map(|place| {
-            let mut hosts: Vec<usize> =
-                self.members(place, &[dimension]).into_iter().map(|member| self.hosts[member]).collect();
-            hosts.sort_unstable();
-            hosts.dedup();
-            hosts.len()
-        });
-        spread.max().unwrap_or(1)
+        let mut hosts: BTreeMap<usize, BTreeSet<usize>> = BTreeMap::new();
+        for (place, host) in self.hosts.iter().enumerate() {
+            let (color, _) = self.split(place, &[dimension]);
+            hosts.entry(color).or_default().insert(*host);
+        }
+        hosts.values().map(BTreeSet::len).max().unwrap_or(1)
     }
 }
 
@@ -174,6 +161,18 @@ mod tests {
             .collect()
     }
 
+    /// The places of the group that `place` belongs to, in their order.
+    fn members(layout: &Layout, place: usize, along: &[usize]) -> Vec<usize> {
+        let (color, _) = layout.split(place, along);
+        let mut members: Vec<(usize, usize)> = (0..layout.order.len())
+            .map(|other| (layout.split(other, along), other))
+            .filter(|((other, _), _)| *other == color)
+            .map(|((_, key), other)| (key, other))
+            .collect();
+        members.sort_unstable();
+        members.into_iter().map(|(_, place)| place).collect()
+    }
+
     proptest! {
         #[test]
         fn each_rank_has_coordinates_of_its_own_and_each_group_is_a_line(
@@ -195,16 +194,16 @@ mod tests {
                 let again = (0..place).any(|other| of(other) == of(place));
                 prop_assert!(place == 0 || again == (of(place - 1) == of(place)), "a host's ranks are apart");
                 for along in 0..sizes.len() {
-                    let members = layout.members(place, &[along]);
-                    prop_assert_eq!(members.len(), sizes[along]);
-                    for (key, member) in members.iter().enumerate() {
+                    let line = members(&layout, place, &[along]);
+                    prop_assert_eq!(line.len(), sizes[along]);
+                    for (key, member) in line.iter().enumerate() {
                         let mut expected = own.clone();
                         expected[along] = key;
                         prop_assert_eq!(layout.coordinates(*member), expected);
                     }
                 }
                 let all: Vec<usize> = (0..sizes.len()).collect();
-                prop_assert_eq!(layout.members(place, &all), (0..world).collect::<Vec<_>>());
+                prop_assert_eq!(members(&layout, place, &all), (0..world).collect::<Vec<_>>());
             }
         }
 
@@ -233,6 +232,15 @@ mod tests {
         let ranks: Vec<u32> = (0..6).map(|place| layout.at_place(place).0.get()).collect();
         assert_eq!(ranks, [0, 2, 4, 1, 3, 5]);
         assert_eq!(layout.hosts_of_a_group(1), 1);
+    }
+
+    /// Each group is looked at once: with a look at all ranks for each group it would not end today.
+    #[test]
+    fn hosts_are_counted_among_many_ranks_too() {
+        let world = 1 << 16;
+        let hosts: Vec<usize> = (0..world).map(|rank| rank / 1024).collect();
+        let layout = Layout::new(dimensions(&[world, 1]), &hosts).unwrap();
+        assert_eq!((layout.hosts_of_a_group(0), layout.hosts_of_a_group(1)), (64, 1));
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! The connection with one peer: what is in flight on it, and its end.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
@@ -12,7 +12,7 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Kind as ErrorKind, Result};
 use crate::group::{Completer, ProcessGroup, Work};
 use crate::rank::Rank;
-use crate::wire::rpc::{Head, INLINE, Kind, ObjectId};
+use crate::wire::rpc::{DEPTHS, Head, INLINE, Kind, ObjectId};
 
 /// The least time for a short message, even if the deadline has just passed.
 const MIN_TIMEOUT: Duration = Duration::from_millis(1);
@@ -36,9 +36,13 @@ struct LinkState {
     /// How many of the peer's calls have left `incoming` and are being answered.
     answering: usize,
     pending: HashMap<u64, Pending>,
+    /// By depth, calls of this rank that wait for a place, in their order: a long one must not wait until there are no short ones.
+    waiting: [VecDeque<u64>; DEPTHS],
     last_call: u64,
     /// Objects of the peer that this rank no longer holds, and that the peer has not been told of.
     released: Vec<ObjectId>,
+    /// A thread tells the peer of them, and of those that come meanwhile.
+    is_releasing: bool,
     /// The peer's program makes no more calls.
     is_done: bool,
     /// This rank has sent its last frame.
@@ -62,8 +66,10 @@ impl Link {
             incoming: Window::new(own),
             answering: 0,
             pending: HashMap::new(),
+            waiting: Default::default(),
             last_call: 0,
             released: Vec::new(),
+            is_releasing: false,
             is_done: false,
             has_said_bye: false,
             failure: None,
@@ -97,16 +103,41 @@ impl Link {
         Rank::new(1 - group.rank().get())
     }
 
-    /// Takes a place in the window for a call, and a number for it. Waits for them until `deadline`.
+    /// Takes a place in the window for a call, and a number for it. Waits for them until `deadline`, behind calls at this depth that
+    /// wait already.
     pub(super) fn enter(&self, depth: u8, bytes: u64, deadline: Deadline) -> Result<(u64, Work)> {
         let mut state = self.state.lock();
+        state.last_call += 1;
+        let (number, queue) = (state.last_call, usize::from(depth).min(DEPTHS - 1));
+        state.waiting[queue].push_back(number);
+        let entered = self.await_place(&mut state, number, (depth, bytes), deadline);
+        state.waiting[queue].retain(|waiting| *waiting != number);
+        if !state.waiting[queue].is_empty() {
+            // There may be a place for the next one.
+            self.changed.notify_all();
+        }
+        entered?;
+        let (work, completer) = Work::pending();
+        state.pending.insert(number, Pending { completer, depth, bytes });
+        Ok((number, work))
+    }
+
+    /// Waits until the call `number` is the first that waits at its depth, and there is a place for it.
+    fn await_place(
+        &self,
+        state: &mut MutexGuard<'_, LinkState>,
+        number: u64,
+        (depth, bytes): (u8, u64),
+        deadline: Deadline,
+    ) -> Result<()> {
         let mut is_late = false;
         loop {
             if let Some(failure) = &state.failure {
                 return Err(failure.clone());
             }
-            if state.outgoing.enter(depth, bytes) {
-                break;
+            let is_next = state.waiting.iter().any(|queue| queue.front() == Some(&number));
+            if is_next && state.outgoing.enter(depth, bytes) {
+                return Ok(());
             }
             if is_late {
                 let cause = format!(
@@ -118,13 +149,8 @@ impl Link {
                     "wait for answers before more is called, or raise RpcBuilder::calls_in_flight or bytes_in_flight there",
                 ));
             }
-            is_late = self.changed.wait_until(&mut state, deadline.instant()).timed_out();
+            is_late = self.changed.wait_until(state, deadline.instant()).timed_out();
         }
-        state.last_call += 1;
-        let number = state.last_call;
-        let (work, completer) = Work::pending();
-        state.pending.insert(number, Pending { completer, depth, bytes });
-        Ok((number, work))
     }
 
     /// Takes a call back that could not be sent.
@@ -152,6 +178,24 @@ impl Link {
     pub(super) fn send(&self, head: &Head, payload: &[u8], deadline: Deadline) -> Result<()> {
         let group = self.group().ok_or_else(|| self.failure().unwrap_or_else(shut_down))?;
         self.send_in(&group, head, payload, deadline)
+    }
+
+    /// Sends what the peer must have as long as the connection stands: an answer, or an end. Waits for its turn without a limit, since
+    /// each thread that has it ends in time, or the connection fails.
+    pub(super) fn deliver(&self, head: &Head, payload: &[u8]) -> Result<()> {
+        self.send(head, payload, Deadline::after(Duration::MAX))
+    }
+
+    /// Has the turn to send, as a thread with a long message.
+    #[cfg(test)]
+    pub(super) fn turn(&self) -> MutexGuard<'_, ()> {
+        self.turn.lock()
+    }
+
+    /// Whether a call of the peer is being answered.
+    #[cfg(test)]
+    pub(super) fn is_answering(&self) -> bool {
+        self.state.lock().answering > 0
     }
 
     /// `group` is the group of the two.
@@ -212,15 +256,22 @@ impl Link {
         completer.complete(outcome);
     }
 
-    /// Notes an object that this rank no longer holds. True for the first since the peer was told: then the caller tells it.
+    /// Notes an object that this rank no longer holds. Returns whether the caller tells the peer, until
+    /// [`take_released`](Self::take_released) has nothing more; otherwise another thread does, or nobody need.
     pub(super) fn release(&self, object: ObjectId) -> bool {
         let mut state = self.state.lock();
+        if state.failure.is_some() {
+            return false;
+        }
         state.released.push(object);
-        state.released.len() == 1
+        !std::mem::replace(&mut state.is_releasing, true)
     }
 
-    pub(super) fn take_released(&self) -> Vec<ObjectId> {
-        std::mem::take(&mut self.state.lock().released)
+    /// What the peer must be told of now; none if the caller has told it of all.
+    pub(super) fn take_released(&self) -> Option<Vec<ObjectId>> {
+        let mut state = self.state.lock();
+        state.is_releasing = !state.released.is_empty();
+        state.is_releasing.then(|| std::mem::take(&mut state.released))
     }
 
     pub(super) fn done(&self) {
@@ -307,4 +358,49 @@ pub(super) fn shut_down() -> Error {
 /// The frame that releases `object`.
 pub(super) fn release(object: ObjectId) -> Head {
     Head { object, ..Head::plain(Kind::Release) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_call_is_not_overtaken_by_short_ones() {
+        let limits = Limits { calls: 8, bytes: 100 };
+        let link = Link::new(Rank::new(1), limits, limits);
+        let later = Deadline::after(Duration::from_secs(60));
+        let (first, _answer) = link.enter(0, 60, later).unwrap();
+        std::thread::scope(|scope| {
+            let long = scope.spawn(|| link.enter(0, 100, later).map(|(number, _)| number));
+            while link.state.lock().waiting[0].is_empty() {
+                assert!(!later.has_passed());
+                std::thread::yield_now();
+            }
+            // There is room for this one, but it has come later.
+            assert!(link.enter(0, 10, Deadline::now()).unwrap_err().is_timeout());
+            let (inner, _answer) = link.enter(1, 10, later).unwrap();
+            link.withdraw(first);
+            let long = long.join().unwrap().unwrap();
+            assert!(first < long && long < inner, "{first}, {long}, {inner}");
+            link.withdraw(long);
+        });
+        let _place = link.enter(0, 10, Deadline::now()).unwrap();
+        assert!(link.state.lock().waiting.iter().all(VecDeque::is_empty));
+    }
+
+    #[test]
+    fn one_thread_at_a_time_tells_the_peer_of_released_objects() {
+        let limits = Limits { calls: 1, bytes: 1 };
+        let link = Link::new(Rank::new(1), limits, limits);
+        let object = |number| ObjectId { creator: Rank::MAIN, number };
+        assert!(link.release(object(1)) && !link.release(object(2)));
+        assert_eq!(link.take_released(), Some(vec![object(1), object(2)]));
+        // The thread is still sending these: a second one would wait for it.
+        assert!(!link.release(object(3)));
+        assert_eq!(link.take_released(), Some(vec![object(3)]));
+        assert_eq!(link.take_released(), None);
+        assert!(link.release(object(4)), "the thread has ended");
+        link.fail(shut_down());
+        assert!(!link.release(object(5)), "the peer holds nothing for this rank any more");
+    }
 }

@@ -12,7 +12,8 @@
 //!    call that it serves, on whatever rank. Each depth has places of its own in the windows. At the last depth nothing may
 //!    call, so calls there end; so do those around them, depth by depth. A -> B -> A -> B is no exception.
 //! 3. *Handlers that wait for calls leave their thread's place to others* ([`Pool`](pool)), so a call that has been admitted
-//!    always finds a thread when those that run end. There are never more threads than places in the windows.
+//!    always finds a thread when those that run end. Deeper calls have a thread first, so that few wait at a time. There are never
+//!    more threads than places in the windows.
 //!
 //! A program can still cause a deadlock: with a handler that holds a lock during a call, that waits for a call that no rank has
 //! made yet, or that calls from another thread, which counts as depth 0.
@@ -77,6 +78,11 @@ pub(super) fn waiting<R>(wait: impl FnOnce() -> R) -> R {
     Pool::waiting(wait)
 }
 
+/// Runs `job`, which makes no calls, in a thread of the handlers, as soon as one has a place.
+pub(super) fn aside(context: &Context, job: impl FnOnce() + Send + 'static) {
+    context.rpc.shared.pool.push(crate::wire::rpc::DEPTHS as u8 - 1, job);
+}
+
 type Lost = Box<dyn Fn(&Context, &Error) + Send + Sync>;
 
 /// The functions of a rank, and its limits; see [`Rpc::builder`].
@@ -86,6 +92,8 @@ pub struct RpcBuilder {
     threads: usize,
     limits: Limits,
     timeout: Duration,
+    /// If there are some, the others are connected with these ranks, and not with each other.
+    hubs: Option<Vec<Rank>>,
 }
 
 /// Calls between the ranks of a group, by the name of a function and with typed arguments.
@@ -140,8 +148,6 @@ struct Shared {
     functions: Registry,
     lost: Vec<Lost>,
     timeout: Duration,
-    /// How long a message that is being sent may take.
-    send_timeout: Duration,
     /// By rank.
     links: Vec<Link>,
     pool: Arc<Pool>,
@@ -241,14 +247,20 @@ impl RpcBuilder {
         Self { timeout, ..self }
     }
 
+    /// Connects all ranks with these alone, which every rank must name: calls between two others fail.
+    #[must_use]
+    pub(crate) fn around(self, hubs: &[Rank]) -> Self {
+        Self { hubs: Some(hubs.to_vec()), ..self }
+    }
+
     /// Connects this rank with all others of `group`. Every rank must call it, in the same order as its collectives. The
     /// functions of the ranks may differ.
     ///
     /// # Errors
     /// If two functions have the same name, or one has none or a name of more than 128 bytes. If the ranks cannot be
-    /// connected, or `group` fails.
+    /// connected, which ends `group` on every rank, or `group` fails.
     pub fn start(self, group: &ProcessGroup) -> Result<Rpc> {
-        let Self { functions, lost, threads, limits, timeout } = self;
+        let Self { functions, lost, threads, limits, timeout, hubs } = self;
         let registry = functions.and_then(|registry| registry.with_builtins());
         let (rank, world) = (group.rank(), group.world_size());
         // A rank that cannot start tells the others, which would wait for it.
@@ -264,12 +276,21 @@ impl RpcBuilder {
         for (peer, theirs) in world.ranks().zip(theirs.into_iter().flatten()) {
             links.push(Link::new(peer, limits, theirs));
         }
+        let is_hub = |rank| hubs.as_ref().is_none_or(|hubs| hubs.contains(&rank));
+        let is_hub: Vec<bool> = world.ranks().map(is_hub).collect();
+        let is_pair = |one: Rank, other: Rank| is_hub[one.index()] || is_hub[other.index()];
+        for apart in links.iter().filter(|link| link.peer != rank && !is_pair(rank, link.peer)) {
+            let cause = format!("rank {rank} and rank {} are not connected for remote calls", apart.peer);
+            apart.fail(Error::invalid_argument(cause));
+        }
         // In the same order on all ranks, so that no ranks wait for each other in a circle.
         for low in world.ranks() {
-            for high in world.ranks().skip(low.index() + 1) {
-                let pair = group.aside_among(&[low, high], Caller::RpcStart, group.timeout())?;
+            for high in world.ranks().skip(low.index() + 1).filter(|high| is_pair(low, *high)) {
                 let peer = if low == rank { high } else { low };
-                if let Some(pair) = pair {
+                let pair = group.aside_among(&[low, high], Caller::RpcStart, group.timeout());
+                // The other ranks wait for this one in pairs that come later, and would hear of nothing.
+                let could_not = || format!("connect its remote calls with rank {peer}");
+                if let Some(pair) = pair.map_err(|error| group.fail_half_way(&could_not(), &error))? {
                     links[peer.index()].join(pair);
                 }
             }
@@ -281,7 +302,6 @@ impl RpcBuilder {
             functions,
             lost,
             timeout,
-            send_timeout: group.timeout(),
             links,
             pool,
             objects: Objects::default(),
@@ -312,6 +332,7 @@ impl Rpc {
             threads: 16,
             limits: Limits { calls: 64, bytes: 256 << 20 },
             timeout: TIMEOUT,
+            hubs: None,
         }
     }
 
@@ -369,6 +390,12 @@ impl Rpc {
         if let Some(group) = self.shared.link(peer).ok().and_then(Link::group) {
             group.abort(Error::aborted("the connection is cut"));
         }
+    }
+
+    /// Keeps the connection with `peer` busy until the result is dropped, as a long message would.
+    #[cfg(test)]
+    pub(super) fn occupy(&self, peer: Rank) -> Result<parking_lot::MutexGuard<'_, ()>> {
+        self.shared.link(peer).map(Link::turn)
     }
 
     /// What a handler gets of a call of `caller`, as if one had come; nobody reads its answer.

@@ -8,6 +8,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::registry::{HANDLER, caught};
 use crate::error::{Error, Result};
+use crate::wire::rpc::DEPTHS;
 
 thread_local! {
     /// The job that this thread runs.
@@ -23,7 +24,8 @@ struct Current {
 }
 
 /// Runs jobs, at most `limit` at a time. A job that waits for a call of its own does not count while it waits, so that
-/// jobs which others wait for always find a thread.
+/// jobs which others wait for always find a thread. Deeper jobs come first: threads of other ranks wait for them, and each job that
+/// begins before them may be one more that waits, with a thread.
 pub(super) struct Pool {
     limit: usize,
     name: String,
@@ -33,7 +35,10 @@ pub(super) struct Pool {
 
 #[derive(Default)]
 struct PoolState {
-    queue: VecDeque<Job>,
+    /// Jobs of the pool's owner, which do not count towards the limit: jobs that have reached it may wait for what these do.
+    internal: VecDeque<Job>,
+    /// By depth.
+    queues: [VecDeque<Job>; DEPTHS],
     /// Threads that wait for a job.
     idle: usize,
     /// Threads with a job that does not wait for a call.
@@ -43,7 +48,6 @@ struct PoolState {
 
 struct Job {
     depth: u8,
-    /// A job of the pool's owner, which does not count towards the limit: jobs that have reached it may wait for what this one does.
     is_internal: bool,
     run: Box<dyn FnOnce() + Send>,
 }
@@ -72,20 +76,17 @@ impl Pool {
             drop(state);
             return job.forget();
         }
-        match job.is_internal {
-            true => state.queue.push_front(job),
-            false => state.queue.push_back(job),
-        }
+        state.push(job);
         self.employ(&state);
     }
 
-    /// Wakes or starts a thread for the queue's first job, if one may run. The caller holds the lock.
+    /// Wakes or starts a thread for the next job, if one may run. The caller holds the lock.
     fn employ(self: &Arc<Self>, state: &PoolState) {
         if !state.may_run(self.limit) {
             return;
         }
         // If no thread can be started, the job waits for one of the existing ones.
-        if state.idle >= state.queue.len() || self.spawn().is_err() {
+        if state.idle >= state.waiting() || self.spawn().is_err() {
             self.changed.notify_one();
         }
     }
@@ -101,8 +102,7 @@ impl Pool {
     fn serve(self: Arc<Self>) {
         let mut state = self.state.lock();
         loop {
-            let next = if state.may_run(self.limit) { state.queue.pop_front() } else { None };
-            let Some(job) = next else {
+            let Some(job) = state.next(self.limit) else {
                 if state.closed || state.idle >= self.limit {
                     return;
                 }
@@ -126,10 +126,10 @@ impl Pool {
     pub(super) fn close(&self) {
         let mut state = self.state.lock();
         state.closed = true;
-        let forgotten = std::mem::take(&mut state.queue);
+        let (internal, queues) = (std::mem::take(&mut state.internal), std::mem::take(&mut state.queues));
         drop(state);
         self.changed.notify_all();
-        forgotten.into_iter().for_each(Job::forget);
+        internal.into_iter().chain(queues.into_iter().flatten()).for_each(Job::forget);
     }
 
     /// The number of calls around one that this thread makes.
@@ -184,8 +184,28 @@ impl Job {
 }
 
 impl PoolState {
+    fn push(&mut self, job: Job) {
+        let depth = usize::from(job.depth).min(DEPTHS - 1);
+        let queue = if job.is_internal { &mut self.internal } else { &mut self.queues[depth] };
+        queue.push_back(job);
+    }
+
+    /// How many jobs have no thread yet.
+    fn waiting(&self) -> usize {
+        self.internal.len() + self.queues.iter().map(VecDeque::len).sum::<usize>()
+    }
+
     fn may_run(&self, limit: usize) -> bool {
-        self.queue.front().is_some_and(|job| job.is_internal || self.running < limit)
+        !self.internal.is_empty() || self.running < limit && self.waiting() > 0
+    }
+
+    /// The next job, if one may run.
+    fn next(&mut self, limit: usize) -> Option<Job> {
+        if !self.may_run(limit) {
+            return None;
+        }
+        let deepest = || self.queues.iter_mut().rev().find_map(VecDeque::pop_front);
+        self.internal.pop_front().or_else(deepest)
     }
 }
 
@@ -223,6 +243,28 @@ mod tests {
             said.recv_timeout(LIMIT).unwrap();
         }
         drop(end);
+        pool.close();
+    }
+
+    #[test]
+    fn deeper_jobs_run_first_and_those_of_one_depth_in_their_order() {
+        let pool = Pool::new(1, "jobs".to_owned()).unwrap();
+        let (say, said) = mpsc::channel();
+        let (end, ends) = mpsc::channel::<()>();
+        let (begin, begins) = mpsc::channel();
+        // It has the only place while the others come.
+        pool.push(0, move || {
+            begin.send(()).unwrap();
+            let _ = ends.recv_timeout(LIMIT);
+        });
+        begins.recv_timeout(LIMIT).unwrap();
+        for (depth, job) in [(0, 'a'), (1, 'b'), (0, 'c'), (3, 'd'), (1, 'e')] {
+            let say = say.clone();
+            pool.push(depth, move || say.send(job).unwrap());
+        }
+        end.send(()).unwrap();
+        let order: String = (0..5).map(|_| said.recv_timeout(LIMIT).unwrap()).collect();
+        assert_eq!(order, "dbeac");
         pool.close();
     }
 

@@ -177,15 +177,17 @@ impl Shared {
         };
         let head = Head { call: head.call, length: payload.len() as u64, ..Head::plain(kind) };
         // If it cannot be sent, the connection has failed, which the caller sees too.
-        let _ = link.send(&head, &payload, Deadline::after(self.send_timeout));
+        let _ = link.deliver(&head, &payload);
         link.has_answered();
     }
 
     /// Tells `owner` which of its objects this rank no longer holds.
     pub(super) fn send_releases(&self, owner: Rank) {
         let Ok(link) = self.link(owner) else { return };
-        for object in link.take_released() {
-            let _ = link.send(&release(object), &[], Deadline::after(self.send_timeout));
+        while let Some(objects) = link.take_released() {
+            for object in objects {
+                let _ = link.deliver(&release(object), &[]);
+            }
         }
     }
 
@@ -218,7 +220,7 @@ impl Shared {
             }
         }
         for link in others() {
-            let _ = link.send(&Head::plain(Kind::Done), &[], deadline);
+            let _ = link.deliver(&Head::plain(Kind::Done), &[]);
         }
         others().for_each(Link::await_done);
         // A peer that has sent `Done` has its answers, or its own time-out has passed.

@@ -229,3 +229,25 @@ fn the_last_handle_in_a_kept_object_ends_the_calls_when_it_is_dropped() {
         group.barrier().unwrap();
     });
 }
+
+#[test]
+fn an_answer_waits_for_its_turn_as_long_as_the_connection_stands() {
+    two(|group| {
+        // A message may take so long, and those before the answer take longer.
+        let timeout = Duration::from_secs(5);
+        group.barrier().unwrap();
+        let rpc = Rpc::builder().handler("now", |_, ()| Ok(3u8)).start(&group.with_timeout(timeout)).unwrap();
+        let peer = Rank::new(1 - group.rank().get());
+        if group.rank().is_main() {
+            group.barrier().unwrap();
+            assert_eq!(rpc.call::<_, u8>(peer, "now", &()).unwrap(), 3);
+        } else {
+            let (link, turn) = (rpc.shared.link(peer).unwrap(), rpc.occupy(peer).unwrap());
+            group.barrier().unwrap();
+            eventually("the handler has returned", || link.is_answering());
+            std::thread::sleep(timeout + timeout / 10);
+            drop(turn);
+        }
+        rpc.shutdown().unwrap();
+    });
+}

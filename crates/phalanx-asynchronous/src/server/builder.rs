@@ -158,7 +158,9 @@ impl ParameterServerBuilder {
             }
         }
         let timeout = timeout.unwrap_or(group.timeout());
-        let rpc = Service::new(hosted).functions(Rpc::builder()).timeout(timeout).start(&group)?;
+        // A worker asks servers alone, and servers their replicas.
+        let rpc = Rpc::builder().around(&servers).timeout(timeout);
+        let rpc = Service::new(hosted).functions(rpc).start(&group)?;
         let (servers, replicas) = shards.iter().map(|place| (place.primary, place.replica)).unzip();
         let state = State { number: 0, servers, replicas, torn: None };
         Ok(ParameterServer { rpc, layout, shards, state: Mutex::new(state), timeout })

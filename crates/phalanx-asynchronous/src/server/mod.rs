@@ -34,7 +34,8 @@ const RETRY_DELAY: Duration = Duration::from_millis(10);
 /// Parameters on server ranks. Workers pull them, push gradients, and go on as the [`Consistency`](super::Consistency) lets them.
 ///
 /// The parameters are one vector of f32, divided into keys, such as tensors. Each server has neighbouring keys, and updates
-/// them by its [`UpdateRule`]. A rank may be a worker, a server, or both. Every rank has a handle.
+/// them by its [`UpdateRule`]. A rank may be a worker, a server, or both. Every rank has a handle. It has connections with the servers,
+/// each of which costs what one of an [`Rpc`](super::Rpc) does, and a server has them with all ranks.
 ///
 /// ```
 /// use phalanx::asynchronous::{Consistency, ParameterServer, Sgd};
@@ -272,8 +273,9 @@ impl ParameterServer {
             .collect()
     }
 
-    /// Ends servers and workers: waits until all ranks have called it, however long others train, and serves them meanwhile. A
-    /// rank that only serves calls nothing else. Ranks that have died are not waited for. This rank [leaves](Self::leave) first.
+    /// Ends servers and workers. A server waits until all ranks have called it, however long others train, and serves them meanwhile; a
+    /// rank that does not serve waits for the servers. A rank that only serves calls nothing else. Ranks that have died are not waited
+    /// for. This rank [leaves](Self::leave) first.
     ///
     /// # Errors
     /// If operations have no answer when the time-out has passed.

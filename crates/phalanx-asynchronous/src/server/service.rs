@@ -17,7 +17,7 @@ use super::shard::{Op, Shard};
 use super::{Place, ShardStatistics};
 use crate::error::{Error, Result};
 use crate::rank::Rank;
-use crate::rpc::{Answer, Context, PendingCall, RpcBuilder, caught, waiting};
+use crate::rpc::{Answer, Context, PendingCall, RpcBuilder, aside, caught, waiting};
 
 pub(super) const STEP: &str = "step";
 pub(super) const STATISTICS: &str = "statistics";
@@ -233,11 +233,19 @@ impl Outcome {
                 }
             }
         }
-        for (answer, done) in self.answers {
-            answer.send(match &failure {
+        let mut answers = self.answers.into_iter().map(|(answer, done)| {
+            let done = match &failure {
                 Some(error) => Err(error.clone()),
                 None => done.map(|done| Reply::Done(Done { is_replicated, ..done })),
-            });
+            };
+            move || answer.send(done)
+        });
+        // The last is that of the worker that has asked. No worker waits for the answer of another, which may be long, and its connection
+        // slow.
+        let own = answers.next_back();
+        answers.for_each(|send| aside(context, send));
+        if let Some(send) = own {
+            send();
         }
     }
 }

@@ -103,6 +103,71 @@ fn the_statistics_of_a_server_that_is_lost_are_its_replica_s() {
     });
 }
 
+#[test]
+fn workers_are_connected_with_servers_and_not_with_each_other() {
+    run(4, |group| {
+        let mut parameters = [1.0; 4];
+        let server = ParameterServer::builder(&KEYS, Sgd::new(0.5))
+            .servers(&ranks(&[1]))
+            .workers(&ranks(&[0, 2, 3]))
+            .start(&group, &mut parameters)
+            .unwrap();
+        let serves = |rank: &Rank| rank.get() == 1;
+        for peer in group.world_size().ranks().filter(|peer| *peer != group.rank()) {
+            let is_apart = server.rpc.failure(peer).unwrap().is_some();
+            assert_eq!(is_apart, !serves(&peer) && !serves(&group.rank()), "{peer}");
+        }
+        // Nobody ends before all have looked.
+        group.barrier().unwrap();
+        if !serves(&group.rank()) {
+            for _ in 0..2 {
+                server.step(&[1.0; 4], &mut parameters).unwrap();
+            }
+            assert_eq!(parameters, [0.0; 4]);
+        }
+        server.shutdown().unwrap();
+    });
+}
+
+#[test]
+fn a_worker_with_a_slow_connection_does_not_hold_up_the_answers_of_others() {
+    run(3, |group| {
+        let mut parameters = [1.0; 4];
+        let server = ParameterServer::builder(&KEYS, Sgd::new(0.5))
+            .servers(&[Rank::MAIN])
+            .workers(&ranks(&[1, 2]))
+            .timeout(Duration::from_secs(60))
+            .start(&group, &mut parameters)
+            .unwrap();
+        let slow = Rank::new(1);
+        let others = group.new_group(&ranks(&[0, 2])).unwrap();
+        let meet = || others.as_ref().unwrap().barrier().unwrap();
+        match group.rank().get() {
+            0 => {
+                let deadline = Deadline::after(Duration::from_secs(60));
+                while !server.statistics().unwrap()[0].clocks.contains(&(slow, 1)) {
+                    assert!(!deadline.has_passed(), "rank 1 ends its step, and waits for rank 2");
+                }
+                let busy = server.rpc.occupy(slow).unwrap();
+                meet();
+                meet();
+                drop(busy);
+            }
+            1 => {
+                server.step(&[1.0; 4], &mut parameters).unwrap();
+            }
+            _ => {
+                meet();
+                // Both may go on.
+                server.step(&[1.0; 4], &mut parameters).unwrap();
+                meet();
+            }
+        }
+        assert!(group.rank().is_main() || parameters == [0.5; 4], "{parameters:?}");
+        server.shutdown().unwrap();
+    });
+}
+
 /// A server of two keys on rank 0, seen from the rank `own`.
 fn hosted(workers: &[u32], own: Rank) -> Arc<Service> {
     let place = Place { keys: 0..2, primary: Rank::MAIN, replica: None };

@@ -373,6 +373,19 @@ impl ProcessGroup {
         self.inner.health.fail(cause)
     }
 
+    /// Ends the group because of an `error` with which this rank leaves a call of all ranks half-way, so that the others would wait for it in
+    /// what is left: it `could_not` do a part. If the connections report within a moment what has caused it, that is the failure. Returns
+    /// the group's failure.
+    #[doc(hidden)]
+    pub fn fail_half_way(&self, could_not: &str, error: &Error) -> Error {
+        let cause =
+            Error::aborted(format!("rank {} could not {could_not}: {}", self.rank(), error.full_cause()));
+        self.fail_unless_explained(match error.remedy() {
+            Some(remedy) => cause.with_remedy(remedy),
+            None => cause,
+        })
+    }
+
     /// The error of an operation that waits for the ranks that `needs` names, if one of them has left the group. For adapters.
     #[doc(hidden)]
     pub fn left_by(&self, needs: impl Fn(Rank) -> bool) -> Option<Error> {

@@ -80,7 +80,7 @@ impl ProcessGroup {
         let members: Vec<Rank> = self.world_size().ranks().collect();
         let name = self.agree_on(&members)?;
         let config = self.inner.config.subgroup(&name, &members).aside();
-        self.connect_subgroup(config, &members, self.rank(), trace, Caller::NewGroup)
+        self.connect_subgroup(config, (&members, useless), self.rank(), trace, Caller::NewGroup)
     }
 
     /// A group of these `members` of this one, in this order, which meet in `store`: for adapters of libraries that make groups by their own rules.
@@ -195,7 +195,8 @@ impl ProcessGroup {
         group.ok_or_else(|| Error::invalid_argument("a rank is a member of its own group"))
     }
 
-    /// The same of these `members`, in ascending order; None on the others, who must call it too.
+    /// The same of these `members`, in ascending order; None on the others, who must call it too. Members need not know that all do: one
+    /// that has not called it when this group fails does not come.
     #[doc(hidden)]
     pub fn aside_among(&self, members: &[Rank], caller: Caller, timeout: Duration) -> Result<Option<Self>> {
         let mut number = self.inner.children.lock();
@@ -205,7 +206,8 @@ impl ProcessGroup {
         drop(number);
         let Some(rank) = members.iter().position(|member| *member == self.rank()) else { return Ok(None) };
         let config = self.inner.config.subgroup(&name, members).aside();
-        let group = self.connect_subgroup(config, members, Rank::new(rank as u32), self.trace(), caller)?;
+        let rank = Rank::new(rank as u32);
+        let group = self.connect_subgroup(config, (members, refused), rank, self.trace(), caller)?;
         Ok(Some(group.with_timeout(timeout).in_call(caller)))
     }
 
@@ -289,20 +291,22 @@ impl ProcessGroup {
     fn join_part(&self, name: &str, members: &[Rank], caller: Caller) -> Result<Option<Self>> {
         let Some(rank) = members.iter().position(|member| *member == self.rank()) else { return Ok(None) };
         let config = self.inner.config.subgroup(name, members);
-        self.connect_subgroup(config, members, Rank::new(rank as u32), self.trace(), caller).map(Some)
+        let rank = Rank::new(rank as u32);
+        self.connect_subgroup(config, (members, useless), rank, self.trace(), caller).map(Some)
     }
 
-    /// Connects this rank, which is the `rank` of them, with the other `members` of this group in a sub-group.
+    /// Connects this rank, which is the `rank` of them, with the other `members` of this group in a sub-group. If this group fails
+    /// meanwhile, `is_over` says why it is useless to wait for them.
     fn connect_subgroup(
         &self,
         config: GroupConfig,
-        members: &[Rank],
+        (members, is_over): (&[Rank], fn(&Error, &[Rank]) -> Option<Error>),
         rank: Rank,
         trace: Trace,
         caller: Caller,
     ) -> Result<Self> {
         let world = WorldSize::new(members.len() as u32)?;
-        let watch = || self.watched_failure().and_then(|cause| useless(&cause, members)).map_or(Ok(()), Err);
+        let watch = || self.watched_failure().and_then(|cause| is_over(&cause, members)).map_or(Ok(()), Err);
         let deadline = self.operation_timeout().deadline();
         // It meets in the store of the first group.
         let connected = config.connect(rank, world, None, &watch, deadline)?;
@@ -345,6 +349,13 @@ fn useless(cause: &Error, members: &[Rank]) -> Option<Error> {
         }
         _ => None,
     }
+}
+
+/// The same of members that may not have come yet: the group refuses their call.
+fn refused(cause: &Error, members: &[Rank]) -> Option<Error> {
+    let failed =
+        || Error::aborted(format!("the group of which this one was to be a part has failed: {cause}"));
+    useless(cause, members).or_else(|| Some(failed()))
 }
 
 /// A hash of a list, by which ranks compare theirs.
@@ -489,6 +500,30 @@ mod tests {
                 false => assert!(made.is_ok_and(|none| none.is_none())),
             }
             assert!(start.elapsed() < LIMIT / 2, "it took {:?}", start.elapsed());
+        });
+    }
+
+    #[test]
+    fn a_member_that_the_group_refuses_is_not_waited_for_whoever_has_failed() {
+        met(3, |group, _| {
+            match group.rank().get() {
+                0 => {
+                    let pair = [Rank::MAIN, Rank::new(1)];
+                    let made = group.with_timeout(LIMIT).aside_among(&pair, Caller::RpcStart, LIMIT);
+                    assert!(made.unwrap_err().to_string().contains("no sum"), "who waits is told");
+                }
+                // It does not come, and neither of the two is the cause.
+                1 => {
+                    while group.watched_failure().is_none() {
+                        std::thread::sleep(Duration::from_millis(1));
+                    }
+                }
+                _ => {
+                    // Most times rank 0 waits by then.
+                    std::thread::sleep(Duration::from_millis(200));
+                    group.abort(Error::timeout("no sum").with_peer(Rank::new(2)));
+                }
+            }
         });
     }
 

@@ -60,8 +60,8 @@ impl DeviceMesh {
     ///
     /// # Errors
     /// On every rank, if there is no dimension or more than eight, a name is empty or comes twice, a size is 0, or the product is
-    /// not the world size; if the ranks ask for different dimensions, and then the error shows two of them. As
-    /// [`split`](ProcessGroup::split).
+    /// not the world size; if the ranks ask for different dimensions, and then the error shows two of them. If one of the groups cannot be
+    /// made, which ends `group` on every rank. As [`split`](ProcessGroup::split).
     pub fn new(group: &ProcessGroup, dimensions: &[(&str, usize)]) -> Result<Self> {
         let all = group.in_call(Caller::DeviceMeshNew);
         let dimension = |(name, size): &(&str, usize)| Dimension { name: (*name).to_owned(), size: *size };
@@ -80,9 +80,14 @@ impl DeviceMesh {
         }
         let layout = Layout::new(own, &hosts)?;
         let place = layout.place(group.rank());
-        let groups: Vec<ProcessGroup> = (0..layout.dimensions().len())
-            .map(|index| part(&all, &layout, place, &[index]))
-            .collect::<Result<_>>()?;
+        let made = layout.dimensions().iter().enumerate().map(|(index, Dimension { name, .. })| {
+            let group = part(&all, &layout, place, &[index]);
+            // The ranks of other groups wait for this one in the next dimension.
+            group.map_err(|error| {
+                all.fail_half_way(&format!("make its group of the dimension {name:?}"), &error)
+            })
+        });
+        let groups = made.collect::<Result<Vec<ProcessGroup>>>()?;
         let mut names: Vec<(usize, String)> = (0..hosts.len())
             .map(|place| layout.at_place(place))
             .map(|(rank, host)| (host, hosts[rank.index()].1.clone()))
@@ -150,9 +155,22 @@ impl DeviceMesh {
     /// Every rank must call it, with the same names, and in the same order as its collectives.
     ///
     /// # Errors
-    /// If there is no name, one comes twice, or the mesh has no such dimension. As [`split`](ProcessGroup::split).
+    /// On every rank, if there is no name, one comes twice, or the mesh has no such dimension; if the ranks name different dimensions, and
+    /// then the error shows two of them. As [`split`](ProcessGroup::split).
     #[doc(alias = "_flatten")]
     pub fn flatten(&self, names: &[&str]) -> Result<ProcessGroup> {
+        let all = self.all.in_call(Caller::DeviceMeshFlatten);
+        // Before what this rank's own argument is found to be: the others wait here.
+        let own: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+        let asked: Vec<Vec<String>> = all.all_gather_object(&own)?;
+        if let Some(other) = asked.iter().position(|other| *other != asked[0]) {
+            return Err(Error::mismatch(format!(
+                "the ranks disagree on a group of the mesh: rank 0 asks for {:?}, rank {other} for {:?}",
+                asked[0], asked[other]
+            ))
+            .with_peer(Rank::new(other as u32))
+            .with_remedy("every rank must call DeviceMesh::flatten with the same names, in the same order"));
+        }
         let along: Vec<usize> =
             names.iter().map(|name| self.layout.dimension(name)).collect::<Result<_>>()?;
         let twice = along.iter().enumerate().find(|(index, dimension)| along[..*index].contains(dimension));
@@ -161,7 +179,7 @@ impl DeviceMesh {
                 Err(Error::invalid_argument(format!("the dimension {:?} is named twice", names[index])))
             }
             None if along.is_empty() => Err(Error::invalid_argument("name at least one dimension")),
-            None => part(&self.all.in_call(Caller::DeviceMeshFlatten), &self.layout, self.place, &along),
+            None => part(&all, &self.layout, self.place, &along),
         }
     }
 }

@@ -233,8 +233,25 @@ fn rows_are_gathered_exchanged_and_scattered() {
                 _ => (&[1, 2, 2], &[0, 1, 2]),
             };
             assert_eq!((received.tensor.as_slice::<u8>().unwrap(), &received.splits[..]), expected);
+            // Other splits of as many rows under a name that is known.
+            for turn in 0..3 {
+                let mut splits = [0usize; 3];
+                splits[turn] = 2;
+                let received = hvd.alltoall("turns", [rank as i64; 2], Some(&splits)).unwrap();
+                let expected: &[i64] = if rank == turn { &[0, 0, 1, 1, 2, 2] } else { &[] };
+                assert_eq!(received.tensor.as_slice::<i64>().unwrap(), expected);
+            }
             let even = hvd.alltoall("even", [rank as f32; 6], None).unwrap();
             assert_eq!(even.tensor.as_slice::<f32>().unwrap(), [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]);
+            for splits in [vec![2], vec![2, 0, 0, 0], vec![1, 0, 0], vec![usize::MAX, 3, 0]] {
+                let error = hvd.alltoall("refused", [0u8; 2], Some(&splits[..])).unwrap_err();
+                assert!(
+                    error.is_invalid_argument() && error.to_string().contains("do not divide 2 rows"),
+                    "{error}"
+                );
+            }
+            let scalar = hvd.alltoall("refused", 1.0f32, None).unwrap_err();
+            assert!(scalar.to_string().contains("a scalar: it needs a first dimension"), "{scalar}");
             // Seven rows of two: three, two and two.
             let rows =
                 Tensor::from((0..14).map(|index| index as f32).collect::<Vec<_>>()).reshaped([7, 2]).unwrap();

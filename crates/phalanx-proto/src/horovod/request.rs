@@ -54,11 +54,9 @@ pub enum Kind {
         /// That rank.
         root: u32,
     },
-    /// Each rank gets a part of the rows of each.
-    Alltoall {
-        /// How many rows go to each rank.
-        splits: Vec<u64>,
-    },
+    /// Each rank gets a part of the rows of each. How many, the ranks tell each other when they carry it out: all splits together are as
+    /// many as the square of the ranks, which rank 0 could not send.
+    Alltoall,
     /// Each rank gets a part of the rows of the tensors of all, combined.
     Reducescatter(Reduction),
     /// No rank goes on before all have come.
@@ -72,7 +70,7 @@ impl Kind {
             Self::Allreduce(_) => "allreduce",
             Self::Allgather => "allgather",
             Self::Broadcast { .. } => "broadcast",
-            Self::Alltoall { .. } => "alltoall",
+            Self::Alltoall => "alltoall",
             Self::Reducescatter(_) => "reducescatter",
             Self::Barrier => "barrier",
         }
@@ -81,16 +79,20 @@ impl Kind {
     /// Whether ranks agree if only the first dimensions of their tensors differ.
     fn has_rows_of_its_own(&self) -> bool {
         match self {
-            Self::Allgather | Self::Alltoall { .. } => true,
+            Self::Allgather | Self::Alltoall => true,
             Self::Allreduce(_) | Self::Broadcast { .. } | Self::Reducescatter(_) | Self::Barrier => false,
         }
     }
 
-    /// Whether it is worth caching. The splits of an alltoall seldom come again.
+    /// Whether it is worth caching.
     pub fn is_cached(&self) -> bool {
         match self {
-            Self::Allreduce(_) | Self::Allgather | Self::Broadcast { .. } | Self::Reducescatter(_) => true,
-            Self::Alltoall { .. } | Self::Barrier => false,
+            Self::Allreduce(_)
+            | Self::Allgather
+            | Self::Broadcast { .. }
+            | Self::Alltoall
+            | Self::Reducescatter(_) => true,
+            Self::Barrier => false,
         }
     }
 }
@@ -217,16 +219,7 @@ impl Request {
             Kind::Broadcast { root } if *root as usize >= size => {
                 return refuse(format!("root {root} is outside a world of {size}"));
             }
-            Kind::Alltoall { splits } => {
-                let sum = splits.iter().try_fold(0u64, |sum, split| sum.checked_add(*split));
-                let rows = self.parts.first().map_or(0, Part::rows);
-                if splits.len() != size || sum != Some(rows) {
-                    return refuse(format!(
-                        "the splits {splits:?} do not divide {rows} rows among {size} ranks"
-                    ));
-                }
-            }
-            Kind::Allgather | Kind::Broadcast { .. } | Kind::Barrier => {}
+            Kind::Allgather | Kind::Alltoall | Kind::Broadcast { .. } | Kind::Barrier => {}
         }
         if let Kind::Reducescatter(reduction) = &self.kind
             && reduction.op == Op::Adasum
@@ -234,7 +227,7 @@ impl Request {
             return refuse("a reducescatter cannot be an adasum: use allreduce".to_owned());
         }
         let has_rows = match &self.kind {
-            Kind::Allgather | Kind::Alltoall { .. } | Kind::Reducescatter(_) => true,
+            Kind::Allgather | Kind::Alltoall | Kind::Reducescatter(_) => true,
             Kind::Allreduce(_) | Kind::Broadcast { .. } | Kind::Barrier => false,
         };
         if has_rows && self.parts.iter().any(|part| part.shape.is_empty()) {
@@ -245,46 +238,38 @@ impl Request {
 
     /// The most bytes that it takes on the wire.
     pub fn wire_bytes(&self) -> usize {
-        let splits = match &self.kind {
-            Kind::Alltoall { splits } => splits.len(),
-            Kind::Allreduce(_)
-            | Kind::Allgather
-            | Kind::Broadcast { .. }
-            | Kind::Reducescatter(_)
-            | Kind::Barrier => 0,
-        };
         let parts: usize = self.parts.iter().map(|part| NUMBER * (2 + part.shape.len())).sum();
-        self.name.len() + parts + NUMBER * (splits + 10)
+        self.name.len() + parts + NUMBER * 10
     }
 
     /// The most bytes that the answer to it takes on the wire, with the rows of all ranks; but for an error.
     pub fn answer_bytes(&self, size: usize) -> usize {
         let columns = match &self.kind {
             Kind::Allgather => self.parts.len(),
-            Kind::Alltoall { splits } => splits.len(),
-            Kind::Allreduce(_) | Kind::Broadcast { .. } | Kind::Reducescatter(_) | Kind::Barrier => 0,
+            Kind::Allreduce(_)
+            | Kind::Alltoall
+            | Kind::Broadcast { .. }
+            | Kind::Reducescatter(_)
+            | Kind::Barrier => 0,
         };
         // The ranks that have joined too.
         self.wire_bytes().saturating_add(size.saturating_mul(NUMBER * (columns + 2)))
     }
 
-    /// What rank 0 is told of the rows of this rank's tensors: those of each (allgather), or the splits (alltoall).
+    /// What rank 0 tells all ranks of the rows of this rank's tensors: those of each (allgather).
     pub fn rows(&self) -> Vec<u64> {
         match &self.kind {
             Kind::Allgather => self.parts.iter().map(Part::rows).collect(),
-            Kind::Alltoall { splits } => splits.clone(),
-            Kind::Allreduce(_) | Kind::Broadcast { .. } | Kind::Reducescatter(_) | Kind::Barrier => {
-                Vec::new()
-            }
+            Kind::Allreduce(_)
+            | Kind::Alltoall
+            | Kind::Broadcast { .. }
+            | Kind::Reducescatter(_)
+            | Kind::Barrier => Vec::new(),
         }
     }
 
     /// Whether this rank's and another's request can be carried out together.
     pub fn agrees_with(&self, other: &Self) -> bool {
-        let kinds = match (&self.kind, &other.kind) {
-            (Kind::Alltoall { .. }, Kind::Alltoall { .. }) => true,
-            (one, other) => one == other,
-        };
         let parts = || {
             let mut pairs = self.parts.iter().zip(&other.parts);
             match self.kind.has_rows_of_its_own() {
@@ -292,7 +277,7 @@ impl Request {
                 false => pairs.all(|(one, other)| one == other),
             }
         };
-        kinds && self.parts.len() == other.parts.len() && parts()
+        self.kind == other.kind && self.parts.len() == other.parts.len() && parts()
     }
 }
 
@@ -305,7 +290,7 @@ impl fmt::Display for Request {
                 write!(f, "{}({reduction})", self.kind.name())?;
             }
             Kind::Broadcast { root } => write!(f, "broadcast(root {root})")?,
-            Kind::Allgather | Kind::Alltoall { .. } | Kind::Barrier => f.write_str(self.kind.name())?,
+            Kind::Allgather | Kind::Alltoall | Kind::Barrier => f.write_str(self.kind.name())?,
         }
         for (index, part) in self.parts.iter().take(SHOWN).enumerate() {
             let separator = if index == 0 { " of" } else { "," };
@@ -357,7 +342,7 @@ pub struct Settings {
 pub struct Response {
     /// That of the first rank that has one.
     pub request: Request,
-    /// For each rank: the rows of each of its tensors (allgather), or its splits (alltoall).
+    /// For each rank: the rows of each of its tensors (allgather).
     pub rows: Vec<Vec<u64>>,
     /// Ranks that have joined, and bring nothing.
     pub absent: Vec<u32>,
@@ -413,10 +398,11 @@ impl Round {
             let columns = match request.kind {
                 _ if response.error.is_some() => continue,
                 Kind::Allgather => request.parts.len(),
-                Kind::Alltoall { .. } => size,
-                Kind::Allreduce(_) | Kind::Broadcast { .. } | Kind::Reducescatter(_) | Kind::Barrier => {
-                    continue;
-                }
+                Kind::Allreduce(_)
+                | Kind::Alltoall
+                | Kind::Broadcast { .. }
+                | Kind::Reducescatter(_)
+                | Kind::Barrier => continue,
             };
             let complete = rows.len() == size && rows.iter().all(|rows| rows.len() == columns);
             // The elements of all ranks together can be counted too.
@@ -438,6 +424,7 @@ impl Round {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::world_size::MAX_WORLD_SIZE;
 
     fn part(shape: &[u64]) -> Part {
         Part { dtype: DType::F32, stands_for: None, shape: shape.into() }
@@ -457,11 +444,28 @@ mod tests {
         assert!(Request { name: String::new(), ..request(sum.clone(), &[1]) }.check(2).is_err());
         assert!(Request { name: "n".repeat(MAX_NAME_BYTES + 1), ..request(sum, &[1]) }.check(2).is_err());
         assert!(request(Kind::Broadcast { root: 2 }, &[]).check(2).is_err());
-        assert!(request(Kind::Allgather, &[]).check(2).is_err());
-        for splits in [vec![1], vec![1, 1, 1], vec![1, 2], vec![u64::MAX, 3]] {
-            assert!(request(Kind::Alltoall { splits }, &[2, 5]).check(2).is_err());
+        for kind in [Kind::Allgather, Kind::Alltoall] {
+            assert!(request(kind, &[]).check(2).is_err());
         }
-        assert!(request(Kind::Alltoall { splits: vec![0, 2] }, &[2, 5]).check(2).is_ok());
+    }
+
+    #[test]
+    fn a_tensor_can_be_negotiated_among_very_many_ranks() {
+        let ranks = MAX_WORLD_SIZE as usize;
+        let sum = Reduction::from(Op::Sum);
+        let kinds = [
+            Kind::Allreduce(sum),
+            Kind::Allgather,
+            Kind::Broadcast { root: 7 },
+            Kind::Alltoall,
+            Kind::Reducescatter(sum),
+        ];
+        for kind in kinds {
+            let request = request(kind, &[1 << 20, 8]);
+            request.check(ranks).unwrap();
+            // An answer grows no faster than the ranks.
+            assert!(request.answer_bytes(ranks) < 64 * ranks, "{request}");
+        }
     }
 
     #[test]
@@ -525,10 +529,9 @@ mod tests {
         assert!(answer(Kind::Allgather, &[7, 3], &[&[7], &[2]]).is_for(rank, Some(&own)));
         assert!(!answer(Kind::Allgather, &[7, 3], &[&[7], &[3]]).is_for(rank, Some(&own)), "more rows");
         assert!(!answer(Kind::Allgather, &[7, 3], &[&[7], &[2]]).is_for(rank, None), "it has joined");
-        let own = request(Kind::Alltoall { splits: vec![0, 2] }, &[2]);
-        let splits = Kind::Alltoall { splits: vec![1, 1] };
-        assert!(answer(splits.clone(), &[2], &[&[1, 1], &[0, 2]]).is_for(rank, Some(&own)));
-        assert!(!answer(splits, &[2], &[&[1, 1], &[2, 0]]).is_for(rank, Some(&own)));
+        let own = request(Kind::Alltoall, &[2, 3]);
+        assert!(answer(Kind::Alltoall, &[7, 3], &[]).is_for(rank, Some(&own)));
+        assert!(!answer(Kind::Alltoall, &[7, 4], &[]).is_for(rank, Some(&own)), "wider");
     }
 
     #[test]
@@ -538,7 +541,7 @@ mod tests {
             Kind::Allreduce(reduction),
             Kind::Allgather,
             Kind::Broadcast { root: u32::MAX },
-            Kind::Alltoall { splits: vec![u64::MAX; 9] },
+            Kind::Alltoall,
             Kind::Barrier,
         ];
         for kind in kinds {
@@ -555,7 +558,7 @@ mod tests {
             Request { name: "t".into(), kind, parts }
         };
         let [int16, uint16] = [Some(Caller::TensorsOfInt16), Some(Caller::TensorsOfUint16)];
-        for kind in [Kind::Allgather, Kind::Broadcast { root: 0 }, Kind::Alltoall { splits: vec![1, 2] }] {
+        for kind in [Kind::Allgather, Kind::Broadcast { root: 0 }, Kind::Alltoall] {
             let own = of(kind.clone(), int16);
             assert!(own.agrees_with(&of(kind.clone(), int16)));
             assert!(!own.agrees_with(&of(kind.clone(), uint16)));

@@ -102,6 +102,15 @@ fn what_ranks_ask_for_is_compared_and_the_group_goes_on() {
         );
         refused(mesh.flatten(&[]).map(drop), "at least one dimension");
         refused(mesh.flatten(&["data", "data"]).map(drop), "\"data\" is named twice");
+        // The mesh has both: without a comparison each rank would get a group, of other ranks than it has named.
+        let asked: &[&str] = if group.rank().get() == 3 { &["tensor"] } else { &["data"] };
+        let error = mesh.flatten(asked).unwrap_err();
+        assert!(
+            error.is_mismatch()
+                && error.to_string().contains("rank 0 asks for [\"data\"], rank 3 for [\"tensor\"]"),
+            "{error}"
+        );
+        mesh.flatten(&["tensor", "data"]).unwrap().barrier().unwrap();
         group.barrier().unwrap();
     });
 }

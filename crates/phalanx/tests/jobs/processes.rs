@@ -5,8 +5,9 @@ use std::net::TcpListener;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use phalanx::mesh::DeviceMesh;
 use phalanx::store::TcpStore;
-use phalanx::{Buffer, Credentials, DType, Deadline, JobKey, P2pOp, Rank, ReduceOp, Tls};
+use phalanx::{Buffer, Credentials, DType, Deadline, JobKey, P2pOp, ProcessGroup, Rank, ReduceOp, Tls};
 
 use crate::certificates::Authority;
 use crate::support::ROLE;
@@ -30,6 +31,7 @@ pub const TESTS: &[(&str, fn())] = &[
         "who_has_no_descriptors_for_a_sub_group_blames_no_store",
         who_has_no_descriptors_for_a_sub_group_blames_no_store,
     ),
+    ("who_has_no_descriptors_for_a_mesh_tells_all", who_has_no_descriptors_for_a_mesh_tells_all),
     ("rank_0_says_that_it_has_turned_a_client_away", rank_0_says_that_it_has_turned_a_client_away),
     ("a_rank_0_without_descriptors_names_the_limit", a_rank_0_without_descriptors_names_the_limit),
     ("a_start_that_waits_says_for_whom", a_start_that_waits_says_for_whom),
@@ -51,6 +53,7 @@ pub fn play(scenario: &str) {
         "poor" => poor(),
         "pair" => pair(),
         "poor_part" => poor_part(),
+        "poor_mesh" => poor_mesh(),
         other => panic!("no scenario {other}"),
     });
 }
@@ -142,20 +145,30 @@ fn poor() -> phalanx::Result<()> {
     }
     let mut options = phalanx::GroupOptions::from_env()?;
     options.timeout = LIMIT * 10;
-    phalanx::ProcessGroup::join(met, options)?.barrier()
+    ProcessGroup::join(met, options)?.barrier()
 }
 
-/// All make a sub-group, for which rank 0 has no descriptors.
-fn poor_part() -> phalanx::Result<()> {
+/// A group in which the rank `poor` has no descriptors left.
+fn with_poor(poor: u32) -> phalanx::Result<ProcessGroup> {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let group = phalanx::init()?;
     group.barrier()?;
-    if group.rank().is_main() {
+    if group.rank() == Rank::new(poor) {
         let open = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64;
         let limit = Rlimit { current: Some(open - 1), ..getrlimit(Resource::Nofile) };
         setrlimit(Resource::Nofile, limit).unwrap();
     }
-    group.with_timeout(LIMIT * 10).new_group(&[Rank::new(0), Rank::new(1)]).map(drop)
+    Ok(group.with_timeout(LIMIT * 10))
+}
+
+/// All make a sub-group, for which rank 0 has no descriptors.
+fn poor_part() -> phalanx::Result<()> {
+    with_poor(0)?.new_group(&[Rank::new(0), Rank::new(1)]).map(drop)
+}
+
+/// All make a mesh, in whose first dimension ranks 0 and 2 have nothing to do with rank 1, which has no descriptors.
+fn poor_mesh() -> phalanx::Result<()> {
+    DeviceMesh::new(&with_poor(1)?, &[("data", 2), ("tensor", 2)]).map(drop)
 }
 
 /// Kills `victim` of three ranks that run `scenario`; every survivor must name it in time, whatever carries the data.
@@ -288,6 +301,15 @@ fn who_has_no_descriptors_for_a_sub_group_blames_no_store() {
     for (rank, (code, error)) in outcomes.into_iter().enumerate() {
         assert_eq!(code, Some(1), "{rank}: {error}");
         assert!(error.contains("ulimit -n") && !error.contains("still run"), "{rank}: {error}");
+    }
+}
+
+fn who_has_no_descriptors_for_a_mesh_tells_all() {
+    let (outcomes, _) = World::start("processes::poor_mesh", 4, false, &[]).end();
+    for (rank, (code, error)) in outcomes.into_iter().enumerate() {
+        assert_eq!(code, Some(1), "{rank}: {error}");
+        assert!(error.contains("could not make its group of the dimension \"data\""), "{rank}: {error}");
+        assert!(error.contains("ulimit -n"), "{rank}: {error}");
     }
 }
 

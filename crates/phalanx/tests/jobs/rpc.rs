@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 
 use phalanx::asynchronous::{Answer, Rpc};
 use phalanx::{ProcessGroup, Rank};
-use rustix::process::Signal;
+use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 
 use crate::support::network::Network;
-use crate::support::world::{World, end_with, in_time};
+use crate::support::world::{LIMIT, World, end_with, in_time};
 
 const VICTIM: usize = 2;
 /// A death is known at once; again on a machine that may be busy.
@@ -21,6 +21,7 @@ const NETWORK_SILENCE_LIMIT: Duration = Duration::from_secs(16);
 pub const TESTS: &[(&str, fn())] = &[
     ("a_rank_that_is_killed_ends_its_calls_and_the_others_go_on", || lost(Signal::KILL, DEATH_LIMIT)),
     ("a_rank_that_is_frozen_ends_its_calls_and_the_others_go_on", || lost(Signal::STOP, SILENCE_LIMIT)),
+    ("a_rank_that_cannot_connect_its_calls_tells_all", a_rank_that_cannot_connect_its_calls_tells_all),
 ];
 
 /// These need root and `ip`.
@@ -33,6 +34,7 @@ pub fn play(scenario: &str) {
     match scenario {
         "call" => end_with(call()),
         "across" => end_with(across()),
+        "poor" => end_with(poor()),
         other => panic!("no scenario {other}"),
     }
 }
@@ -73,6 +75,27 @@ fn call() -> phalanx::Result<()> {
     let other = Rank::new(1 - rpc.rank().get());
     sums(&rpc, other)?;
     rpc.shutdown()
+}
+
+/// Rank 1 has no descriptors left for its calls. Rank 2 does not call it before it has been connected with rank 0.
+fn poor() -> phalanx::Result<()> {
+    let group = phalanx::init()?;
+    group.barrier()?;
+    if group.rank() == Rank::new(1) {
+        let open = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64;
+        let limit = Rlimit { current: Some(open - 1), ..getrlimit(Resource::Nofile) };
+        setrlimit(Resource::Nofile, limit).unwrap();
+    }
+    started(&group.with_timeout(LIMIT * 10)).map(drop)
+}
+
+fn a_rank_that_cannot_connect_its_calls_tells_all() {
+    let (outcomes, _) = World::start("rpc::poor", 3, false, &[]).end();
+    for (rank, (code, error)) in outcomes.into_iter().enumerate() {
+        assert_eq!(code, Some(1), "{rank}: {error}");
+        assert!(error.contains("could not connect its remote calls with rank"), "{rank}: {error}");
+        assert!(rank == 2 || error.contains("ulimit -n"), "{rank}: {error}");
+    }
 }
 
 fn lost(signal: Signal, bound: Duration) {

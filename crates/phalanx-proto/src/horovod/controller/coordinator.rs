@@ -34,6 +34,8 @@ pub(super) struct Coordinator {
 struct Waiting {
     /// By rank.
     requests: Vec<Option<Request>>,
+    /// How many of them there are: with a look at all of them for each that comes, the looks would be as many as the square of the ranks.
+    count: usize,
     since: Instant,
 }
 
@@ -79,11 +81,12 @@ impl Coordinator {
         if joins {
             self.due.extend(self.waiting.keys());
         }
+        let joined = self.joined.iter().filter(|joined| **joined).count();
         let (mut responses, mut bytes) = (Vec::new(), 0);
         while bytes < self.room
             && let Some(arrival) = self.due.pop_front()
         {
-            if let Some(response) = self.answer(arrival) {
+            if let Some(response) = self.answer(arrival, joined) {
                 bytes +=
                     response.request.answer_bytes(self.size) + response.error.as_ref().map_or(0, String::len);
                 responses.push(response);
@@ -120,16 +123,19 @@ impl Coordinator {
             }
         };
         let size = self.size;
-        let waiting =
-            self.waiting.entry(arrival).or_insert_with(|| Waiting { requests: vec![None; size], since });
+        let new = || Waiting { requests: vec![None; size], count: 0, since };
+        let waiting = self.waiting.entry(arrival).or_insert_with(new);
         waiting.since = waiting.since.min(since);
-        waiting.requests[rank] = Some(request);
+        waiting.count += usize::from(waiting.requests[rank].replace(request).is_none());
         arrival
     }
 
-    /// The response, if every rank has asked or joined.
-    fn answer(&mut self, arrival: u64) -> Option<Response> {
+    /// The response, if every rank has asked or is one of the `joined`.
+    fn answer(&mut self, arrival: u64, joined: usize) -> Option<Response> {
         let waiting = self.waiting.get(&arrival)?;
+        if waiting.count + joined < self.size {
+            return None;
+        }
         let is_ready =
             waiting.requests.iter().zip(&self.joined).all(|(request, joined)| request.is_some() || *joined);
         if !is_ready {
@@ -244,14 +250,17 @@ fn respond(requests: Vec<Option<Request>>) -> Option<Response> {
         }
         (None, _) => None,
     };
-    let of_all = |rows: &dyn Fn(&Request) -> Vec<u64>, none: usize| -> Vec<Vec<u64>> {
-        requests.iter().map(|request| request.as_ref().map_or_else(|| vec![0; none], rows)).collect()
-    };
     let rows = match &request.kind {
         _ if error.is_some() => Vec::new(),
-        Kind::Allgather => of_all(&Request::rows, request.parts.len()),
-        Kind::Alltoall { .. } => of_all(&Request::rows, requests.len()),
-        Kind::Allreduce(_) | Kind::Broadcast { .. } | Kind::Reducescatter(_) | Kind::Barrier => Vec::new(),
+        Kind::Allgather => {
+            let none = || vec![0; request.parts.len()];
+            requests.iter().map(|request| request.as_ref().map_or_else(none, Request::rows)).collect()
+        }
+        Kind::Allreduce(_)
+        | Kind::Alltoall
+        | Kind::Broadcast { .. }
+        | Kind::Reducescatter(_)
+        | Kind::Barrier => Vec::new(),
     };
     Some(Response { request, rows, absent, error })
 }
@@ -261,6 +270,29 @@ mod tests {
     use super::*;
     use crate::horovod::reduction::Op;
     use crate::horovod::request::Part;
+
+    #[test]
+    fn a_name_is_ready_when_each_rank_has_asked_or_joined_however_often_one_has() {
+        let stall = StallTimes { warn: None, end: Duration::from_secs(1000) };
+        let request = Request { name: "a".into(), kind: Kind::Barrier, parts: Vec::new() };
+        let asks = || Message { requests: vec![(request.clone(), 0)], joins: false };
+        let joins = || Message { requests: Vec::new(), joins: true };
+        let twice = Message { requests: vec![(request.clone(), 0); 2], joins: true };
+        let (none, now) = (Message::default, crate::some_time());
+        // What the ranks say in each round. The last round makes the name ready.
+        for rounds in [
+            vec![[asks(), none(), none()], [asks(), asks(), none()], [none(), none(), asks()]],
+            vec![[twice, none(), none()], [none(), none(), joins()], [none(), asks(), none()]],
+            vec![[joins(), none(), asks()], [none(), none(), joins()], [none(), joins(), none()]],
+        ] {
+            let mut coordinator = Coordinator::new(3, stall);
+            let last = rounds.len() - 1;
+            for (round, messages) in rounds.into_iter().enumerate() {
+                let answered = coordinator.round(messages.into(), now).responses.len();
+                assert_eq!(answered, usize::from(round == last), "{round}");
+            }
+        }
+    }
 
     #[test]
     fn answers_that_no_message_has_room_for_go_with_the_next_rounds() {

@@ -180,9 +180,9 @@ impl Controller {
             // What a rank without data brings to these is not what it brought before.
             let me = self.rank.get();
             stale.extend(self.cache.find(|response| match response.request.kind {
-                Kind::Allgather | Kind::Alltoall { .. } => true,
+                Kind::Allgather => true,
                 Kind::Broadcast { root } => root == me,
-                Kind::Allreduce(_) | Kind::Reducescatter(_) | Kind::Barrier => false,
+                Kind::Allreduce(_) | Kind::Alltoall | Kind::Reducescatter(_) | Kind::Barrier => false,
             }));
         }
         let words = self.cache.slots().div_ceil(64);

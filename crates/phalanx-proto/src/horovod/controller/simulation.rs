@@ -167,6 +167,7 @@ fn plans(tensors: std::ops::Range<usize>, steps: usize) -> impl Strategy<Value =
         Kind::Allreduce(Op::Sum.into()),
         Kind::Allreduce(Op::Average.into()),
         Kind::Allgather,
+        Kind::Alltoall,
         Kind::Broadcast { root: 0 },
         Kind::Barrier,
     ]);
@@ -259,6 +260,7 @@ fn scripts() -> impl Strategy<Value = Vec<Vec<Act>>> {
             Kind::Allreduce(Op::Sum.into()),
             Kind::Allreduce(Op::Sum.into()),
             Kind::Allgather,
+            Kind::Alltoall,
             Kind::Reducescatter(Op::Sum.into()),
             Kind::Broadcast { root: 0 },
             Kind::Broadcast { root: 1 },
