@@ -21,7 +21,7 @@ pub(super) fn is_here(name: &str) -> bool {
     }
     let look_up = || {
         let found = resolve(&host_port(name, 0), Deadline::after(LOOK_UP_TIMEOUT)).ok()?;
-        Some(found.into_iter().map(|address| address.ip()).collect())
+        Some(found.into_iter().map(|address| address.ip()).collect::<Vec<_>>())
     };
     means_this_machine(name, &host::name(), look_up, interfaces::is_own)
 }
