@@ -4,6 +4,7 @@
 //! On a terminal a status line stays below the scrolling output.
 
 use std::io::{self, IsTerminal, Write};
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
@@ -11,6 +12,8 @@ use std::thread;
 use std::time::Duration;
 
 use phalanx::launch::Stream;
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::retry_on_intr;
 
 use crate::render::{self, Format};
 
@@ -86,11 +89,29 @@ impl Output {
 /// Prints `text` on standard output. Who has closed the pipe needs no more of it, and no message.
 pub(crate) fn print(text: &[u8]) -> Result<(), String> {
     let mut out = io::stdout().lock();
-    match out.write_all(text).and_then(|()| out.flush()) {
+    match write_whole(&mut out, text) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
             Err(format!("the output cannot be written: {error}"))
         }
         Ok(()) | Err(_) => Ok(()),
+    }
+}
+
+/// Writes all of it. Processes that share a terminal or pipe also share whether it blocks, and some, such as Node.js, set that it does
+/// not: then this waits until there is room.
+fn write_whole(stream: &mut (impl Write + AsFd), mut bytes: &[u8]) -> io::Result<()> {
+    loop {
+        let written = if bytes.is_empty() { stream.flush().map(|()| 0) } else { stream.write(bytes) };
+        match written {
+            Ok(0) if bytes.is_empty() => return Ok(()),
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(count) => bytes = bytes.get(count..).unwrap_or_default(),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                retry_on_intr(|| poll(&mut [PollFd::new(&*stream, PollFlags::OUT)], None))?;
+            }
+            Err(error) => return Err(error),
+        }
     }
 }
 
@@ -119,8 +140,8 @@ fn write_all(messages: &Receiver<Message>, state: &OutputState, format: Format) 
         };
         status.erase(&mut err);
         let written = match stream {
-            Stream::Stdout => out.write_all(&bytes).and_then(|()| out.flush()),
-            Stream::Stderr => err.write_all(&bytes),
+            Stream::Stdout => write_whole(&mut out, &bytes),
+            Stream::Stderr => write_whole(&mut err, &bytes),
         };
         state.waiting.fetch_sub(bytes.len(), Ordering::Relaxed);
         match written {
@@ -169,5 +190,28 @@ impl StatusLine {
         if std::mem::take(&mut self.drawn) {
             let _ = write!(terminal, "{CLEAR}");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+
+    use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+
+    use super::*;
+
+    #[test]
+    fn nothing_is_lost_on_a_stream_that_does_not_block() {
+        let (mut reader, mut writer) = io::pipe().unwrap();
+        fcntl_setfl(&writer, fcntl_getfl(&writer).unwrap() | OFlags::NONBLOCK).unwrap();
+        // More than a pipe holds.
+        let text = b"a line\n".repeat(1 << 19);
+        let expected = text.clone();
+        let written = thread::spawn(move || write_whole(&mut writer, &text));
+        let mut read = Vec::new();
+        reader.read_to_end(&mut read).unwrap();
+        written.join().unwrap().unwrap();
+        assert!(read == expected, "{} bytes of {}", read.len(), expected.len());
     }
 }

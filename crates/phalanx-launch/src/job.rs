@@ -265,7 +265,7 @@ impl Job {
     /// end with the job, also if they have cleared their environment. Only for a program that starts no other processes
     /// meanwhile: it would take their orphans for the job's. It has no effect if this process has children already, or
     /// is a subreaper. The first process of a container (its number is 1) uses the tag alone, because it is the parent
-    /// of every orphan there.
+    /// of every orphan there; it reaps those that end.
     pub fn subreaper(mut self, subreaper: bool) -> Self {
         self.subreaper = subreaper;
         self

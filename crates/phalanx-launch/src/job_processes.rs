@@ -40,6 +40,9 @@ pub(super) struct JobProcesses {
     guard: (i32, u64),
     /// Whether this process is the subreaper of the job.
     adopts: bool,
+    /// The children that this process had before, if it reaps all others: as the subreaper, or as the first process of a container,
+    /// which becomes the parent of every orphan there.
+    earlier: Option<HashSet<i32>>,
     /// Whether `/proc` can be read here at all.
     has_proc: bool,
     reap_at: Instant,
@@ -103,19 +106,21 @@ impl Stray {
 }
 
 impl JobProcesses {
-    /// With `adopts`, this process becomes the parent of the job's orphans.
-    pub(super) fn new(adopts: bool) -> Result<Self> {
+    /// With `subreaper`, this process becomes the parent of the job's orphans.
+    pub(super) fn new(subreaper: bool) -> Result<Self> {
         let mut tag = Tag::default();
         // Two random numbers of 16 hexadecimal digits each.
         for (digit, drawn) in tag.iter_mut().zip((random_name()? + &random_name()?).bytes()) {
             *digit = drawn;
         }
         let me = me();
+        let earlier = subreaper.then(|| children(me)).and_then(io::Result::ok);
         // A process with other children cannot tell their orphans from the job's.
-        let is_childless = || all().is_ok_and(|all| all.iter().all(|process| process.parent != me));
-        let adopts = adopts && is_childless() && become_reaper();
+        let adopts = earlier.as_ref().is_some_and(HashSet::is_empty) && become_reaper();
+        let earlier = earlier.filter(|_| adopts || me == 1);
         let has_proc = !matches!(visible(me), Ok(None));
-        Ok(Self { tag, started: 0, guard: (0, 0), adopts, has_proc, reap_at: Instant::now() + REAP_INTERVAL })
+        let reap_at = Instant::now() + REAP_INTERVAL;
+        Ok(Self { tag, started: 0, guard: (0, 0), adopts, earlier, has_proc, reap_at })
     }
 
     pub(super) fn tag(&self) -> &Tag {
@@ -136,18 +141,19 @@ impl JobProcesses {
 
     /// When to [reap](Self::reap) at the latest.
     pub(super) fn wake_at(&self) -> Option<Instant> {
-        self.adopts.then_some(self.reap_at)
+        self.earlier.is_some().then_some(self.reap_at)
     }
 
     /// Reaps adopted processes that have ended, now and then. Workers, which lead `groups`, are not reaped here.
     pub(super) fn reap(&mut self, groups: &[Pid]) {
-        if self.adopts && Instant::now() >= self.reap_at {
+        if self.earlier.is_some() && Instant::now() >= self.reap_at {
             self.reap_all_but(&numbers(groups));
             self.reap_at = Instant::now() + REAP_INTERVAL;
         }
     }
 
     fn reap_all_but(&self, workers: &HashSet<i32>) {
+        let Some(earlier) = &self.earlier else { return };
         let me = me();
         let dead = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
         // Usually one system call, instead of one for each process of the machine.
@@ -155,7 +161,9 @@ impl JobProcesses {
             return;
         }
         for process in all().unwrap_or_default() {
-            let is_kept = process.pid == self.guard.0 || workers.contains(&process.pid);
+            let is_kept = process.pid == self.guard.0
+                || workers.contains(&process.pid)
+                || earlier.contains(&process.pid);
             if process.is_dead() && process.parent == me && !is_kept {
                 reap(process.pid);
             }
@@ -245,9 +253,9 @@ impl JobProcesses {
 
 impl Drop for JobProcesses {
     fn drop(&mut self) {
+        // The workers have been reaped.
+        self.reap_all_but(&HashSet::new());
         if self.adopts {
-            // The workers have been reaped.
-            self.reap_all_but(&HashSet::new());
             #[cfg(target_os = "linux")]
             let _ = rustix::process::set_child_subreaper(None);
         }
@@ -265,6 +273,11 @@ fn all() -> io::Result<Vec<ProcStat>> {
     }
     let me = me();
     if all.iter().any(|process| process.pid == me) { Ok(all) } else { Err(io::ErrorKind::NotFound.into()) }
+}
+
+/// The processes whose parent is `me`.
+fn children(me: i32) -> io::Result<HashSet<i32>> {
+    Ok(all()?.iter().filter(|process| process.parent == me).map(|process| process.pid).collect())
 }
 
 /// None if there is no such process, or it may not be seen; an error if that is not known.

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use phalanx_sys::guard::Guard;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+use rustix::pipe::fcntl_getpipe_size;
 use rustix::process::{Pid, PidfdFlags, WaitId, WaitIdOptions, kill_process_group, pidfd_open, waitid};
 
 use super::error_file::{ErrorFile, WorkerError};
@@ -30,6 +31,8 @@ use crate::worker_error::{BLAME_FILE, ERROR_FILE, Ended};
 /// How much of its standard error is kept for the report.
 const TAIL_LINES: usize = 20;
 const TAIL_WIDTH: usize = 1024;
+/// How much a pipe holds that does not say so.
+const USUAL_PIPE: usize = 64 * 1024;
 
 /// A started worker. It is not reaped before the job's end: a zombie keeps its process number, which is its group's.
 #[derive(Debug)]
@@ -306,15 +309,15 @@ impl Capture {
         Ok((Self { stream, sink, pipe, lines: Lines::new(Job::MAX_LINE), open: true }, writer))
     }
 
+    /// A pipe holds 16 pages, of 4 KiB or 64, or as much as the worker has asked for.
     fn read(&mut self, now: Instant, mut emit: impl FnMut(&[u8])) {
         let mut buffer = [0; 16 * 1024];
-        for _ in 0..8 {
-            if !self.open {
-                return;
-            }
+        let mut left = fcntl_getpipe_size(&self.pipe).unwrap_or(USUAL_PIPE);
+        while self.open && left > 0 {
             match self.pipe.read(&mut buffer) {
                 Ok(0) => self.open = false,
                 Ok(count) => {
+                    left = left.saturating_sub(count);
                     if let Some(log) = &self.sink.log {
                         log.push(&buffer[..count]);
                     }
@@ -341,4 +344,25 @@ fn cannot_start(job: &Job, program: &Program, rank: Rank, error: io::Error) -> E
     let remedy = program.remedy(&error);
     let cause = format!("cannot start {} as rank {rank}", Path::new(&job.program).display());
     remedy.into_iter().fold(Error::not_started(cause, error).with_peer(rank), Error::with_remedy)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use rustix::pipe::fcntl_setpipe_size;
+
+    use super::*;
+
+    #[test]
+    fn all_that_a_large_pipe_holds_is_read_at_once() {
+        let (mut capture, mut end) = Capture::open(Stream::Stdout, Sink::shown()).unwrap();
+        let size = fcntl_setpipe_size(&end, 1 << 20).unwrap();
+        let line = [[b'x'; 63].as_slice(), b"\n"].concat();
+        end.write_all(&line.repeat(size / line.len())).unwrap();
+        drop(end);
+        let mut lines = 0;
+        capture.read(Instant::now(), |_| lines += 1);
+        assert_eq!(lines, size / line.len());
+    }
 }

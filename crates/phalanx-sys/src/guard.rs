@@ -9,7 +9,7 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command};
 
-use rustix::process::{Pid, WaitOptions, waitpid};
+use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 
 use crate::image::Image;
 use crate::worker::prepare;
@@ -155,6 +155,8 @@ impl Guard {
         if let Some(mut orders) = self.orders.take() {
             // If the guard is gone, it needs no order.
             let _ = orders.write_all(&order.to_ne_bytes());
+            // One that a signal has stopped would not follow it, and this process waits for its end.
+            let _ = kill_process(self.pid, Signal::CONT);
         }
     }
 }

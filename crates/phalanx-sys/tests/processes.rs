@@ -7,7 +7,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::sync::Mutex;
+use std::sync::{Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 use phalanx_sys::guard::{Guard, Tag};
@@ -215,6 +215,20 @@ fn a_guard_that_was_killed_says_that_somebody_may_be_left() {
     let pid = Pid::from_raw(guard.pid().cast_signed()).unwrap();
     kill_process(pid, Signal::KILL).unwrap();
     assert!(guard.kill().unwrap_err().to_string().contains("may be left"));
+}
+
+#[test]
+fn a_guard_that_was_stopped_follows_its_last_order() {
+    let mut guard = Guard::start(1, TAG).unwrap();
+    let pid = Pid::from_raw(guard.pid().cast_signed()).unwrap();
+    kill_process(pid, Signal::STOP).unwrap();
+    let (done, end) = mpsc::channel();
+    std::thread::spawn(move || done.send(guard.kill().is_ok()));
+    let is_certain = end.recv_timeout(Duration::from_secs(60));
+    if is_certain.is_err() {
+        kill_process(pid, Signal::CONT).unwrap();
+    }
+    assert_eq!(is_certain, Ok(true));
 }
 
 #[test]

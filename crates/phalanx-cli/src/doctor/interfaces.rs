@@ -1,12 +1,13 @@
 //! Interfaces and addresses, and the one that the ranks would use.
 
 use std::fs;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, ToSocketAddrs, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
 
 use super::finding::Report;
 
-/// An address reserved for documentation: no packet goes there, but the kernel tells which route it would take.
-const OUTSIDE: (Ipv4Addr, u16) = (Ipv4Addr::new(192, 0, 2, 1), 9);
+/// Addresses reserved for documentation: no packet goes there, but the kernel tells which route it would take.
+const OUTSIDE: [IpAddr; 2] =
+    [IpAddr::V4(Ipv4Addr::new(192, 0, 2, 1)), IpAddr::V6(Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1))];
 
 /// Checks the interfaces; ranks use the one that leads to `store`, or to other machines if no store is known.
 pub(super) fn look(report: &mut Report, store: Option<&str>) {
@@ -17,8 +18,14 @@ pub(super) fn look(report: &mut Report, store: Option<&str>) {
     addresses.extend(v6(&inet6.unwrap_or_default()));
     report.note("addresses", shown(&addresses, is_told));
     let (used, why) = match store {
-        Some(store) => (way_to(store), format!("it leads to the store at {store}")),
-        None => (way_to(OUTSIDE), "it leads to other machines".to_owned()),
+        Some(store) => {
+            let targets: Vec<_> = store.to_socket_addrs().map(Iterator::collect).unwrap_or_default();
+            (way_to(targets), format!("it leads to the store at {store}"))
+        }
+        None => {
+            let targets = OUTSIDE.map(|address| SocketAddr::new(address, 9));
+            (way_to(targets.to_vec()), "it leads to other machines".to_owned())
+        }
     };
     let Some(used) = used else {
         return match store {
@@ -77,14 +84,16 @@ pub(super) fn look_at_loopback(report: &mut Report) -> bool {
     has_loopback
 }
 
-/// The own address from which packets to `target` would go.
-fn way_to(target: impl ToSocketAddrs) -> Option<IpAddr> {
-    let target = target.to_socket_addrs().ok()?.next()?;
-    let own: IpAddr =
-        if target.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
-    let socket = UdpSocket::bind((own, 0)).ok()?;
-    socket.connect(target).ok()?;
-    Some(socket.local_addr().ok()?.ip())
+/// The own address from which packets to the first of `targets` to which a route leads would go. Ranks try IPv4 first.
+fn way_to(mut targets: Vec<SocketAddr>) -> Option<IpAddr> {
+    targets.sort_by_key(SocketAddr::is_ipv6);
+    targets.into_iter().find_map(|target| {
+        let own: IpAddr =
+            if target.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
+        let socket = UdpSocket::bind((own, 0)).ok()?;
+        socket.connect(target).ok()?;
+        Some(socket.local_addr().ok()?.ip())
+    })
 }
 
 /// Whether it is one of the interfaces that container engines make.
@@ -174,6 +183,15 @@ mod tests {
 
     #[test]
     fn the_way_to_oneself_is_the_loopback() {
-        assert_eq!(way_to(("127.0.0.1", 9)), Some(Ipv4Addr::LOCALHOST.into()));
+        assert_eq!(way_to(vec!["127.0.0.1:9".parse().unwrap()]), Some(Ipv4Addr::LOCALHOST.into()));
+    }
+
+    #[test]
+    fn an_address_to_which_nothing_leads_is_passed_over() {
+        // The kernel refuses broadcasts of a socket that has not asked for them.
+        let targets: [SocketAddr; 2] =
+            ["255.255.255.255:9", "127.0.0.1:9"].map(|target| target.parse().unwrap());
+        assert_eq!(way_to(targets.to_vec()), Some(Ipv4Addr::LOCALHOST.into()));
+        assert_eq!(way_to(targets[..1].to_vec()), None);
     }
 }

@@ -2,28 +2,44 @@
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use phalanx::{Error, GroupOptions, ProcessGroup, Rank, Result, rendezvous};
+use phalanx::{Buffer, DType, Error, GroupOptions, P2pOp, ProcessGroup, Rank, Result, rendezvous};
 
 use super::finding::Report;
 
 /// How often two clocks are compared; the fastest answer counts.
 const ROUNDS: usize = 8;
-/// A message of many packets, in bytes, and how long rank 0 waits for it.
-const LARGE: usize = 256 << 10;
-const LARGE_TIMEOUT: Duration = Duration::from_secs(10);
+/// A message that is larger than any packet, in bytes, and how long rank 0 waits for it: on a slow network that loses packets it takes
+/// seconds.
+const LARGE: usize = 64 << 10;
+const LARGE_TIMEOUT: Duration = Duration::from_secs(30);
+/// So many ranks are asked at the same time. On a slow network one after the other would take minutes.
+const AT_ONCE: usize = 64;
 /// Clocks that differ by more make the logs of several hosts hard to compare.
 const APART: f64 = 0.1;
 
-/// Gives rank 0 one report of all ranks; no wait is longer than `timeout`.
+/// Gives rank 0 one report of all ranks. It waits for none of them longer than `timeout`; the others wait for it while it asks all.
 pub(super) fn gather(own: &Report, timeout: Duration) -> Result<Option<Report>> {
     let mut options = GroupOptions::from_env()?;
     options.timeout = timeout;
     let group = ProcessGroup::join(rendezvous::from_env(timeout)?, options)?;
-    // Small messages first: if they arrive and the large one does not, packets are lost by their size.
-    let offsets = clocks(&group)?;
-    exchange_large(&group, timeout).map_err(|error| too_large(&error))?;
-    let reports = group.gather_object(own, Rank::MAIN)?;
-    group.barrier()?;
+    let world_size = group.world_size();
+    let patient = group.with_timeout(timeout.saturating_mul(world_size.get()));
+    let mut offsets = Vec::new();
+    if group.rank().is_main() {
+        let others: Vec<Rank> = world_size.ranks().skip(1).collect();
+        // Small messages first: if they arrive and the large one does not, packets are lost by their size.
+        for peers in others.chunks(AT_ONCE) {
+            offsets.extend(compare_clocks(&group, peers)?);
+        }
+        let group = group.with_timeout(timeout.min(LARGE_TIMEOUT));
+        let exchanged = others.chunks(AT_ONCE).try_for_each(|peers| exchange_large(&group, peers));
+        exchanged.map_err(|error| if error.is_timeout() { too_large(&error) } else { error })?;
+    } else {
+        (0..ROUNDS).try_for_each(|_| tell_time(&patient))?;
+        return_large(&patient)?;
+    }
+    let reports = patient.gather_object(own, Rank::MAIN)?;
+    patient.barrier()?;
     let Some(reports) = reports else { return Ok(None) };
     let mut report = own.clone();
     report.good("group", format!("{} ranks have met", reports.len()));
@@ -38,18 +54,20 @@ pub(super) fn gather(own: &Report, timeout: Duration) -> Result<Option<Report>> 
     Ok(Some(report))
 }
 
-/// Rank 0 sends a large message to each other rank, and gets it back.
-fn exchange_large(group: &ProcessGroup, timeout: Duration) -> Result<()> {
+/// Rank 0 sends a large message to each of these ranks, and gets it back.
+fn exchange_large(group: &ProcessGroup, peers: &[Rank]) -> Result<()> {
+    let message = || Buffer::zeroed(DType::U8, LARGE);
+    let sent = peers.iter().map(|peer| P2pOp::send(message(), *peer));
+    let received = peers.iter().map(|peer| P2pOp::recv(message(), *peer));
+    let works = group.batch_isend_irecv(sent.chain(received).collect())?;
+    works.into_iter().try_for_each(|work| work.wait().map(drop))
+}
+
+/// What another rank does meanwhile.
+fn return_large(group: &ProcessGroup) -> Result<()> {
     let mut message = vec![0u8; LARGE];
-    if !group.rank().is_main() {
-        group.recv(&mut message, Rank::MAIN)?;
-        return group.send(&message, Rank::MAIN);
-    }
-    let group = group.with_timeout(timeout.min(LARGE_TIMEOUT));
-    group.world_size().ranks().skip(1).try_for_each(|peer| {
-        group.send(&message, peer)?;
-        group.recv(&mut message, peer)
-    })
+    group.recv(&mut message, Rank::MAIN)?;
+    group.send(&message, Rank::MAIN)
 }
 
 /// The error of a large message that has not arrived, after small ones have.
@@ -60,32 +78,32 @@ fn too_large(error: &Error) -> Error {
     )
 }
 
-/// On rank 0: how many seconds each other rank's clock is ahead, and the time of the answer, which limits the error.
-fn clocks(group: &ProcessGroup) -> Result<Vec<(f64, Duration)>> {
-    if !group.rank().is_main() {
-        for _ in 0..ROUNDS {
-            group.recv(&mut [0f64], Rank::MAIN)?;
-            group.send(&[now()?], Rank::MAIN)?;
+/// On rank 0: how many seconds the clock of each of these ranks is ahead, and the time of the answer, which limits the error.
+fn compare_clocks(group: &ProcessGroup, peers: &[Rank]) -> Result<Vec<(f64, Duration)>> {
+    let mut fastest = vec![(0.0, Duration::MAX); peers.len()];
+    for _ in 0..ROUNDS {
+        let asked = peers.iter().map(|peer| {
+            let start = Instant::now();
+            group.send(&[0f64], *peer).map(|()| start)
+        });
+        let asked = asked.collect::<Result<Vec<_>>>()?;
+        for ((peer, start), fastest) in peers.iter().zip(asked).zip(&mut fastest) {
+            let mut theirs = [0f64];
+            group.recv(&mut theirs, *peer)?;
+            let taken = start.elapsed();
+            if taken < fastest.1 {
+                // The other clock is taken to be read halfway between question and answer.
+                *fastest = (theirs[0] - (now()? - taken.as_secs_f64() / 2.0), taken);
+            }
         }
-        return Ok(Vec::new());
     }
-    let others = group.world_size().ranks().skip(1);
-    others.map(|peer| (0..ROUNDS).map(|_| compare(group, peer)).try_fold(WORST, fastest)).collect()
+    Ok(fastest)
 }
 
-const WORST: (f64, Duration) = (0.0, Duration::MAX);
-
-fn fastest(best: (f64, Duration), next: Result<(f64, Duration)>) -> Result<(f64, Duration)> {
-    next.map(|next| if next.1 < best.1 { next } else { best })
-}
-
-/// Asks `peer` once; its clock is taken to be read halfway between question and answer.
-fn compare(group: &ProcessGroup, peer: Rank) -> Result<(f64, Duration)> {
-    let (start, mut theirs) = (Instant::now(), [0f64]);
-    group.send(&[0f64], peer)?;
-    group.recv(&mut theirs, peer)?;
-    let taken = start.elapsed();
-    Ok((theirs[0] - (now()? - taken.as_secs_f64() / 2.0), taken))
+/// What another rank does meanwhile, in each round.
+fn tell_time(group: &ProcessGroup) -> Result<()> {
+    group.recv(&mut [0f64], Rank::MAIN)?;
+    group.send(&[now()?], Rank::MAIN)
 }
 
 fn now() -> Result<f64> {
@@ -114,13 +132,50 @@ fn clock_line(report: &mut Report, offsets: &[(f64, Duration)], reports: &[Repor
 
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc::channel;
+    use std::thread::scope;
+
+    use phalanx::WorldSize;
+
     use super::*;
+
+    /// Rank 1 answers when rank 2 was asked.
+    #[test]
+    fn ranks_are_asked_at_the_same_time() {
+        let groups = ProcessGroup::in_process(WorldSize::new(3).unwrap()).unwrap();
+        let groups: Vec<_> = groups.iter().map(|group| group.with_timeout(Duration::from_secs(60))).collect();
+        let ((asked, was_asked), (sent, was_sent)) = (channel(), channel());
+        scope(|scope| {
+            let (main, first, second) = (&groups[0], &groups[1], &groups[2]);
+            scope.spawn(move || {
+                was_asked.recv().unwrap();
+                (0..ROUNDS).try_for_each(|_| tell_time(first)).unwrap();
+                was_sent.recv().unwrap();
+                return_large(first).unwrap();
+            });
+            scope.spawn(move || {
+                for _ in 0..ROUNDS {
+                    second.recv(&mut [0f64], Rank::MAIN).unwrap();
+                    let _ = asked.send(());
+                    second.send(&[now().unwrap()], Rank::MAIN).unwrap();
+                }
+                let mut message = vec![0u8; LARGE];
+                second.recv(&mut message, Rank::MAIN).unwrap();
+                sent.send(()).unwrap();
+                second.send(&message, Rank::MAIN).unwrap();
+            });
+            let peers = [Rank::new(1), Rank::new(2)];
+            let offsets = compare_clocks(main, &peers).unwrap();
+            assert!(offsets.len() == 2 && offsets.iter().all(|(_, taken)| *taken < Duration::MAX));
+            exchange_large(main, &peers).unwrap();
+        });
+    }
 
     #[test]
     fn a_large_message_that_is_lost_is_a_defect_with_a_remedy() {
         let error = too_large(&Error::aborted("rank 1 (b) has not received it in time")).to_string();
         assert!(
-            error.contains("262144 B does not: rank 1 (b) has not received it") && error.contains("MTU"),
+            error.contains("65536 B does not: rank 1 (b) has not received it") && error.contains("MTU"),
             "{error}"
         );
     }

@@ -232,6 +232,19 @@ fn a_launcher_that_cannot_look_ends_what_a_worker_has_left_all_the_same() {
     assert!(is_gone(out.strip_prefix("[0] ").unwrap().trim()), "{out}{err}");
 }
 
+/// The first process of a container calls `before`, and then executes `command` in its own place.
+fn first_process(before: &str, command: &Command) -> Command {
+    let mut outer = Command::new("unshare");
+    outer.args(["--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c"]);
+    outer.arg(format!("{before}\nexec \"$@\"")).arg("sh");
+    outer.arg(command.get_program()).args(command.get_args());
+    command.get_envs().for_each(|(name, _)| {
+        outer.env_remove(name);
+    });
+    outer.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    outer
+}
+
 /// There, everybody who loses his parent becomes a child of the launcher, also what `docker exec` has started.
 #[test]
 fn the_first_process_of_a_container_ends_nothing_without_the_jobs_tag() {
@@ -242,19 +255,25 @@ fn the_first_process_of_a_container_ends_nothing_without_the_jobs_tag() {
          until [ -e ours.up ] && [ -e strange.up ]; do sleep 0.05; done; echo $PPID",
         folder.path().display()
     );
-    let inner = phalanx(&[], &script);
-    let mut outer = Command::new("unshare");
-    outer.args(["--pid", "--fork", "--mount-proc", "--kill-child"]);
-    outer.arg(inner.get_program()).args(inner.get_args());
-    inner.get_envs().for_each(|(name, _)| {
-        outer.env_remove(name);
-    });
-    outer.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let outer = first_process(":", &phalanx(&[], &script));
     let started = Instant::now();
     let output = output(outer);
     assert_eq!(text(&output.stdout), "[0] 1\n", "{}", text(&output.stderr));
     let told = ["ours", "strange"].map(|name| folder.path().join(name).exists());
     assert!(told == [true, false] && started.elapsed() < LIMIT, "{told:?} {:?}", started.elapsed());
+}
+
+/// A script that starts a service and then executes the launcher leaves that child to it.
+#[test]
+fn the_first_process_of_a_container_reaps_orphans_although_it_has_a_child() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = format!(
+        "cd {} && (sh -c 'echo $$ > orphan' &); \
+         until [ -s orphan ] && [ ! -e /proc/$(cat orphan) ]; do sleep 0.05; done; echo reaped",
+        folder.path().display()
+    );
+    let output = output(first_process("sleep 600 &", &phalanx(&[], &script)));
+    assert_eq!(text(&output.stdout), "[0] reaped\n", "{}", text(&output.stderr));
 }
 
 #[test]

@@ -145,7 +145,10 @@ struct Log {
     events: Vec<Event>,
     /// How many events have been recorded since the beginning.
     noted: usize,
+    /// How many came when there was no more room.
     left_out: u64,
+    /// How many of these the file mentions.
+    told: u64,
     /// Set while the file cannot be written.
     retry: Option<Retry>,
 }
@@ -306,7 +309,7 @@ impl Record {
             return;
         }
         let started = Instant::now();
-        let outcome = self.write();
+        let outcome = self.write(false);
         self.log.lock().retry = outcome.as_ref().err().map(|_| {
             let pause = before.map_or(PAUSES.0, |retry| (retry.pause * 2).min(PAUSES.1));
             Retry { at: now + started.elapsed() + pause, pause }
@@ -318,40 +321,44 @@ impl Record {
     }
 
     /// Adds the pending events to the file. Those that could not be added stay.
-    fn write(&self) -> std::io::Result<()> {
+    fn write(&self, is_last: bool) -> std::io::Result<()> {
         let (events, left_out) = {
             let mut log = self.log.lock();
-            (std::mem::take(&mut log.events), std::mem::take(&mut log.left_out))
+            // Not with each flush: the file of a long job, whose trace is full, would grow for ever.
+            let tells = log.left_out > log.told && (is_last || log.left_out >= log.told.saturating_mul(2));
+            (std::mem::take(&mut log.events), tells.then_some(log.left_out))
         };
-        if events.is_empty() && left_out == 0 {
+        if events.is_empty() && left_out.is_none() {
             return Ok(());
         }
         let outcome = self.lines(&events, left_out).and_then(|lines| file::append(&self.path, &lines));
-        if outcome.is_err() {
-            let mut log = self.log.lock();
-            // They have been counted: the limit includes them and those that came meanwhile.
-            let newer = std::mem::replace(&mut log.events, events);
-            log.events.extend(newer);
-            log.left_out += left_out;
+        let mut log = self.log.lock();
+        match &outcome {
+            Ok(()) => log.told = left_out.unwrap_or(log.told),
+            Err(_) => {
+                // They have been counted: the limit includes them and those that came meanwhile.
+                let newer = std::mem::replace(&mut log.events, events);
+                log.events.extend(newer);
+            }
         }
         outcome
     }
 
     /// Adds the pending events for the last time. Returns the warning if that fails.
     fn close(&self) -> Option<String> {
-        let error = self.write().err()?;
+        let error = self.write(true).err()?;
         let log = self.log.lock();
-        let (path, lost) = (self.path.display(), log.events.len() as u64 + log.left_out);
+        let (path, lost) = (self.path.display(), log.events.len() as u64 + log.left_out - log.told);
         Some(format!("the trace {path} could not be written, and {lost} events are lost: {error}"))
     }
 
     /// These events as lines of the file: first whose they are and on which tracks, then each event.
-    fn lines(&self, events: &[Event], left_out: u64) -> std::io::Result<Vec<u8>> {
+    fn lines(&self, events: &[Event], left_out: Option<u64>) -> std::io::Result<Vec<u8>> {
         let rank = self.rank.get();
         let mut tracks: Vec<Track> = events.iter().map(|event| event.track).collect();
         tracks.sort_unstable();
         tracks.dedup();
-        let labels = (left_out > 0).then(|| format!("{left_out} more events were left out"));
+        let labels = left_out.map(|count| format!("{count} more events were left out"));
         let mut lines = vec![
             Line::Named { rank, what: "process_name", thread: 0, name: &format!("rank {rank}") }.encode()?,
             Line::Ordered { rank, what: "process_sort_index", thread: 0, index: rank }.encode()?,

@@ -159,6 +159,28 @@ fn a_full_trace_says_what_it_left_out() {
 }
 
 #[test]
+fn a_full_trace_does_not_grow_with_each_flush_and_says_at_last_all_that_it_left_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("full.json");
+    let trace = Trace::with_limit(path.clone(), Rank::MAIN, 2);
+    let note = |count: u32| (0..count).for_each(|_| trace.instant(Track::Step, "b", Instant::now(), &[]));
+    let size = || fs::metadata(&path).unwrap().len();
+    for count in [3, 1] {
+        note(count);
+        trace.flush();
+    }
+    let before = size();
+    note(1);
+    trace.flush();
+    assert_eq!(size(), before);
+    drop(trace);
+    let document = read(&path);
+    let labels = events(&document, "M").into_iter().filter_map(|event| event["args"]["labels"].as_str());
+    let counts: Vec<_> = labels.filter_map(|text| text.split(' ').next()).collect();
+    assert_eq!(counts, ["1", "2", "3"]);
+}
+
+#[test]
 fn a_file_that_cannot_be_written_is_tried_less_and_less_often_and_nothing_is_lost() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("not/yet/there/trace.json");

@@ -11,16 +11,16 @@
 //! known counts only if it is about the number under which this launcher has asked last (`knows_of_me`). Nothing is known of that number
 //! before the writer has noted it.
 
-use std::io::ErrorKind;
+mod causes;
+
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal as Raw;
 
-use super::membership::{
-    Cause, Departure, Entry, JobEnd, MembershipState, Node, NodeId, Settings, WorkerFailure,
-};
+use self::causes::outcome_of;
+use super::membership::{Departure, Entry, JobEnd, MembershipState, Node, NodeId, Settings, WorkerFailure};
 use super::rendezvous_handler::{Reached, RendezvousHandler};
 use super::rendezvous_store::serve_round;
 use super::{AfterAttempt, AttemptEnd, Gathered, Nodes};
@@ -29,7 +29,7 @@ use crate::cluster::{Cluster, RendezvousBackend};
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
 use crate::event::Event;
-use crate::exit::{Failure, NodeFailure, Outcome, Signal};
+use crate::exit::{Outcome, Signal};
 use crate::host;
 use crate::job::Job;
 use crate::log::{AFTER_STANDSTILL, View};
@@ -130,56 +130,6 @@ impl<'a> MultiNode<'a> {
     fn warn(&mut self, control: &mut Control<'_>) {
         while let Some(text) = self.next_warning() {
             control.tell(Event::Warning { text: &text });
-        }
-    }
-
-    fn store_is_lost(&self, error: Error) -> Error {
-        // This host lacks something, or this launcher has a fault, or stood still while it joined: no other node is to blame.
-        if error.is_local_shortage() || error.is_aborted() || error.is_peer_left() {
-            return error;
-        }
-        // What the log says, or what the store refuses, is the cause. The store is there.
-        let kinds = [Kind::Protocol, Kind::InvalidArgument, Kind::Mismatch, Kind::OutOfMemory];
-        if kinds.contains(&error.kind()) {
-            let advice =
-                "does another program write to the launchers' store, or another job with the same --rdzv-id?";
-            return if self.reached.is_some() { error.with_remedy_if_none(advice) } else { error };
-        }
-        // The others have given it up, and closed its connections, meanwhile.
-        if let Some(time) = self.view.stood_still {
-            let cause = format!(
-                "this launcher stood still for {:.0} s, and has lost the launchers' store since: {}",
-                time.as_secs_f64(),
-                error.full_cause()
-            );
-            return Error::new(Kind::PeerLeft, cause)
-                .in_operation("rendezvous of the launchers", None)
-                .with_remedy(AFTER_STANDSTILL);
-        }
-        let server = self.view.state.present().find(|node| node.serves_store && node.id != self.me);
-        let is_served = matches!(self.cluster.backend, RendezvousBackend::Store { .. });
-        match server {
-            Some(node) => {
-                // A call that may not end with a time-out ends with an error of the environment.
-                let is_silent = error.is_timeout() || error.is_environment();
-                let what = if is_silent { "does not answer" } else { "is gone" };
-                let cause =
-                    format!("node 0 ({}) {what}, and with it the launchers' store: {}", node.host, error.cause());
-                Error::new(Kind::PeerFailed, cause).with_remedy("its own launcher's output says why")
-            }
-            // It was never reached: the error says what may stand between, or why it was refused.
-            None if self.reached.is_none() && error.remedy().is_some() && (is_served || !error.is_timeout()) => error,
-            None if !is_served => match error.io_kind() {
-                Some(ErrorKind::StorageFull | ErrorKind::QuotaExceeded) => {
-                    error.with_remedy("make room on the disk where the launchers meet, and start all nodes again")
-                }
-                _ => error.with_remedy("is the launchers' store up, and does this host reach it?"),
-            },
-            // It has ended before it joined, or has sent no heartbeat.
-            None if self.served_at().is_none() => error.with_remedy(
-                "is the launcher that serves the store gone? Its own output says why; then start all nodes again",
-            ),
-            None => error,
         }
     }
 
@@ -359,65 +309,6 @@ impl<'a> MultiNode<'a> {
             control.tell(Event::Gathering { nodes: waiting as u32, min_nodes: min, max_nodes: max });
         }
     }
-
-    fn too_few(&self, since: Instant) -> Error {
-        let waited = since.elapsed().as_secs_f64();
-        if self.reached.is_none() {
-            let remedy = match &self.cluster.backend {
-                RendezvousBackend::Store { .. } => {
-                    "has the launcher that serves it started, and does this host reach it?"
-                }
-                _ => "is it up, and does this host reach it?",
-            };
-            let cause = format!("no store has answered at {} within {waited:.0} s", self.cluster.endpoint());
-            return Error::timeout(cause)
-                .in_operation("rendezvous of the launchers", None)
-                .with_remedy(remedy);
-        }
-        if let Some(running) = self.view.state.running() {
-            if running.node_rank(self.me).is_some() {
-                let cause = format!(
-                    "a round has begun with this node, and its first node has not said where the workers meet: this node has waited {waited:.0} s \
-                     for it, and for the other nodes"
-                );
-                return Error::timeout(cause).in_operation("rendezvous of the launchers", None).with_remedy(
-                    "does the first node's launcher say why? --rdzv-conf join_timeout=.. waits longer",
-                );
-            }
-            let nodes = self.view.state.present().count() - self.view.state.waiting().len();
-            let cause = format!(
-                "the {nodes} nodes of the round that runs have gone on without this node, which has waited {waited:.0} s for a place"
-            );
-            return Error::timeout(cause)
-                .in_operation("rendezvous of the launchers", None)
-                .with_remedy("it gets one when a node leaves: --rdzv-conf join_timeout=.. waits longer");
-        }
-        let hosts: Vec<&str> = self.view.state.waiting().iter().map(|node| node.host.as_str()).collect();
-        let mut cause = format!(
-            "{} of at least {} nodes have come within {waited:.0} s",
-            hosts.len(),
-            self.cluster.min_nodes
-        );
-        if !hosts.is_empty() {
-            cause.push_str(&format!(": {}", hosts.join(", ")));
-        }
-        match self.view.state.last_cause().map(outcome_of) {
-            Some(Outcome::Failed(failure)) => cause.push_str(&format!("; before, {failure}")),
-            Some(Outcome::NodeFailed(failure)) => cause.push_str(&format!("; before, {failure}")),
-            _ => {}
-        }
-        let error = Error::timeout(cause).in_operation("rendezvous of the launchers", None);
-        if let Some(address) = self.served_at().filter(|address| address.ip().to_canonical().is_loopback()) {
-            return error.with_remedy(format!(
-                "nodes on other hosts do not reach the store at {address}: give every node an address of this host as --rdzv-endpoint (or \
-                 --master-addr); if all nodes are on this host, --rdzv-conf join_timeout=.. waits longer"
-            ));
-        }
-        error.with_remedy(
-            "start `phalanx run` on every node, with the same --rdzv-endpoint (or --master-addr and --master-port) and --rdzv-id; \
-             --rdzv-conf join_timeout=.. waits longer",
-        )
-    }
 }
 
 impl Nodes for MultiNode<'_> {
@@ -557,250 +448,5 @@ fn without_standstill(since: Instant, began: Instant, now: Instant, timeout: Dur
     if waited > timeout.saturating_add(STANDSTILL_LIMIT) { since + waited } else { since }
 }
 
-/// How a job ends for this cause.
-fn outcome_of(cause: &Cause) -> Outcome {
-    match cause {
-        Cause::Worker(failure) => Outcome::Failed(
-            postcard::from_bytes(&failure.detail).unwrap_or_else(|_| Failure::unknown(failure.rank)),
-        ),
-        Cause::Node { node, node_rank, why } => {
-            let why = match why {
-                Departure::Silent(since) => {
-                    format!(
-                        "its launcher has not been heard of for {:.1} s: it is frozen, or its host or the network is silent",
-                        since.as_secs_f64()
-                    )
-                }
-                Departure::Ended => {
-                    "its launcher has ended without a word: its connection to the launchers' store was closed"
-                        .to_owned()
-                }
-                Departure::Signal(signal) => format!("its launcher was ended by {}", Signal::new(*signal)),
-                Departure::GaveUp(why) => format!("its launcher gave up: {why}"),
-                Departure::Replaced => "its launcher was gone, and was started again".to_owned(),
-            };
-            Outcome::NodeFailed(NodeFailure {
-                node: node_rank.or(node.node_rank),
-                host: node.host.clone(),
-                why,
-            })
-        }
-    }
-}
-
 #[cfg(test)]
-mod tests {
-    use std::ops::ControlFlow;
-    use std::sync::Arc;
-
-    use phalanx_proto::wire::control::ProcessId;
-
-    use super::super::rendezvous_handler::stopped_while_joining;
-    use super::*;
-    use crate::cluster::Hosting;
-    use crate::deadline::Deadline;
-    use crate::log::Machine;
-    use crate::log::{Log, Mac, Read};
-    use crate::refusals::Refused;
-    use crate::store::{PrefixStore, SharedStore, TcpStore};
-
-    const SETTINGS: Settings = Settings { min_nodes: 2, max_nodes: 2, max_restarts: 0 };
-
-    /// The other launchers of a job of two nodes, and their store.
-    struct Others {
-        server: TcpStoreServer,
-        store: SharedStore,
-        log: Log<MembershipState>,
-        limit: Deadline,
-    }
-
-    impl Others {
-        fn new() -> Self {
-            let server = TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
-            let limit = Deadline::after(Duration::from_secs(60));
-            let store = TcpStore::connect(server.local_addr(), limit).unwrap();
-            let store: SharedStore = Arc::new(PrefixStore::new("phalanx/launch/test", Arc::new(store)));
-            let log = Log::new(Arc::clone(&store), Mac::none());
-            Self { server, store, log, limit }
-        }
-
-        fn join(&self, id: u64, host: &str, node_rank: u32, process: Option<ProcessId>) {
-            let (id, host, serves_store) = (NodeId(id), host.to_owned(), node_rank == 0);
-            let node = Node { id, host, workers: 1, node_rank: Some(node_rank), serves_store, process };
-            self.store.add(&id.heartbeat_key(), 1, self.limit).unwrap();
-            self.log.append(&Entry::Join { node, settings: SETTINGS }, self.limit).unwrap();
-        }
-
-        /// What this node is told of them. None of them is missed.
-        fn cluster(&self) -> Cluster {
-            let cluster = Cluster::new(2, 2, "127.0.0.1", self.server.local_addr().port()).unwrap();
-            cluster.keep_alive(Duration::from_secs(1), Some(3600)).hosting(Hosting::Connect)
-        }
-    }
-
-    #[test]
-    fn a_node_for_which_there_is_no_room_is_told_so() {
-        let others = Others::new();
-        others.join(1, "elsewhere", 0, None);
-        others.join(2, "further", 1, None);
-        let (cluster, refused) = (others.cluster(), Refused::new().unwrap());
-        let job = Job::new("unused", WorldSize::new(1).unwrap());
-        let mut node = MultiNode::new(&job, &cluster, "test".to_owned(), refused.refusals()).unwrap();
-        while !node.view.state.is_present(node.me) {
-            assert!(!others.limit.has_passed(), "it has not joined");
-            node.take_news();
-            node.check().unwrap();
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        let error = node.too_few(Instant::now());
-        assert!(
-            error.is_timeout() && error.to_string().contains("the 2 nodes of the round that runs"),
-            "{error}"
-        );
-    }
-
-    #[test]
-    fn a_node_of_a_round_whose_store_nobody_names_is_told_so() {
-        let others = Others::new();
-        others.join(1, "elsewhere", 0, None);
-        let (cluster, refused) = (others.cluster().node_rank(1), Refused::new().unwrap());
-        let job = Job::new("unused", WorldSize::new(1).unwrap());
-        let mut node = MultiNode::new(&job, &cluster, "test".to_owned(), refused.refusals()).unwrap();
-        while node.view.state.running().is_none() {
-            assert!(!others.limit.has_passed(), "the round has not begun");
-            node.take_news();
-            node.check().unwrap();
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        assert!(node.placement().unwrap().is_none());
-        let error = node.too_few(Instant::now());
-        assert!(
-            error.is_timeout() && error.to_string().contains("a round has begun with this node"),
-            "{error}"
-        );
-    }
-
-    #[test]
-    fn a_time_in_which_this_process_was_stopped_is_no_time_in_which_nobody_came() {
-        let (since, second) = (Instant::now(), Duration::from_secs(1));
-        let began = since + 10 * second;
-        let at = |waited: Duration, timeout: Duration| {
-            without_standstill(since, began, began + waited, timeout) - since
-        };
-        // It was woken, or was slow.
-        assert_eq!(at(second, 600 * second), Duration::ZERO);
-        assert_eq!(at(604 * second, 600 * second), Duration::ZERO);
-        // It has as much time left as it had before.
-        assert_eq!(at(900 * second, 600 * second), 900 * second);
-        assert_eq!(at(second, Duration::MAX), Duration::ZERO);
-    }
-
-    #[test]
-    fn whoever_stood_still_while_it_joined_blames_nobody() {
-        let others = Others::new();
-        others.join(1, "elsewhere", 0, None);
-        let (cluster, refused) = (others.cluster().node_rank(1), Refused::new().unwrap());
-        let job = Job::new("unused", WorldSize::new(1).unwrap());
-        let mut node = MultiNode::new(&job, &cluster, "test".to_owned(), refused.refusals()).unwrap();
-        while !node.view.state.present().any(|other| other.serves_store) {
-            assert!(!others.limit.has_passed(), "it has not read the first entry");
-            node.take_news();
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        // The store was reached before.
-        node.take_news();
-        let error = node.store_is_lost(stopped_while_joining());
-        assert!(error.is_peer_left() && !error.to_string().contains("node 0"), "{error}");
-        let error = node.store_is_lost(Error::timeout("no answer"));
-        assert!(error.to_string().contains("node 0 (elsewhere) does not answer"), "{error}");
-        // What is wrong with the log, or with a call, is what it is.
-        for error in [Error::protocol("an entry cannot be decoded"), Error::invalid_argument("no number")] {
-            let told = node.store_is_lost(error.clone());
-            assert_eq!((told.kind(), told.cause()), (error.kind(), error.cause()));
-            assert!(told.remedy().is_some() && !told.to_string().contains("node 0"), "{told}");
-        }
-        let closed = Error::new(Kind::Io, "the store has closed the connection");
-        let error = node.store_is_lost(closed.clone());
-        assert!(error.to_string().contains("node 0 (elsewhere) is gone"), "{error}");
-        // Whose machine has slept has lost its connections, and node 0 is there.
-        node.view.stood_still = Some(Duration::from_secs(1200));
-        let error = node.store_is_lost(closed);
-        assert!(error.is_peer_left() && error.to_string().contains("stood still for 1200 s"), "{error}");
-        assert!(!error.to_string().contains("node 0") && error.remedy().is_some(), "{error}");
-    }
-
-    #[test]
-    fn the_store_of_a_round_ends_with_the_round() {
-        let folder = tempfile::tempdir().unwrap();
-        let cluster = Cluster::file(1, 1, folder.path().join("launchers")).unwrap().local_addr("127.0.0.1");
-        let (job, refused) = (Job::new("unused", WorldSize::new(1).unwrap()), Refused::new().unwrap());
-        let mut node = MultiNode::new(&job, &cluster, "test".to_owned(), refused.refusals()).unwrap();
-        let mut observer = |_: Event<'_>| ControlFlow::Continue(());
-        let mut control = Control { signals: None, observer: &mut observer, refused, stops: false };
-        let gathered = node.gather(&mut control).unwrap();
-        assert!(matches!(gathered, Gathered::Placed(_)) && node.store.is_some(), "{gathered:?}");
-        let next = node.after_attempt(AttemptEnd::Elsewhere, &mut control).unwrap();
-        assert!(matches!(next, AfterAttempt::Restart) && node.store.is_none(), "{next:?}");
-    }
-
-    #[test]
-    fn a_disk_without_room_is_named() {
-        let folder = tempfile::tempdir().unwrap();
-        let cluster = Cluster::file(1, 1, folder.path().join("launchers")).unwrap().local_addr("127.0.0.1");
-        let (job, refused) = (Job::new("unused", WorldSize::new(1).unwrap()), Refused::new().unwrap());
-        let node = MultiNode::new(&job, &cluster, "test".to_owned(), refused.refusals()).unwrap();
-        let remedy = |kind: ErrorKind| {
-            let error = node.store_is_lost(Error::io("cannot add", std::io::Error::from(kind)));
-            error.remedy().map(str::to_owned).unwrap_or_default()
-        };
-        assert!(remedy(ErrorKind::StorageFull).contains("make room on the disk"));
-        assert!(remedy(ErrorKind::NotConnected).contains("is the launchers' store up"));
-    }
-
-    /// It has its place, and is given up, before it looks at what the log says: as if it had been stopped in that moment.
-    #[test]
-    fn a_replacement_that_is_given_up_at_once_is_told_so() {
-        let others = Others::new();
-        let (log, limit) = (&others.log, others.limit);
-        others.join(1, "elsewhere", 0, None);
-        // A process that had the number of this one is gone.
-        let gone = process::own().map(|mut process| {
-            process.started += 1;
-            process
-        });
-        others.join(2, &host::name(), 1, gone);
-        let cluster = others.cluster().node_rank(1);
-        let job = Job::new("unused", WorldSize::new(1).unwrap());
-        let refused = Refused::new().unwrap();
-        let mut node = MultiNode::new(&job, &cluster, "test".to_owned(), refused.refusals()).unwrap();
-        let first = node.me;
-        while node.me == first {
-            assert!(!limit.has_passed(), "it has not asked for the place");
-            node.take_news();
-            node.check().unwrap();
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        // What is known of the first number is not about the second.
-        node.check().unwrap();
-        let entries: Vec<Entry> = (2..5)
-            .map(|index| match log.read(index, limit).unwrap() {
-                Read::Entry(entry) => entry,
-                other => panic!("{other:?}"),
-            })
-            .collect();
-        assert!(matches!(&entries[0], Entry::Join { node, .. } if node.id == first), "{entries:?}");
-        assert_eq!(entries[1], Entry::Left { node: NodeId(2), why: Departure::Replaced });
-        assert!(matches!(&entries[2], Entry::Join { node: again, .. } if again.id == node.me), "{entries:?}");
-        // A heartbeat under the first number, which may still be on its way, finds a counter.
-        assert!(others.store.add(&first.heartbeat_key(), 0, limit).unwrap() > 0);
-        let why = Departure::Silent(Duration::from_secs(1));
-        log.append(&Entry::Left { node: node.me, why }, limit).unwrap();
-        while !node.is_given_up() {
-            assert!(!limit.has_passed(), "it does not know that it was given up");
-            node.take_news();
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        let error = node.check().unwrap_err();
-        assert!(error.to_string().contains("the other nodes got no heartbeat from this node"), "{error}");
-    }
-}
+mod tests;

@@ -129,8 +129,11 @@ impl Machine for MembershipState {
                 }
             }
             Entry::Failed { round, node, failure } => {
+                // Where the round ends for new nodes, launchers read that at different times. Workers of one that has not read it yet fail
+                // because those of another have ended.
                 if let Some(running) = self.running_in(round)
                     && running.is_working(node)
+                    && !running.ends_without_cause()
                 {
                     running.note(failure);
                     running.ending = true;
@@ -514,6 +517,11 @@ impl Running {
             Some(known) => *known = Cause::Worker(failure),
             None => self.causes.push(Cause::Worker(failure)),
         }
+    }
+
+    /// Whether the workers must end although nothing has failed, as for a new node.
+    fn ends_without_cause(&self) -> bool {
+        self.ending && self.causes.is_empty()
     }
 
     fn is_working(&self, id: NodeId) -> bool {

@@ -290,6 +290,30 @@ fn a_newcomer_costs_no_restart() {
 }
 
 #[test]
+fn workers_that_fail_because_others_have_ended_for_a_newcomer_cost_no_restart() {
+    let settings = settings(2, 3, 0);
+    let mut state = joined(settings, [node(0, 1, None), node(1, 1, None)]);
+    state.apply(Entry::LastCall { round: 0, nonce: 0 }).unwrap();
+    state.apply(Entry::Join { node: node(2, 1, None), settings }).unwrap();
+    // Node 1 has ended its workers; node 0 has not read yet why, and its worker fails without them.
+    ended(&mut state, 1, false);
+    for blames in [None, Some(1)] {
+        failed(&mut state, 0, 0, blames);
+    }
+    ended(&mut state, 0, false);
+    assert_eq!((state.job_end(), state.last_cause(), state.restarts(), state.round()), (None, None, 0, 1));
+    assert_eq!(state.running().unwrap().members.len(), 3);
+    // A failure that was there first costs what it costs, whoever comes meanwhile.
+    let mut state = joined(settings, [node(0, 1, None), node(1, 1, None)]);
+    state.apply(Entry::LastCall { round: 0, nonce: 0 }).unwrap();
+    failed(&mut state, 0, 0, None);
+    state.apply(Entry::Join { node: node(2, 1, None), settings }).unwrap();
+    ended(&mut state, 0, false);
+    ended(&mut state, 1, false);
+    assert!(matches!(state.job_end(), Some(JobEnd::Failed(Cause::Worker(_)))));
+}
+
+#[test]
 fn nothing_goes_on_without_the_store() {
     let mut state = joined(settings(1, 2, 9), [node(0, 1, None), node(1, 1, None)]);
     left(&mut state, 0, Departure::Signal(2));
