@@ -12,7 +12,7 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use phalanx::reducer::broadcast_bytes;
 use phalanx::{Buffer, Communicator, Error, Rank, ReduceOp, Result, WorldSize};
 
-use crate::optimizer::OptimizerState;
+use crate::optimizer::{OptimizerState, on_small};
 use crate::parameters::Parameter;
 use crate::read_back;
 
@@ -22,9 +22,13 @@ const GRADIENTS: [[f32; 2]; 5] = [[1.0, 1e-6], [-0.5, 3e-6], [0.1, -2e-6], [1e-2
 const RATE: f64 = 1.0;
 /// Processors of several kinds may round in other ways.
 const TOLERANCE: f32 = 2e-6;
+/// The most bytes that a rank accepts from another.
+const MAX_BYTES: usize = 1 << 28;
 
-/// An error on every rank unless all ranks' optimizers change `parameters` of `model` alike. The models are the same already. All ranks of
-/// `group` call it together.
+/// An error on every rank unless all ranks' optimizers change `parameters` of `model` alike. The models are the same already, or have the same
+/// parameters but for their lengths. All ranks of `group` call it together.
+///
+/// Optimizers that panic with small parameters, on every rank, are not compared, and a warning says so.
 pub(crate) fn check<M: Module>(
     optimizer: &ModuleOptimizer,
     (model, parameters): (&M, &[Parameter]),
@@ -35,9 +39,17 @@ pub(crate) fn check<M: Module>(
     }
     // The others wait for this rank.
     let abort = |error: &Error| group.abort(error.clone());
-    let own = trained(optimizer, (model, parameters)).inspect_err(abort)?;
+    let own = on_small(|| trained(optimizer, (model, parameters))).inspect_err(abort)?;
+    if own.is_none() && group.rank().is_main() {
+        phalanx::warn(
+            "the ranks' optimizers are not compared, because this one has panicked with parameters of two elements; the panic has no other effect. \
+             Give every rank the same optimizer with the same settings",
+        );
+    }
+    // Only another one that panics is like it.
+    let own = own.unwrap_or_else(|| vec![f32::NAN]);
     let bytes: &[u8] = bytemuck::cast_slice(&own);
-    let main = broadcast_bytes(group, Rank::MAIN, bytes, bytes.len()).inspect_err(abort)?;
+    let main = broadcast_bytes(group, Rank::MAIN, bytes, MAX_BYTES).inspect_err(abort)?;
     let main = main.as_bytes().chunks_exact(size_of::<f32>()).map(bytemuck::pod_read_unaligned::<f32>);
     let is_other = main.len() != own.len() || main.zip(&own).any(|(main, own)| !are_near(main, *own));
     let mine = if is_other { i64::from(group.rank().get()) } else { i64::MAX };

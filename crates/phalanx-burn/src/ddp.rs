@@ -293,8 +293,8 @@ impl<M: Module> Ddp<M> {
     /// # Errors
     /// If `max_norm` is not a positive number; if layers of the model are [divided](crate::parallel::tensor) among ranks, or it has trained as
     /// this rank's stages of a [`Pipeline`](crate::parallel::pipeline::Pipeline), which
-    /// [`parallel::clip_grad_norm`](crate::parallel::clip_grad_norm) clips; and, which ends the group, if a gradient is no float or cannot be read from its device, or if the
-    /// exchange fails.
+    /// [`parallel::clip_grad_norm`](crate::parallel::clip_grad_norm) clips; and, which ends the group, if the gradients are those of another `Ddp`, if
+    /// one is no float or cannot be read from its device, or if the exchange fails.
     #[doc(alias = "clip_grad_norm_")]
     pub fn clip_grad_norm(&self, gradients: &mut GradientsParams, max_norm: f64) -> Result<f64> {
         adapter::check_max_norm(max_norm)?;
@@ -336,6 +336,11 @@ impl<M: Module> Ddp<M> {
     }
 
     /// Lets `optimizer` change the model by `gradients` from [`backward`](Self::backward). It communicates nothing.
+    ///
+    /// All ranks give it the same optimizer, with the same settings and state, and the same learning rate. As nothing is compared here, replicas
+    /// drift apart otherwise: [`replicas_identical`](Self::replicas_identical) says whether they have. The optimizers of
+    /// [`TrainState::with_group`](crate::TrainState::with_group), [`ZeroRedundancyOptimizer::new`](crate::ZeroRedundancyOptimizer::new) and
+    /// [`Fsdp::step`](crate::parallel::fsdp::Fsdp::step) are compared.
     ///
     /// # Errors
     /// If the gradients are those of another `Ddp`, such as a generator's, or of this one before its state was loaded

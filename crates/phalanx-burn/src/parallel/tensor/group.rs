@@ -158,9 +158,13 @@ impl TensorGroup {
         replicas::from_rank(module, &self.0, Rank::MAIN, Select::All)
     }
 
-    /// Every rank's plan.
-    pub(super) fn all_plans(&self, plan: &TensorPlan) -> Result<Vec<TensorPlan>> {
-        self.0.all_gather_object(plan)
+    /// Every rank's plan, and what is wrong with its module.
+    pub(super) fn all_plans(
+        &self,
+        plan: &TensorPlan,
+        fault: Option<String>,
+    ) -> Result<Vec<(TensorPlan, Option<String>)>> {
+        self.0.all_gather_object(&(plan.clone(), fault))
     }
 
     /// The sum of all ranks' `number`.

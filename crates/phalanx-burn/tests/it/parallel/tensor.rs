@@ -3,7 +3,7 @@
 use burn::grad_clipping::GradientClippingConfig;
 use burn::module::Module;
 use burn::nn::activation::ActivationConfig;
-use burn::nn::attention::MultiHeadAttentionConfig;
+use burn::nn::attention::{MhaInput, MultiHeadAttentionConfig};
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::transformer::{PositionWiseFeedForwardConfig, TransformerEncoderInput};
 use burn::nn::{BatchNormConfig, Embedding, EmbeddingConfig, Linear, LinearConfig};
@@ -200,6 +200,30 @@ fn encoders_are_one() {
     check_encoder(2, Fabric::InProcess, Activations::Replicated, true);
     check_encoder(4, Fabric::SharedMemory, Activations::Replicated, false);
     check_encoder(4, Fabric::Tcp, Activations::Replicated, true);
+}
+
+#[test]
+fn one_mask_may_be_for_all_samples() {
+    let attention =
+        || MultiHeadAttentionConfig::new(WIDTH, 4).with_dropout(0.0).init(&device()).map(&mut Waves(0));
+    let pad = |samples: usize| {
+        let pad: Vec<bool> = (0..samples * LENGTH).map(|i| i % LENGTH > 5).collect();
+        Tensor::<2, Bool>::from_data(TensorData::new(pad, [samples, LENGTH]), &device())
+    };
+    let causal = |samples: usize| {
+        let mask: Vec<bool> =
+            (0..samples * LENGTH * LENGTH).map(|i| i % LENGTH > i / LENGTH % LENGTH).collect();
+        Tensor::<3, Bool>::from_data(TensorData::new(mask, [samples, LENGTH, LENGTH]), &device())
+    };
+    let masked = MhaInput::self_attn(input()).mask_pad(pad(3)).mask_attn(causal(3));
+    let expected = values(attention().forward(masked).context);
+    run(2, |group| {
+        let model = ParallelAttention::new(attention(), &TensorGroup::new(&group)).unwrap();
+        for samples in [1, 3] {
+            let ours = model.forward(input(), Some(pad(samples)), Some(causal(samples)));
+            near(&[values(ours)], std::slice::from_ref(&expected), &format!("masks of {samples} samples"));
+        }
+    });
 }
 
 #[test]
