@@ -186,16 +186,18 @@ impl<M: Module> Ddp<M> {
     /// If an exchange fails, or the model was loaded with the state of a [communication hook](Self::register_comm_hook) that is not
     /// registered. If the group was a handle to a world of one when this was made, and leads to several ranks by now.
     pub fn forward<T>(&mut self, pass: impl FnOnce(&M) -> T) -> Result<T> {
-        let device = self.inventory.device.clone();
-        self.forward_with(|model, sink| match sink {
+        self.forward_with(|model, inventory, sink| match sink {
             None => pass(model),
-            Some(sink) => pass(&hook::hooked(model, &device, sink)),
+            Some(sink) => pass(&hook::hooked(model, &inventory.device, &inventory.indices, sink)),
         })
     }
 
     /// As [`forward`](Self::forward), for a `pass` that reports the model's gradients itself. What it reports them to, if there are
     /// other ranks, must live in the pass's graph: as long as it lives, backward can still come.
-    pub(crate) fn forward_with<T>(&mut self, pass: impl FnOnce(&M, Option<Arc<Pass>>) -> T) -> Result<T> {
+    pub(crate) fn forward_with<T>(
+        &mut self,
+        pass: impl FnOnce(&M, &Inventory, Option<Arc<Pass>>) -> T,
+    ) -> Result<T> {
         let begin = Instant::now();
         self.check_world()?;
         self.loaded_hook.check_taken(self.hooked())?;
@@ -207,13 +209,13 @@ impl<M: Module> Ddp<M> {
         self.waited_since(begin);
         let model = held(&self.model);
         let output = match &mut self.engine {
-            Engine::Alone { .. } => pass(model, None),
+            Engine::Alone { .. } => pass(model, &self.inventory, None),
             Engine::Together { sink, passes, .. } => {
                 sink.check()?;
                 let token = Arc::new(Pass(sink.clone()));
                 passes.retain(|pass| pass.strong_count() > 0);
                 passes.push(Arc::downgrade(&token));
-                pass(model, Some(token))
+                pass(model, &self.inventory, Some(token))
             }
         };
         self.group.trace().complete(Track::Forward, "forward", begin, Instant::now(), &[]);

@@ -1,5 +1,7 @@
 //! Horovod's DistributedOptimizer: the same training as with `Ddp`, whatever the order of gradients.
 
+use std::sync::Barrier;
+
 use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::{BatchNorm, BatchNormConfig, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
@@ -239,6 +241,58 @@ fn a_loss_that_depends_on_parameters_past_the_closure_is_refused() {
             let loss = optimizer.forward(&model, |model| model.loss(batch(&group, 0))) + penalty;
             let error = optimizer.backward(&loss).unwrap_err().to_string();
             assert!(error.contains("the parameter `layers.1.weight` past the model"), "{error}");
+        });
+    }
+}
+
+#[test]
+fn a_layer_that_is_frozen_later_takes_no_other_s_gradient() {
+    // The first two layers have the same shape.
+    let start = Mlp::new(&[8, 8, 8, 3]);
+    let frozen = |mut model: Mlp| {
+        model.layers[0] = model.layers[0].clone().no_grad();
+        model
+    };
+    let trained = |is_frozen_before: bool| {
+        run(2, |group| {
+            let hvd = horovod(&group);
+            let mut model = if is_frozen_before { frozen(start.clone()) } else { start.clone() };
+            let mut optimizer = DistributedOptimizer::new(sgd(), &model, &hvd).unwrap();
+            model = frozen(model);
+            for step in 0..2 {
+                let loss = optimizer.forward(&model, |model| model.loss(batch(&group, step)));
+                optimizer.backward(&loss).unwrap();
+                model = optimizer.step(0.05, model).unwrap();
+            }
+            hvd.barrier().unwrap();
+            floats(&model)
+        })
+    };
+    let expected = trained(true);
+    assert_eq!(expected[0][..2], floats(&start)[..2]);
+    assert_eq!(trained(false), expected);
+}
+
+#[test]
+fn a_model_whose_parameters_have_other_ids_is_refused() {
+    let all_are_here = Barrier::new(2);
+    for op in [Op::Average, Op::Adasum] {
+        run(2, |group| {
+            let hvd = horovod(&group);
+            let model = Mlp::new(&[8, 4, 3]);
+            let options = DistributedOptions { op, ..DistributedOptions::default() };
+            let mut optimizer = DistributedOptimizer::with_options(sgd(), &model, &hvd, options).unwrap();
+            // A record brings the ids with which it was saved.
+            let loaded = model.clone().load_record(Mlp::new(&[8, 4, 3]).into_record());
+            let loss = optimizer.forward(&model, |model| model.loss(batch(&group, 0)));
+            optimizer.backward(&loss).unwrap();
+            let error = optimizer.step(0.05, loaded.clone()).unwrap_err().to_string();
+            assert!(error.contains("`layers.0.weight` is another parameter"), "{error}");
+            // The next error ends the job, in which the other rank may still wait for averages.
+            all_are_here.wait();
+            let loss = optimizer.forward(&loaded, |model| model.loss(batch(&group, 0)));
+            let error = optimizer.backward(&loss).unwrap_err().to_string();
+            assert!(error.contains("`layers.0.weight` is another parameter"), "{error}");
         });
     }
 }

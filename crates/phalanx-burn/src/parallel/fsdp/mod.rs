@@ -198,7 +198,7 @@ impl<M: Module> Fsdp<M> {
         let began = Instant::now();
         self.exchanges.check()?;
         let shards = self.shards(self.model());
-        let output = self.ddp.forward_with(|model, sink| {
+        let output = self.ddp.forward_with(|model, _, sink| {
             let replicated = sink.map(|sink| Replicated::new(sink, self.parameters.clone()));
             self.exchanges.begin(shards, replicated);
             pass(model)
