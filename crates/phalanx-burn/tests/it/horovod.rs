@@ -442,6 +442,19 @@ fn an_optimizer_s_state_and_tensors_go_from_rank_to_rank() {
 }
 
 #[test]
+fn optimizers_with_other_settings_are_refused_on_every_rank() {
+    run(3, |group| {
+        let hvd = horovod(&group);
+        let model = Mlp::new(&WIDTHS);
+        let epsilon = if hvd.rank().get() == 1 { 1e-8 } else { 1e-5 };
+        let optimizer = AdamWConfig::new().with_epsilon(epsilon).init();
+        let error = broadcast_optimizer_state(&hvd, &optimizer, &model, Rank::MAIN).err().unwrap();
+        assert!(error.is_mismatch() && error.to_string().contains("the optimizer of rank 1"), "{error}");
+        hvd.barrier().unwrap();
+    });
+}
+
+#[test]
 fn a_state_refuses_a_checkpoint_with_a_sampler_of_another_order() {
     let (folder, alone) = (tempfile::tempdir().unwrap(), ProcessGroup::alone().unwrap());
     let checkpoints = Checkpoints::open(folder.path(), &alone).unwrap();
