@@ -247,6 +247,11 @@ impl DistributedOptimizer {
     /// [`new`](Self::new); if the loss depends on parameters of the model itself, and not only on those that the closure of
     /// [`forward`](Self::forward) gets: a penalty on parameters belongs into the closure.
     pub fn backward<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<()> {
+        if let Some(name) = &self.unknown {
+            // The others wait for what this rank does not submit.
+            self.sink.leave();
+            return Err(another(name));
+        }
         self.passes.retain(|pass| pass.strong_count() > 0);
         if !loss.is_tracked() || self.passes.is_empty() {
             let cause =
@@ -261,11 +266,6 @@ impl DistributedOptimizer {
                 self.backwards + 1
             ))
             .with_remedy("call step, or raise DistributedOptions::backward_passes_per_step"));
-        }
-        if let Some(name) = &self.unknown {
-            // The others wait for what this rank does not submit.
-            self.sink.leave();
-            return Err(another(name));
         }
         self.backwards += 1;
         let is_last = self.backwards == self.per_step;
