@@ -148,6 +148,17 @@ pub(super) fn linear_of_rows<const D: usize>(
         return linear(x, weight, bias);
     }
     let mut dims = x.dims();
+    // Burn takes a 0 among the dimensions of `reshape` for the one that the tensor has there. So the empty dimension comes first; the result of
+    // several has no graph, and none is missed.
+    let empty: Vec<usize> = (0..D - 1).filter(|&side| dims[side] == 0).collect();
+    match empty[..] {
+        [] | [0] => {}
+        [side] => return linear_of_rows(x.swap_dims(0, side), weight, bias).swap_dims(0, side),
+        _ => {
+            [_, dims[D - 1]] = weight.dims();
+            return Tensor::zeros(dims, (&x.device(), x.dtype()));
+        }
+    }
     let width = dims[D - 1];
     let y = linear(x.reshape([dims[..D - 1].iter().product(), width]), weight, bias);
     [_, dims[D - 1]] = y.dims();

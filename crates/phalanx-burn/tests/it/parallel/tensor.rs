@@ -99,6 +99,22 @@ fn linear_layers_are_one() {
 }
 
 #[test]
+fn a_tensor_without_elements_keeps_its_shape() {
+    run(2, |group| {
+        let group = TensorGroup::new(&group);
+        let layer = || LinearConfig::new(WIDTH, WIDTH).init(&device());
+        let inner = ColumnParallelLinear::new(layer(), &group).unwrap();
+        let outer = RowParallelLinear::new(layer(), &group).unwrap();
+        for [samples, length] in [[0, LENGTH], [3, 0], [0, 0]] {
+            let y = inner.forward(Tensor::<3>::zeros([samples, length, WIDTH], &device()));
+            assert_eq!(y.dims(), [samples, length, WIDTH / 2]);
+            assert_eq!(outer.forward(y).dims(), [samples, length, WIDTH]);
+        }
+        assert!(group.failure().is_none());
+    });
+}
+
+#[test]
 fn columns_that_are_gathered_and_parts_that_are_given_are_one() {
     let layer = || -> Linear { LinearConfig::new(WIDTH, WIDTH).init(&device()).map(&mut Waves(0)) };
     let x = input();
