@@ -153,7 +153,8 @@ impl<M: Module> Fsdp<M> {
     ///
     /// # Errors
     /// On every rank, if the ranks' models do not have the same units, or what is in none differs in names, shapes or types; if a
-    /// parameter that needs a gradient is in none, or in two; if one is [divided](crate::parallel::tensor) among ranks. If the exchange fails.
+    /// parameter that needs a gradient is in none, or in two; if one is [divided](crate::parallel::tensor) among ranks; if a part of a unit was
+    /// frozen after the unit was made. If the exchange fails.
     pub fn new(model: M, sharding: &ShardingGroup) -> Result<Self> {
         let exchanges = sharding.exchanges.clone();
         Self::prepared(model, &exchanges).inspect_err(|error| exchanges.fail(error.clone()))
@@ -506,11 +507,21 @@ impl Units {
             ))
             .with_remedy("put the module that has it into FullySharded::new, or freeze it"));
         }
+        let trained: HashSet<ParamId> = parameters.iter().map(|piece| piece.id).collect();
+        let mut is_unit_trained = HashMap::new();
         for piece in &state {
-            if let Some(&unit) = known.get(&piece.id)
-                && seen.insert(unit)
-            {
+            let Some(&unit) = known.get(&piece.id) else { continue };
+            if seen.insert(unit) {
                 order.push((unit, unit_name(&piece.name).to_owned()));
+            }
+            // A unit's pieces are numbered one after the other.
+            let is_trained = trained.contains(&piece.id);
+            if *is_unit_trained.entry(unit).or_insert(is_trained) != is_trained {
+                return Err(Error::invalid_argument(format!(
+                    "a part of the unit of `{}` needs a gradient, and another part does not",
+                    unit_name(&piece.name)
+                ))
+                .with_remedy("freeze parameters before FullySharded::new, or freeze the whole unit"));
             }
         }
         refuse_shared(&order, &state, exchanges)?;

@@ -3,7 +3,7 @@
 use std::sync::Barrier;
 
 use burn::grad_clipping::GradientClippingConfig;
-use burn::module::Module;
+use burn::module::{Module, ParamGroup};
 use burn::nn::{BatchNormConfig, Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{
@@ -209,6 +209,23 @@ fn models_that_differ_or_have_more_than_units_are_an_error_on_every_rank() {
         Fsdp::new(model, &sharding)
     }));
     all_say(&fewer, "rank 0's model has the units [0, 1, 2], and rank 1's [0, 1]");
+}
+
+#[test]
+fn a_unit_of_which_a_part_was_frozen_is_an_error_on_every_rank() {
+    let partial = errors(run(2, |group| {
+        let sharding = ShardingGroup::new(&group)?;
+        let model = Layers::new(&[4, 4, 4], &sharding)?;
+        Fsdp::new(model.freeze_group(ParamGroup::from_path("layers.1.shard.0")), &sharding)
+    }));
+    all_say(&partial, "a part of the unit of `layers.1.shard` needs a gradient, and another part does not");
+    // All of one may be.
+    run(2, |group| {
+        let sharding = ShardingGroup::new(&group).unwrap();
+        let mut model = Layers::new(&[4, 4, 4], &sharding).unwrap();
+        model.layers[0] = model.layers[0].clone().no_grad();
+        Fsdp::new(model, &sharding).unwrap();
+    });
 }
 
 #[test]
