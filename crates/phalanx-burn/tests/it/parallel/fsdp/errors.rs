@@ -336,6 +336,18 @@ fn optimizers_that_differ_are_an_error_on_every_rank() {
     let adamw = |epsilon| AdamWConfig::new().with_epsilon(epsilon).init();
     let outcomes = run(3, |group| stepped(&group, adamw(if group.rank().get() == 2 { 1e-8 } else { 1e-5 })));
     all_say(&errors(outcomes), "the optimizer of rank 2 changes parameters otherwise than that of rank 0");
+    // Replicas have the same shards, and could drift apart.
+    let outcomes = run(4, |group| {
+        let mesh = DeviceMesh::new(&group, &[("replicate", 2), ("shard", 2)])?;
+        let sharding = ShardingGroup::hybrid(mesh.group("shard")?, mesh.group("replicate")?);
+        let mut fsdp = Fsdp::new(Layers::new(&[4, 4, 4], &sharding)?, &sharding)?;
+        let x = Tensor::<2>::ones([2, 4], &device());
+        let loss = fsdp.forward(|model| model.forward(x).mean())?;
+        let gradients = fsdp.backward(&loss)?;
+        let epsilon = if mesh.coordinate("replicate")? == 0 { 1e-5 } else { 1e-8 };
+        fsdp.step(&mut adamw(epsilon), 0.1, gradients)
+    });
+    all_say(&errors(outcomes), "the optimizer of rank 1 changes parameters otherwise than that of rank 0");
     // What one rank alone is told reaches the others, too.
     let outcomes = run(2, |group| {
         stepped(&group, if group.rank().is_main() { adamw(1e-5) } else { LambConfig::new().init() })
