@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::common::{Mlp, Watched, device, distance, floats, is_in_memory, run, samples};
 use burn::module::{Module, Param, ParamGroup};
-use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
+use burn::nn::{BatchNorm, BatchNormConfig, DropoutConfig, Linear, LinearConfig};
 use burn::optim::SgdConfig;
 use burn::tensor::{Distribution, Tensor};
 use phalanx::join::JoinGroup;
@@ -237,6 +237,20 @@ fn buffers_that_differ_are_named_on_every_rank() {
         let text = error.to_string();
         assert!(text.contains("`norm.running_mean` (f32 [4]) on rank 0"), "{text}");
         assert!(text.contains("`norm.running_mean` (f32 [5]) on rank 1"), "{text}");
+    }
+}
+
+#[test]
+fn layers_that_train_on_some_ranks_only_are_named_on_every_rank() {
+    for error in run(3, |group| {
+        let dropout = DropoutConfig::new(0.5).init();
+        let dropout = if group.rank().get() == 1 { dropout.freeze() } else { dropout };
+        Ddp::new((LinearConfig::new(4, 3).init(&device()), dropout), &group).unwrap_err()
+    }) {
+        assert!(error.is_mismatch(), "{error}");
+        let text = error.to_string();
+        assert!(text.contains("`1.training (enabled)`") && text.contains("on rank 0"), "{text}");
+        assert!(text.contains("`1.training (disabled)`") && text.contains("on rank 1"), "{text}");
     }
 }
 
