@@ -1,5 +1,7 @@
 //! Divided layers are the undivided ones, forward and backward.
 
+use std::sync::Barrier;
+
 use burn::grad_clipping::GradientClippingConfig;
 use burn::module::Module;
 use burn::nn::activation::ActivationConfig;
@@ -440,6 +442,22 @@ fn tokens_that_no_rank_has_end_the_group() {
         let logits = model.logits(Tensor::<2>::ones([3, WIDTH], &device()));
         let loss = model.cross_entropy(logits, ints(&[1, 1000, 0]), Some(1000));
         assert!(scalar(&loss).is_finite() && group.failure().is_none());
+    });
+}
+
+#[test]
+fn a_width_is_no_sequence() {
+    let all_are_here = Barrier::new(2);
+    run(2, |group| {
+        let group = TensorGroup::new(&group);
+        let layer = LinearConfig::new(WIDTH, WIDTH).with_bias(false).init(&device());
+        let layer = RowParallelLinear::new(layer, &group).unwrap().with_activations(Activations::Sequence);
+        // The error ends the group, in which the other rank may still wait for its weights.
+        all_are_here.wait();
+        let y = layer.forward(Tensor::<2>::ones([4, WIDTH / 2], &device()));
+        assert_eq!(y.dims(), [4, WIDTH]);
+        assert!(y.into_data().iter::<f32>().all(f32::is_nan));
+        assert!(group.failure().unwrap().to_string().contains("a tensor of shape [4, 16] has none"));
     });
 }
 
