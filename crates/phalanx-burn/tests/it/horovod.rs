@@ -286,9 +286,10 @@ fn a_model_whose_parameters_have_other_ids_is_refused() {
             let loaded = model.clone().load_record(Mlp::new(&[8, 4, 3]).into_record());
             let loss = optimizer.forward(&model, |model| model.loss(batch(&group, 0)));
             optimizer.backward(&loss).unwrap();
+            // An error may end the job, for which the other rank may still wait; the next one does, and the averages.
+            all_are_here.wait();
             let error = optimizer.step(0.05, loaded.clone()).unwrap_err().to_string();
             assert!(error.contains("`layers.0.weight` is another parameter"), "{error}");
-            // The next error ends the job, in which the other rank may still wait for averages.
             all_are_here.wait();
             let loss = optimizer.forward(&loaded, |model| model.loss(batch(&group, 0)));
             let error = optimizer.backward(&loss).unwrap_err().to_string();
