@@ -12,7 +12,7 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use phalanx::reducer::broadcast_bytes;
 use phalanx::{Buffer, Communicator, Error, Rank, ReduceOp, Result, WorldSize};
 
-use crate::optimizer::OptimizerState;
+use crate::optimizer::{OptimizerState, on_small};
 use crate::parameters::Parameter;
 use crate::read_back;
 
@@ -22,9 +22,13 @@ const GRADIENTS: [[f32; 2]; 5] = [[1.0, 1e-6], [-0.5, 3e-6], [0.1, -2e-6], [1e-2
 const RATE: f64 = 1.0;
 /// Processors of several kinds may round in other ways.
 const TOLERANCE: f32 = 2e-6;
+/// The most bytes that a rank accepts from another.
+const MAX_BYTES: usize = 1 << 28;
 
-/// An error on every rank unless all ranks' optimizers change `parameters` of `model` alike. The models are the same already. All ranks of
-/// `group` call it together.
+/// An error on every rank unless all ranks' optimizers change `parameters` of `model` alike. The models are the same already, or have the same
+/// parameters but for their lengths. All ranks of `group` call it together.
+///
+/// Optimizers that panic with small parameters, on every rank, are not compared, and a warning says so.
 pub(crate) fn check<M: Module>(
     optimizer: &ModuleOptimizer,
     (model, parameters): (&M, &[Parameter]),
@@ -35,22 +39,30 @@ pub(crate) fn check<M: Module>(
     }
     // The others wait for this rank.
     let abort = |error: &Error| group.abort(error.clone());
-    let own = trained(optimizer, (model, parameters)).inspect_err(abort)?;
+    let own = made(optimizer, (model, parameters), group.rank()).inspect_err(abort)?;
     let bytes: &[u8] = bytemuck::cast_slice(&own);
-    let main = broadcast_bytes(group, Rank::MAIN, bytes, bytes.len()).inspect_err(abort)?;
+    let main = broadcast_bytes(group, Rank::MAIN, bytes, MAX_BYTES).inspect_err(abort)?;
     let main = main.as_bytes().chunks_exact(size_of::<f32>()).map(bytemuck::pod_read_unaligned::<f32>);
-    let is_other = main.len() != own.len() || main.zip(&own).any(|(main, own)| !are_near(main, *own));
-    let mine = if is_other { i64::from(group.rank().get()) } else { i64::MAX };
+    let main: Vec<f32> = main.collect();
+    let mine = if is_same(&main, &own) { i64::MAX } else { i64::from(group.rank().get()) };
     let first = group.all_reduce_async(Buffer::from_slice(&[mine]), ReduceOp::Min)?.wait()?;
-    match first.as_slice::<i64>()?.first().copied().and_then(|rank| u32::try_from(rank).ok()) {
-        None => Ok(()),
-        Some(rank) => Err(Error::mismatch(format!(
-            "the optimizer of rank {rank} changes parameters otherwise than that of rank 0: it is another one, or its settings differ, such as \
-             betas, epsilon, decay, momentum or clipping"
-        ))
-        .with_peer(Rank::new(rank))
-        .with_remedy("give every rank the same optimizer with the same settings")),
-    }
+    let first = first.as_slice::<i64>()?.first().copied().and_then(|rank| u32::try_from(rank).ok());
+    first.map_or(Ok(()), |rank| Err(differs(Rank::new(rank))))
+}
+
+/// The error for the optimizer of `rank`, which makes something else than rank 0's.
+pub(crate) fn differs(rank: Rank) -> Error {
+    Error::mismatch(format!(
+        "the optimizer of rank {rank} changes parameters otherwise than that of rank 0: it is another one, or its settings differ, such as \
+         betas, epsilon, decay, momentum or clipping"
+    ))
+    .with_peer(rank)
+    .with_remedy("give every rank the same optimizer with the same settings")
+}
+
+/// Whether two ranks' optimizers have [made] the same.
+pub(crate) fn is_same(one: &[f32], other: &[f32]) -> bool {
+    one.len() == other.len() && one.iter().zip(other).all(|(one, other)| are_near(*one, *other))
 }
 
 fn are_near(one: f32, other: f32) -> bool {
@@ -58,6 +70,23 @@ fn are_near(one: f32, other: f32) -> bool {
         true => (one - other).abs() <= TOLERANCE * one.abs().max(other.abs()).max(1.0),
         false => one.is_finite() == other.is_finite(),
     }
+}
+
+/// What the optimizer of this `rank` makes of small parameters in place of the model's. If it panics with them, a single NaN, as any other one that
+/// does.
+pub(crate) fn made<M: Module>(
+    optimizer: &ModuleOptimizer,
+    (model, parameters): (&M, &[Parameter]),
+    rank: Rank,
+) -> Result<Vec<f32>> {
+    let made = on_small(|| trained(optimizer, (model, parameters)))?;
+    if made.is_none() && rank.is_main() {
+        phalanx::warn(
+            "the ranks' optimizers are not compared, because this one has panicked with parameters of two elements; the panic has no other effect. \
+             Give every rank the same optimizer with the same settings",
+        );
+    }
+    Ok(made.unwrap_or_else(|| vec![f32::NAN]))
 }
 
 /// What a new optimizer like `optimizer` makes of small parameters, after each step.

@@ -21,8 +21,9 @@ use crate::tensor_bytes::{self, TensorBytes};
 /// If an element is infinite or not a number, so is the norm; the gradients are then left alone.
 ///
 /// # Errors
-/// If `max_norm` is not a positive number, or a gradient is no float; if layers of the model are [divided](crate::parallel::tensor) among
-/// ranks, or are [units](crate::parallel::fsdp::FullySharded), which [`Fsdp::clip_grad_norm`](crate::parallel::fsdp::Fsdp::clip_grad_norm) clips.
+/// If `max_norm` is not a positive number, a gradient is no float, or no gradient is that of a parameter of `model`; if layers of the model are
+/// [divided](crate::parallel::tensor) among ranks, or are [units](crate::parallel::fsdp::FullySharded), which
+/// [`Fsdp::clip_grad_norm`](crate::parallel::fsdp::Fsdp::clip_grad_norm) clips.
 /// It does not see that a model is a stage of a pipeline: take [`parallel::clip_grad_norm`](crate::parallel::clip_grad_norm) there.
 pub fn clip_grad_norm<M: Module>(model: &M, gradients: &mut GradientsParams, max_norm: f64) -> Result<f64> {
     adapter::check_max_norm(max_norm)?;
@@ -32,10 +33,20 @@ pub fn clip_grad_norm<M: Module>(model: &M, gradients: &mut GradientsParams, max
 }
 
 /// For each gradient, in module order, the sum of its elements' squares.
+///
+/// # Errors
+/// If a gradient is no float or cannot be read, or none of them is of a parameter of `model`: their norm would be zero, whatever they are.
 pub(crate) fn squares_of<M: Module>(model: &M, gradients: &GradientsParams) -> Result<Vec<(ParamId, f64)>> {
     let mut squares = Squares { gradients, seen: HashSet::new(), sums: Ok(Vec::new()) };
     model.visit(&mut squares);
-    squares.sums
+    let sums = squares.sums?;
+    if sums.is_empty() && !gradients.is_empty() {
+        return Err(Error::invalid_argument(
+            "the gradients to be clipped are those of another model: no parameter of this one is among them",
+        )
+        .with_remedy("clip by the model, or the Ddp, whose backward pass gave the gradients"));
+    }
+    Ok(sums)
 }
 
 /// Scales `gradients` to a norm of at most `max_norm`; returns the norm before, from the `squares`, added in their

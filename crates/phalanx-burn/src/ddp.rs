@@ -186,16 +186,18 @@ impl<M: Module> Ddp<M> {
     /// If an exchange fails, or the model was loaded with the state of a [communication hook](Self::register_comm_hook) that is not
     /// registered. If the group was a handle to a world of one when this was made, and leads to several ranks by now.
     pub fn forward<T>(&mut self, pass: impl FnOnce(&M) -> T) -> Result<T> {
-        let device = self.inventory.device.clone();
-        self.forward_with(|model, sink| match sink {
+        self.forward_with(|model, inventory, sink| match sink {
             None => pass(model),
-            Some(sink) => pass(&hook::hooked(model, &device, sink)),
+            Some(sink) => pass(&hook::hooked(model, &inventory.device, &inventory.indices, sink)),
         })
     }
 
     /// As [`forward`](Self::forward), for a `pass` that reports the model's gradients itself. What it reports them to, if there are
     /// other ranks, must live in the pass's graph: as long as it lives, backward can still come.
-    pub(crate) fn forward_with<T>(&mut self, pass: impl FnOnce(&M, Option<Arc<Pass>>) -> T) -> Result<T> {
+    pub(crate) fn forward_with<T>(
+        &mut self,
+        pass: impl FnOnce(&M, &Inventory, Option<Arc<Pass>>) -> T,
+    ) -> Result<T> {
         let begin = Instant::now();
         self.check_world()?;
         self.loaded_hook.check_taken(self.hooked())?;
@@ -207,13 +209,13 @@ impl<M: Module> Ddp<M> {
         self.waited_since(begin);
         let model = held(&self.model);
         let output = match &mut self.engine {
-            Engine::Alone { .. } => pass(model, None),
+            Engine::Alone { .. } => pass(model, &self.inventory, None),
             Engine::Together { sink, passes, .. } => {
                 sink.check()?;
                 let token = Arc::new(Pass(sink.clone()));
                 passes.retain(|pass| pass.strong_count() > 0);
                 passes.push(Arc::downgrade(&token));
-                pass(model, Some(token))
+                pass(model, &self.inventory, Some(token))
             }
         };
         self.group.trace().complete(Track::Forward, "forward", begin, Instant::now(), &[]);
@@ -293,8 +295,8 @@ impl<M: Module> Ddp<M> {
     /// # Errors
     /// If `max_norm` is not a positive number; if layers of the model are [divided](crate::parallel::tensor) among ranks, or it has trained as
     /// this rank's stages of a [`Pipeline`](crate::parallel::pipeline::Pipeline), which
-    /// [`parallel::clip_grad_norm`](crate::parallel::clip_grad_norm) clips; and, which ends the group, if a gradient is no float or cannot be read from its device, or if the
-    /// exchange fails.
+    /// [`parallel::clip_grad_norm`](crate::parallel::clip_grad_norm) clips; and, which ends the group, if the gradients are those of another `Ddp`, if
+    /// one is no float or cannot be read from its device, or if the exchange fails.
     #[doc(alias = "clip_grad_norm_")]
     pub fn clip_grad_norm(&self, gradients: &mut GradientsParams, max_norm: f64) -> Result<f64> {
         adapter::check_max_norm(max_norm)?;
@@ -336,6 +338,11 @@ impl<M: Module> Ddp<M> {
     }
 
     /// Lets `optimizer` change the model by `gradients` from [`backward`](Self::backward). It communicates nothing.
+    ///
+    /// All ranks give it the same optimizer, with the same settings and state, and the same learning rate. As nothing is compared here, replicas
+    /// drift apart otherwise: [`replicas_identical`](Self::replicas_identical) says whether they have. The optimizers of
+    /// [`TrainState::with_group`](crate::TrainState::with_group), [`ZeroRedundancyOptimizer::new`](crate::ZeroRedundancyOptimizer::new) and
+    /// [`Fsdp::step`](crate::parallel::fsdp::Fsdp::step) are compared.
     ///
     /// # Errors
     /// If the gradients are those of another `Ddp`, such as a generator's, or of this one before its state was loaded

@@ -58,28 +58,34 @@ impl fmt::Debug for Target {
     }
 }
 
-/// A copy of `module` whose parameters that need a gradient, numbered in module order, report it to `sink`.
+/// A copy of `module` whose parameters that need a gradient, and have a number in `indices`, report it to `sink` under that number.
 ///
 /// Tensors are reference counted: the copy shares all memory, running statistics included, with the original.
-pub(crate) fn hooked<M: Module>(module: &M, device: &Device, sink: Arc<dyn GradientSink>) -> M {
+pub(crate) fn hooked<M: Module>(
+    module: &M,
+    device: &Device,
+    indices: &HashMap<ParamId, usize>,
+    sink: Arc<dyn GradientSink>,
+) -> M {
     let token = Tensor::zeros([1], device).require_grad();
-    module.clone().map(&mut Hooker { sink, token, hooked: HashMap::new() })
+    module.clone().map(&mut Hooker { sink, token, indices, hooked: HashMap::new() })
 }
 
-struct Hooker {
+struct Hooker<'a> {
     sink: Arc<dyn GradientSink>,
     token: Tensor<1>,
+    /// Not counted anew: parameters may have been frozen since they were numbered.
+    indices: &'a HashMap<ParamId, usize>,
     /// A parameter that is used in several places has one hook, which sees the sum over all of them.
     hooked: HashMap<ParamId, DispatchTensor>,
 }
 
-impl ModuleMapper for Hooker {
+impl ModuleMapper for Hooker<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        if !param.is_require_grad() {
+        let Some(&index) = self.indices.get(&param.id).filter(|_| param.is_require_grad()) else {
             return param;
-        }
+        };
         let (id, tensor, mapper) = param.consume();
-        let index = self.hooked.len();
         let hooked = self.hooked.entry(id).or_insert_with(|| {
             let mut token = self.token.clone().into_dispatch();
             for _ in 0..LEVELS {
@@ -199,6 +205,7 @@ mod tests {
     use parking_lot::Mutex;
 
     use super::*;
+    use crate::parameters::Inventory;
 
     /// Notes the order in which gradients were ready.
     #[derive(Default)]
@@ -217,12 +224,13 @@ mod tests {
         const MARK: usize = 1000;
         let device = Device::flex().autodiff();
         let model: Vec<Linear> = (0..LAYERS).map(|_| LinearConfig::new(4, 4).init(&device)).collect();
+        let indices = Inventory::of(&model).unwrap().indices;
         let sink = Arc::new(Order::default());
         let no_depth = Tensor::<1>::zeros([1], &device).require_grad();
 
         let mut x = Tensor::<2>::ones([2, 4], &device).require_grad();
         let mut marks = Tensor::<1>::zeros([1], &device);
-        for (number, layer) in hooked(&model, &device, sink.clone()).iter().enumerate() {
+        for (number, layer) in hooked(&model, &device, &indices, sink.clone()).iter().enumerate() {
             // Beside the path of the gradient, a hook of no depth of its own: it runs when backward gets here.
             let target = Target { sink: sink.clone(), index: MARK + number };
             let mark =

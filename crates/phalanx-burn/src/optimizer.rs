@@ -4,6 +4,7 @@
 //! the key is the parameter's index in the model, and only [`OptimizerState`] reads and writes records.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use burn::module::ParamId;
 use burn::optim::{ModuleOptimizer, OptimizerRecord};
@@ -83,7 +84,8 @@ impl OptimizerState {
         if self.tensors.iter().all(|(_, layout, _)| is_same(layout.dtype, usual)) {
             return Ok(());
         }
-        let small = Self::of(&self.index().small().loaded(optimizer, parameters)?, parameters)?;
+        let small = on_small(|| Self::of(&self.index().small().loaded(optimizer, parameters)?, parameters))?;
+        let Some(small) = small else { return Ok(()) };
         let kept: BTreeMap<&Key, DType> =
             small.tensors.iter().map(|(key, layout, _)| (key, layout.dtype)).collect();
         let other = self.tensors.iter().find_map(|(key, layout, _)| {
@@ -178,6 +180,13 @@ impl OptimizerState<()> {
         let (scalars, paths) = (self.scalars.clone(), self.paths.clone());
         OptimizerState { tensors: tensors.collect(), scalars, paths }
     }
+}
+
+/// What `attempt` gives, in which a copy of an optimizer has small tensors in place of the program's; None if it panics there. Burn's optimizers do
+/// not. One of the program's own may count on sizes that its parameters have, such as one that projects gradients.
+pub(crate) fn on_small<T>(attempt: impl FnOnce() -> Result<T>) -> Result<Option<T>> {
+    // The copy, and all that it has changed, is thrown away.
+    catch_unwind(AssertUnwindSafe(attempt)).ok().transpose()
 }
 
 /// Whether elements of the types are sent as the same.

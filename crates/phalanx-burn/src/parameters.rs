@@ -2,9 +2,9 @@
 
 use std::collections::{HashMap, HashSet};
 
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::module::{Flag, Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::kind::Basic;
-use burn::tensor::{Bool, DType as BurnDType, Device, Int, Tensor, TensorData};
+use burn::tensor::{Bool, BoolStore, DType as BurnDType, Device, Int, Tensor, TensorData};
 use phalanx::{Error, Result};
 
 use crate::parallel::parts_in_words;
@@ -40,6 +40,8 @@ pub(crate) struct Inventory {
     pub ties: Ties,
     /// Which part this rank has of each parameter that is divided among several ranks, in words.
     parts: HashMap<ParamId, String>,
+    /// Whether layers such as dropout behave as in training, under names that say so.
+    flags: Vec<Parameter>,
 }
 
 impl Inventory {
@@ -70,21 +72,22 @@ impl Inventory {
             return Err(Error::invalid_argument("the model is on a device without autodiff")
                 .with_remedy("create it on such a device, as Device::flex().autodiff()"));
         }
-        let Stock { parameters, frozen, state, .. } = visitor;
+        let Stock { parameters, frozen, state, flags, .. } = visitor;
         let indices = parameters.iter().enumerate().map(|(index, parameter)| (parameter.id, index)).collect();
         let (ties, buffers) = (Ties::of(module)?, buffers(module));
         let frozen = frozen.into_iter().filter(|parameter| !buffers.contains(&parameter.id)).collect();
         let parts = parts_in_words(module);
-        Ok(Self { parameters, frozen, state, indices, buffers, device, ties, parts })
+        Ok(Self { parameters, frozen, state, indices, buffers, device, ties, parts, flags })
     }
 
-    /// Every tensor, in module order, under names that also say which part of it this rank has: what replicas must have in common.
+    /// Every tensor, in module order, under names that also say which part of it this rank has, and then the flags: what replicas must have in
+    /// common.
     pub fn compared(&self) -> Vec<Parameter> {
         let named = |tensor: &Parameter| match self.parts.get(&tensor.id) {
             Some(part) => Parameter { name: format!("{} ({part})", tensor.name), ..tensor.clone() },
             None => tensor.clone(),
         };
-        self.state.iter().map(named).collect()
+        self.state.iter().map(named).chain(self.flags.iter().cloned()).collect()
     }
 
     /// Whether this rank has only a part of a parameter.
@@ -152,6 +155,7 @@ struct Stock {
     parameters: Vec<Parameter>,
     frozen: Vec<Parameter>,
     state: Vec<Parameter>,
+    flags: Vec<Parameter>,
     seen: HashSet<ParamId>,
     device: Option<Device>,
 }
@@ -190,6 +194,12 @@ impl ModuleVisitor for Stock {
     fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
         let tensor = param.base();
         self.state.push(self.describe(param.id, tensor.shape().as_slice(), tensor.dtype()));
+    }
+
+    fn visit_flag(&mut self, flag: &Param<Flag>) {
+        let Parameter { id, name, shape, dtype } =
+            self.describe(flag.id, &[], BurnDType::Bool(BoolStore::Native));
+        self.flags.push(Parameter { id, name: format!("{name} ({})", flag.val()), shape, dtype });
     }
 }
 

@@ -8,11 +8,10 @@ use burn::optim::ModuleOptimizer;
 use phalanx::checkpoint::{Saved, Snapshot};
 use phalanx::{Caller, Communicator, Error, Rank, Result, WorldSize};
 
-use crate::Ddp;
 use crate::gradients::Synced;
-use crate::optimizer;
 use crate::parameters::Parameter;
 use crate::state::{Begun, moments};
+use crate::{Ddp, alike, optimizer};
 
 /// The first stage of ZeRO (Rajbhandari et al., 2020): each rank keeps the optimizer's state of its own part of the
 /// parameters, receives the averages of their gradients, updates them, and sends them to the others. PyTorch's
@@ -60,12 +59,15 @@ impl ZeroRedundancyOptimizer {
     /// the state that `optimizer` has, for example from a checkpoint, this rank keeps its part. All ranks call it together.
     ///
     /// # Errors
-    /// If the state cannot be read, or the ranks do not agree.
+    /// If the state cannot be read. On every rank, if the optimizers do not do the same to parameters: if they are of several kinds, or their betas,
+    /// decay, momentum or clipping differ. Each rank would update its part of one model in another way. Learning rates are not compared.
     pub fn new<M: Module>(optimizer: ModuleOptimizer, ddp: &mut Ddp<M>) -> Result<Self> {
         let owners = assign_owners(ddp.parameters(), ddp.world_size());
         let mine = ddp.parameters().iter().zip(&owners).filter(|(_, owner)| **owner == ddp.rank());
         let own = mine.map(|(parameter, _)| parameter.id).collect();
         ddp.shard(owners)?;
+        let group = ddp.group().in_call(Caller::ZeroNew);
+        alike::check(&optimizer, (ddp.model(), ddp.parameters()), &group)?;
         let inner = optimizer::restricted(optimizer, ddp.parameters(), &own);
         // The others go on, and wait for this rank's part.
         Ok(Self { inner: inner.inspect_err(|error| ddp.group().abort(error.clone()))?, own })

@@ -21,8 +21,8 @@ pub use transformer::transformer_encoder;
 
 /// `conv.forward(x)`: a convolution of `[samples, channels, height, width]`.
 ///
-/// It has kernels of its own for tensors of f32 on Flex, square kernels, the same stride and the same explicit or valid padding in all
-/// directions, one group and no dilation. Otherwise Burn's `forward` runs.
+/// It has kernels of its own for tensors and parameters of f32 on Flex, square kernels, the same stride and the same explicit or valid padding in
+/// all directions, one group and no dilation. Otherwise Burn's `forward` runs.
 ///
 /// # Panics
 /// As Burn's `forward`: if `x` has other channels than the layer, or is smaller than its kernel.
@@ -36,8 +36,12 @@ pub fn conv2d(conv: &Conv2d, x: Tensor<4>) -> Tensor<4> {
         PaddingConfig2d::Same => None,
     };
     let is_square = kernel == kernel_width && stride == stride_width;
+    // Quantised weights are not.
+    let is_single =
+        conv.weight.dtype() == DType::F32 && conv.bias.as_ref().is_none_or(|bias| bias.dtype() == DType::F32);
+    let is_plain = is_square && is_single && conv.dilation == [1; 2] && conv.groups == 1;
     match padding {
-        Some(padding) if is_square && conv.dilation == [1; 2] && conv.groups == 1 && is_taken(&x) => {
+        Some(padding) if is_plain && is_taken(&x) => {
             let filters = conv.weight.val().into_dispatch();
             let y = Tensor::from_dispatch(Dispatch::convolve(x.into_dispatch(), filters, stride, padding));
             match &conv.bias {
@@ -55,7 +59,8 @@ pub fn conv2d(conv: &Conv2d, x: Tensor<4>) -> Tensor<4> {
 
 /// `norm.forward(x)`: batch norm of `[samples, channels, height, width]`, with the statistics of the batch, which also move the running ones.
 ///
-/// It has kernels of its own for tensors of f32 on Flex. Otherwise Burn's `forward` runs: without autodiff, for a frozen layer, on other devices.
+/// It has kernels of its own for tensors and parameters of f32 on Flex. Otherwise Burn's `forward` runs: without autodiff, for a frozen layer, on
+/// other devices.
 ///
 /// # Panics
 /// As Burn's `forward`: if `x` has other channels than the layer.
@@ -73,7 +78,8 @@ pub fn batch_norm(norm: &BatchNorm, x: Tensor<4>) -> Tensor<4> {
             norm.epsilon,
         );
     }
-    if !is_taken(&x) || !device.is_autodiff() || !norm.training.is_enabled() {
+    let is_single = [&norm.gamma, &norm.beta].iter().all(|parameter| parameter.dtype() == DType::F32);
+    if !is_single || !is_taken(&x) || !device.is_autodiff() || !norm.training.is_enabled() {
         return norm.forward(x);
     }
     let (gamma, beta) = (norm.gamma.val().into_dispatch(), norm.beta.val().into_dispatch());

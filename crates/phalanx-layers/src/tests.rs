@@ -2,6 +2,7 @@ use burn::module::{Module, Param};
 use burn::nn::conv::Conv2dConfig;
 use burn::nn::transformer::{TransformerEncoderConfig, TransformerEncoderInput, TransformerEncoderLayer};
 use burn::nn::{BatchNormConfig, DropoutConfig, LinearConfig};
+use burn::tensor::quantization::{QuantScheme, QuantStore};
 use burn::tensor::{Bool, Distribution, Gradients, TensorData};
 
 use super::*;
@@ -131,6 +132,20 @@ fn convolutions_that_are_not_taken_are_burns_own() {
         let x = numbers([2, 4, 9, 8], 1, &device);
         let results = [conv.forward(x.clone()), conv2d(&conv, x)];
         assert_eq!(between(results), 0.0, "{config:?}");
+    }
+}
+
+/// Burn computes with them as with the numbers that they stand for.
+#[test]
+fn quantised_weights_are_burns_own() {
+    let device = Device::flex();
+    let scheme = QuantScheme::default().with_store(QuantStore::Native);
+    for bias in [false, true] {
+        let mut conv = Conv2dConfig::new([4, 6], [3, 3]).with_bias(bias).init(&device);
+        conv.weight = conv.weight.map(|weight| weight.quantize_dynamic(&scheme));
+        let x = numbers([2, 4, 9, 8], 1, &device);
+        let results = [conv.forward(x.clone()), conv2d(&conv, x)];
+        assert_eq!(between(results), 0.0, "bias: {bias}");
     }
 }
 

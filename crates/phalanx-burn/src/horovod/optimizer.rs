@@ -1,5 +1,6 @@
 //! An optimizer that steps with the gradients of all ranks.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Weak};
 
@@ -155,7 +156,8 @@ impl DistributedOptions {
 /// ([`DistributedOptions::zero_missing_gradients`]).
 ///
 /// The model stays the program's: [`forward`](Self::forward) borrows it, and [`step`](Self::step) takes it and gives it back, as
-/// Burn's optimizers do. It must have the parameters that it had in [`new`](Self::new).
+/// Burn's optimizers do. It must have the parameters that it had in [`new`](Self::new), with the same ids: Burn replaces ids when it loads a
+/// record. Some may be frozen since.
 #[doc(alias("hvd.DistributedOptimizer", "DistributedGradientTape"))]
 pub struct DistributedOptimizer {
     optimizer: ModuleOptimizer,
@@ -164,6 +166,8 @@ pub struct DistributedOptimizer {
     passes: Vec<Weak<Pass>>,
     /// The parameters of the last forward pass, until its gradients are waited for.
     leaves: Leaves,
+    /// One of them that needs a gradient and that no gradient is combined for.
+    unknown: Option<String>,
     per_step: usize,
     /// What the optimizer changes is combined, and not gradients.
     combines_changes: bool,
@@ -214,6 +218,7 @@ impl DistributedOptimizer {
             sink: Arc::new(sink),
             passes: Vec::new(),
             leaves: Leaves::default(),
+            unknown: None,
             per_step: options.backward_passes_per_step,
             // Of one rank they are what it changes.
             combines_changes: options.op == Op::Adasum && hvd.size() > 1,
@@ -227,7 +232,9 @@ impl DistributedOptimizer {
         self.passes.retain(|pass| pass.strong_count() > 0);
         self.passes.push(Arc::downgrade(&token));
         self.leaves = Leaves::of(model);
-        pass(&hook::hooked(model, &self.inventory.device, token))
+        let Inventory { device, indices, .. } = &self.inventory;
+        self.unknown = unknown(model, indices);
+        pass(&hook::hooked(model, device, indices, token))
     }
 
     /// Runs backward from `loss`. Gradients are added up over
@@ -236,9 +243,15 @@ impl DistributedOptimizer {
     ///
     /// # Errors
     /// If the loss was not computed in [`forward`](Self::forward), if this is one backward pass too many before a step, or the job
-    /// has failed. If the loss depends on parameters of the model itself, and not only on those that the closure of [`forward`](Self::forward) gets,
-    /// which ends the job: a penalty on parameters belongs into the closure.
+    /// has failed. Each of these ends the job: if a parameter of the model needs a gradient, and needed none or had another id in
+    /// [`new`](Self::new); if the loss depends on parameters of the model itself, and not only on those that the closure of
+    /// [`forward`](Self::forward) gets: a penalty on parameters belongs into the closure.
     pub fn backward<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<()> {
+        if let Some(name) = &self.unknown {
+            // The others wait for what this rank does not submit.
+            self.sink.leave();
+            return Err(another(name));
+        }
         self.passes.retain(|pass| pass.strong_count() > 0);
         if !loss.is_tracked() || self.passes.is_empty() {
             let cause =
@@ -272,8 +285,8 @@ impl DistributedOptimizer {
     /// [`apply`](Self::apply), such as clipping; it must do the same on every rank.
     ///
     /// # Errors
-    /// If a gradient was not combined: the ranks disagree on it, or the job has failed. With [`Op::Adasum`], which combines no
-    /// gradients.
+    /// If a gradient was not combined: the ranks disagree on it, or the job has failed. If `model` does not have the parameter of one. With
+    /// [`Op::Adasum`], which combines no gradients.
     pub fn synchronize<M: Module>(&mut self, model: &M) -> Result<GradientsParams> {
         if self.combines_changes {
             return Err(Error::invalid_argument(
@@ -285,14 +298,15 @@ impl DistributedOptimizer {
         // Before the last of its backward passes: with what there is.
         self.sink.submit_held()?;
         self.backwards = 0;
-        Ok(self.of(model, self.sink.landed()?))
+        self.of(model, self.sink.landed()?)
     }
 
     /// Gradients by the parameters' indices, under the parameters' ids.
-    fn of<M: Module>(&self, model: &M, gradients: Vec<Option<TensorData>>) -> GradientsParams {
+    fn of<M: Module>(&self, model: &M, gradients: Vec<Option<TensorData>>) -> Result<GradientsParams> {
         let mut landed = Landed { inventory: &self.inventory, gradients, params: GradientsParams::new() };
         model.visit(&mut landed);
-        landed.params
+        let left = landed.gradients.iter().zip(&self.inventory.parameters).find(|(left, _)| left.is_some());
+        left.map_or(Ok(landed.params), |(_, parameter)| Err(another(&parameter.name)))
     }
 
     /// Lets the optimizer change the model by `gradients`, which [`synchronize`](Self::synchronize) gave.
@@ -331,7 +345,8 @@ impl DistributedOptimizer {
             Ok(())
         })
         .inspect_err(|_| self.sink.leave())?;
-        let gradients = self.of(&model, own);
+        // The others wait for what this rank would change.
+        let gradients = self.of(&model, own).inspect_err(|_| self.sink.leave())?;
         let model = self.optimizer.step(learning_rate, model, gradients);
         let mut changes = Vec::new();
         parameters::each(&model, indices, |index, values| {
@@ -369,6 +384,46 @@ impl DistributedOptimizer {
 impl fmt::Debug for DistributedOptimizer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "DistributedOptimizer({} parameters)", self.inventory.parameters.len())
+    }
+}
+
+/// The error for a model that is not the one of [`DistributedOptimizer::new`], because of the parameter `name`.
+fn another(name: &str) -> Error {
+    Error::invalid_argument(format!(
+        "`{name}` is another parameter than in DistributedOptimizer::new, or needs a gradient only since then: the optimizer would step without it"
+    ))
+    .with_remedy(
+        "make the DistributedOptimizer after the model's record is loaded, which gives parameters other ids, and anew when parameters are \
+         unfrozen",
+    )
+}
+
+/// The name of the first parameter of `model` that needs a gradient and has no index.
+fn unknown<M: Module>(model: &M, indices: &HashMap<ParamId, usize>) -> Option<String> {
+    let mut finder = Unknown { indices, path: Vec::new(), found: None };
+    model.visit(&mut finder);
+    finder.found
+}
+
+struct Unknown<'a> {
+    indices: &'a HashMap<ParamId, usize>,
+    path: Vec<String>,
+    found: Option<String>,
+}
+
+impl ModuleVisitor for Unknown<'_> {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if self.found.is_none() && param.is_require_grad() && !self.indices.contains_key(&param.id) {
+            self.found = Some(self.path.join("."));
+        }
     }
 }
 

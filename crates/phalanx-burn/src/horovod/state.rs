@@ -6,6 +6,7 @@ use burn::tensor::{Bytes, Tensor, TensorData};
 use phalanx::{Buffer, Error, Rank, Result};
 use phalanx_horovod::{Horovod, Reduction, Tensor as Named};
 
+use crate::alike;
 use crate::optimizer::OptimizerState;
 use crate::parallel::refuse_units;
 use crate::parameters::{self, Inventory, Select};
@@ -47,8 +48,11 @@ pub fn broadcast_parameters<M: Module>(hvd: &Horovod, model: M, root: Rank) -> R
 
 /// `optimizer` with the state that rank `root`'s has of `model`. All ranks call it.
 ///
+/// Settings, such as betas, decay and momentum, are no part of what Burn saves of an optimizer: the ranks compare what their optimizers do to
+/// parameters.
+///
 /// # Errors
-/// If the ranks' models or optimizers differ, and as a collective.
+/// If the ranks' models or optimizers differ, in kind or in settings but learning rates, and as a collective.
 #[doc(alias = "hvd.broadcast_optimizer_state")]
 pub fn broadcast_optimizer_state<M: Module>(
     hvd: &Horovod,
@@ -56,7 +60,12 @@ pub fn broadcast_optimizer_state<M: Module>(
     model: &M,
     root: Rank,
 ) -> Result<ModuleOptimizer> {
-    let parameters = Inventory::of(model)?.state;
+    let Inventory { parameters: trained, state: parameters, .. } = Inventory::of(model)?;
+    let made = or_shut_down(hvd, alike::made(optimizer, (model, &trained), hvd.rank()))?;
+    let all = hvd.allgather_object("broadcast.optimizer_settings", &made)?;
+    if let Some(other) = all.iter().position(|made| !alike::is_same(made, &all[0])) {
+        return Err(alike::differs(Rank::new(other as u32)));
+    }
     let own = match hvd.rank() == root {
         true => {
             let state = OptimizerState::of(optimizer, &parameters).and_then(OptimizerState::into_bytes);

@@ -27,9 +27,9 @@ use crate::clip;
 /// replicas would scale by different norms. Do without one here.
 ///
 /// # Errors
-/// If `max_norm` is not a positive number, or the exchange fails; and, which ends the groups, if a gradient is no float, if layers are divided and
-/// `tensor` is none, or if there are [units](super::fsdp::FullySharded), which [`Fsdp::clip_grad_norm`](super::fsdp::Fsdp::clip_grad_norm)
-/// clips.
+/// If `max_norm` is not a positive number, or the exchange fails; and, which ends the groups, if a gradient is no float, if none is that of a
+/// parameter of `model`, if layers are divided and `tensor` is none, or if there are [units](super::fsdp::FullySharded), which
+/// [`Fsdp::clip_grad_norm`](super::fsdp::Fsdp::clip_grad_norm) clips.
 pub fn clip_grad_norm<M: Module>(
     model: &M,
     gradients: &mut GradientsParams,

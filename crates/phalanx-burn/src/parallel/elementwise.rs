@@ -13,7 +13,7 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use phalanx::{Error, Result};
 
 use super::whole::divided_dimensions;
-use crate::optimizer::OptimizerState;
+use crate::optimizer::{OptimizerState, on_small};
 use crate::parameters::{Inventory, Parameter};
 use crate::read_back;
 
@@ -29,7 +29,8 @@ const RATE: f64 = 1.0;
 const TOLERANCE: f32 = 1e-5;
 
 /// An error if `optimizer` does otherwise with the halves of one of `parameters`, of `model`, together than with each by itself. They are halves
-/// along the dimension in `dims`, or else along the first. `clips` names what clips by norm instead.
+/// along the dimension in `dims`, or else along the first. `clips` names what clips by norm instead. So is one that panics with parameters so small:
+/// it may look at all of a parameter.
 pub(crate) fn check<M: Module>(
     optimizer: &ModuleOptimizer,
     (model, parameters): (&M, &[Parameter]),
@@ -37,7 +38,8 @@ pub(crate) fn check<M: Module>(
     clips: &str,
 ) -> Result<()> {
     let trained = |halves: Range<usize>| trained(optimizer, (model, parameters), dims, halves);
-    let (together, apart) = (trained(0..2)?, [trained(0..1)?, trained(1..2)?]);
+    let all = on_small(|| Ok((trained(0..2)?, [trained(0..1)?, trained(1..2)?])))?;
+    let Some((together, apart)) = all else { return Err(unknown(parameters, clips)) };
     let is_elementwise = |parameter: &&Parameter| {
         let apart = apart.iter().filter_map(|trained| trained.get(&parameter.id)).flatten();
         together
@@ -55,9 +57,23 @@ pub(crate) fn check<M: Module>(
          otherwise than one process",
         parameter.name
     ))
-    .with_remedy(format!(
+    .with_remedy(remedy(clips)))
+}
+
+/// The error of an optimizer that could not be asked.
+fn unknown(parameters: &[Parameter], clips: &str) -> Error {
+    let name = parameters.first().map_or("", |parameter| parameter.name.as_str());
+    Error::invalid_argument(format!(
+        "the optimizer has panicked with parameters of a few elements, so that nothing says whether it treats each element by itself; of `{name}`, \
+         and others, each rank has a piece"
+    ))
+    .with_remedy(remedy(clips))
+}
+
+fn remedy(clips: &str) -> String {
+    format!(
         "take one that treats each element by itself, such as SGD, Adam, AdamW or RMSProp, without Burn's clipping by norm: {clips} clips"
-    )))
+    )
 }
 
 /// As [`check`], of those parameters of `model`, which has this `inventory`, of which this rank has a part. If it has all of each, any optimizer

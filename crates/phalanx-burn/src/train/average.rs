@@ -107,7 +107,8 @@ impl<M: LearnerModel> Average<M> {
         model: &M,
         input: <M as TrainStep>::Input,
     ) -> <M as TrainStep>::Output {
-        let hooked = hook::hooked(model, &self.inventory.device, Arc::new(Pass(sink.clone())));
+        let Inventory { device, indices, .. } = &self.inventory;
+        let hooked = hook::hooked(model, device, indices, Arc::new(Pass(sink.clone())));
         TrainStep::step(&hooked, input).item
     }
 

@@ -6,6 +6,7 @@ use std::thread;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::{Linear, LinearConfig};
+use burn::optim::{AdamW, AdamWConfig, AdamWState, LearningRate, ModuleOptimizer, Optimizer};
 use burn::tensor::{Device, Tensor, TensorData};
 use parking_lot::Mutex;
 use phalanx::trace::Trace;
@@ -137,6 +138,33 @@ pub fn distance(ours: &[Vec<f32>], theirs: &[Vec<f32>]) -> f64 {
         (apart / of(b).max(b.len() as f64 * usual / 100.0)).sqrt()
     };
     ours.iter().zip(theirs).map(relative).fold(0.0, f64::max)
+}
+
+/// AdamW that panics with small parameters, as an optimizer that projects gradients may.
+pub fn projecting() -> ModuleOptimizer {
+    ModuleOptimizer::from(Projecting(AdamWConfig::new().build()))
+}
+
+#[derive(Clone)]
+struct Projecting(AdamW);
+
+impl Optimizer for Projecting {
+    type State<const D: usize> = AdamWState<D>;
+
+    fn step<const D: usize>(
+        &self,
+        lr: LearningRate,
+        tensor: Tensor<D>,
+        grad: Tensor<D>,
+        state: Option<Self::State<D>>,
+    ) -> (Tensor<D>, Option<Self::State<D>>) {
+        assert!(tensor.shape().num_elements() > 2, "there is nothing to project");
+        self.0.step(lr, tensor, grad, state)
+    }
+
+    fn to_device<const D: usize>(state: Self::State<D>, device: &Device) -> Self::State<D> {
+        AdamW::to_device(state, device)
+    }
 }
 
 /// A group that notes what is asked of it, and refuses to average floats once it is told to.

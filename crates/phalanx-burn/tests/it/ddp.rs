@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use crate::common::{Mlp, Watched, device, distance, floats, is_in_memory, run, samples};
 use burn::module::{Module, Param, ParamGroup};
-use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
+use burn::nn::{BatchNorm, BatchNormConfig, DropoutConfig, Linear, LinearConfig};
 use burn::optim::SgdConfig;
 use burn::tensor::{Distribution, Tensor};
 use phalanx::join::JoinGroup;
 use phalanx::reducer::ReducerOptions;
 use phalanx::trace::Trace;
 use phalanx::{GroupHandle, ProcessGroup};
-use phalanx_burn::{Ddp, DdpOptions};
+use phalanx_burn::{Ddp, DdpOptions, clip_grad_norm};
 
 fn options(reducer: ReducerOptions) -> DdpOptions {
     let mut options = DdpOptions::default();
@@ -241,6 +241,20 @@ fn buffers_that_differ_are_named_on_every_rank() {
 }
 
 #[test]
+fn layers_that_train_on_some_ranks_only_are_named_on_every_rank() {
+    for error in run(3, |group| {
+        let dropout = DropoutConfig::new(0.5).init();
+        let dropout = if group.rank().get() == 1 { dropout.freeze() } else { dropout };
+        Ddp::new((LinearConfig::new(4, 3).init(&device()), dropout), &group).unwrap_err()
+    }) {
+        assert!(error.is_mismatch(), "{error}");
+        let text = error.to_string();
+        assert!(text.contains("`1.training (enabled)`") && text.contains("on rank 0"), "{text}");
+        assert!(text.contains("`1.training (disabled)`") && text.contains("on rank 1"), "{text}");
+    }
+}
+
+#[test]
 fn gradients_of_another_model_are_refused_and_change_nothing() {
     let all_are_here = Barrier::new(2);
     run(2, |group| {
@@ -257,6 +271,26 @@ fn gradients_of_another_model_are_refused_and_change_nothing() {
         // The group has ended: on no rank does a step follow that another has left out.
         let error = ddp.forward(|model| model.loss(samples(0, 4))).unwrap_err();
         assert!(error.to_string().contains("another"), "{error}");
+    });
+}
+
+#[test]
+fn the_norm_of_another_model_s_gradients_is_refused() {
+    let all_are_here = Barrier::new(2);
+    run(2, |group| {
+        let ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
+        let mut other = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
+        let loss = other.forward(|model| model.loss(samples(0, 4))).unwrap();
+        let mut gradients = other.backward(&loss).unwrap();
+        // The error ends the group, in which the other rank may still wait for the average.
+        all_are_here.wait();
+        for error in [
+            clip_grad_norm(ddp.model(), &mut gradients, 1e-3).unwrap_err(),
+            ddp.clip_grad_norm(&mut gradients, 1e-3).unwrap_err(),
+        ] {
+            assert!(error.is_invalid_argument() && error.to_string().contains("another model"), "{error}");
+        }
+        assert!(clip_grad_norm(other.model(), &mut gradients, 1e9).unwrap() > 1e-3, "nothing was scaled");
     });
 }
 

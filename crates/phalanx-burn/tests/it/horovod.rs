@@ -1,5 +1,7 @@
 //! Horovod's DistributedOptimizer: the same training as with `Ddp`, whatever the order of gradients.
 
+use std::sync::Barrier;
+
 use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::{BatchNorm, BatchNormConfig, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
@@ -244,6 +246,59 @@ fn a_loss_that_depends_on_parameters_past_the_closure_is_refused() {
 }
 
 #[test]
+fn a_layer_that_is_frozen_later_takes_no_other_s_gradient() {
+    // The first two layers have the same shape.
+    let start = Mlp::new(&[8, 8, 8, 3]);
+    let frozen = |mut model: Mlp| {
+        model.layers[0] = model.layers[0].clone().no_grad();
+        model
+    };
+    let trained = |is_frozen_before: bool| {
+        run(2, |group| {
+            let hvd = horovod(&group);
+            let mut model = if is_frozen_before { frozen(start.clone()) } else { start.clone() };
+            let mut optimizer = DistributedOptimizer::new(sgd(), &model, &hvd).unwrap();
+            model = frozen(model);
+            for step in 0..2 {
+                let loss = optimizer.forward(&model, |model| model.loss(batch(&group, step)));
+                optimizer.backward(&loss).unwrap();
+                model = optimizer.step(0.05, model).unwrap();
+            }
+            hvd.barrier().unwrap();
+            floats(&model)
+        })
+    };
+    let expected = trained(true);
+    assert_eq!(expected[0][..2], floats(&start)[..2]);
+    assert_eq!(trained(false), expected);
+}
+
+#[test]
+fn a_model_whose_parameters_have_other_ids_is_refused() {
+    let all_are_here = Barrier::new(2);
+    for op in [Op::Average, Op::Adasum] {
+        run(2, |group| {
+            let hvd = horovod(&group);
+            let model = Mlp::new(&[8, 4, 3]);
+            let options = DistributedOptions { op, ..DistributedOptions::default() };
+            let mut optimizer = DistributedOptimizer::with_options(sgd(), &model, &hvd, options).unwrap();
+            // A record brings the ids with which it was saved.
+            let loaded = model.clone().load_record(Mlp::new(&[8, 4, 3]).into_record());
+            let loss = optimizer.forward(&model, |model| model.loss(batch(&group, 0)));
+            optimizer.backward(&loss).unwrap();
+            // An error may end the job, for which the other rank may still wait; the next one does, and the averages.
+            all_are_here.wait();
+            let error = optimizer.step(0.05, loaded.clone()).unwrap_err().to_string();
+            assert!(error.contains("`layers.0.weight` is another parameter"), "{error}");
+            all_are_here.wait();
+            let loss = optimizer.forward(&loaded, |model| model.loss(batch(&group, 0)));
+            let error = optimizer.backward(&loss).unwrap_err().to_string();
+            assert!(error.contains("`layers.0.weight` is another parameter"), "{error}");
+        });
+    }
+}
+
+#[test]
 fn half_of_the_graph_in_backward_works() {
     // A generator and a discriminator train in turns: each backward pass reaches only one of them.
     let (generator, discriminator) = (Mlp::new(&[8, 16, 3]), Mlp::new(&[3, 16, 1]));
@@ -383,6 +438,19 @@ fn an_optimizer_s_state_and_tensors_go_from_rank_to_rank() {
         let sum = allreduce(&hvd, "next", mine.clone(), Op::Sum).unwrap();
         let twice = (mine * 2).into_data().try_to_vec::<f32>().unwrap();
         assert_eq!(sum.into_data().try_to_vec::<f32>().unwrap(), twice, "both ranks have the same moments");
+        hvd.barrier().unwrap();
+    });
+}
+
+#[test]
+fn optimizers_with_other_settings_are_refused_on_every_rank() {
+    run(3, |group| {
+        let hvd = horovod(&group);
+        let model = Mlp::new(&WIDTHS);
+        let epsilon = if hvd.rank().get() == 1 { 1e-8 } else { 1e-5 };
+        let optimizer = AdamWConfig::new().with_epsilon(epsilon).init();
+        let error = broadcast_optimizer_state(&hvd, &optimizer, &model, Rank::MAIN).err().unwrap();
+        assert!(error.is_mismatch() && error.to_string().contains("the optimizer of rank 1"), "{error}");
         hvd.barrier().unwrap();
     });
 }

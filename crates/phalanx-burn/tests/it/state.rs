@@ -26,7 +26,7 @@ use phalanx_burn::{
     DdpOptions, FusedAdamWConfig, FusedSgdConfig, PeriodicModelAverager, TrainState, ZeroRedundancyOptimizer,
 };
 
-use crate::common::{device, floats, plain, run, samples};
+use crate::common::{device, floats, plain, projecting, run, samples};
 
 /// Something of each kind: parameters, frozen ones, running statistics, whole numbers.
 #[derive(Module, Debug)]
@@ -701,5 +701,36 @@ fn ranks_whose_optimizers_differ_are_refused() {
             assert!(error.is_mismatch() && error.to_string().contains("the optimizer of rank 2"), "{error}");
         }
         assert!(run(2, |group| attempt(&group, first)).iter().all(Option::is_none));
+    }
+}
+
+#[test]
+fn an_optimizer_that_panics_with_small_parameters_trains_and_goes_on_from_a_checkpoint() {
+    let optimizer = projecting();
+    let folder = tempfile::tempdir().unwrap();
+    let mut original = fresh(&optimizer);
+    (0..3).for_each(|_| step(&mut original, 0, 1));
+    saved(&original, folder.path());
+    let mut restored = fresh(&optimizer);
+    load(&mut restored, folder.path()).unwrap();
+    for training in [&mut original, &mut restored] {
+        step(training, 0, 1);
+    }
+    assert_eq!(bits(&restored), bits(&original));
+
+    // Several ranks take it, unless another one does not panic.
+    let attempt = |group: &ProcessGroup, optimizer: &ModuleOptimizer| {
+        let layer = LinearConfig::new(8, 3).init(&device());
+        TrainState::new(layer, optimizer.clone(), ()).unwrap().with_group(group).err()
+    };
+    assert!(run(2, |group| attempt(&group, &optimizer)).iter().all(Option::is_none));
+    let other = AdamWConfig::new().init();
+    for panics in 0..2 {
+        let errors =
+            run(2, |group| attempt(&group, if group.rank().get() == panics { &optimizer } else { &other }));
+        for error in errors {
+            let error = error.unwrap();
+            assert!(error.is_mismatch() && error.to_string().contains("the optimizer of rank 1"), "{error}");
+        }
     }
 }

@@ -287,3 +287,16 @@ fn a_plain_step_with_sharded_gradients_is_an_error_on_every_rank() {
     });
     assert!(errors.iter().flatten().all(|error| error.contains("ZeroRedundancyOptimizer")), "{errors:?}");
 }
+
+#[test]
+fn ranks_whose_optimizers_differ_are_refused() {
+    let errors = run(3, |group| {
+        let mut ddp = Ddp::new(Mlp::new(&WIDTHS), &group).unwrap();
+        let epsilon = if group.rank().index() == 2 { 1e-8 } else { 1e-5 };
+        let optimizer = AdamWConfig::new().with_epsilon(epsilon).init();
+        ZeroRedundancyOptimizer::new(optimizer, &mut ddp).err().unwrap()
+    });
+    for error in errors {
+        assert!(error.is_mismatch() && error.to_string().contains("the optimizer of rank 2"), "{error}");
+    }
+}

@@ -46,7 +46,7 @@ use super::{check_elementwise, refuse_divided};
 use crate::ddp::{one_more, scaled};
 use crate::gradients::{Synced, SyncedGradients};
 use crate::parameters::{Inventory, Parameter, Select};
-use crate::{Ddp, DdpOptions, Scalar, clip, replicas};
+use crate::{Ddp, DdpOptions, Scalar, alike, clip, replicas};
 
 /// A model of whose parameters, gradients and optimizer's state each rank has a shard: PyTorch's `FullyShardedDataParallel`.
 ///
@@ -125,8 +125,8 @@ pub struct Fsdp<M> {
     parameters: Arc<HashMap<usize, usize>>,
     /// The weights of the passes since the last step.
     accumulated: StepWeight,
-    /// Whether the optimizer of the first step has been found to treat each element by itself.
-    is_elementwise: bool,
+    /// Whether the optimizer of the first step has been found to treat each element by itself, and to be that of all ranks.
+    is_compared: bool,
 }
 
 /// The memory and the traffic of a rank: see [`Fsdp::bytes`].
@@ -153,7 +153,8 @@ impl<M: Module> Fsdp<M> {
     ///
     /// # Errors
     /// On every rank, if the ranks' models do not have the same units, or what is in none differs in names, shapes or types; if a
-    /// parameter that needs a gradient is in none, or in two; if one is [divided](crate::parallel::tensor) among ranks. If the exchange fails.
+    /// parameter that needs a gradient is in none, or in two; if one is [divided](crate::parallel::tensor) among ranks; if a part of a unit was
+    /// frozen after the unit was made. If the exchange fails.
     pub fn new(model: M, sharding: &ShardingGroup) -> Result<Self> {
         let exchanges = sharding.exchanges.clone();
         Self::prepared(model, &exchanges).inspect_err(|error| exchanges.fail(error.clone()))
@@ -187,7 +188,7 @@ impl<M: Module> Fsdp<M> {
         }
         let parameters = Arc::new(parameters);
         let (exchanges, accumulated) = (exchanges.clone(), StepWeight::Nothing);
-        Ok(Self { ddp, exchanges, units: numbers, order, parameters, accumulated, is_elementwise: false })
+        Ok(Self { ddp, exchanges, units: numbers, order, parameters, accumulated, is_compared: false })
     }
 
     /// Runs `pass` on the model, so that a [`backward`](Self::backward) of its result computes gradients.
@@ -198,7 +199,7 @@ impl<M: Module> Fsdp<M> {
         let began = Instant::now();
         self.exchanges.check()?;
         let shards = self.shards(self.model());
-        let output = self.ddp.forward_with(|model, sink| {
+        let output = self.ddp.forward_with(|model, _, sink| {
             let replicated = sink.map(|sink| Replicated::new(sink, self.parameters.clone()));
             self.exchanges.begin(shards, replicated);
             pass(model)
@@ -371,22 +372,29 @@ impl<M: Module> Fsdp<M> {
     /// If an element is infinite or not a number, so is the norm, on every rank alike; the gradients are then left alone.
     ///
     /// # Errors
-    /// If `max_norm` is not a positive number, or the exchange fails.
+    /// If `max_norm` is not a positive number; and, which ends the groups, if the gradients are those of another model, one cannot be read from its
+    /// device, or the exchange fails.
     #[doc(alias = "clip_grad_norm_")]
     pub fn clip_grad_norm(&self, gradients: &mut GradientsParams, max_norm: f64) -> Result<f64> {
         adapter::check_max_norm(max_norm)?;
-        let own: f64 = clip::squares_of(self.model(), gradients)?.iter().map(|(_, squares)| squares).sum();
+        let squares = clip::squares_of(self.model(), gradients);
+        // The others wait for this rank's number.
+        let squares = squares.inspect_err(|error| self.exchanges.fail(error.clone()))?;
+        let own: f64 = squares.iter().map(|(_, squares)| squares).sum();
         let mut all = vec![0.0; self.exchanges.ranks()];
         self.exchanges.group.all_gather(&[own], &mut all)?;
         // Added in the order of ranks, in the group of every replica alike.
         Ok(clip::scale(self.model(), gradients, max_norm, all.into_iter()))
     }
 
-    /// Lets `optimizer` change this rank's shards by `gradients` from [`backward`](Self::backward). It communicates nothing.
+    /// Lets `optimizer` change this rank's shards by `gradients` from [`backward`](Self::backward). It communicates nothing but in the first step, in
+    /// which the ranks compare their optimizers.
     ///
     /// # Errors
-    /// If an exchange has failed, or the gradients are those of another model. In the first step, and on every rank, if the optimizer does not
-    /// treat each element by itself, as LAMB and Burn's clipping by norm do not, and there are several shards.
+    /// If an exchange has failed, or the gradients are those of another model. In the first step, and on every rank, if there are several shards
+    /// and the optimizer does not treat each element by itself, as LAMB and Burn's clipping by norm do not; or if the optimizers do not do the
+    /// same to parameters: if they are of several kinds, or their betas, decay or momentum differ. Learning rates are not compared. Each of
+    /// these ends the groups.
     pub fn step(
         &mut self,
         optimizer: &mut ModuleOptimizer,
@@ -394,12 +402,28 @@ impl<M: Module> Fsdp<M> {
         gradients: impl Synced,
     ) -> Result<()> {
         self.exchanges.check()?;
-        // The piece of a single rank is the whole parameter.
-        if !self.is_elementwise && self.exchanges.ranks() > 1 {
+        let stepped = self.stepped(optimizer, learning_rate, gradients);
+        // The others would wait for this rank in the next pass.
+        stepped.inspect_err(|error| self.exchanges.fail(error.clone()))
+    }
+
+    fn stepped(
+        &mut self,
+        optimizer: &mut ModuleOptimizer,
+        learning_rate: impl Into<ModuleLearningRate>,
+        gradients: impl Synced,
+    ) -> Result<()> {
+        if !self.is_compared {
+            let Exchanges { group, replicas, .. } = &*self.exchanges;
             let pieces = (self.model(), self.ddp.parameters());
-            check_elementwise(optimizer, pieces, &HashMap::new(), "Fsdp::clip_grad_norm")?;
+            // The piece of a single rank is the whole parameter.
+            if self.exchanges.ranks() > 1 {
+                check_elementwise(optimizer, pieces, &HashMap::new(), "Fsdp::clip_grad_norm")?;
+            }
+            alike::check(optimizer, pieces, group)?;
+            alike::check(optimizer, pieces, replicas)?;
+            self.is_compared = true;
         }
-        self.is_elementwise = true;
         let began = Instant::now();
         self.ddp.step(optimizer, learning_rate, gradients)?;
         self.exchanges.record(Track::Optimizer, "optimizer", began);
@@ -411,7 +435,13 @@ impl<M: Module> Fsdp<M> {
     /// # Errors
     /// If a tensor has more than one element, or the exchange fails.
     pub fn mean(&self, value: impl Scalar) -> Result<f64> {
-        let mut mean = [value.number()?];
+        // A shape is as wrong on the others; a device fails on this rank alone, and the others wait for its number.
+        let number = value.number().inspect_err(|error| {
+            if !error.is_invalid_argument() {
+                self.exchanges.fail(error.clone());
+            }
+        })?;
+        let mut mean = [number];
         self.exchanges.group.all_reduce(&mut mean, ReduceOp::Avg)?;
         self.exchanges.replicas.all_reduce(&mut mean, ReduceOp::Avg)?;
         Ok(mean[0])
@@ -477,11 +507,21 @@ impl Units {
             ))
             .with_remedy("put the module that has it into FullySharded::new, or freeze it"));
         }
+        let trained: HashSet<ParamId> = parameters.iter().map(|piece| piece.id).collect();
+        let mut is_unit_trained = HashMap::new();
         for piece in &state {
-            if let Some(&unit) = known.get(&piece.id)
-                && seen.insert(unit)
-            {
+            let Some(&unit) = known.get(&piece.id) else { continue };
+            if seen.insert(unit) {
                 order.push((unit, unit_name(&piece.name).to_owned()));
+            }
+            // A unit's pieces are numbered one after the other.
+            let is_trained = trained.contains(&piece.id);
+            if *is_unit_trained.entry(unit).or_insert(is_trained) != is_trained {
+                return Err(Error::invalid_argument(format!(
+                    "a part of the unit of `{}` needs a gradient, and another part does not",
+                    unit_name(&piece.name)
+                ))
+                .with_remedy("freeze parameters before FullySharded::new, or freeze the whole unit"));
             }
         }
         refuse_shared(&order, &state, exchanges)?;

@@ -72,6 +72,8 @@ use crate::ties::Ties;
 /// If no parameter of the module needs a gradient, all are sharded likewise, and gradients go through the unit to what is before it. In a
 /// module that is trained, frozen parameters stay whole on every rank, and tensors that are not floats do so in both.
 ///
+/// Freeze a module before it becomes a unit. `Module::freeze` of a unit reaches its parameters, and not the layers in it: dropout there goes on.
+///
 /// # Errors
 /// A forward pass cannot return one. If an exchange fails, or the device does not give the number of which the
 /// [seed](super::ShardingOptions::seed) of a pass is made, the groups end with the cause, the output is NaN, and

@@ -71,7 +71,7 @@ impl ParallelAttention {
     }
 
     /// The context of `x`, `[batch, length, d_model]`, for itself. `mask_pad`, `[batch, length]`, and `mask_attn`,
-    /// `[batch, length, length]`, are true where nothing is to be attended to.
+    /// `[batch, length, length]`, are true where nothing is to be attended to. A mask of a batch of one is for all samples.
     pub fn forward(
         &self,
         x: Tensor<3>,
@@ -84,10 +84,12 @@ impl ParallelAttention {
         let (query, key) = (heads(self.query.local(x.clone())), heads(self.key.local(x.clone())));
         let mut scores = query.matmul(key.transpose()).div_scalar((self.d_k as f32).sqrt());
         if let Some(mask) = mask_pad {
-            scores = scores.mask_fill(mask.reshape([batch, 1, 1, length]), self.min_float);
+            let [samples, length] = mask.dims();
+            scores = scores.mask_fill(mask.reshape([samples, 1, 1, length]), self.min_float);
         }
         if let Some(mask) = mask_attn {
-            scores = scores.mask_fill(mask.reshape([batch, 1, length, length]), self.min_float);
+            let [samples, rows, columns] = mask.dims();
+            scores = scores.mask_fill(mask.reshape([samples, 1, rows, columns]), self.min_float);
         }
         let weights = if self.quiet_softmax { quiet_softmax(scores, 3) } else { softmax(scores, 3) };
         let context = self.dropout.forward(weights).matmul(heads(self.value.local(x)));

@@ -158,9 +158,13 @@ impl TensorGroup {
         replicas::from_rank(module, &self.0, Rank::MAIN, Select::All)
     }
 
-    /// Every rank's plan.
-    pub(super) fn all_plans(&self, plan: &TensorPlan) -> Result<Vec<TensorPlan>> {
-        self.0.all_gather_object(plan)
+    /// Every rank's plan, and what is wrong with its module.
+    pub(super) fn all_plans(
+        &self,
+        plan: &TensorPlan,
+        fault: Option<String>,
+    ) -> Result<Vec<(TensorPlan, Option<String>)>> {
+        self.0.all_gather_object(&(plan.clone(), fault))
     }
 
     /// The sum of all ranks' `number`.
@@ -184,7 +188,9 @@ impl TensorGroup {
     /// evenly, the first ranks have one more each. [`clip_grad_norm`](crate::parallel::clip_grad_norm) and
     /// [`ShardedState`](crate::parallel::ShardedState) know it for a part. Gradients are what the layer's operations make them.
     ///
-    /// Burn keeps this note with the parameter as a reparameterization: a divided parameter can have no other, such as LoRA.
+    /// Burn keeps this note with the parameter as a reparameterization: a divided parameter can have no other, such as LoRA. `Module::map`,
+    /// `no_grad` and records keep it. `Param::map` and `Param::set_require_grad` drop it, and the part is taken for a whole parameter then: change
+    /// a parameter before it is divided, or through the module that it is in.
     ///
     /// # Errors
     /// If `parameter` has no such dimension, or less there than there are ranks.

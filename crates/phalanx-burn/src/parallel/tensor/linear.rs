@@ -4,7 +4,7 @@ use burn::module::{Module, Param};
 use burn::nn::Linear;
 use burn::tensor::Tensor;
 use burn::tensor::module::linear;
-use phalanx::Result;
+use phalanx::{Error, Result};
 
 use super::TensorGroup;
 
@@ -27,7 +27,7 @@ impl Activations {
     pub(super) fn enter<const D: usize>(self, group: &TensorGroup, x: Tensor<D>) -> Tensor<D> {
         match self {
             Self::Replicated => group.copy(x),
-            Self::Sequence => group.gather_sums(x, SEQUENCE),
+            Self::Sequence => along_sequence(group, x, |x| group.gather_sums(x, SEQUENCE)),
         }
     }
 
@@ -35,7 +35,7 @@ impl Activations {
     pub(super) fn leave<const D: usize>(self, group: &TensorGroup, x: Tensor<D>) -> Tensor<D> {
         match self {
             Self::Replicated => group.reduce(x),
-            Self::Sequence => group.reduce_scatter(x, SEQUENCE),
+            Self::Sequence => along_sequence(group, x, |x| group.reduce_scatter(x, SEQUENCE)),
         }
     }
 
@@ -47,6 +47,25 @@ impl Activations {
             Self::Sequence => group.copy(parameter),
         }
     }
+}
+
+/// `exchange` of `x` along its sequence. Without one, where several ranks would divide the width, the group ends, and the result is NaN.
+fn along_sequence<const D: usize>(
+    group: &TensorGroup,
+    x: Tensor<D>,
+    exchange: impl FnOnce(Tensor<D>) -> Tensor<D>,
+) -> Tensor<D> {
+    if D > SEQUENCE + 1 || group.ranks() == 1 {
+        return exchange(x);
+    }
+    let error = Error::invalid_argument(format!(
+        "Activations::Sequence divides the sequence of `[batch, sequence, width]`, and a tensor of shape {:?} has none",
+        x.dims()
+    ));
+    group.abort(
+        error.with_remedy("give the layer tensors of three dimensions, or take Activations::Replicated"),
+    );
+    Tensor::full(x.shape(), f64::NAN, (&x.device(), x.dtype()))
 }
 
 /// [`Linear`] whose outputs are divided among ranks: each has the weights of its own, and computes its part of them.
@@ -148,6 +167,17 @@ pub(super) fn linear_of_rows<const D: usize>(
         return linear(x, weight, bias);
     }
     let mut dims = x.dims();
+    // Burn takes a 0 among the dimensions of `reshape` for the one that the tensor has there. So the empty dimension comes first; the result of
+    // several has no graph, and none is missed.
+    let empty: Vec<usize> = (0..D - 1).filter(|&side| dims[side] == 0).collect();
+    match empty[..] {
+        [] | [0] => {}
+        [side] => return linear_of_rows(x.swap_dims(0, side), weight, bias).swap_dims(0, side),
+        _ => {
+            [_, dims[D - 1]] = weight.dims();
+            return Tensor::zeros(dims, (&x.device(), x.dtype()));
+        }
+    }
     let width = dims[D - 1];
     let y = linear(x.reshape([dims[..D - 1].iter().product(), width]), weight, bias);
     [_, dims[D - 1]] = y.dims();

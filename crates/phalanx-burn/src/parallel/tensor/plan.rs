@@ -88,17 +88,24 @@ impl TensorPlan {
     /// that is divided already; if inputs or outputs cannot be divided evenly; if one parameter in two places is divided in two ways. If
     /// modules differ, or the exchange fails.
     pub fn divide<M: Module>(&self, module: M, group: &TensorGroup) -> Result<M> {
-        let plans = group.all_plans(self)?;
-        if let Some(other) = plans.iter().position(|plan| *plan != plans[0]) {
+        // One tensor with two ids is found while it is one. Asked of all ranks, or the others would wait for one that finds it here alone.
+        let own = Ties::of(&module).map(|_| ());
+        let all = group.all_plans(self, own.as_ref().err().map(Error::to_string))?;
+        if let Some(other) = all.iter().position(|(plan, _)| *plan != all[0].0) {
             return Err(Error::mismatch(format!(
                 "the ranks disagree on the plan: rank 0 has {:?}, rank {other} {:?}",
-                plans[0].rules, plans[other].rules
+                all[0].0.rules, all[other].0.rules
             ))
             .with_peer(Rank::new(other as u32))
             .with_remedy("divide with the same TensorPlan on every rank"));
         }
-        // One tensor with two ids is found while it is one.
-        Ties::of(&module)?;
+        own?;
+        let fault = |(rank, (_, fault)): (usize, &(Self, Option<String>))| Some((rank, fault.clone()?));
+        if let Some((rank, cause)) = all.iter().enumerate().find_map(fault) {
+            return Err(Error::mismatch(format!("rank {rank} cannot divide its module: {cause}"))
+                .with_peer(Rank::new(rank as u32))
+                .with_remedy("make the same module on every rank"));
+        }
         let module = group.replicate(module)?;
         let matched = vec![false; self.rules.len()];
         let mut dividing = Dividing { plan: self, group, path: Vec::new(), matched, outcome: Ok(()) };

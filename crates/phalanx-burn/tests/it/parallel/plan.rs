@@ -197,6 +197,26 @@ fn a_plan_that_does_not_fit_the_model_says_what_is_wrong() {
     assert!(group.shard(bias, 1).unwrap_err().to_string().contains("along dimension 1"));
 }
 
+#[test]
+fn a_module_that_one_rank_cannot_divide_is_an_error_on_every_rank() {
+    let errors = run(2, |group| {
+        let group = TensorGroup::new(&group);
+        let layer =
+            || -> ParallelLinear { LinearConfig::new(WIDTH, WIDTH).with_bias(false).init(&device()).into() };
+        let mut layers = vec![layer(), layer()];
+        if group.rank() == 1 {
+            // One id, and two values.
+            let other = layers[1].weight.val().detach().require_grad();
+            layers[1].weight = Param::initialized(layers[0].weight.id, other);
+        }
+        TensorPlan::new().column("*").divide(layers, &group).unwrap_err()
+    });
+    for error in errors {
+        let text = error.to_string();
+        assert!(text.contains("one parameter has other values at `0.weight` than at `1.weight`"), "{text}");
+    }
+}
+
 /// Burn's layer where the plan wants one that it can divide.
 #[derive(Module, Debug)]
 struct Fixed {

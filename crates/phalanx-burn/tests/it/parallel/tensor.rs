@@ -1,9 +1,11 @@
 //! Divided layers are the undivided ones, forward and backward.
 
+use std::sync::Barrier;
+
 use burn::grad_clipping::GradientClippingConfig;
 use burn::module::Module;
 use burn::nn::activation::ActivationConfig;
-use burn::nn::attention::MultiHeadAttentionConfig;
+use burn::nn::attention::{MhaInput, MultiHeadAttentionConfig};
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::transformer::{PositionWiseFeedForwardConfig, TransformerEncoderInput};
 use burn::nn::{BatchNormConfig, Embedding, EmbeddingConfig, Linear, LinearConfig};
@@ -96,6 +98,22 @@ fn linear_layers_are_one() {
             assert!(group.failure().is_none());
         });
     }
+}
+
+#[test]
+fn a_tensor_without_elements_keeps_its_shape() {
+    run(2, |group| {
+        let group = TensorGroup::new(&group);
+        let layer = || LinearConfig::new(WIDTH, WIDTH).init(&device());
+        let inner = ColumnParallelLinear::new(layer(), &group).unwrap();
+        let outer = RowParallelLinear::new(layer(), &group).unwrap();
+        for [samples, length] in [[0, LENGTH], [3, 0], [0, 0]] {
+            let y = inner.forward(Tensor::<3>::zeros([samples, length, WIDTH], &device()));
+            assert_eq!(y.dims(), [samples, length, WIDTH / 2]);
+            assert_eq!(outer.forward(y).dims(), [samples, length, WIDTH]);
+        }
+        assert!(group.failure().is_none());
+    });
 }
 
 #[test]
@@ -200,6 +218,30 @@ fn encoders_are_one() {
     check_encoder(2, Fabric::InProcess, Activations::Replicated, true);
     check_encoder(4, Fabric::SharedMemory, Activations::Replicated, false);
     check_encoder(4, Fabric::Tcp, Activations::Replicated, true);
+}
+
+#[test]
+fn one_mask_may_be_for_all_samples() {
+    let attention =
+        || MultiHeadAttentionConfig::new(WIDTH, 4).with_dropout(0.0).init(&device()).map(&mut Waves(0));
+    let pad = |samples: usize| {
+        let pad: Vec<bool> = (0..samples * LENGTH).map(|i| i % LENGTH > 5).collect();
+        Tensor::<2, Bool>::from_data(TensorData::new(pad, [samples, LENGTH]), &device())
+    };
+    let causal = |samples: usize| {
+        let mask: Vec<bool> =
+            (0..samples * LENGTH * LENGTH).map(|i| i % LENGTH > i / LENGTH % LENGTH).collect();
+        Tensor::<3, Bool>::from_data(TensorData::new(mask, [samples, LENGTH, LENGTH]), &device())
+    };
+    let masked = MhaInput::self_attn(input()).mask_pad(pad(3)).mask_attn(causal(3));
+    let expected = values(attention().forward(masked).context);
+    run(2, |group| {
+        let model = ParallelAttention::new(attention(), &TensorGroup::new(&group)).unwrap();
+        for samples in [1, 3] {
+            let ours = model.forward(input(), Some(pad(samples)), Some(causal(samples)));
+            near(&[values(ours)], std::slice::from_ref(&expected), &format!("masks of {samples} samples"));
+        }
+    });
 }
 
 #[test]
@@ -400,6 +442,22 @@ fn tokens_that_no_rank_has_end_the_group() {
         let logits = model.logits(Tensor::<2>::ones([3, WIDTH], &device()));
         let loss = model.cross_entropy(logits, ints(&[1, 1000, 0]), Some(1000));
         assert!(scalar(&loss).is_finite() && group.failure().is_none());
+    });
+}
+
+#[test]
+fn a_width_is_no_sequence() {
+    let all_are_here = Barrier::new(2);
+    run(2, |group| {
+        let group = TensorGroup::new(&group);
+        let layer = LinearConfig::new(WIDTH, WIDTH).with_bias(false).init(&device());
+        let layer = RowParallelLinear::new(layer, &group).unwrap().with_activations(Activations::Sequence);
+        // The error ends the group, in which the other rank may still wait for its weights.
+        all_are_here.wait();
+        let y = layer.forward(Tensor::<2>::ones([4, WIDTH / 2], &device()));
+        assert_eq!(y.dims(), [4, WIDTH]);
+        assert!(y.into_data().iter::<f32>().all(f32::is_nan));
+        assert!(group.failure().unwrap().to_string().contains("a tensor of shape [4, 16] has none"));
     });
 }
 

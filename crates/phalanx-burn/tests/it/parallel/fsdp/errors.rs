@@ -3,10 +3,12 @@
 use std::sync::Barrier;
 
 use burn::grad_clipping::GradientClippingConfig;
-use burn::module::Module;
+use burn::module::{Module, ParamGroup};
 use burn::nn::{BatchNormConfig, Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
-use burn::optim::{AdamConfig, AdamWConfig, LambConfig, ModuleOptimizer, RmsPropConfig, SgdConfig};
+use burn::optim::{
+    AdamConfig, AdamWConfig, GradientsParams, LambConfig, ModuleOptimizer, RmsPropConfig, SgdConfig,
+};
 use burn::tensor::Tensor;
 use phalanx::mesh::DeviceMesh;
 use phalanx::testing::{self, Fabric};
@@ -17,7 +19,7 @@ use phalanx_burn::{DataParallel, Ddp, FusedAdamWConfig, TowerGradients, TrainSta
 
 use super::layers::Layers;
 use super::{all_options, options};
-use crate::common::{device, floats, run};
+use crate::common::{device, floats, projecting, run};
 
 /// The errors of all ranks, which must be errors.
 fn errors<T>(outcomes: Vec<Result<T>>) -> Vec<Error> {
@@ -210,6 +212,23 @@ fn models_that_differ_or_have_more_than_units_are_an_error_on_every_rank() {
 }
 
 #[test]
+fn a_unit_of_which_a_part_was_frozen_is_an_error_on_every_rank() {
+    let partial = errors(run(2, |group| {
+        let sharding = ShardingGroup::new(&group)?;
+        let model = Layers::new(&[4, 4, 4], &sharding)?;
+        Fsdp::new(model.freeze_group(ParamGroup::from_path("layers.1.shard.0")), &sharding)
+    }));
+    all_say(&partial, "a part of the unit of `layers.1.shard` needs a gradient, and another part does not");
+    // All of one may be.
+    run(2, |group| {
+        let sharding = ShardingGroup::new(&group).unwrap();
+        let mut model = Layers::new(&[4, 4, 4], &sharding).unwrap();
+        model.layers[0] = model.layers[0].clone().no_grad();
+        Fsdp::new(model, &sharding).unwrap();
+    });
+}
+
+#[test]
 fn another_order_on_one_rank_is_an_error_on_every_rank_before_the_step() {
     for options in all_options() {
         let errors = errors(run(3, |group| {
@@ -300,6 +319,58 @@ fn optimizers_that_take_a_norm_are_refused() {
     ] {
         run(2, |group| stepped(&group, optimizer.clone()).unwrap());
     }
+}
+
+#[test]
+fn an_optimizer_that_cannot_be_asked_is_refused_unless_pieces_are_whole() {
+    let outcomes = run(2, |group| stepped(&group, projecting()));
+    all_say(
+        &errors(outcomes),
+        "nothing says whether it treats each element by itself; of `layers.0.shard.0`",
+    );
+    run(1, |group| stepped(&group, projecting()).unwrap());
+}
+
+#[test]
+fn optimizers_that_differ_are_an_error_on_every_rank() {
+    let adamw = |epsilon| AdamWConfig::new().with_epsilon(epsilon).init();
+    let outcomes = run(3, |group| stepped(&group, adamw(if group.rank().get() == 2 { 1e-8 } else { 1e-5 })));
+    all_say(&errors(outcomes), "the optimizer of rank 2 changes parameters otherwise than that of rank 0");
+    // Replicas have the same shards, and could drift apart.
+    let outcomes = run(4, |group| {
+        let mesh = DeviceMesh::new(&group, &[("replicate", 2), ("shard", 2)])?;
+        let sharding = ShardingGroup::hybrid(mesh.group("shard")?, mesh.group("replicate")?);
+        let mut fsdp = Fsdp::new(Layers::new(&[4, 4, 4], &sharding)?, &sharding)?;
+        let x = Tensor::<2>::ones([2, 4], &device());
+        let loss = fsdp.forward(|model| model.forward(x).mean())?;
+        let gradients = fsdp.backward(&loss)?;
+        let epsilon = if mesh.coordinate("replicate")? == 0 { 1e-5 } else { 1e-8 };
+        fsdp.step(&mut adamw(epsilon), 0.1, gradients)
+    });
+    all_say(&errors(outcomes), "the optimizer of rank 1 changes parameters otherwise than that of rank 0");
+    // What one rank alone is told reaches the others, too.
+    let outcomes = run(2, |group| {
+        stepped(&group, if group.rank().is_main() { adamw(1e-5) } else { LambConfig::new().init() })
+    });
+    all_say(&errors(outcomes), "of `layers.0.shard.0`, of which each rank has a piece");
+}
+
+#[test]
+fn gradients_that_cannot_be_clipped_on_one_rank_are_an_error_on_every_rank() {
+    let outcomes = run(2, |group| {
+        let sharding = ShardingGroup::new(&group)?;
+        let mut fsdp = Fsdp::new(Layers::new(&[4, 4, 4], &sharding)?, &sharding)?;
+        let x = Tensor::<2>::ones([2, 4], &device());
+        let loss = fsdp.forward(|model| model.forward(x.clone()).mean())?;
+        let mut gradients = fsdp.backward(&loss)?;
+        if group.rank().is_main() {
+            return fsdp.clip_grad_norm(&mut gradients, 1.0);
+        }
+        let other = LinearConfig::new(4, 4).init(&device());
+        let mut gradients = GradientsParams::from_grads(other.forward(x).mean().backward(), &other);
+        fsdp.clip_grad_norm(&mut gradients, 1.0)
+    });
+    all_say(&errors(outcomes), "the gradients to be clipped are those of another model");
 }
 
 #[test]
