@@ -529,6 +529,7 @@ impl<T: Serialize + DeserializeOwned> TrainingState for TrainState<T> {
         self.ddp.check_nothing_held()?;
         self.ddp.check_all_known()?;
         let state = self.ddp.state();
+        state.iter().try_for_each(Named::check_kind)?;
         writer.value("model", &Inventory::specs(state))?;
         for one in state {
             let ParameterSpec { name, shape, dtype } = &one.spec;

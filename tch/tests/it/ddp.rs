@@ -208,6 +208,44 @@ fn parameters_with_channels_last_are_averaged() {
 }
 
 #[test]
+fn parameters_of_several_types_without_elements_and_without_dimensions_are_averaged() {
+    // With 0 each has a bucket of its own, also the one without elements.
+    for bucket in [0.001, 0.0] {
+        run(2, |group| {
+            let store = nn::VarStore::new(device());
+            let root = store.root();
+            let (none, scalar) = (root.ones("none", &[0, 3]), root.ones("scalar", &[]));
+            let wide = root.add("wide", Tensor::ones([2], on_device(Kind::Double)), true);
+            let narrow = root.add("narrow", Tensor::ones([3], on_device(Kind::BFloat16)), true);
+            let mut options = DdpOptions::default();
+            options.reducer = ReducerOptions::default().bucket_cap_mb(bucket);
+            let mut ddp = Ddp::with_options(&store, &group, options).unwrap();
+            let mut optimizer = Optimizer::new(&store, Rule::ADAMW).unwrap();
+            let mine = group.rank().index() as f64 + 1.0;
+            for _ in 0..3 {
+                let loss = || {
+                    let all = [&none, &scalar, &wide, &narrow].map(|one| (one * mine).sum(Kind::Float));
+                    all.into_iter().reduce(|a, b| a + b).unwrap()
+                };
+                let loss = ddp.forward(loss).unwrap();
+                optimizer.zero_grad().unwrap();
+                ddp.backward(&loss).unwrap();
+                for one in [&none, &scalar, &wide, &narrow] {
+                    let gradient = one.grad();
+                    assert_eq!((gradient.kind(), gradient.size()), (one.kind(), one.size()));
+                    assert_eq!(elements(&gradient), vec![1.5; one.numel()]);
+                }
+                let norm = ddp.clip_grad_norm(1.0).unwrap();
+                assert!((norm - 1.5 * 6f64.sqrt()).abs() < 1e-5, "{norm}");
+                optimizer.step(0.1).unwrap();
+            }
+            assert!(elements(&scalar)[0] < 1.0 && elements(&wide)[1] < 1.0 && elements(&narrow)[2] < 1.0);
+            assert!(ddp.replicas_identical().unwrap());
+        });
+    }
+}
+
+#[test]
 fn compressed_gradients_are_near_the_average_and_move_fewer_bytes() {
     let start = floats(&Mlp::new(&WIDTHS).store);
     let train = |group: &ProcessGroup, which: usize| {

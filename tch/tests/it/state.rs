@@ -271,6 +271,17 @@ fn a_variable_that_was_made_after_the_state_is_refused_where_it_would_be_missing
     refused(training.state.checkpoint(&checkpoints));
 }
 
+/// As many bytes as before, so that nobody could tell later.
+#[test]
+fn a_variable_of_another_type_or_shape_by_now_is_not_saved_as_what_it_was() {
+    for other in [Tensor::ones([3], on_device(Kind::Int)), Tensor::ones([3, 1], on_device(Kind::Float))] {
+        let mut training = Training::new(Rule::ADAMW);
+        training.norm.running_mean.set_data(&other);
+        let error = training.state.save(&mut Parts::default()).unwrap_err().to_string();
+        assert!(error.contains("`norm.running_mean`") && error.contains("changed since Ddp::new"), "{error}");
+    }
+}
+
 #[test]
 fn an_optimizer_that_lacks_a_trained_variable_is_refused_by_its_name() {
     let model = Mlp::new(&WIDTHS);
