@@ -4,7 +4,7 @@ use std::fmt;
 
 use phalanx::reducer::broadcast_bytes;
 use phalanx::state::{StateReader, StateWriter};
-use phalanx::{Communicator, Error, Rank, Result};
+use phalanx::{Buffer, Communicator, Error, Rank, Result};
 use serde::{Deserialize, Serialize};
 use tch::nn::VarStore;
 use tch::{Kind, Tensor};
@@ -52,7 +52,54 @@ impl Rule {
             Self::Sgd { .. } => &[],
         }
     }
+
+    /// An error if no training goes by it. PyTorch's optimizers refuse the same.
+    fn check(self) -> Result<()> {
+        let is_share = |value: f64| (0.0..1.0).contains(&value);
+        let is_size = |value: f64| value.is_finite() && value >= 0.0;
+        let conditions = match self {
+            Self::AdamW { betas, epsilon, weight_decay } => [
+                (is_share(betas.0) && is_share(betas.1), "betas are at least 0, and less than 1"),
+                (is_size(epsilon), "epsilon is finite, and not negative"),
+                (is_size(weight_decay), "weight_decay is finite, and not negative"),
+            ],
+            Self::Sgd { momentum, weight_decay, nesterov } => [
+                (is_size(momentum), "momentum is finite, and not negative"),
+                (is_size(weight_decay), "weight_decay is finite, and not negative"),
+                (!nesterov || momentum != 0.0, "nesterov needs a momentum"),
+            ],
+        };
+        match conditions.iter().find(|(holds, _)| !holds) {
+            None => Ok(()),
+            Some((_, condition)) => {
+                Err(Error::invalid_argument(format!("an optimizer cannot go by {self:?}: {condition}")))
+            }
+        }
+    }
+
+    /// As it travels: its kind, and its settings.
+    fn numbers(self) -> [f64; NUMBERS] {
+        match self {
+            Self::AdamW { betas, epsilon, weight_decay } => [0.0, betas.0, betas.1, epsilon, weight_decay],
+            Self::Sgd { momentum, weight_decay, nesterov } => {
+                [1.0, momentum, weight_decay, f64::from(u8::from(nesterov)), 0.0]
+            }
+        }
+    }
+
+    /// The one that has these [numbers](Self::numbers).
+    fn of_numbers(numbers: &[f64]) -> Option<Self> {
+        let &[kind, first, second, third, fourth] = numbers else { return None };
+        Some(if kind == 0.0 {
+            Self::AdamW { betas: (first, second), epsilon: third, weight_decay: fourth }
+        } else {
+            Self::Sgd { momentum: first, weight_decay: second, nesterov: third != 0.0 }
+        })
+    }
 }
+
+/// How many [numbers](Rule::numbers) a rule has.
+const NUMBERS: usize = 5;
 
 /// An optimizer over the parameters of a `VarStore`: one pass over the memory of each, by libtorch's fused kernels.
 ///
@@ -84,8 +131,10 @@ impl Optimizer {
     /// [`TrainState::step`](crate::TrainState::step) refuses that.
     ///
     /// # Errors
-    /// If there is none, or one whose elements do not lie row by row, which the kernels ask for.
+    /// If there is none, or one whose elements do not lie row by row, which the kernels ask for. If no training goes by `rule`, such as one whose
+    /// weight decay is negative.
     pub fn new(store: &VarStore, rule: Rule) -> Result<Self> {
+        rule.check()?;
         let parameters = Inventory::of(&tensors::shared(store))?.parameters;
         if let Some(other) = parameters.iter().find(|one| !one.tensor.is_contiguous()) {
             return Err(Error::invalid_argument(format!("parameter {} is not contiguous", other.spec))
@@ -104,9 +153,10 @@ impl Optimizer {
     /// rule.
     ///
     /// # Errors
-    /// If it needs another state, as AdamW does after SGD, or momentum after none.
+    /// If it needs another state, as AdamW does after SGD, or momentum after none; or if no training goes by it.
     #[doc(alias = "param_groups")]
     pub fn set_rule(&mut self, rule: Rule) -> Result<()> {
+        rule.check()?;
         if rule.fields() != self.rule.fields() {
             return Err(Error::invalid_argument(format!(
                 "Optimizer::set_rule: {rule:?} keeps {} of each parameter, and {:?} keeps {}",
@@ -134,8 +184,9 @@ impl Optimizer {
     ///
     /// # Errors
     /// If a parameter, its gradient and what the optimizer keeps of it are no longer of one size and type, or not contiguous:
-    /// the kernels look at none of it. Nothing is changed then. Else of libtorch.
+    /// the kernels look at none of it. If `learning_rate` is negative, infinite or not a number. Nothing is changed then. Else of libtorch.
     pub fn step(&mut self, learning_rate: f64) -> Result<()> {
+        check_rate(learning_rate)?;
         let _guard = tch::no_grad_guard();
         let mut batches: Vec<(Kind, Batch)> = Vec::new();
         let is_one_by_one = must_be_one_by_one(&self.parameters);
@@ -177,8 +228,15 @@ impl Optimizer {
         tensors::check_trained(variables, &self.parameters)
     }
 
-    /// Takes over the state of rank `root`.
+    /// Takes over the rule and the state of rank `root`.
     pub(crate) fn adopt(&mut self, group: &dyn Communicator, root: Rank) -> Result<()> {
+        let theirs = group.broadcast_async(Buffer::from_slice(&self.rule.numbers()), root)?.wait()?;
+        let theirs = Rule::of_numbers(theirs.as_slice()?);
+        let theirs = theirs.filter(|theirs| theirs.fields() == self.rule.fields());
+        self.rule = theirs.ok_or_else(|| {
+            Error::mismatch(format!("the optimizer of rank {root} is of another kind than {:?}", self.rule))
+                .with_remedy("make the same optimizer on every rank")
+        })?;
         let mine: Vec<u8> = self.moments.iter().map(|kept| u8::from(kept.is_some())).collect();
         let theirs = broadcast_bytes(group, root, &mine, mine.len())?;
         let mut tensors = Vec::new();
@@ -215,6 +273,7 @@ impl Optimizer {
     /// The state behind `prefix`, for [`load`](Self::load): nothing is changed yet.
     pub(crate) fn read(&self, reader: &impl StateReader, prefix: &str) -> Result<OptimizerState> {
         let (rule, saved): (Rule, Vec<(String, bool)>) = reader.value(prefix)?;
+        rule.check()?;
         if rule.fields() != self.rule.fields() {
             return Err(Error::mismatch(format!(
                 "the state is that of another optimizer: {rule:?}, which keeps {} of each parameter; here it is {:?}, which needs {}",
@@ -278,6 +337,15 @@ pub(crate) struct OptimizerState {
     rule: Rule,
     /// As in the optimizer.
     moments: Vec<Option<Vec<Tensor>>>,
+}
+
+/// An error for a learning rate by which no training goes, such as that of a schedule that divides by zero: all parameters would become NaN.
+fn check_rate(learning_rate: f64) -> Result<()> {
+    if learning_rate.is_finite() && learning_rate >= 0.0 {
+        return Ok(());
+    }
+    Err(Error::invalid_argument(format!("Optimizer::step with the learning rate {learning_rate}"))
+        .with_remedy("give it one that is finite and not negative"))
 }
 
 /// Fields, for people.

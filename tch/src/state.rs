@@ -164,17 +164,20 @@ impl<T> TrainState<T> {
         self.ddp.load_hook(hook.map(|hook| if own_remains { hook } else { hook.without_own() }))?;
         // Replicas would drift apart. In an elastic job all load what one of them has.
         self.ddp.check_alike("optimizer", &format!("{:?}", self.optimizer.rule()))?;
+        self.ddp.check_alike("number of steps", &self.steps.to_string())?;
+        self.ddp.share(&mut self.optimizer)?;
         if is_absent {
             self.ddp.loaded_hook.mark_absent();
         }
         Ok(self)
     }
 
-    /// Trains in `group` from now on, as [`Ddp::new`] does: every rank takes over rank 0's variables. For a program that is
-    /// not elastic; all ranks call it together, before or after they load the same checkpoint.
+    /// Trains in `group` from now on, as [`Ddp::new`] does: every rank takes over rank 0's variables, and the state of its optimizer. For a
+    /// program that is not elastic; all ranks call it together, before or after they load the same checkpoint.
     ///
     /// # Errors
-    /// As [`Ddp::new`]. On every rank, if the optimizers' rules differ.
+    /// As [`Ddp::new`]. On every rank, if the optimizers' rules differ, or the numbers of [steps](Self::steps), as after a checkpoint that one rank
+    /// alone has loaded: [`progress`](Self::progress) would differ, too.
     pub fn with_group(self, group: &ProcessGroup) -> Result<Self> {
         let shared = self.ddp.group().clone();
         let ranks = self.ddp.world_size();

@@ -95,6 +95,14 @@ impl Ddp {
         self.or_end(verify_description(&self.group.in_call(Caller::DdpNew), what, mine))
     }
 
+    /// Gives all ranks rank 0's `optimizer`, as [`new`](Self::new) does with the variables. An error ends the group.
+    pub(crate) fn share(&self, optimizer: &mut Optimizer) -> Result<()> {
+        if self.sink.is_none() {
+            return Ok(());
+        }
+        self.or_end(optimizer.adopt(&self.group.in_call(Caller::DdpNew), Rank::MAIN))
+    }
+
     fn adopt_all(&mut self, optimizer: &mut Optimizer, root: Rank) -> Result<()> {
         if let Some(sink) = &self.sink {
             sink.adopt(root)?;

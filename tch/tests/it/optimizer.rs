@@ -92,3 +92,33 @@ fn a_parameter_that_is_not_what_it_was_is_refused() {
         assert!(optimizer.step(0.1).unwrap_err().to_string().contains("Float [8] on"));
     }
 }
+
+#[test]
+fn a_rule_or_a_learning_rate_by_which_no_training_goes_is_refused() {
+    let model = Mlp::new(&WIDTHS);
+    let adamw = |betas, epsilon, weight_decay| Rule::AdamW { betas, epsilon, weight_decay };
+    let sgd = |momentum, weight_decay, nesterov| Rule::Sgd { momentum, weight_decay, nesterov };
+    let rules = [
+        (adamw((1.0, 0.999), 1e-8, 0.0), "betas are"),
+        (adamw((0.9, f64::NAN), 1e-8, 0.0), "betas are"),
+        (adamw((0.9, 0.999), -1e-8, 0.0), "epsilon is"),
+        (adamw((0.9, 0.999), 1e-8, f64::INFINITY), "weight_decay is"),
+        (sgd(-0.9, 0.0, false), "momentum is"),
+        (sgd(0.9, -0.1, false), "weight_decay is"),
+        (sgd(0.0, 0.0, true), "nesterov needs"),
+    ];
+    for (rule, said) in rules {
+        let error = Optimizer::new(&model.store, rule).unwrap_err().to_string();
+        assert!(error.contains(said), "{error}");
+    }
+    let mut optimizer = Optimizer::new(&model.store, Rule::ADAMW).unwrap();
+    assert!(optimizer.set_rule(adamw((0.9, 1.0), 1e-8, 0.0)).is_err());
+    assert_eq!(optimizer.rule(), Rule::ADAMW);
+    model.loss(samples(0, 4)).backward();
+    let start = floats(&model.store);
+    for rate in [f64::NAN, f64::INFINITY, -0.1] {
+        let error = optimizer.step(rate).unwrap_err().to_string();
+        assert!(error.contains("the learning rate"), "{error}");
+    }
+    assert_eq!(floats(&model.store), start);
+}

@@ -679,6 +679,56 @@ fn ranks_whose_rules_differ_are_refused_with_both() {
     }
 }
 
+/// A rank that is done earlier does not set it.
+#[test]
+fn a_rule_that_is_set_in_a_join_is_that_of_all_ranks_afterwards() {
+    let adamw = Rule::AdamW { betas: (0.8, 0.99), epsilon: 1e-6, weight_decay: 0.1 };
+    let sgd = Rule::Sgd { momentum: 0.9, weight_decay: 0.1, nesterov: true };
+    for (before, after) in [(Rule::ADAMW, adamw), (Rule::sgd(0.5), sgd)] {
+        let rules = run(2, |group| {
+            let (model, mut state) = plain(before, &group).unwrap();
+            let batches = 1 + 2 * group.rank().index();
+            let done = state.join(JoinOptions::default(), |state| {
+                for step in 0..batches {
+                    if step == 2 {
+                        state.optimizer.set_rule(after)?;
+                    }
+                    let loss = state.ddp.forward(|| model.loss(samples(4 * step, 4 * step + 4)))?;
+                    state.optimizer.zero_grad()?;
+                    state.ddp.backward(&loss)?;
+                    state.step(0.01)?;
+                }
+                Ok(())
+            });
+            done.unwrap();
+            state.optimizer.rule()
+        });
+        assert_eq!(rules, [after; 2]);
+    }
+}
+
+#[test]
+fn ranks_come_to_a_group_with_rank_0_s_optimizer_and_the_same_number_of_steps() {
+    let ends = run(2, |group| {
+        let mut training = Training::new(Rule::ADAMW);
+        // Alone, each with samples of its own.
+        let first = 10 * group.rank().index();
+        training.train(first..first + 3);
+        let mut training = training.with_group(&group);
+        training.train(3..6);
+        training.parameters()
+    });
+    assert_eq!(ends[0], ends[1]);
+    let errors = run(2, |group| {
+        let mut training = Training::new(Rule::ADAMW);
+        training.train(0..1 + group.rank().index());
+        training.state.with_group(&group).map(drop).unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.contains("number of steps of rank 0 is 1") && error.contains("rank 1 is 2"), "{error}");
+    }
+}
+
 #[test]
 fn a_loaded_hook_that_is_not_registered_is_refused_in_a_backward_pass_without_forward() {
     let folder = tempfile::tempdir().unwrap();
