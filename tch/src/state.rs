@@ -163,7 +163,7 @@ impl<T> TrainState<T> {
         let own_remains = self.ddp.world_size() == ranks;
         self.ddp.load_hook(hook.map(|hook| if own_remains { hook } else { hook.without_own() }))?;
         // Replicas would drift apart. In an elastic job all load what one of them has.
-        self.ddp.check_alike("optimizer", &format!("{:?}", self.optimizer.rule()))?;
+        self.ddp.check_alike("optimizer", &self.optimizer.describe())?;
         self.ddp.check_alike("number of steps", &self.steps.to_string())?;
         self.ddp.share(&mut self.optimizer)?;
         if is_absent {
@@ -235,8 +235,20 @@ impl<T> TrainState<T> {
     /// # Errors
     /// As [`Optimizer::step`] and [`Ddp::average_parameters`]; if a trainable variable has a gradient, and the optimizer was made without it.
     pub fn step(&mut self, learning_rate: f64) -> Result<()> {
+        self.counted(|optimizer| optimizer.step(learning_rate))
+    }
+
+    /// As [`step`](Self::step), by [`Optimizer::step_groups`].
+    ///
+    /// # Errors
+    /// As [`step`](Self::step) and [`Optimizer::step_groups`].
+    pub fn step_groups(&mut self, learning_rates: &[f64]) -> Result<()> {
+        self.counted(|optimizer| optimizer.step_groups(learning_rates))
+    }
+
+    fn counted(&mut self, step: impl FnOnce(&mut Optimizer) -> Result<()>) -> Result<()> {
         self.optimizer.check_trains(self.ddp.variables())?;
-        self.optimizer.step(learning_rate)?;
+        step(&mut self.optimizer)?;
         self.steps += 1;
         if let Some(averager) = &mut self.averager {
             averager.step(&mut self.ddp)?;

@@ -178,7 +178,8 @@ pub(crate) fn check_trained(variables: &Shared, trained: &[Named]) -> Result<()>
     ))
     .with_remedy(
         "make all layers, and unfreeze what is to be trained, before Optimizer::new; to train parts in turns, make one Optimizer while all of \
-         them need a gradient, and freeze after that: what is frozen gets no gradient after zero_grad, and keeps its value",
+         them need a gradient, and freeze after that: what is frozen gets no gradient after zero_grad, and keeps its value; parts that go by \
+         rules of their own are groups of one Optimizer (Optimizer::with_group)",
     ))
 }
 

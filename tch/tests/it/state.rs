@@ -679,6 +679,59 @@ fn ranks_whose_rules_differ_are_refused_with_both() {
     }
 }
 
+/// A training whose variables of such names are a group of their own.
+fn grouped(ending: &str) -> Training {
+    let training = Training::new(Rule::ADAMW);
+    let is_member = |name: &str| name.ends_with(ending);
+    let members = training.model.store.variables().into_iter().filter(|(name, _)| is_member(name));
+    let optimizer = Optimizer::new(&training.model.store, Rule::ADAMW).unwrap();
+    let optimizer = optimizer.with_group(Rule::sgd(0.9), members.map(|(_, one)| one)).unwrap();
+    let state = TrainState::new(&training.model.store, optimizer, "fresh".to_owned()).unwrap();
+    Training { state, ..training }
+}
+
+#[test]
+fn groups_of_an_optimizer_go_on_from_a_checkpoint_and_others_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    run(2, |group| {
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let mut training = grouped("bias").with_group(&group);
+        training.train(0..3);
+        training.state.checkpoint(&checkpoints).unwrap();
+        checkpoints.finish().unwrap();
+        training.train(3..6);
+        let mut again = grouped("bias").with_group(&group);
+        assert!(again.state.resume(&checkpoints).unwrap());
+        assert_eq!(again.state.optimizer.rules(), [Rule::ADAMW, Rule::sgd(0.9)]);
+        again.train(3..6);
+        assert_eq!(again.parameters(), training.parameters());
+        for (mut other, said) in [
+            (grouped("weight"), "` is in group"),
+            (Training::new(Rule::ADAMW), "with 2 groups of parameters, and this one has 1"),
+        ] {
+            let before = other.parameters();
+            let error = other.state.resume(&checkpoints).unwrap_err();
+            assert!(error.is_mismatch() && error.to_string().contains(said), "{error}");
+            assert_eq!(other.parameters(), before);
+        }
+        // Each group has a rate of its own.
+        let before = floats(&again.model.store);
+        again.state.step_groups(&[0.0, 0.1]).unwrap();
+        let mut names: Vec<String> = again.model.store.variables().into_keys().collect();
+        names.sort_unstable();
+        for ((name, before), after) in names.iter().zip(&before).zip(floats(&again.model.store)) {
+            // A bias before a batch norm has nearly no gradient.
+            assert!(name == "2.bias" || (*before != after) == name.ends_with("bias"), "{name}");
+        }
+        assert_eq!(again.state.steps(), 7);
+    });
+    let errors = run(2, |group| {
+        let training = grouped(if group.rank().is_main() { "bias" } else { "weight" });
+        training.state.with_group(&group).map(drop).unwrap_err().to_string()
+    });
+    assert!(errors.iter().all(|text| text.contains("the optimizer of rank 0 is") && text.contains("0.bias")));
+}
+
 /// A rank that is done earlier does not set it.
 #[test]
 fn a_rule_that_is_set_in_a_join_is_that_of_all_ranks_afterwards() {
