@@ -679,6 +679,40 @@ fn ranks_whose_rules_differ_are_refused_with_both() {
     }
 }
 
+#[test]
+fn two_states_are_saved_beside_each_other() {
+    let (folder, alone) = (tempfile::tempdir().unwrap(), ProcessGroup::alone().unwrap());
+    let names = ["generator", "discriminator"];
+    let named = |name: &str| {
+        let training = Training::new(Rule::ADAMW);
+        Training { state: training.state.named(name), ..training }
+    };
+    let mut both = names.map(named);
+    for (step, training) in both.iter_mut().enumerate() {
+        training.train(0..step + 1);
+    }
+    let mut parts = Parts::default();
+    both.iter().for_each(|training| training.state.save(&mut parts).unwrap());
+    let checkpoints = Checkpoints::open(folder.path(), &alone).unwrap();
+    let save =
+        |snapshot: &mut Snapshot| both.iter().try_for_each(|training| training.state.save_to(snapshot));
+    checkpoints.save(1, save).unwrap();
+    checkpoints.finish().unwrap();
+    let saved = checkpoints.newest().unwrap().unwrap();
+    for (name, training) in names.into_iter().zip(&both) {
+        for from_checkpoint in [false, true] {
+            let mut again = named(name);
+            match from_checkpoint {
+                true => again.state.load_from(&saved).unwrap(),
+                false => again.state.load(&parts).unwrap(),
+            }
+            assert_eq!(again.state.steps(), training.state.steps());
+            assert_eq!(floats(&again.model.store), floats(&training.model.store));
+        }
+    }
+    assert!(Training::new(Rule::ADAMW).state.load(&parts).unwrap_err().is_mismatch());
+}
+
 /// A training whose variables of such names are a group of their own.
 fn grouped(ending: &str) -> Training {
     let training = Training::new(Rule::ADAMW);
