@@ -333,12 +333,15 @@ impl Optimizer {
         batches.try_for_each(|((group, _), batch)| batch.step(self.rules[group], learning_rates[group]))
     }
 
-    /// What ranks compare: the rules, with the names of the parameters of each group but the first.
+    /// What ranks compare: the rules, with the number of the parameters, and the names of those of each group but the first.
     pub(crate) fn describe(&self) -> String {
         let described = self.rules.iter().enumerate().map(|(number, rule)| {
             let members = self.parameters.iter().zip(&self.groups).filter(|(_, group)| **group == number);
             let names = members.map(|(one, _)| one.spec.name.as_str()).collect::<Vec<_>>();
-            if number == 0 { format!("{rule:?}") } else { format!("{rule:?} of {}", names.join(", ")) }
+            match number {
+                0 => format!("{rule:?} of {} parameters", names.len()),
+                _ => format!("{rule:?} of {}", names.join(", ")),
+            }
         });
         described.collect::<Vec<_>>().join("; ")
     }
@@ -361,6 +364,15 @@ impl Optimizer {
         }
         let mine: Vec<u8> = self.moments.iter().map(|kept| u8::from(kept.is_some())).collect();
         let theirs = broadcast_bytes(group, root, &mine, mine.len())?;
+        if theirs.len() != mine.len() {
+            return Err(Error::mismatch(format!(
+                "the optimizer of rank {root} has {} parameters, and that of rank {} has {}",
+                theirs.len(),
+                group.rank(),
+                mine.len()
+            ))
+            .with_remedy("make the same optimizer on every rank"));
+        }
         let mut tensors = Vec::new();
         let each = self.parameters.iter().zip(&self.groups).zip(&mut self.moments);
         for (((parameter, &group), kept), &is_kept) in each.zip(theirs.as_bytes()) {

@@ -679,6 +679,23 @@ fn ranks_whose_rules_differ_are_refused_with_both() {
     }
 }
 
+/// What one rank alone does not train would drift apart.
+#[test]
+fn ranks_whose_optimizers_have_other_parameters_are_refused() {
+    let errors = run(2, |group| {
+        let model = Mlp::new(&WIDTHS);
+        let bias = model.layers[0].bs.as_ref().unwrap();
+        drop(bias.set_requires_grad(group.rank().is_main()));
+        let optimizer = Optimizer::new(&model.store, Rule::ADAMW).unwrap();
+        drop(bias.set_requires_grad(true));
+        let state = TrainState::new(&model.store, optimizer, ()).unwrap();
+        state.with_group(&group).map(drop).unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.contains("of 6 parameters") && error.contains("of 5 parameters"), "{error}");
+    }
+}
+
 #[test]
 fn two_states_are_saved_beside_each_other() {
     let (folder, alone) = (tempfile::tempdir().unwrap(), ProcessGroup::alone().unwrap());
