@@ -4,7 +4,7 @@ use std::borrow::Borrow;
 use std::collections::HashMap;
 use std::fmt;
 
-use phalanx::reducer::broadcast_bytes;
+use phalanx::reducer::{ParameterSpec, broadcast_bytes};
 use phalanx::state::{StateReader, StateWriter};
 use phalanx::{Buffer, Communicator, Error, Rank, Result};
 use serde::{Deserialize, Serialize};
@@ -333,17 +333,19 @@ impl Optimizer {
         batches.try_for_each(|((group, _), batch)| batch.step(self.rules[group], learning_rates[group]))
     }
 
-    /// What ranks compare: the rules, with the number of the parameters, and the names of those of each group but the first.
+    /// What ranks compare of it, beside its [parameters](Self::contract).
     pub(crate) fn describe(&self) -> String {
-        let described = self.rules.iter().enumerate().map(|(number, rule)| {
-            let members = self.parameters.iter().zip(&self.groups).filter(|(_, group)| **group == number);
-            let names = members.map(|(one, _)| one.spec.name.as_str()).collect::<Vec<_>>();
-            match number {
-                0 => format!("{rule:?} of {} parameters", names.len()),
-                _ => format!("{rule:?} of {}", names.join(", ")),
-            }
-        });
-        described.collect::<Vec<_>>().join("; ")
+        let rules = self.rules.iter().map(|rule| format!("{rule:?}"));
+        rules.collect::<Vec<_>>().join("; ")
+    }
+
+    /// What ranks compare of its parameters: also in which groups they are.
+    pub(crate) fn contract(&self) -> Vec<ParameterSpec> {
+        let mut contract = Inventory::specs(&self.parameters);
+        for (spec, group) in contract.iter_mut().zip(&self.groups).filter(|(_, group)| **group != 0) {
+            spec.name += &format!(" (in group {group} of the optimizer)");
+        }
+        contract
     }
 
     /// An error if a trainable one of `variables` has a gradient, and this optimizer was made without it.
@@ -562,7 +564,7 @@ fn changed(parameter: &Named) -> Error {
 }
 
 /// The shape of a moment: the parameter's, or none of a number.
-fn shape(tensor: &Tensor, parameter: &phalanx::reducer::ParameterSpec) -> Vec<usize> {
+fn shape(tensor: &Tensor, parameter: &ParameterSpec) -> Vec<usize> {
     if tensor.dim() == parameter.shape.len() { parameter.shape.clone() } else { Vec::new() }
 }
 
