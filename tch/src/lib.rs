@@ -36,6 +36,7 @@
 //! | `model.join()` | [`Ddp::join`], [`TrainState::join`] |
 //! | `SyncBatchNorm` | [`SyncBatchNorm`] |
 //! | `AdamW(fused=True)`, `SGD(fused=True)` | [`Optimizer`] |
+//! | `param_groups` | [`Optimizer::with_group`] |
 //! | `TorchState` of Horovod, `torch.save` | [`TrainState`] |
 //!
 //! Launching, data, process groups and elastic jobs are [`phalanx`]'s. It runs on Linux, on processors and on CUDA devices.

@@ -521,7 +521,7 @@ fn gradient(parameter: &Named) -> Result<Option<Tensor>> {
         return Ok(None);
     }
     parameter.check_kind()?;
-    if !shim::is_plain(&gradient) || gradient.kind() != leaf.kind() || gradient.numel() != leaf.numel() {
+    if !shim::is_plain(&gradient) || gradient.kind() != leaf.kind() || gradient.size() != leaf.size() {
         return Err(Error::invalid_argument(format!(
             "the gradient of parameter {spec} is sparse, or of another type"
         ))

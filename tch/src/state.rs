@@ -105,6 +105,8 @@ pub struct TrainState<T = ()> {
     /// Other state of the program.
     pub progress: T,
     steps: u64,
+    /// With what the names of its parts begin.
+    name: String,
     options: DdpOptions,
     /// The group outside of the loop.
     alone: ProcessGroup,
@@ -118,8 +120,21 @@ impl<T> TrainState<T> {
     pub fn new(store: &VarStore, optimizer: Optimizer, progress: T) -> Result<Self> {
         let alone = ProcessGroup::alone()?;
         let ddp = Ddp::new(store, &alone)?;
-        let options = DdpOptions::default();
-        Ok(Self { ddp, optimizer, averager: None, progress, steps: 0, options, alone })
+        let (name, options) = (String::new(), DdpOptions::default());
+        Ok(Self { ddp, optimizer, averager: None, progress, steps: 0, name, options, alone })
+    }
+
+    /// Saves under names that begin with `name` and a dot, so that other states can be saved beside it, in one checkpoint or in the
+    /// [`State`] of one elastic job: as those of a generator and of a discriminator, each with a `VarStore` and an optimizer of its own.
+    #[must_use]
+    pub fn named(mut self, name: &str) -> Self {
+        self.name = format!("{name}.");
+        self
+    }
+
+    /// The name of a part of it.
+    fn part(&self, part: &str) -> String {
+        format!("{}{part}", self.name)
     }
 
     /// Averages gradients as `options` say, in each group. If it comes after [`with_group`](Self::with_group), all ranks
@@ -163,18 +178,20 @@ impl<T> TrainState<T> {
         let own_remains = self.ddp.world_size() == ranks;
         self.ddp.load_hook(hook.map(|hook| if own_remains { hook } else { hook.without_own() }))?;
         // Replicas would drift apart. In an elastic job all load what one of them has.
-        self.ddp.check_alike("optimizer", &format!("{:?}", self.optimizer.rule()))?;
+        self.ddp.check_alike("number of steps", &self.steps.to_string())?;
+        self.ddp.share(&mut self.optimizer)?;
         if is_absent {
             self.ddp.loaded_hook.mark_absent();
         }
         Ok(self)
     }
 
-    /// Trains in `group` from now on, as [`Ddp::new`] does: every rank takes over rank 0's variables. For a program that is
-    /// not elastic; all ranks call it together, before or after they load the same checkpoint.
+    /// Trains in `group` from now on, as [`Ddp::new`] does: every rank takes over rank 0's variables, and the state of its optimizer. For a
+    /// program that is not elastic; all ranks call it together, before or after they load the same checkpoint.
     ///
     /// # Errors
-    /// As [`Ddp::new`]. On every rank, if the optimizers' rules differ.
+    /// As [`Ddp::new`]. On every rank, if the optimizers' rules, parameters or groups differ; or the numbers of [steps](Self::steps), as after a
+    /// checkpoint that one rank alone has loaded: [`progress`](Self::progress) would differ, too.
     pub fn with_group(self, group: &ProcessGroup) -> Result<Self> {
         let shared = self.ddp.group().clone();
         let ranks = self.ddp.world_size();
@@ -232,8 +249,20 @@ impl<T> TrainState<T> {
     /// # Errors
     /// As [`Optimizer::step`] and [`Ddp::average_parameters`]; if a trainable variable has a gradient, and the optimizer was made without it.
     pub fn step(&mut self, learning_rate: f64) -> Result<()> {
+        self.counted(|optimizer| optimizer.step(learning_rate))
+    }
+
+    /// As [`step`](Self::step), by [`Optimizer::step_groups`].
+    ///
+    /// # Errors
+    /// As [`step`](Self::step) and [`Optimizer::step_groups`].
+    pub fn step_groups(&mut self, learning_rates: &[f64]) -> Result<()> {
+        self.counted(|optimizer| optimizer.step_groups(learning_rates))
+    }
+
+    fn counted(&mut self, step: impl FnOnce(&mut Optimizer) -> Result<()>) -> Result<()> {
         self.optimizer.check_trains(self.ddp.variables())?;
-        self.optimizer.step(learning_rate)?;
+        step(&mut self.optimizer)?;
         self.steps += 1;
         if let Some(averager) = &mut self.averager {
             averager.step(&mut self.ddp)?;
@@ -402,7 +431,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
     where
         T: 'static,
     {
-        training::check_progress(&self.progress, saved, "progress")?;
+        training::check_progress(&self.progress, saved, &self.part("progress"))?;
         if !self.read(saved)? {
             self.ddp.loaded_hook.mark_absent();
         }
@@ -411,8 +440,9 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
 
     /// Returns whether a communication hook's state was there. Everything is read before anything is changed.
     fn read(&mut self, reader: &impl StateReader) -> Result<bool> {
-        let (steps, progress) = (reader.value("steps")?, reader.value("progress")?);
-        let saved: Vec<ParameterSpec> = reader.value("model")?;
+        let (steps, progress) = (reader.value(&self.part("steps"))?, reader.value(&self.part("progress"))?);
+        let model = self.part("model");
+        let saved: Vec<ParameterSpec> = reader.value(&model)?;
         let here = Inventory::specs(self.ddp.state());
         if here != saved {
             return Err(other_model(&here, &saved));
@@ -420,12 +450,13 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
         self.ddp.state().iter().try_for_each(Named::check_kind)?;
         self.ddp.check_all_known()?;
         let tensor =
-            |spec: &ParameterSpec| reader.tensor(&format!("model.{}", spec.name), spec.dtype, &spec.shape);
+            |spec: &ParameterSpec| reader.tensor(&format!("{model}.{}", spec.name), spec.dtype, &spec.shape);
         let elements = here.iter().map(tensor).collect::<Result<Vec<_>>>()?;
-        let optimizer = self.optimizer.read(reader, "optimizer")?;
+        let optimizer = self.optimizer.read(reader, &self.part("optimizer"))?;
+        let name = self.part("averager");
         let averaged: Option<u64> =
-            match reader.is_saved("averager", self.averager.is_some(), ("a model averager", "averager"))? {
-                true => Some(reader.value("averager")?),
+            match reader.is_saved(&name, self.averager.is_some(), ("a model averager", "averager"))? {
+                true => Some(reader.value(&name)?),
                 false => None,
             };
         let hook = training::load_hook(self, reader)?;
@@ -510,7 +541,7 @@ impl<T: Serialize + DeserializeOwned> TrainingState for TrainState<T> {
     }
 
     fn hook_name(&self) -> String {
-        "hook".to_owned()
+        self.part("hook")
     }
 
     fn parameter_names(&self) -> Vec<&str> {
@@ -529,21 +560,23 @@ impl<T: Serialize + DeserializeOwned> TrainingState for TrainState<T> {
         self.ddp.check_nothing_held()?;
         self.ddp.check_all_known()?;
         let state = self.ddp.state();
-        writer.value("model", &Inventory::specs(state))?;
+        state.iter().try_for_each(Named::check_kind)?;
+        let model = self.part("model");
+        writer.value(&model, &Inventory::specs(state))?;
         for one in state {
             let ParameterSpec { name, shape, dtype } = &one.spec;
             tensors::read_elements(&[one.tensor.shallow_clone()], |parts| {
-                writer.tensor(&format!("model.{name}"), *dtype, shape, parts.next().unwrap_or_default())
+                writer.tensor(&format!("{model}.{name}"), *dtype, shape, parts.next().unwrap_or_default())
             })?;
         }
-        self.optimizer.save(writer, "optimizer")?;
+        self.optimizer.save(writer, &self.part("optimizer"))?;
         // What was read is computed: no call of NCCL's that it comes from fails later.
         self.ddp.check_settled()?;
         if let Some(averager) = &self.averager {
-            writer.value("averager", &averager.steps())?;
+            writer.value(&self.part("averager"), &averager.steps())?;
         }
-        writer.value("steps", &self.steps)?;
-        writer.value("progress", &self.progress)
+        writer.value(&self.part("steps"), &self.steps)?;
+        writer.value(&self.part("progress"), &self.progress)
     }
 }
 

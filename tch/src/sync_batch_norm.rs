@@ -74,15 +74,16 @@ impl SyncBatchNorm {
     /// call it together.
     ///
     /// # Errors
-    /// If an exchange fails, which leaves the running statistics as they were; or if `input` has another number of channels. On every rank, if
-    /// `train`, and all ranks together have one value of each channel, which has no variance. Where ranks exchange statistics, an error of
-    /// one ends the group: the others wait for its part.
+    /// If an exchange fails, which leaves the running statistics as they were; or if `input` has another number of channels, or of dimensions, than
+    /// the plain layer takes, as an image without its batch has. On every rank, if `train`, and all ranks together have one value of each channel,
+    /// which has no variance. Where ranks exchange statistics, an error of one ends the group: the others wait for its part.
     pub fn forward(&self, input: &Tensor, train: bool) -> Result<Tensor> {
-        let exchange = self.exchange();
+        let (exchange, size) = (self.exchange(), input.size());
         if !train || exchange.ranks() == 1 {
+            self.check(&size)?;
             // libtorch would make the running variance NaN.
-            if train && is_one_value(&input.size()) {
-                return Err(one_value(&input.size()));
+            if train && is_one_value(&size) {
+                return Err(one_value(&size));
             }
             let BatchNorm { running_mean, running_var, ws, bs, .. } = &self.norm;
             let (momentum, epsilon) = (self.momentum, self.epsilon);
@@ -100,20 +101,25 @@ impl SyncBatchNorm {
             )
             .map_err(torch);
         }
-        let size = input.size();
-        let channels = self.norm.running_mean.size1().map_err(torch)?;
-        if size.len() < 2 || size[1] != channels {
-            let cause = format!("batch norm of {channels} channels got a tensor of {size:?}");
-            let error = Error::invalid_argument(cause);
-            exchange.abort(error.clone());
-            return Err(error);
-        }
+        self.check(&size).inspect_err(|error| exchange.abort(error.clone()))?;
         let output = self.normalised(input, &size, exchange.clone()).map_err(torch);
         let output = output.and_then(|output| output.ok_or_else(|| one_value(&size)));
         match exchange.failure() {
             Some(cause) => Err(cause),
             None => output.inspect_err(|error| exchange.abort(error.clone())),
         }
+    }
+
+    /// An error if the plain layer takes no input of this size.
+    fn check(&self, size: &[i64]) -> Result<()> {
+        let (channels, nd) = (self.norm.running_mean.size1().map_err(torch)?, self.norm.nd);
+        let is_batch = size.len() == nd + 2 || nd == 1 && size.len() == 2;
+        if is_batch && size[1] == channels {
+            return Ok(());
+        }
+        Err(Error::invalid_argument(format!("batch norm of {channels} channels got a tensor of {size:?}")).with_remedy(
+            "give it a batch, with as many dimensions as the plain layer takes: batch_norm2d takes [batch, channels, height, width]",
+        ))
     }
 
     /// Nothing if all ranks together have one value of each channel.

@@ -28,14 +28,12 @@ impl Named {
     /// An error if it is no longer what the ranks have compared.
     pub fn check_kind(&self) -> Result<()> {
         let Self { spec, tensor } = self;
-        if tensor.numel() == spec.elements()
-            && shim::dtype(tensor.kind()).is_ok_and(|dtype| dtype == spec.dtype)
-        {
+        if shape(tensor) == spec.shape && shim::dtype(tensor.kind()).is_ok_and(|dtype| dtype == spec.dtype) {
             return Ok(());
         }
         let (kind, size) = (tensor.kind(), tensor.size());
         Err(Error::invalid_argument(format!(
-            "the variable's type changed since Ddp::new: {spec} is {kind:?} {size:?} now"
+            "the variable's shape or type changed since Ddp::new: {spec} is {kind:?} {size:?} now"
         ))
         .with_remedy("change the VarStore first, then make the Ddp"))
     }
@@ -180,7 +178,8 @@ pub(crate) fn check_trained(variables: &Shared, trained: &[Named]) -> Result<()>
     ))
     .with_remedy(
         "make all layers, and unfreeze what is to be trained, before Optimizer::new; to train parts in turns, make one Optimizer while all of \
-         them need a gradient, and freeze after that: what is frozen gets no gradient after zero_grad, and keeps its value",
+         them need a gradient, and freeze after that: what is frozen gets no gradient after zero_grad, and keeps its value; parts that go by \
+         rules of their own are groups of one Optimizer (Optimizer::with_group)",
     ))
 }
 
@@ -250,10 +249,19 @@ fn named(name: String, tensor: &Tensor) -> Result<Named> {
             "this version averages dense gradients of processors and of CUDA devices: use VarStore::new(Device::Cpu) or Device::Cuda",
         ));
     }
-    let shape: Vec<usize> =
-        tensor.size().into_iter().map(|side| usize::try_from(side).unwrap_or(0)).collect();
-    let spec = ParameterSpec::new(name, shape, shim::dtype(tensor.kind())?);
+    let dtype = shim::dtype(tensor.kind()).map_err(|_| {
+        let kind = tensor.kind();
+        Error::invalid_argument(format!(
+            "the variable `{name}` is of type {kind:?}, which does not travel between ranks"
+        ))
+        .with_remedy("cast it, or make it in a VarStore of its own")
+    })?;
+    let spec = ParameterSpec::new(name, shape(tensor), dtype);
     Ok(Named { spec, tensor: tensor.shallow_clone() })
+}
+
+fn shape(tensor: &Tensor) -> Vec<usize> {
+    tensor.size().into_iter().map(|side| usize::try_from(side).unwrap_or(0)).collect()
 }
 
 /// An error if the variables lie on several devices: backward then runs on a thread for each, and collectives that it begins, such as those of

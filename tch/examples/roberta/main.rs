@@ -34,6 +34,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     // Each rank takes every so many texts; all take as many.
     let (rank, world) = (i64::from(group.rank().get()), i64::from(group.world_size().get()));
     let rows = tokens.size()[0] / world * world;
+    if rows == 0 {
+        // The mean of no text is NaN, and so all weights would be.
+        return Err(format!("{:?} texts are too few for {world} ranks", tokens.size()).into());
+    }
     let mine = |tensor: &Tensor| tensor.slice(0, rank, rows, world);
     let (tokens, types, labels) = (mine(&tokens), mine(&types), mine(&labels));
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use phalanx::join::{JoinGroup, JoinOptions, Joined};
-use phalanx::reducer::{Reducer, verify_description};
+use phalanx::reducer::{Reducer, verify_description, verify_state};
 use phalanx::{Buffer, Caller, Communicator as _, Error, ProcessGroup, Rank, Result, WorldSize};
 use phalanx_nccl::Communicator;
 use tch::Tensor;
@@ -93,6 +93,19 @@ impl Ddp {
             return Ok(());
         }
         self.or_end(verify_description(&self.group.in_call(Caller::DdpNew), what, mine))
+    }
+
+    /// Gives all ranks rank 0's `optimizer`, as [`new`](Self::new) does with the variables. An error ends the group; it comes on every rank if
+    /// their optimizers are not made alike.
+    pub(crate) fn share(&self, optimizer: &mut Optimizer) -> Result<()> {
+        if self.sink.is_none() {
+            return Ok(());
+        }
+        let group = self.group.in_call(Caller::DdpNew);
+        let shared = verify_description(&group, "optimizer", &optimizer.describe())
+            .and_then(|()| verify_state(&group, optimizer.contract()))
+            .and_then(|()| optimizer.adopt(&group, Rank::MAIN));
+        self.or_end(shared)
     }
 
     fn adopt_all(&mut self, optimizer: &mut Optimizer, root: Rank) -> Result<()> {

@@ -208,6 +208,101 @@ fn parameters_with_channels_last_are_averaged() {
 }
 
 #[test]
+fn parameters_of_several_types_without_elements_and_without_dimensions_are_averaged() {
+    // With 0 each has a bucket of its own, also the one without elements.
+    for bucket in [0.001, 0.0] {
+        run(2, |group| {
+            let store = nn::VarStore::new(device());
+            let root = store.root();
+            let (none, scalar) = (root.ones("none", &[0, 3]), root.ones("scalar", &[]));
+            let wide = root.add("wide", Tensor::ones([2], on_device(Kind::Double)), true);
+            let narrow = root.add("narrow", Tensor::ones([3], on_device(Kind::BFloat16)), true);
+            let mut options = DdpOptions::default();
+            options.reducer = ReducerOptions::default().bucket_cap_mb(bucket);
+            let mut ddp = Ddp::with_options(&store, &group, options).unwrap();
+            let mut optimizer = Optimizer::new(&store, Rule::ADAMW).unwrap();
+            let mine = group.rank().index() as f64 + 1.0;
+            for _ in 0..3 {
+                let loss = || {
+                    let all = [&none, &scalar, &wide, &narrow].map(|one| (one * mine).sum(Kind::Float));
+                    all.into_iter().reduce(|a, b| a + b).unwrap()
+                };
+                let loss = ddp.forward(loss).unwrap();
+                optimizer.zero_grad().unwrap();
+                ddp.backward(&loss).unwrap();
+                for one in [&none, &scalar, &wide, &narrow] {
+                    let gradient = one.grad();
+                    assert_eq!((gradient.kind(), gradient.size()), (one.kind(), one.size()));
+                    assert_eq!(elements(&gradient), vec![1.5; one.numel()]);
+                }
+                let norm = ddp.clip_grad_norm(1.0).unwrap();
+                assert!((norm - 1.5 * 6f64.sqrt()).abs() < 1e-5, "{norm}");
+                optimizer.step(0.1).unwrap();
+            }
+            assert!(elements(&scalar)[0] < 1.0 && elements(&wide)[1] < 1.0 && elements(&narrow)[2] < 1.0);
+            assert!(ddp.replicas_identical().unwrap());
+        });
+    }
+}
+
+#[test]
+fn sparse_gradients_are_refused_by_name() {
+    let new = || {
+        let store = nn::VarStore::new(Device::Cpu);
+        let config = nn::EmbeddingConfig { sparse: true, ..Default::default() };
+        let table = nn::embedding(store.root() / "table", 10, 4, config);
+        (store, table)
+    };
+    let loss = |table: &nn::Embedding| Tensor::from_slice(&[1i64, 3]).apply(table).sum(Kind::Float);
+    let errors = run(2, |group| {
+        let (store, table) = new();
+        // The first rank's error ends the group, so the other may get it in an earlier call.
+        let attempt = || {
+            let mut ddp = Ddp::new(&store, &group)?;
+            let loss = ddp.forward(|| loss(&table))?;
+            ddp.backward(&loss)
+        };
+        attempt().unwrap_err().to_string()
+    });
+    // One process may train it, but by an optimizer of tch.
+    let (store, table) = new();
+    let mut ddp = Ddp::new(&store, &ProcessGroup::alone().unwrap()).unwrap();
+    let mut optimizer = Optimizer::new(&store, Rule::sgd(0.0)).unwrap();
+    let loss = ddp.forward(|| loss(&table)).unwrap();
+    ddp.backward(&loss).unwrap();
+    let error = optimizer.step(0.1).unwrap_err().to_string();
+    for error in errors.iter().chain([&error]) {
+        assert!(error.contains("`table.weight`") && error.contains("sparse"), "{error}");
+    }
+}
+
+#[test]
+fn a_penalty_for_a_gradient_trains_as_in_one_process() {
+    let start = floats(&Mlp::new(&WIDTHS).store);
+    let gradients = |group: &ProcessGroup, batch: usize| {
+        let model = Mlp::like(&WIDTHS, &start);
+        let mut ddp = Ddp::with_options(&model.store, group, small_buckets()).unwrap();
+        for step in 0..3 {
+            let from = step * 8 + batch * group.rank().index();
+            let penalty = || {
+                let x = samples(from, from + batch).0.set_requires_grad(true);
+                let output = model.forward(&x).square().sum(Kind::Float);
+                let gradient = Tensor::run_backward(&[output], &[&x], true, true).remove(0);
+                gradient.square().mean(Kind::Float)
+            };
+            let loss = ddp.forward(penalty).unwrap();
+            model.store.trainable_variables().iter_mut().for_each(Tensor::zero_grad);
+            ddp.backward(&loss).unwrap();
+        }
+        model.store.trainable_variables().iter().map(|one| elements(&one.grad())).collect::<Vec<_>>()
+    };
+    let expected = gradients(&ProcessGroup::alone().unwrap(), 8);
+    for ours in run(2, |group| gradients(&group, 4)) {
+        assert!(distance(&ours, &expected) < 1e-4, "{:e}", distance(&ours, &expected));
+    }
+}
+
+#[test]
 fn compressed_gradients_are_near_the_average_and_move_fewer_bytes() {
     let start = floats(&Mlp::new(&WIDTHS).store);
     let train = |group: &ProcessGroup, which: usize| {

@@ -89,19 +89,26 @@ fn a_failed_exchange_is_the_error_of_the_pass() {
 /// The other one would wait for its part.
 #[test]
 fn an_input_that_one_rank_alone_cannot_normalise_ends_the_group() {
-    // The groups are dropped when both ranks are done: nobody has left.
-    let ends = run(2, |group| {
-        let network = Network::new(&group);
-        let outcome = match group.rank().is_main() {
-            true => Ok(Tensor::default()),
-            false => network.norm.forward(&Tensor::ones([2, 5, 3, 3], on_device(Kind::Float)), true),
-        };
-        let error = outcome.err().map(|error| error.to_string());
-        (error, group.failure().map(|cause| cause.to_string()), group)
-    });
-    let (error, failure, _) = &ends[1];
-    for text in [error, failure] {
-        assert!(text.as_ref().is_some_and(|text| text.contains("6 channels got")), "{text:?}");
+    // Of other channels; and an image without its batch, as high as it has channels.
+    for size in [&[2i64, 5, 3, 3][..], &[6, 6, 3]] {
+        // The groups are dropped when both ranks are done: nobody has left.
+        let ends = run(2, |group| {
+            let network = Network::new(&group);
+            let outcome = match group.rank().is_main() {
+                true => Ok(Tensor::default()),
+                false => network.norm.forward(&Tensor::ones(size, on_device(Kind::Float)), true),
+            };
+            let error = outcome.err().map(|error| error.to_string());
+            (error, group.failure().map(|cause| cause.to_string()), group)
+        });
+        let (error, failure, _) = &ends[1];
+        for text in [error, failure] {
+            assert!(text.as_ref().is_some_and(|text| text.contains("6 channels got")), "{text:?}");
+        }
+        // Also where nothing is exchanged.
+        let alone = Network::new(&ProcessGroup::alone().unwrap());
+        let input = Tensor::ones(size, on_device(Kind::Float));
+        assert!([true, false].into_iter().all(|train| alone.norm.forward(&input, train).is_err()));
     }
 }
 

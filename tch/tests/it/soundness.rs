@@ -161,6 +161,17 @@ fn a_view_that_negates_is_refused() {
 }
 
 #[test]
+fn a_variable_of_a_type_that_does_not_travel_is_refused_by_name() {
+    let store = VarStore::new(Device::Cpu);
+    let floats = (Kind::Float, Device::Cpu);
+    nn::linear(store.root(), 2, 2, Default::default());
+    let phases = Tensor::complex(&Tensor::ones([1], floats), &Tensor::ones([1], floats));
+    drop(store.root().add("phases", phases, false));
+    let error = Ddp::new(&store, &ProcessGroup::alone().unwrap()).unwrap_err().to_string();
+    assert!(error.contains("`phases`") && error.contains("ComplexFloat"), "{error}");
+}
+
+#[test]
 fn elements_that_nobody_has_written_are_rank_0_s_too() {
     run(2, |group| {
         let store = VarStore::new(device());

@@ -271,6 +271,17 @@ fn a_variable_that_was_made_after_the_state_is_refused_where_it_would_be_missing
     refused(training.state.checkpoint(&checkpoints));
 }
 
+/// As many bytes as before, so that nobody could tell later.
+#[test]
+fn a_variable_of_another_type_or_shape_by_now_is_not_saved_as_what_it_was() {
+    for other in [Tensor::ones([3], on_device(Kind::Int)), Tensor::ones([3, 1], on_device(Kind::Float))] {
+        let mut training = Training::new(Rule::ADAMW);
+        training.norm.running_mean.set_data(&other);
+        let error = training.state.save(&mut Parts::default()).unwrap_err().to_string();
+        assert!(error.contains("`norm.running_mean`") && error.contains("changed since Ddp::new"), "{error}");
+    }
+}
+
 #[test]
 fn an_optimizer_that_lacks_a_trained_variable_is_refused_by_its_name() {
     let model = Mlp::new(&WIDTHS);
@@ -665,6 +676,160 @@ fn ranks_whose_rules_differ_are_refused_with_both() {
             error.contains("momentum: 0.9") && error.contains("rank 2 is Sgd { momentum: 0.8"),
             "{error}"
         );
+    }
+}
+
+/// What one rank alone does not train would drift apart.
+#[test]
+fn ranks_whose_optimizers_have_other_parameters_are_refused() {
+    let errors = run(2, |group| {
+        let model = Mlp::new(&WIDTHS);
+        let bias = model.layers[0].bs.as_ref().unwrap();
+        drop(bias.set_requires_grad(group.rank().is_main()));
+        let optimizer = Optimizer::new(&model.store, Rule::ADAMW).unwrap();
+        drop(bias.set_requires_grad(true));
+        let state = TrainState::new(&model.store, optimizer, ()).unwrap();
+        state.with_group(&group).map(drop).unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.contains("`0.bias`") && error.contains("on rank 1"), "{error}");
+    }
+}
+
+#[test]
+fn two_states_are_saved_beside_each_other() {
+    let (folder, alone) = (tempfile::tempdir().unwrap(), ProcessGroup::alone().unwrap());
+    let names = ["generator", "discriminator"];
+    let named = |name: &str| {
+        let training = Training::new(Rule::ADAMW);
+        Training { state: training.state.named(name), ..training }
+    };
+    let mut both = names.map(named);
+    for (step, training) in both.iter_mut().enumerate() {
+        training.train(0..step + 1);
+    }
+    let mut parts = Parts::default();
+    both.iter().for_each(|training| training.state.save(&mut parts).unwrap());
+    let checkpoints = Checkpoints::open(folder.path(), &alone).unwrap();
+    let save =
+        |snapshot: &mut Snapshot| both.iter().try_for_each(|training| training.state.save_to(snapshot));
+    checkpoints.save(1, save).unwrap();
+    checkpoints.finish().unwrap();
+    let saved = checkpoints.newest().unwrap().unwrap();
+    for (name, training) in names.into_iter().zip(&both) {
+        for from_checkpoint in [false, true] {
+            let mut again = named(name);
+            match from_checkpoint {
+                true => again.state.load_from(&saved).unwrap(),
+                false => again.state.load(&parts).unwrap(),
+            }
+            assert_eq!(again.state.steps(), training.state.steps());
+            assert_eq!(floats(&again.model.store), floats(&training.model.store));
+        }
+    }
+    assert!(Training::new(Rule::ADAMW).state.load(&parts).unwrap_err().is_mismatch());
+}
+
+/// A training whose variables of such names are a group of their own.
+fn grouped(ending: &str) -> Training {
+    let training = Training::new(Rule::ADAMW);
+    let is_member = |name: &str| name.ends_with(ending);
+    let members = training.model.store.variables().into_iter().filter(|(name, _)| is_member(name));
+    let optimizer = Optimizer::new(&training.model.store, Rule::ADAMW).unwrap();
+    let optimizer = optimizer.with_group(Rule::sgd(0.9), members.map(|(_, one)| one)).unwrap();
+    let state = TrainState::new(&training.model.store, optimizer, "fresh".to_owned()).unwrap();
+    Training { state, ..training }
+}
+
+#[test]
+fn groups_of_an_optimizer_go_on_from_a_checkpoint_and_others_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    run(2, |group| {
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let mut training = grouped("bias").with_group(&group);
+        training.train(0..3);
+        training.state.checkpoint(&checkpoints).unwrap();
+        checkpoints.finish().unwrap();
+        training.train(3..6);
+        let mut again = grouped("bias").with_group(&group);
+        assert!(again.state.resume(&checkpoints).unwrap());
+        assert_eq!(again.state.optimizer.rules(), [Rule::ADAMW, Rule::sgd(0.9)]);
+        again.train(3..6);
+        assert_eq!(again.parameters(), training.parameters());
+        for (mut other, said) in [
+            (grouped("weight"), "` is in group"),
+            (Training::new(Rule::ADAMW), "with 2 groups of parameters, and this one has 1"),
+        ] {
+            let before = other.parameters();
+            let error = other.state.resume(&checkpoints).unwrap_err();
+            assert!(error.is_mismatch() && error.to_string().contains(said), "{error}");
+            assert_eq!(other.parameters(), before);
+        }
+        // Each group has a rate of its own.
+        let before = floats(&again.model.store);
+        again.state.step_groups(&[0.0, 0.1]).unwrap();
+        let mut names: Vec<String> = again.model.store.variables().into_keys().collect();
+        names.sort_unstable();
+        for ((name, before), after) in names.iter().zip(&before).zip(floats(&again.model.store)) {
+            // A bias before a batch norm has nearly no gradient.
+            assert!(name == "2.bias" || (*before != after) == name.ends_with("bias"), "{name}");
+        }
+        assert_eq!(again.state.steps(), 7);
+    });
+    let errors = run(2, |group| {
+        let training = grouped(if group.rank().is_main() { "bias" } else { "weight" });
+        training.state.with_group(&group).map(drop).unwrap_err().to_string()
+    });
+    assert!(errors.iter().all(|text| text.contains(" (in group 1 of the optimizer)`")), "{errors:?}");
+}
+
+/// A rank that is done earlier does not set it.
+#[test]
+fn a_rule_that_is_set_in_a_join_is_that_of_all_ranks_afterwards() {
+    let adamw = Rule::AdamW { betas: (0.8, 0.99), epsilon: 1e-6, weight_decay: 0.1 };
+    let sgd = Rule::Sgd { momentum: 0.9, weight_decay: 0.1, nesterov: true };
+    for (before, after) in [(Rule::ADAMW, adamw), (Rule::sgd(0.5), sgd)] {
+        let rules = run(2, |group| {
+            let (model, mut state) = plain(before, &group).unwrap();
+            let batches = 1 + 2 * group.rank().index();
+            let done = state.join(JoinOptions::default(), |state| {
+                for step in 0..batches {
+                    if step == 2 {
+                        state.optimizer.set_rule(after)?;
+                    }
+                    let loss = state.ddp.forward(|| model.loss(samples(4 * step, 4 * step + 4)))?;
+                    state.optimizer.zero_grad()?;
+                    state.ddp.backward(&loss)?;
+                    state.step(0.01)?;
+                }
+                Ok(())
+            });
+            done.unwrap();
+            state.optimizer.rule()
+        });
+        assert_eq!(rules, [after; 2]);
+    }
+}
+
+#[test]
+fn ranks_come_to_a_group_with_rank_0_s_optimizer_and_the_same_number_of_steps() {
+    let ends = run(2, |group| {
+        let mut training = Training::new(Rule::ADAMW);
+        // Alone, each with samples of its own.
+        let first = 10 * group.rank().index();
+        training.train(first..first + 3);
+        let mut training = training.with_group(&group);
+        training.train(3..6);
+        training.parameters()
+    });
+    assert_eq!(ends[0], ends[1]);
+    let errors = run(2, |group| {
+        let mut training = Training::new(Rule::ADAMW);
+        training.train(0..1 + group.rank().index());
+        training.state.with_group(&group).map(drop).unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.contains("number of steps of rank 0 is 1") && error.contains("rank 1 is 2"), "{error}");
     }
 }
 
