@@ -52,7 +52,8 @@ impl Ddp {
 
     /// From the next step on, `hook` says what is sent of each bucket, and makes averages of what comes back, on the device. All ranks call it
     /// together, with the same settings, and their devices are of one model: each computes the averages by itself. In a world of one it is not used.
-    /// [`register_comm_hook`](Self::register_comm_hook) takes its place again. State that was loaded goes on as there.
+    /// [`register_comm_hook`](Self::register_comm_hook) takes its place again. State that was loaded goes on as there. A panic of the hook is an
+    /// error of the step, on every rank.
     ///
     /// # Errors
     /// As [`register_comm_hook`](Self::register_comm_hook), and if gradients are averaged in the host's memory.

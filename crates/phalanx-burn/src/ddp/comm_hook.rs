@@ -63,7 +63,8 @@ impl<M: Module> Ddp<M> {
 
     /// From the next step on, `hook` says what is sent of each bucket, and makes averages of what comes back, on the device. All ranks call it
     /// together, with the same settings, and their devices are of one model: each computes the averages by itself. In a world of one it is not used.
-    /// [`register_comm_hook`](Self::register_comm_hook) takes its place again. State that was loaded goes on as there.
+    /// [`register_comm_hook`](Self::register_comm_hook) takes its place again. State that was loaded goes on as there. A panic of the hook is an
+    /// error of the step, on every rank.
     ///
     /// # Errors
     /// As [`register_comm_hook`](Self::register_comm_hook), and if gradients are averaged in the memory of the processes.
@@ -81,8 +82,10 @@ impl<M: Module> Ddp<M> {
                     .with_remedy("make the Ddp by with_nccl, or register a CommHook by register_comm_hook"))
             });
         };
-        let hook = Hook::own(on_device, Box::new(hook));
-        sink.call(|reducer| self.loaded_hook.register(reducer, Box::new(hook)))?;
+        sink.call(|reducer| {
+            let hook = Hook::own(on_device, Box::new(hook));
+            self.loaded_hook.register(reducer, Box::new(hook))
+        })?;
         self.check_devices()
     }
 
