@@ -41,7 +41,7 @@ pub const TESTS: &[Test] = &[
 ];
 
 /// A version that has `ncclCommRevoke`.
-const REVOKES: (&str, &str) = ("STANDIN_NCCL_VERSION", "22809");
+const REVOKES: (&str, &str) = ("STANDIN_NCCL_VERSION", "22807");
 
 /// The rank that leaves, or dies, first.
 const FIRST: u32 = 1;

@@ -550,7 +550,7 @@ static void *quiesce(void *argument) {
 }
 ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags) {
     say(&revokes, __func__);
-    if (number("STANDIN_NCCL_VERSION", 22703) < 22809) return fail(INVALID_USAGE, "this version has no ncclCommRevoke");
+    if (number("STANDIN_NCCL_VERSION", 22703) < 22807) return fail(INVALID_USAGE, "this version has no ncclCommRevoke");
     if (!comm->shared || flags || comm->revoked) return fail(INVALID_ARGUMENT, "it was aborted or revoked before, or the flags are none");
     if (standin_current_device() != comm->device) return fail(INVALID_ARGUMENT, "the current device is not the communicator's");
     comm->revoked = 1;
