@@ -14,6 +14,9 @@ pub const TESTS: &[Test] = &[
     ("every_call_on_every_type_alone", 1, Needs::Nothing, || all_done("collectives::all", 1, &[])),
     ("every_call_on_every_type_of_two_ranks", 2, Needs::Nothing, || all_done("collectives::all", 2, &[])),
     ("every_call_on_every_type_of_three_ranks", 3, Needs::Nothing, || all_done("collectives::all", 3, &[])),
+    ("calls_without_elements_succeed_though_nccl_checks_addresses", 2, Needs::Nothing, || {
+        all_done("collectives::empty", 2, &[("NCCL_CHECK_POINTERS", "1")]);
+    }),
     ("launches_that_are_in_progress_are_waited_for", 2, Needs::StandIn, || {
         all_done("collectives::few", 2, &[("STANDIN_NCCL_SLOW_LAUNCH", "20")]);
     }),
@@ -70,6 +73,7 @@ pub fn play(role: &str) -> Result<()> {
             kept(&nccl)
         }
         "few" => every_call::<f32>(&nccl, 100),
+        "empty" => empty(&nccl),
         _ => misuse(&nccl),
     }
 }
@@ -235,6 +239,29 @@ fn every_call<T: Small>(nccl: &Communicator, len: usize) -> Result<()> {
     let results = calls.reduce(buffer(len)?, Rank::MAIN, ReduceOp::Sum).launch()?.wait()?;
     expect(&results[0], "all_reduce in a group", &sum)?;
     expect(&results[1], "broadcast in a group", &|index| number(0, index))?;
+    Ok(())
+}
+
+/// Memory without elements has no address.
+fn empty(nccl: &Communicator) -> Result<()> {
+    let none = || DeviceBuffer::<f32>::zeroed(nccl.stream(), 0);
+    let (mut first, mut second) = (none()?, none()?);
+    nccl.all_reduce(&mut first, ReduceOp::Avg)?;
+    nccl.all_reduce(&mut first, ReduceOp::PreMulSum(0.5))?;
+    nccl.broadcast(&mut first, Rank::MAIN)?;
+    nccl.reduce(&mut first, Rank::MAIN, ReduceOp::Sum)?;
+    nccl.all_gather(&mut first, &mut second)?;
+    nccl.reduce_scatter(&mut first, &mut second, ReduceOp::Sum)?;
+    nccl.all_to_all(&mut first, &mut second)?;
+    let counts = vec![0; nccl.world_size().count()];
+    nccl.all_gather_v(&mut first, &mut second, &counts)?;
+    nccl.reduce_scatter_v(&mut first, &mut second, &counts, ReduceOp::Sum)?;
+    let peer = Rank::new(1 - nccl.rank().get());
+    nccl.group_calls().send(none()?, peer).recv(none()?, peer).launch()?.wait()?;
+    // Between others in a group, too.
+    let ones = DeviceBuffer::from_slice(nccl.stream(), &[1.0f32; 3])?;
+    let calls = nccl.group_calls().all_reduce(none()?, ReduceOp::Sum).all_reduce(ones, ReduceOp::Sum);
+    assert_eq!(calls.launch()?.wait()?[1].to_vec(nccl.stream())?, [2.0; 3]);
     Ok(())
 }
 

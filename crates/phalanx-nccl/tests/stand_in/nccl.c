@@ -470,6 +470,9 @@ static ncclResult_t note(struct call call) {
     }
     if (call.type < 0 || call.type > 9 || call.op < 0 || call.op > 4 || call.peer < 0 || call.peer >= comm->ranks)
         return fail(INVALID_ARGUMENT, "a type, operation or rank that is none");
+    int has_all = call.kind == SEND ? call.from != NULL : call.kind == RECV ? call.to != NULL : call.from && call.to;
+    if (number("NCCL_CHECK_POINTERS", 0) && !has_all && (call.count || (call.kind != SEND && call.kind != RECV)))
+        return fail(INVALID_ARGUMENT, "no address");
     size_t bytes = call.count * size_of(call.type);
     size_t from = call.kind == REDUCE_SCATTER ? bytes * comm->ranks : bytes, to = call.kind == ALL_GATHER ? bytes * comm->ranks : bytes;
     if ((call.from && !standin_has(call.from, from, comm->device)) || (call.to && !standin_has(call.to, to, comm->device)))
