@@ -299,6 +299,9 @@ fn misuse(nccl: &Communicator) -> Result<()> {
     let error = nccl.all_reduce(&mut far, ReduceOp::Sum).unwrap_err();
     assert!(error.to_string().contains("the memory is on device"), "{error}");
     assert!(other.holds(far.pointer())? && !nccl.device().holds(far.pointer())?);
+    let error = DeviceBuffer::<f64>::zeroed(stream, 1 << 40).unwrap_err();
+    let words = format!("of {} bytes on CUDA device {}", 8u64 << 40, nccl.device().ordinal());
+    assert!(error.is_out_of_memory() && error.to_string().contains(&words), "{error}");
     let error = Device::open(1000).unwrap_err();
     assert!(error.to_string().contains("there is no CUDA device 1000"), "{error}");
     nccl.all_reduce(&mut data, ReduceOp::Sum)?;
