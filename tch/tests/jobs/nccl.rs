@@ -1243,6 +1243,7 @@ fn subgroup(group: &ProcessGroup) -> Result<()> {
 
 /// What ends the smaller group is the error of a step of its ranks, and of every call of the others.
 fn subgroup_fails(group: &ProcessGroup) -> Result<()> {
+    let group = &group.split(Some(0), 0)?.unwrap();
     let smaller = group.split(Some(group.rank().get() / 2), 0)?.unwrap();
     let model = Mlp::new(&[8, 32, 3]);
     let mut ddp = Ddp::with_nccl(&model.store, &devices(group)?, options())?;

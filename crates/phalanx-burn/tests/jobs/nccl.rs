@@ -664,6 +664,7 @@ fn subgroup(group: &ProcessGroup, cuda: &phalanx_nccl::Device) -> Result<()> {
 
 /// What ends the smaller group is the error of a step of its ranks, and of every call of the others.
 fn subgroup_fails(group: &ProcessGroup, cuda: &phalanx_nccl::Device) -> Result<()> {
+    let group = group.split(Some(0), 0)?.unwrap();
     let smaller = group.split(Some(group.rank().get() / 2), 0)?.unwrap();
     let mut ddp = ddp(group.clone(), Some(cuda), options())?;
     ddp.register_comm_hook(PostLocalSgd::new(1).subgroup(smaller.clone()))?;
