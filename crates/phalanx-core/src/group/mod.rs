@@ -109,6 +109,11 @@ pub trait Communicator: Send + Sync {
     /// The recorder of this rank's events; see [`Trace`].
     fn trace(&self) -> Trace;
 
+    /// How many ranks have data: fewer than all inside of a `join` whose first ranks are done.
+    fn active_ranks(&self) -> usize {
+        self.world_size().count()
+    }
+
     /// The group whose collectives these are; of a handle, its current one. None of what stands in for a group, such as a fake in a test.
     fn process_group(&self) -> Option<ProcessGroup> {
         None

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use super::{AllReduce, BuiltInHook, CommHook, GradBucket, HookState, Pending};
 use crate::error::{Error, Result};
 use crate::group::{Communicator, ProcessGroup};
-use crate::join::JoinGroup;
 use crate::rank::Rank;
 
 /// Post-local SGD (Lin et al., *Don't Use Large Mini-Batches, Use Local SGD*, 2020): averages gradients as usual for
@@ -44,7 +43,7 @@ impl PostLocalSgd {
     /// Over NCCL the ranks of `subgroup`, a [`ProcessGroup`] or a [handle](crate::GroupHandle) to one, have a communicator of their own. They
     /// make it when the hook is registered, and if the handle leads to another group, with their next bucket.
     ///
-    /// In a [`join`](crate::join) ranks without data do not answer the calls of `subgroup`: give all its ranks as many batches.
+    /// In a [`join`](crate::join) ranks without data do not answer the calls of `subgroup`: when the first rank has none, it is an error.
     pub fn subgroup<C: Communicator + 'static>(mut self, subgroup: C) -> Self {
         self.subgroup = Some(Arc::new(subgroup));
         self
@@ -56,27 +55,33 @@ impl PostLocalSgd {
     }
 
     /// Counts a bucket as [`start`](CommHook::start) does, and says among which ranks it is averaged, where gradients lie
-    /// [elsewhere](crate::reducer::Reducer::elsewhere) and ranks may `join` in `group`.
+    /// [elsewhere](crate::reducer::Reducer::elsewhere), in the memory of the ranks of `group`.
     ///
     /// # Errors
     /// If it is averaged within a smaller group that is not one of processes, or while some ranks have no data: these make no calls of it.
-    pub fn averaged_among(&mut self, is_last: bool, group: &JoinGroup) -> Result<AveragedAmong> {
+    pub fn averaged_among(&mut self, is_last: bool, group: &dyn Communicator) -> Result<AveragedAmong> {
         let is_local = self.is_local(is_last);
         if !is_local || self.subgroup.is_none() {
             return Ok(if is_local { AveragedAmong::Nobody } else { AveragedAmong::All });
         }
-        let (active, all) = (group.active_ranks(), group.world_size().count());
-        if active < all {
-            return Err(Error::invalid_argument(format!(
-                "{self:?}: {active} of {all} ranks have data, and the others do not make the calls of a smaller group"
-            ))
-            .with_remedy("give every rank as many batches, or leave out PostLocalSgd::subgroup"));
-        }
+        self.check_active(group)?;
         let subgroup = self.process_group().ok_or_else(|| {
             Error::invalid_argument(format!("{self:?}: the smaller group is none of processes"))
                 .with_remedy("give PostLocalSgd::subgroup a ProcessGroup")
         })?;
         Ok(AveragedAmong::Subgroup(subgroup))
+    }
+
+    /// An error if some ranks of `group` have no data: nobody answers for them in the smaller group.
+    fn check_active(&self, group: &dyn Communicator) -> Result<()> {
+        let (active, all) = (group.active_ranks(), group.world_size().count());
+        if active == all {
+            return Ok(());
+        }
+        Err(Error::invalid_argument(format!(
+            "{self:?}: {active} of {all} ranks have data, and the others do not make the calls of a smaller group"
+        ))
+        .with_remedy("give every rank as many batches, or leave out PostLocalSgd::subgroup"))
     }
 
     /// Whether this bucket's step is not averaged over all ranks.
@@ -97,7 +102,10 @@ impl CommHook for PostLocalSgd {
         let is_local = self.is_local(bucket.is_last);
         match &self.subgroup {
             _ if !is_local => AllReduce.start(group, bucket),
-            Some(subgroup) => AllReduce.start(&**subgroup, bucket),
+            Some(subgroup) => {
+                self.check_active(group)?;
+                AllReduce.start(&**subgroup, bucket)
+            }
             None => Ok(Pending::ready(bucket.buffer)),
         }
     }

@@ -8,7 +8,9 @@ use parking_lot::Mutex;
 use super::*;
 use crate::group::{GroupHandle, ProcessGroup};
 use crate::join::{JoinGroup, JoinOptions};
-use crate::reducer::hooks::{AveragedAmong, BuiltInHook, Compressed, GradBucket, Pending, PostLocalSgd};
+use crate::reducer::hooks::{
+    AveragedAmong, BuiltInHook, Compressed, GradBucket, GradientPlace, Pending, PostLocalSgd,
+};
 use crate::world_size::WorldSize;
 
 /// The memory that the reducer does not see, by parameter.
@@ -299,17 +301,29 @@ fn local_sgd_says_among_which_ranks_a_bucket_is_averaged_where_it_lies() {
                 let found = hooks.each_mut().map(|hook| [(); 2].map(|()| ranks(hook, &group).unwrap()));
                 assert_eq!(found, [[2, 0], [2, 1]]);
                 let [mut own, mut smaller] = hooks;
+                // So it is in the memory of the processes.
+                let mut here = PostLocalSgd::new(0).subgroup(handle.clone());
+                let mut start = |group: &JoinGroup| {
+                    let gradients: Arc<[GradientPlace]> = Vec::new().into();
+                    let (buffer, counts) = (Buffer::zeroed(DType::F32, 1), None);
+                    let bucket =
+                        GradBucket { index: 0, is_last: true, buffer, gradients, keeps: false, counts };
+                    here.start(group, bucket).map(drop)
+                };
                 // Rank 0 has a batch less: nobody would answer for it in the smaller group.
                 let joined = group.join(JoinOptions::default(), || {
                     for step in 0..=rank {
                         group.step()?;
                         assert_eq!(ranks(&mut own, &group)?, 0);
-                        match ranks(&mut smaller, &group) {
-                            Ok(among) => assert_eq!((step, among), (0, 1)),
-                            Err(error) => {
-                                let error = error.to_string();
-                                assert!(error.contains("1 of 2 ranks have data"), "{error}");
-                                assert_eq!(step, 1);
+                        let outcomes = [ranks(&mut smaller, &group), start(&group).map(|()| 1)];
+                        for outcome in outcomes {
+                            match outcome {
+                                Ok(among) => assert_eq!((step, among), (0, 1)),
+                                Err(error) => {
+                                    let error = error.to_string();
+                                    assert!(error.contains("1 of 2 ranks have data"), "{error}");
+                                    assert_eq!(step, 1);
+                                }
                             }
                         }
                     }
