@@ -1238,6 +1238,32 @@ fn subgroup(group: &ProcessGroup) -> Result<()> {
     };
     let (host, nccl) = (train(false)?, train(true)?);
     assert!(distance(&nccl, &host) < 1e-4, "{:e}", distance(&nccl, &host));
+    [false, true].into_iter().try_for_each(|over_nccl| subgroup_in_join(group, over_nccl))
+}
+
+/// Nobody would answer in the smaller group for a rank that is done.
+fn subgroup_in_join(group: &ProcessGroup, over_nccl: bool) -> Result<()> {
+    // The error ends its group.
+    let group = &group.split(Some(0), 0)?.unwrap();
+    let smaller = group.split(Some(group.rank().get() / 2), 0)?.unwrap();
+    let store = VarStore::new(device());
+    let one = store.root().var("one", &[3], Init::Const(1.0));
+    let mut ddp = match over_nccl {
+        true => Ddp::with_nccl(&store, &devices(group)?, options())?,
+        false => Ddp::with_options(&store, group, options())?,
+    };
+    ddp.register_comm_hook(PostLocalSgd::new(0).subgroup(smaller))?;
+    let mut optimizer = Optimizer::new(&store, Rule::sgd(0.0))?;
+    let joined = ddp.join(&mut optimizer, JoinOptions::default(), |ddp, optimizer| {
+        for _ in 0..=group.rank().index() {
+            optimizer.zero_grad()?;
+            let loss = ddp.forward(|| one.sum(Kind::Float) * 3.0)?;
+            ddp.backward(&loss)?;
+        }
+        Ok(())
+    });
+    let error = joined.unwrap_err().to_string();
+    assert!(error.contains("ranks have data"), "over NCCL: {over_nccl}: {error}");
     Ok(())
 }
 
