@@ -11,7 +11,7 @@
 //! In a weighted step the gradients are those of the loss times this rank's weight. The weights are averaged by the host's group meanwhile, and
 //! the device divides the averages by theirs at the end of backward. With [`Compressed`](phalanx::reducer::hooks::Compressed) a bucket is rounded
 //! to memory of its own, which is sent and copied back; with [`PowerSgd`](phalanx::reducer::hooks::PowerSgd) two messages of its own are ([`power_sgd`]); with [`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd) nothing is
-//! after the first steps; and a hook of the program's says by itself what is ([`device_hook`]).
+//! after the first steps, or only among the ranks of a smaller group, which have a communicator of their own; and a hook of the program's says by itself what is ([`device_hook`]).
 //!
 //! Inside of `join` each call is announced through the host's group before it is made, and a rank that has no data makes it with zeros
 //! ([`Elsewhere`]): so these calls have one order on all ranks.
@@ -30,7 +30,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use half::{bf16, f16};
 use phalanx::adapter::{ComparedCalls, Comparison, Elsewhere, ElsewhereCall, ElsewhereOp, JoinGroup};
 use phalanx::reducer::hooks::{GradBucket, GradientPlace, HookState, Pending, PowerSgdOptions};
-use phalanx::{Caller, DType, Error, ProcessGroup, ReduceOp, Result};
+use phalanx::{Caller, DType, Deadline, Error, ProcessGroup, ReduceOp, Result};
 use phalanx_nccl::{Communicator, CommunicatorHandle, DeviceMemory, DeviceSlice, Element, Stream, Work};
 use tch::{Device, Kind, TchError, Tensor};
 
@@ -66,12 +66,15 @@ struct State {
     are_placed: bool,
     /// What PowerSGD keeps, if that averages.
     low_rank: Option<LowRank>,
+    /// The smaller group within which `PostLocalSgd` averages, if there is one.
+    subgroup: Option<Arc<CommunicatorHandle>>,
 }
 
 /// How a bucket of f32 is sent.
-#[derive(Clone, Copy)]
 enum Sent {
     Whole,
+    /// Whole, whatever its type, among the ranks of a smaller group.
+    Within(Communicator),
     /// Rounded to this type.
     Rounded(Kind),
     /// As products of thin matrices.
@@ -235,8 +238,9 @@ impl OnDevice {
         let Some(elsewhere) = parameters.iter().find(|one| index_of(one.tensor.device()) != Some(ordinal))
         else {
             let (buckets, streams, ahead) = Default::default();
-            let (parameters, are_placed, low_rank) = (parameters.to_vec(), false, None);
-            let state = State { parameters, buckets, streams, ahead, are_placed, low_rank };
+            let (parameters, are_placed) = (parameters.to_vec(), false);
+            let (low_rank, subgroup) = (None, None);
+            let state = State { parameters, buckets, streams, ahead, are_placed, low_rank, subgroup };
             let (nccl, state) = (CommunicatorHandle::new(nccl.clone()), Mutex::new(state));
             let group = group.in_call(Caller::DdpBackward);
             let (compared, bytes) = (ComparedCalls::default(), AtomicU64::new(0));
@@ -347,14 +351,12 @@ impl OnDevice {
 
     /// What is queued on `streams` from now on waits for NCCL's calls; and, if this thread's stream `writes` to buckets, for that.
     fn order(&self, streams: Vec<usize>, writes: bool) -> Result<()> {
-        let nccl = if self.waits { None } else { Some(self.nccl.connect()?) };
+        let nccl = if self.waits { Vec::new() } else { self.communicators() };
         let here = self.stream_of_thread()?;
         let wait = |raw: usize| {
             // SAFETY: as in `launch`.
             let stream = unsafe { Stream::from_raw(self.nccl.device(), raw) };
-            if let Some(nccl) = &nccl {
-                stream.wait_for(nccl.stream())?;
-            }
+            nccl.iter().try_for_each(|nccl| stream.wait_for(nccl.stream()))?;
             if writes && raw != here.as_raw() { stream.wait_for(&here) } else { Ok(()) }
         };
         // An error of one stream leaves out no other one.
@@ -363,7 +365,43 @@ impl OnDevice {
 
     /// The failure of a call that nobody has waited for: what has been computed from its memory is worth nothing then.
     pub fn check(&self) -> Result<()> {
-        if self.waits { Ok(()) } else { self.nccl.failure().map_or(Ok(()), Err) }
+        if self.waits {
+            return Ok(());
+        }
+        let failure = self.communicators().iter().find_map(Communicator::failure);
+        failure.map_or(Ok(()), Err)
+    }
+
+    /// The communicators by which calls of this step may have been made: that of all ranks, and that of a smaller group.
+    fn communicators(&self) -> Vec<Communicator> {
+        let subgroup = lock(&self.state).subgroup.clone();
+        [self.nccl.current(), subgroup.and_then(|subgroup| subgroup.current())]
+            .into_iter()
+            .flatten()
+            .collect()
+    }
+
+    /// The communicator of the ranks of `group`, a smaller one, within which buckets are averaged from now on. They make it together, if there is none
+    /// yet.
+    pub fn within(&self, group: &ProcessGroup) -> Result<Communicator> {
+        let subgroup = {
+            let State { subgroup, buckets, .. } = &mut *lock(&self.state);
+            let subgroup = subgroup.get_or_insert_with(|| Arc::new(self.nccl.subgroup(group)));
+            if subgroup.rebind(group) {
+                // As in `move_to`.
+                buckets.iter_mut().flatten().for_each(|bucket| bucket.is_abandoned = true);
+            }
+            subgroup.clone()
+        };
+        subgroup.connect()
+    }
+
+    /// Buckets are no longer averaged within a smaller group. It waits for the calls that were: nobody would hear later that one has failed.
+    fn leave_subgroup(&self) -> Result<()> {
+        let left = lock(&self.state).subgroup.take();
+        let Some(nccl) = left.filter(|_| !self.waits).and_then(|left| left.current()) else { return Ok(()) };
+        nccl.stream().synchronize(Deadline::after(nccl.timeout()))?;
+        nccl.failure().map_or(Ok(()), Err)
     }
 
     pub fn bytes(&self) -> u64 {
@@ -393,8 +431,10 @@ impl OnDevice {
         self.nccl.device().ordinal()
     }
 
-    /// Buckets are sent by PowerSGD with these options from now on, after so many steps of it, or not; and not by a hook of the program's.
+    /// Buckets are sent by PowerSGD with these options from now on, after so many steps of it, or not; and not by a hook of the program's, nor within a
+    /// smaller group.
     fn approximate(&self, low_rank: Option<(PowerSgdOptions, u64)>) -> Result<()> {
+        self.leave_subgroup()?;
         let state = &mut *lock(&self.state);
         let begin = |(options, steps)| LowRank::new(options, &state.parameters, steps);
         let low_rank = low_rank.map(begin).transpose()?;
@@ -431,8 +471,11 @@ impl OnDevice {
         gradients: &Arc<[GradientPlace]>,
         how: Sent,
     ) -> Result<Option<Work<DeviceSlice<T>>>> {
-        let nccl = self.nccl.connect()?;
-        let State { parameters, buckets, streams, ahead, are_placed, low_rank } = &mut *lock(&self.state);
+        let nccl = match &how {
+            Sent::Within(nccl) => nccl.clone(),
+            Sent::Whole | Sent::Rounded(_) | Sent::LowRank | Sent::Nothing => self.nccl.connect()?,
+        };
+        let State { parameters, buckets, streams, ahead, are_placed, low_rank, .. } = &mut *lock(&self.state);
         *are_placed = true;
         gradients.iter().try_for_each(|place| self.check_place(&parameters[place.parameter]))?;
         if buckets.len() <= number {
@@ -475,7 +518,7 @@ impl OnDevice {
                 let ranks = f64::from(nccl.world_size().get());
                 (bucket.compress(kind, ranks).map_err(torch)?, ReduceOp::Sum)
             }
-            Sent::Whole => {
+            Sent::Whole | Sent::Within(_) => {
                 (bucket.compressed, bucket.low_rank) = (None, None);
                 (bucket.memory.shallow_clone(), ReduceOp::Avg)
             }

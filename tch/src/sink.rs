@@ -1,7 +1,5 @@
 //! The receiver of hooks' gradients: they go to the reducer, or stay in `.grad` until the next synchronised backward pass.
 
-use std::any::Any;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 use std::sync::Arc;
 
@@ -77,13 +75,9 @@ impl Sink {
     pub fn hook(self: &Arc<Self>, parameters: &[Named]) -> Result<()> {
         for (index, parameter) in parameters.iter().enumerate() {
             let sink = self.clone();
-            // A failure is returned by the call that runs this backward pass. A panic, such as a communication hook's, must not
-            // reach libtorch.
+            // A failure, or a panic, is returned by the call that runs this backward pass.
             let ready = move || {
-                drop(sink.0.attempt(|reducer, deliveries| {
-                    catch_unwind(AssertUnwindSafe(|| deliveries.ready(reducer, index)))
-                        .unwrap_or_else(|panic| Err(panicked(&*panic)))
-                }));
+                drop(sink.0.attempt(|reducer, deliveries| deliveries.ready(reducer, index)));
             };
             if let Err(error) = shim::hook(&parameter.tensor, ready) {
                 parameters[..index].iter().for_each(|parameter| shim::unhook(&parameter.tensor));
@@ -171,13 +165,13 @@ impl Sink {
             deliveries.begin(weight)
         })?;
         let outcome = run(backward);
-        let averaged = self.or_panic(|| {
-            self.0.attempt(|reducer, deliveries| {
-                deliveries.delivery = Delivery::Ignore;
-                deliveries.put_back()?;
-                outcome?;
-                deliveries.hand_over(reducer)
-            })?;
+        let averaged = self.0.attempt(|reducer, deliveries| {
+            deliveries.delivery = Delivery::Ignore;
+            deliveries.put_back()?;
+            outcome?;
+            deliveries.hand_over(reducer)
+        });
+        let averaged = averaged.and_then(|()| {
             self.0.finish(|reducer, deliveries| {
                 let scale = reducer.scale_in_step(scale());
                 deliveries.place(reducer, scale)
@@ -189,20 +183,13 @@ impl Sink {
     /// Averages the gradients of the last step again, in the group of `world` that follows a failed one.
     pub fn replay(&self, world: WorldSize) -> Result<()> {
         let unsettled = Unsettled(Some(self));
-        let averaged = self.or_panic(|| {
-            self.0.replay(|reducer, deliveries| {
-                if let Some(on_device) = deliveries.on_device.as_ref().filter(|_| world == WorldSize::ONE) {
-                    on_device.restore()?;
-                }
-                deliveries.place(reducer, 1.0)
-            })
+        let averaged = self.0.replay(|reducer, deliveries| {
+            if let Some(on_device) = deliveries.on_device.as_ref().filter(|_| world == WorldSize::ONE) {
+                on_device.restore()?;
+            }
+            deliveries.place(reducer, 1.0)
         });
         unsettled.end(averaged)
-    }
-
-    /// Runs `end` of a backward pass. A panic, such as a communication hook's, is an error on every rank, as it is within the pass.
-    fn or_panic(&self, end: impl FnOnce() -> Result<()>) -> Result<()> {
-        catch_unwind(AssertUnwindSafe(end)).unwrap_or_else(|panic| self.call(|_| Err(panicked(&*panic))))
     }
 
     /// Runs `call` on the reducer. An error ends it, unless it has failed before.
@@ -504,13 +491,6 @@ impl Drop for Unsettled<'_> {
 fn run(backward: impl FnOnce() -> Result<()>) -> Result<()> {
     let _mark = shim::OfDdp::new()?;
     backward()
-}
-
-/// The error for a panic of a communicator's or a hook's, which must not reach libtorch.
-pub(crate) fn panicked(panic: &(dyn Any + Send)) -> Error {
-    let text = panic.downcast_ref::<&str>().copied();
-    let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message");
-    Error::aborted(format!("a panic in a communicator or a communication hook: {text}"))
 }
 
 /// What is in `.grad` of a parameter, row by row; nothing if there is none.

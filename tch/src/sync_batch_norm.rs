@@ -4,12 +4,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 
 use phalanx::batch_statistics::Exchange;
+use phalanx::reducer::panicked;
 use phalanx::{Communicator, Error, Result};
 use tch::nn::BatchNorm;
 use tch::{Kind, Tensor};
 
 use crate::shim;
-use crate::sink::panicked;
 use crate::tensors::torch;
 
 /// [`BatchNorm`] whose statistics are those of the whole batch, over all ranks: PyTorch's `SyncBatchNorm`, on processors too.

@@ -10,7 +10,7 @@
 //! In a weighted step the gradients are those of the loss times this rank's weight. The weights are averaged by the host's group meanwhile, and
 //! the averages of gradients are divided by theirs. With [`Compressed`](phalanx::reducer::hooks::Compressed) a bucket is rounded before its
 //! fence, and widened when it is back; with [`PowerSgd`](phalanx::reducer::hooks::PowerSgd) two messages of its own are sent ([`power_sgd`]); with [`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd) nothing is after the
-//! first steps; and a hook of the program's says by itself what is ([`device_hook`]).
+//! first steps, or only among the ranks of a smaller group, which have a communicator of their own; and a hook of the program's says by itself what is ([`device_hook`]).
 //!
 //! Inside of `join` each call is announced through the host's group before it is made, and a rank that has no data makes it with zeros
 //! ([`Elsewhere`]): so these calls have one order on all ranks. It waits for each of them, and so has the memory of one bucket at a time.
@@ -97,6 +97,8 @@ struct State {
     kept: BTreeMap<usize, Vec<(usize, Option<CubeTensor>)>>,
     /// What PowerSGD keeps, if that averages.
     low_rank: Option<LowRank>,
+    /// The smaller group within which `PostLocalSgd` averages, if there is one.
+    subgroup: Option<Arc<CommunicatorHandle>>,
 }
 
 impl State {
@@ -143,8 +145,8 @@ impl OnDevice {
         let started = thread.spawn(move || queue.into_iter().for_each(|call| call()));
         drop(started.map_err(|cause| Error::aborted(format!("no thread for NCCL's calls: {cause}")))?);
         let none = || parameters.iter().map(|_| None).collect();
-        let (kept, low_rank) = (BTreeMap::new(), None);
-        let state = Mutex::new(State { held: none(), gradients: none(), kept, low_rank });
+        let (kept, low_rank, subgroup) = (BTreeMap::new(), None, None);
+        let state = Mutex::new(State { held: none(), gradients: none(), kept, low_rank, subgroup });
         let nccl = CommunicatorHandle::new(nccl.clone());
         let in_call = group.in_call(Caller::DdpBackward);
         let (compared, bytes) = (ComparedCalls::default(), AtomicU64::new(0));
@@ -230,13 +232,24 @@ impl OnDevice {
         self.state.lock().gradients.get_mut(index).and_then(Option::take)
     }
 
-    /// Starts to average a bucket, whose gradients are of type `T`, and of Burn's type `dtype`.
+    /// The communicator of the ranks of `group`, a smaller one, within which buckets are averaged from now on. They make it together, if there is none
+    /// yet.
+    pub fn within(&self, group: &ProcessGroup) -> Result<phalanx_nccl::Communicator> {
+        let subgroup = {
+            let subgroup = &mut self.state.lock().subgroup;
+            subgroup.get_or_insert_with(|| Arc::new(self.nccl.subgroup(group))).clone()
+        };
+        subgroup.rebind(group);
+        subgroup.connect()
+    }
+
+    /// Starts to average a bucket by `nccl`, whose gradients are of type `T`, and of Burn's type `dtype`.
     fn average<T: Element>(
         self: &Arc<Self>,
+        nccl: phalanx_nccl::Communicator,
         bucket: GradBucket,
         (dtype, compressed): (BurnDType, Option<FloatDType>),
     ) -> Result<Pending> {
-        let nccl = self.nccl.connect()?;
         let own =
             self.own(&bucket).into_iter().zip(bucket.gradients.iter().map(|place| place.elements.len()));
         let mut memory = BucketMemory::of(own.collect(), &self.device, dtype);
@@ -266,7 +279,7 @@ impl OnDevice {
     fn average_products(self: &Arc<Self>, bucket: GradBucket, steps: u64) -> Result<Pending> {
         let nccl = self.nccl.connect()?;
         let own = self.own(&bucket);
-        let begin = |low_rank: &mut LowRank| Ok(low_rank.first(&bucket.gradients, own, &self.device, steps));
+        let begin = |low_rank: &mut LowRank| low_rank.first(&bucket.gradients, own, &self.device, steps);
         let (mut matrices, first) = self.low_rank(begin)?;
         let (timeout, stage) = (nccl.timeout(), self.send::<f32>(nccl, &first, ReduceOp::Avg)?);
         let this = self.clone();
@@ -311,9 +324,14 @@ impl OnDevice {
         look(low_rank.ok_or_else(|| Error::aborted("a bucket of PowerSGD, which does not average"))?)
     }
 
-    /// Matrices of f32 are sent as products with these options from now on, or all buckets as they are.
+    /// Matrices of f32 are sent as products with these options from now on, or all buckets as they are; and not within a smaller group.
     fn approximate(&self, options: Option<PowerSgdOptions>) {
-        self.state.lock().low_rank = options.map(LowRank::new);
+        let left = {
+            let mut state = self.state.lock();
+            state.low_rank = options.map(LowRank::new);
+            state.subgroup.take()
+        };
+        drop(left); // The last handle waits for the end of its communicator.
         // Another hook sends something else.
         self.compared.forget();
     }
@@ -759,8 +777,13 @@ mod tests {
             Some(tensor.into_data().try_to_vec().unwrap())
         };
         let gradients = vec![Some(gradient(1.0)), None, Some(gradient(3.0))];
-        let mut state =
-            State { held: vec![None, None, None], gradients, kept: BTreeMap::new(), low_rank: None };
+        let mut state = State {
+            held: vec![None, None, None],
+            gradients,
+            kept: BTreeMap::new(),
+            low_rank: None,
+            subgroup: None,
+        };
         // The second bucket is not launched before a failure.
         for _ in 0..2 {
             let own = state.own(0, [1, 0].into_iter(), true);

@@ -114,7 +114,7 @@ pub(crate) struct Nccl {
     functions: Arc<Functions>,
     /// Since 2.27.
     pub shrink: Option<Shrink>,
-    /// Since 2.28.9.
+    /// Since 2.28.7.
     pub revoke: Option<Revoke>,
     /// What it was opened as.
     pub name: Arc<PathBuf>,

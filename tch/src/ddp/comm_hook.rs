@@ -13,7 +13,8 @@ impl Ddp {
     /// ranks call it together, with the same settings. In a world of one it is not used.
     ///
     /// Over [NCCL](Self::with_nccl) it is [`AllReduce`](hooks::AllReduce); [`Compressed`](hooks::Compressed); [`PowerSgd`](hooks::PowerSgd), among devices
-    /// of one model; or [`PostLocalSgd`](hooks::PostLocalSgd) without a smaller group: they then work on the device. A hook of your own is a
+    /// of one model; or [`PostLocalSgd`](hooks::PostLocalSgd): they then work on the device. The ranks of a smaller group
+    /// ([`PostLocalSgd::subgroup`](hooks::PostLocalSgd::subgroup)) make a communicator of their own in this call. A hook of your own is a
     /// [`DeviceHook`] there, for [`register_device_hook`](Self::register_device_hook).
     ///
     /// If a [`TrainState`](crate::TrainState) was loaded before, from a checkpoint or a commit with the state of a hook, `hook` goes on
@@ -37,13 +38,22 @@ impl Ddp {
             });
         }
         sink.call(|reducer| self.loaded_hook.register(reducer, Box::new(hook)))?;
-        // Each rank makes the factors orthonormal, which must give the same bits.
-        if matches!(built_in, Some(BuiltInHook::PowerSgd(_))) { self.check_devices() } else { Ok(()) }
+        match (built_in, sink.on_device()) {
+            // Each rank makes the factors orthonormal, which must give the same bits.
+            (Some(BuiltInHook::PowerSgd(_)), _) => self.check_devices(),
+            // All ranks have this hook, and so those of the smaller group come.
+            (Some(BuiltInHook::PostLocalSgd(local)), Some(on_device)) => match local.process_group() {
+                Some(group) => sink.call(|_| on_device.within(&group).map(drop)),
+                None => Ok(()),
+            },
+            _ => Ok(()),
+        }
     }
 
     /// From the next step on, `hook` says what is sent of each bucket, and makes averages of what comes back, on the device. All ranks call it
     /// together, with the same settings, and their devices are of one model: each computes the averages by itself. In a world of one it is not used.
-    /// [`register_comm_hook`](Self::register_comm_hook) takes its place again. State that was loaded goes on as there.
+    /// [`register_comm_hook`](Self::register_comm_hook) takes its place again. State that was loaded goes on as there. A panic of the hook is an
+    /// error of the step, on every rank.
     ///
     /// # Errors
     /// As [`register_comm_hook`](Self::register_comm_hook), and if gradients are averaged in the host's memory.

@@ -42,8 +42,8 @@ impl Ddp {
     /// with its time-out.
     /// [`Compressed`](phalanx::reducer::hooks::Compressed) rounds on the device, and [`PowerSgd`](phalanx::reducer::hooks::PowerSgd) computes there: among
     /// devices of one model, and with its `warm_start`. With [`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd) gradients stay where they are after
-    /// the first steps; [`average_parameters`](Self::average_parameters) goes through the host. Hooks of your own are
-    /// [registered](Self::register_device_hook) as [`DeviceHook`](crate::DeviceHook)s.
+    /// the first steps, or are averaged within its smaller group; [`average_parameters`](Self::average_parameters) goes through the host. Hooks of
+    /// your own are [registered](Self::register_device_hook) as [`DeviceHook`](crate::DeviceHook)s.
     ///
     /// In a [`join`](Self::join) ranks that are done make the calls of the others with zeros.
     ///

@@ -5,7 +5,8 @@ use std::sync::{Arc, Mutex};
 use half::{bf16, f16};
 use phalanx::reducer::broadcast_bytes;
 use phalanx::reducer::hooks::{
-    BuiltInHook, CommHook, GradBucket, HookState, Pending, PostLocalSgd, PowerSgd, PowerSgdOptions,
+    AveragedAmong, BuiltInHook, CommHook, GradBucket, HookState, Pending, PostLocalSgd, PowerSgd,
+    PowerSgdOptions,
 };
 use phalanx::{DType, Error, Rank, Result};
 use tch::Kind;
@@ -28,12 +29,8 @@ enum How {
         description: String,
         step: u64,
     },
-    /// Nothing of any type after the first steps, as [`PostLocalSgd`] does.
-    Local {
-        start: u64,
-        description: String,
-        step: u64,
-    },
+    /// Nothing of any type after the first steps, or what is averaged within a smaller group.
+    Local(PostLocalSgd),
     /// Of any type, what the program's hook says.
     Own {
         hook: Own,
@@ -56,8 +53,9 @@ impl Hook {
     }
 
     /// How buckets of f32 are sent in this step, of which one `is_last`.
-    fn sent(&mut self, is_last: bool) -> Sent {
-        match &mut self.how {
+    fn sent(&mut self, is_last: bool) -> Result<Sent> {
+        let on_device = &self.on_device;
+        Ok(match &mut self.how {
             How::Whole => Sent::Whole,
             How::Rounded(DType::F16) => Sent::Rounded(Kind::Half),
             How::Rounded(_) => Sent::Rounded(Kind::BFloat16),
@@ -66,13 +64,13 @@ impl Hook {
                 *step = step.saturating_add(u64::from(is_last));
                 if is_compressed { Sent::LowRank } else { Sent::Whole }
             }
-            How::Local { start, step, .. } => {
-                let is_local = *step >= *start;
-                *step = step.saturating_add(u64::from(is_last));
-                if is_local { Sent::Nothing } else { Sent::Whole }
-            }
+            How::Local(local) => match local.averaged_among(is_last, &on_device.group)? {
+                AveragedAmong::All => Sent::Whole,
+                AveragedAmong::Subgroup(group) => Sent::Within(on_device.within(&group)?),
+                AveragedAmong::Nobody => Sent::Nothing,
+            },
             How::Own { .. } => Sent::Nothing,
-        }
+        })
     }
 }
 
@@ -81,9 +79,8 @@ impl CommHook for Hook {
         match &self.how {
             How::Whole => "NCCL".into(),
             How::Rounded(dtype) => format!("compressed to {dtype}"),
-            How::LowRank { description, .. }
-            | How::Local { description, .. }
-            | How::Own { description, .. } => description.clone(),
+            How::LowRank { description, .. } | How::Own { description, .. } => description.clone(),
+            How::Local(local) => local.describe(),
         }
     }
 
@@ -91,17 +88,24 @@ impl CommHook for Hook {
         if let How::Own { hook, .. } = &self.how {
             return self.on_device.average_own(bucket, hook.clone());
         }
-        let sent = self.sent(bucket.is_last);
+        let (dtype, sent) = (bucket.buffer.dtype(), self.sent(bucket.is_last)?);
         let on_device = &self.on_device;
-        match (bucket.buffer.dtype(), sent) {
-            (_, Sent::Nothing) => on_device.average::<f32>(bucket, sent),
-            (DType::F32, Sent::Rounded(Kind::Half)) => on_device.average::<f16>(bucket, sent),
-            (DType::F32, Sent::Rounded(_)) => on_device.average::<bf16>(bucket, sent),
-            (DType::F32, Sent::Whole | Sent::LowRank) => on_device.average::<f32>(bucket, sent),
-            (DType::F64, _) => on_device.average::<f64>(bucket, Sent::Whole),
-            (DType::F16, _) => on_device.average::<f16>(bucket, Sent::Whole),
-            (DType::BF16, _) => on_device.average::<bf16>(bucket, Sent::Whole),
-            (other, _) => Err(Error::invalid_argument(format!("gradients of type {other} are not averaged"))),
+        let sent = match sent {
+            Sent::Nothing => return on_device.average::<f32>(bucket, sent),
+            Sent::Rounded(Kind::Half) if dtype == DType::F32 => {
+                return on_device.average::<f16>(bucket, sent);
+            }
+            Sent::Rounded(_) if dtype == DType::F32 => return on_device.average::<bf16>(bucket, sent),
+            Sent::Rounded(_) => Sent::Whole,
+            Sent::LowRank if dtype != DType::F32 => Sent::Whole,
+            Sent::LowRank | Sent::Whole | Sent::Within(_) => sent,
+        };
+        match dtype {
+            DType::F32 => on_device.average::<f32>(bucket, sent),
+            DType::F64 => on_device.average::<f64>(bucket, sent),
+            DType::F16 => on_device.average::<f16>(bucket, sent),
+            DType::BF16 => on_device.average::<bf16>(bucket, sent),
+            other => Err(Error::invalid_argument(format!("gradients of type {other} are not averaged"))),
         }
     }
 
@@ -109,21 +113,21 @@ impl CommHook for Hook {
     fn adopt(&mut self, group: &dyn phalanx::Communicator, root: Rank) -> Result<()> {
         let (step, options) = match &mut self.how {
             How::Whole | How::Rounded(_) => return Ok(()),
-            How::LowRank { options, step, .. } => (step, Some(*options)),
-            How::Local { step, .. } => (step, None),
+            How::LowRank { options, step, .. } => (step, *options),
+            How::Local(local) => return local.adopt(group, root),
             How::Own { hook, .. } => return lock(hook).adopt(group, root),
         };
         let bytes = broadcast_bytes(group, root, &step.to_le_bytes(), size_of::<u64>())?;
         let bytes = bytes.as_bytes().try_into().map_err(|_| Error::protocol("a step is not a number"))?;
         *step = u64::from_le_bytes(bytes);
-        self.on_device.approximate(options.map(|options| (options, *step)))
+        self.on_device.approximate(Some((options, *step)))
     }
 
     /// It waits for the device, and reads all factors and losses of PowerSGD.
     fn state(&self) -> Result<HookState> {
         match &self.how {
             How::LowRank { step, .. } => self.on_device.low_rank_state(*step, true),
-            How::Local { step, .. } => Ok(HookState::default().number("step", *step)),
+            How::Local(local) => local.state(),
             How::Own { hook, .. } => {
                 let state = lock(hook).state()?;
                 // What was read is worth nothing after a call that has failed.
@@ -137,7 +141,7 @@ impl CommHook for Hook {
     fn common_state(&self) -> Result<HookState> {
         match &self.how {
             How::LowRank { step, .. } => self.on_device.low_rank_state(*step, false),
-            How::Whole | How::Rounded(_) | How::Local { .. } | How::Own { .. } => {
+            How::Whole | How::Rounded(_) | How::Local(_) | How::Own { .. } => {
                 self.state().map(HookState::without_own)
             }
         }
@@ -145,7 +149,7 @@ impl CommHook for Hook {
 
     fn keeps_state(&self) -> Result<bool> {
         match &self.how {
-            How::LowRank { .. } | How::Local { .. } => Ok(true),
+            How::LowRank { .. } | How::Local(_) => Ok(true),
             How::Own { hook, .. } => lock(hook).keeps_state(),
             How::Whole | How::Rounded(_) => Ok(false),
         }
@@ -157,10 +161,7 @@ impl CommHook for Hook {
                 *step = state.get("step")?;
                 self.on_device.load_low_rank(state, *step)
             }
-            How::Local { step, .. } => {
-                *step = state.get("step")?;
-                Ok(())
-            }
+            How::Local(local) => local.load(state),
             How::Own { hook, .. } => lock(hook).load(state),
             How::Whole | How::Rounded(_) => state.nothing(),
         }
@@ -188,10 +189,7 @@ impl CommHook for Hook {
                 let description = PowerSgd::new(options)?.describe();
                 (How::LowRank { options, description, step: 0 }, Some((options, 0)))
             }
-            BuiltInHook::PostLocalSgd { start } => {
-                let description = PostLocalSgd::new(start).describe();
-                (How::Local { start, description, step: 0 }, None)
-            }
+            BuiltInHook::PostLocalSgd(local) => (How::Local(local), None),
         };
         self.on_device.approximate(low_rank)?;
         self.how = how;
@@ -203,8 +201,7 @@ impl CommHook for Hook {
     }
 
     fn averages_over_all(&self) -> bool {
-        // The step is the number of those that have begun.
-        !matches!(self.how, How::Local { start, step, .. } if step > start)
+        !matches!(&self.how, How::Local(local) if !local.averages_over_all())
     }
 
     fn makes_zeros(&self) -> bool {

@@ -206,16 +206,23 @@ impl LowRank {
     }
 
     /// Factors and losses are those of `state`, after so many `steps`; buckets are to be made anew.
+    ///
+    /// # Errors
+    /// If they are those of other gradients. Then nothing changes.
     pub fn load(&mut self, state: &mut HookState, steps: u64) -> Result<()> {
         let (mut factors, mut losses) = (state.take("factors"), state.take("losses"));
+        for (index, kept) in &self.kept {
+            let [factor, losses] = [&factors, &losses].map(|saved| saved.get(index).map(Vec::as_slice));
+            kept.matrix.check_saved(*index, factor, losses)?;
+        }
         for (index, kept) in &mut self.kept {
-            let LowRankMatrix { rows, columns, rank, .. } = kept.matrix;
+            let LowRankMatrix { rows, rank, .. } = kept.matrix;
             let device = kept.random.device();
-            let factor = factors.remove(index).filter(|factor| factor.len() == columns * rank);
+            let factor = factors.remove(index);
             kept.is_begun = factor.is_some();
             let factor = factor.unwrap_or_else(|| self.options.first_factor(*index, kept.matrix, steps));
             kept.factor = upload(&factor, rank, device)?;
-            let losses = losses.remove(index).filter(|losses| losses.len() == rows * columns);
+            let losses = losses.remove(index);
             kept.losses = losses.map(|losses| upload(&losses, rows, device)).transpose()?;
             kept.is_begun |= kept.losses.is_some();
         }
@@ -350,4 +357,37 @@ fn download(tensor: &Tensor) -> Result<Vec<f32>> {
     let download = || tensor.f_to_device(Device::Cpu)?.f_reshape([-1i64].as_slice());
     let here = tch::no_grad(download).map_err(torch)?;
     Vec::try_from(&here).map_err(torch)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use phalanx::reducer::ParameterSpec;
+
+    use super::*;
+
+    #[test]
+    fn what_was_saved_of_a_gradient_of_another_shape_is_refused_and_changes_nothing() {
+        let options = PowerSgdOptions::default().min_compression_rate(0.1);
+        let parameter = |name: &str, shape: [usize; 2]| Named {
+            spec: ParameterSpec::new(name, shape, DType::F32),
+            tensor: Tensor::zeros(shape.map(|side| side as i64), (Kind::Float, Device::Cpu)),
+        };
+        let parameters = [parameter("first", [4, 5]), parameter("second", [2, 3])];
+        let mut low_rank = LowRank::new(options, &parameters, 0).unwrap();
+        let saved = |losses: usize, factor: usize| {
+            let first = HookState::default().number("step", 7).common("factors", 0, vec![1.0; 5]);
+            first.common("factors", 1, vec![0.5; factor]).own("losses", 1, vec![0.5; losses])
+        };
+        low_rank.load(&mut saved(6, 3), 7).unwrap();
+        let before = low_rank.state(7, true).unwrap();
+        assert_eq!(before, saved(6, 3));
+        let other =
+            [(saved(7, 3), "what 7 elements of parameter number 1"), (saved(6, 4), "a factor of 4 elements")];
+        for (mut state, words) in other {
+            let error = low_rank.load(&mut state, 7).unwrap_err();
+            assert!(error.is_mismatch() && error.to_string().contains(words), "{error}");
+            assert_eq!(low_rank.state(7, true).unwrap(), before);
+        }
+    }
 }

@@ -48,7 +48,7 @@ pub const OVER_NCCL: &[(&str, fn())] = &[
 /// The variable by which a worker's gradients are averaged by NCCL.
 const OVER: &[(&str, &str)] = &[(nccl::NCCL, "1")];
 /// The same with an NCCL that has `ncclCommRevoke`.
-const REVOKES: &[(&str, &str)] = &[(nccl::NCCL, "1"), ("STANDIN_NCCL_VERSION", "22809")];
+const REVOKES: &[(&str, &str)] = &[(nccl::NCCL, "1"), ("STANDIN_NCCL_VERSION", "22807")];
 
 type Training = TrainState<ElasticSampler>;
 

@@ -51,6 +51,12 @@ pub const TESTS: &[(&str, fn())] = &[
     ("power_sgd_goes_on_from_checkpoints_of_both", || job("low rank state", 2)),
     ("a_rank_that_dies_under_power_sgd_is_named", || dies_in_a_join("dies low rank")),
     ("ranks_train_by_themselves_as_in_the_host_s_memory", || job("local", 2)),
+    ("ranks_of_a_smaller_group_average_as_in_the_host_s_memory", || {
+        job("subgroup", 3);
+        job("subgroup", 2);
+    }),
+    ("a_failure_within_a_smaller_group_is_one_of_all_ranks", || job("subgroup fails", 3)),
+    ("a_panic_of_a_hook_is_an_error_on_every_rank", || job("own hook panics", 2)),
     ("a_hook_of_the_program_s_own_works_on_the_device", || job("own hook", 2)),
     ("a_hook_of_the_program_s_own_goes_on_from_a_checkpoint", || job("own hook state", 2)),
     ("what_a_hook_of_the_program_s_own_cannot_send_is_refused_by_name", || job("own hook refused", 2)),
@@ -197,6 +203,9 @@ pub fn play(case: &str) -> Result<()> {
         "low rank steps" => low_rank_steps(&group),
         "low rank state" => low_rank_state(&group),
         "local" => local(&group),
+        "subgroup" => subgroup(&group),
+        "subgroup fails" => subgroup_fails(&group),
+        "own hook panics" => own_hook_panics(&group),
         "own hook" => own_hook(&group),
         "own hook state" => own_hook_state(&group),
         "own hook refused" => own_hook_refused(&group),
@@ -578,11 +587,8 @@ fn state(group: &ProcessGroup) -> Result<()> {
 
 fn refused(group: &ProcessGroup) -> Result<()> {
     type Call = fn(&mut Ddp) -> Result<()>;
-    let cases: [(&str, Call); 3] = [
+    let cases: [(&str, Call); 2] = [
         ("register_comm_hook(of the test): NCCL averages", |ddp| ddp.register_comm_hook(OfHost)),
-        ("register_comm_hook(local sgd after 1 steps, in subgroups: true): NCCL averages", |ddp| {
-            ddp.register_comm_hook(PostLocalSgd::new(1).subgroup(ProcessGroup::alone()?))
-        }),
         ("warm_start(false) where NCCL averages", |ddp| {
             ddp.register_comm_hook(PowerSgd::new(compressing(0).warm_start(false))?)
         }),
@@ -1206,6 +1212,87 @@ fn local_in_join(group: &ProcessGroup, over_nccl: bool) -> Result<()> {
     })
 }
 
+/// The two first ranks average among themselves after the first steps, and a third one by itself; and then all again.
+fn subgroup(group: &ProcessGroup) -> Result<()> {
+    let train = |over_nccl: bool| -> Result<Vec<Vec<f32>>> {
+        let group = &group.split(Some(0), 0)?.unwrap();
+        let smaller = group.split(Some(group.rank().get() / 2), 0)?.unwrap();
+        let model = Mlp::new(&[8, 32, 3]);
+        begin(&model.store);
+        let mut ddp = match over_nccl {
+            true => Ddp::with_nccl(&model.store, &devices(group)?, options())?,
+            false => Ddp::with_options(&model.store, group, options())?,
+        };
+        ddp.register_comm_hook(PostLocalSgd::new(2).subgroup(smaller.clone()))?;
+        let mut optimizer = Optimizer::new(&model.store, Rule::sgd(0.9))?;
+        for step in 0..5 {
+            train_step(&model, &mut ddp, &mut optimizer, step)?;
+            let is_one = step < 2 || group.world_size() == smaller.world_size();
+            assert_eq!(ddp.replicas_identical()?, is_one, "step {step}, over NCCL: {over_nccl}");
+            let here = smaller.all_gather_object(&floats(&model.store))?;
+            assert!(here.iter().all(|one| *one == here[0]), "step {step}, over NCCL: {over_nccl}");
+        }
+        ddp.register_comm_hook(AllReduce)?;
+        train_step(&model, &mut ddp, &mut optimizer, 5)?;
+        Ok(floats(&model.store))
+    };
+    let (host, nccl) = (train(false)?, train(true)?);
+    assert!(distance(&nccl, &host) < 1e-4, "{:e}", distance(&nccl, &host));
+    [false, true].into_iter().try_for_each(|over_nccl| subgroup_in_join(group, over_nccl))
+}
+
+/// Nobody would answer in the smaller group for a rank that is done.
+fn subgroup_in_join(group: &ProcessGroup, over_nccl: bool) -> Result<()> {
+    // The error ends its group.
+    let group = &group.split(Some(0), 0)?.unwrap();
+    let smaller = group.split(Some(group.rank().get() / 2), 0)?.unwrap();
+    let store = VarStore::new(device());
+    let one = store.root().var("one", &[3], Init::Const(1.0));
+    let mut ddp = match over_nccl {
+        true => Ddp::with_nccl(&store, &devices(group)?, options())?,
+        false => Ddp::with_options(&store, group, options())?,
+    };
+    ddp.register_comm_hook(PostLocalSgd::new(0).subgroup(smaller))?;
+    let mut optimizer = Optimizer::new(&store, Rule::sgd(0.0))?;
+    let joined = ddp.join(&mut optimizer, JoinOptions::default(), |ddp, optimizer| {
+        for _ in 0..=group.rank().index() {
+            optimizer.zero_grad()?;
+            let loss = ddp.forward(|| one.sum(Kind::Float) * 3.0)?;
+            ddp.backward(&loss)?;
+        }
+        Ok(())
+    });
+    let error = joined.unwrap_err().to_string();
+    assert!(error.contains("ranks have data"), "over NCCL: {over_nccl}: {error}");
+    Ok(())
+}
+
+/// What ends the smaller group is the error of a step of its ranks, and of every call of the others.
+fn subgroup_fails(group: &ProcessGroup) -> Result<()> {
+    let group = &group.split(Some(0), 0)?.unwrap();
+    let smaller = group.split(Some(group.rank().get() / 2), 0)?.unwrap();
+    let model = Mlp::new(&[8, 32, 3]);
+    let mut ddp = Ddp::with_nccl(&model.store, &devices(group)?, options())?;
+    ddp.register_comm_hook(PostLocalSgd::new(1).subgroup(smaller.clone()))?;
+    let mut optimizer = Optimizer::new(&model.store, Rule::sgd(0.9))?;
+    (0..3).try_for_each(|step| train_step(&model, &mut ddp, &mut optimizer, step))?;
+    before_an_error(group);
+    let has_failed = |error: phalanx::Error| {
+        let error = error.to_string();
+        assert!(error.contains("the fault of the test"), "{error}");
+    };
+    if smaller.world_size().get() == 2 {
+        if smaller.rank().is_main() {
+            smaller.abort(phalanx::Error::aborted("the fault of the test"));
+        }
+        // Until both ranks know.
+        has_failed(smaller.barrier().unwrap_err());
+        has_failed(train_step(&model, &mut ddp, &mut optimizer, 3).unwrap_err());
+    }
+    has_failed(group.barrier().unwrap_err());
+    Ok(())
+}
+
 /// A hook for the host's memory.
 struct OfHost;
 
@@ -1574,6 +1661,8 @@ enum Differs {
 
 struct Different {
     how: Option<Differs>,
+    /// Whether it differs in the first bucket, or in the last.
+    in_first: bool,
     /// The step in which it differs.
     at: u64,
     step: u64,
@@ -1587,8 +1676,8 @@ impl DeviceHook for Different {
     fn send(&mut self, bucket: &DeviceBucket) -> Result<DeviceMessage> {
         let (whole, step) = (bucket.buffer() * 1.0, self.step);
         self.step += u64::from(bucket.is_last());
-        let how = self.how.filter(|_| step == self.at && bucket.is_last());
-        Ok(match how {
+        let is_it = if self.in_first { bucket.index() == 0 } else { bucket.is_last() };
+        Ok(match self.how.filter(|_| step == self.at && is_it) {
             None => DeviceMessage::all_reduce(whole, ReduceOp::Avg),
             Some(Differs::Elements) => DeviceMessage::all_reduce(whole.narrow(0, 1, 7), ReduceOp::Avg),
             Some(Differs::Type) => DeviceMessage::all_reduce(whole.to_kind(Kind::Half), ReduceOp::Avg),
@@ -1616,13 +1705,20 @@ impl DeviceHook for Different {
 
 /// NCCL would wait until its time-out, or combine what does not belong together.
 fn own_hook_differs(group: &ProcessGroup) -> Result<()> {
-    let cases = [
-        (Differs::Elements, "all_reduce(avg, 7 x f32)"),
-        (Differs::Type, "all_reduce(avg, 8 x f16)"),
-        (Differs::Operation, "all_reduce(sum, 8 x f32)"),
-        (Differs::Gathers, "all_gather(8 x f32)"),
-    ];
-    for (how, name) in cases {
+    let cases = |elements: usize| {
+        [
+            (Differs::Elements, "all_reduce(avg, 7 x f32)".to_owned()),
+            (Differs::Type, format!("all_reduce(avg, {elements} x f16)")),
+            (Differs::Operation, format!("all_reduce(sum, {elements} x f32)")),
+            (Differs::Gathers, format!("all_gather({elements} x f32)")),
+        ]
+    };
+    let buckets = [(false, 8), (true, 200)].map(|(in_first, elements)| {
+        cases(elements).map(|(how, name)| {
+            (in_first, how, format!("all_reduce(avg, {elements} x f32), and rank 1 {name}"))
+        })
+    });
+    for (in_first, how, words) in buckets.into_iter().flatten() {
         for at in [0, 3] {
             let group = &group.split(Some(0), 0)?.unwrap();
             let store = VarStore::new(device());
@@ -1631,7 +1727,7 @@ fn own_hook_differs(group: &ProcessGroup) -> Result<()> {
             let two = store.root().var("two", &[200], Init::Const(1.0));
             let mut ddp = ddp(&store, group, options())?;
             let how = (group.rank().index() == 1).then_some(how);
-            ddp.register_device_hook(Different { how, at, step: 0 })?;
+            ddp.register_device_hook(Different { how, in_first, at, step: 0 })?;
             let mut steps = 0..=at;
             let error = steps.find_map(|step| {
                 let trained = ddp.forward(|| (&one * 2.0).sum(Kind::Float) + two.sum(Kind::Float));
@@ -1640,10 +1736,70 @@ fn own_hook_differs(group: &ProcessGroup) -> Result<()> {
                 trained.err().map(|error| (step, error.to_string()))
             });
             let (step, error) = error.unwrap();
-            let words = format!("rank 0 all_reduce(avg, 8 x f32), and rank 1 {name}");
+            let words = format!("rank 0 {words}");
             // The error of the rank that differs may reach another one at the end of the step before.
             assert!(step <= at && error.contains(&words) && error.contains("DeviceHook"), "{error}");
         }
+    }
+    Ok(())
+}
+
+/// It panics on one rank, in one of its functions.
+struct Panics {
+    is_here: bool,
+    at: &'static str,
+}
+
+impl Panics {
+    fn reach(&self, function: &str) {
+        assert!(!(self.is_here && function == self.at), "the hook's own");
+    }
+}
+
+impl DeviceHook for Panics {
+    fn describe(&self) -> String {
+        self.reach("describe");
+        "panics".into()
+    }
+
+    fn send(&mut self, bucket: &DeviceBucket) -> Result<DeviceMessage> {
+        if bucket.is_last() {
+            self.reach("send");
+        }
+        Ok(DeviceMessage::all_reduce(bucket.buffer() * 1.0, ReduceOp::Avg))
+    }
+
+    fn receive(&mut self, _: &DeviceBucket, _: &Tensor) -> Result<()> {
+        self.reach("receive");
+        Ok(())
+    }
+
+    fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+        Ok(())
+    }
+
+    fn state(&self) -> Result<HookState> {
+        Ok(HookState::default())
+    }
+
+    fn load(&mut self, state: HookState) -> Result<()> {
+        state.nothing()
+    }
+}
+
+fn own_hook_panics(group: &ProcessGroup) -> Result<()> {
+    for at in ["describe", "send", "receive"] {
+        let group = &group.split(Some(0), 0)?.unwrap();
+        let model = Mlp::new(&[8, 32, 3]);
+        let mut ddp = ddp(&model.store, group, options())?;
+        let mut optimizer = Optimizer::new(&model.store, Rule::sgd(0.9))?;
+        let is_here = group.rank().index() == 1;
+        // The other rank may hear of it only in a later call.
+        let trained = ddp.register_device_hook(Panics { is_here, at });
+        let error = trained.and_then(|()| train_step(&model, &mut ddp, &mut optimizer, 0));
+        let error = error.and_then(|()| group.barrier()).unwrap_err().to_string();
+        assert!(error.contains("the hook's own"), "{at}: {error}");
+        assert!(!is_here || ddp.forward(|| ()).is_err());
     }
     Ok(())
 }

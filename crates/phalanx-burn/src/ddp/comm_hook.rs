@@ -21,7 +21,8 @@ impl<M: Module> Ddp<M> {
     /// ranks call it together, with the same settings. In a world of one it is not used.
     ///
     /// Where NCCL averages, it is [`AllReduce`](hooks::AllReduce); [`Compressed`](hooks::Compressed); [`PowerSgd`](hooks::PowerSgd), among devices of one
-    /// model; or [`PostLocalSgd`](hooks::PostLocalSgd) without a smaller group: they then work on the device. A hook of your own is a
+    /// model; or [`PostLocalSgd`](hooks::PostLocalSgd): they then work on the device. The ranks of a smaller group
+    /// ([`PostLocalSgd::subgroup`](hooks::PostLocalSgd::subgroup)) make a communicator of their own in this call. A hook of your own is a
     /// `DeviceHook` there, for `register_device_hook`.
     ///
     /// If a [`TrainState`](crate::TrainState) was loaded before, from a checkpoint or a commit with the state of a hook, `hook` goes on
@@ -45,17 +46,25 @@ impl<M: Module> Ddp<M> {
         }
         let Some(sink) = self.engine.sink() else { return Ok(()) };
         sink.call(|reducer| self.loaded_hook.register(reducer, Box::new(hook)))?;
-        // Each rank multiplies the factors, which must give the same bits.
         #[cfg(feature = "nccl")]
-        if matches!(built_in, Some(BuiltInHook::PowerSgd(_))) {
-            return self.check_devices();
+        match (built_in, self.engine.on_device()) {
+            // Each rank multiplies the factors, which must give the same bits.
+            (Some(BuiltInHook::PowerSgd(_)), _) => return self.check_devices(),
+            // All ranks have this hook, and so those of the smaller group come.
+            (Some(BuiltInHook::PostLocalSgd(local)), Some(on_device)) => {
+                if let Some(group) = local.process_group() {
+                    return sink.call(|_| on_device.within(&group).map(drop));
+                }
+            }
+            _ => {}
         }
         Ok(())
     }
 
     /// From the next step on, `hook` says what is sent of each bucket, and makes averages of what comes back, on the device. All ranks call it
     /// together, with the same settings, and their devices are of one model: each computes the averages by itself. In a world of one it is not used.
-    /// [`register_comm_hook`](Self::register_comm_hook) takes its place again. State that was loaded goes on as there.
+    /// [`register_comm_hook`](Self::register_comm_hook) takes its place again. State that was loaded goes on as there. A panic of the hook is an
+    /// error of the step, on every rank.
     ///
     /// # Errors
     /// As [`register_comm_hook`](Self::register_comm_hook), and if gradients are averaged in the memory of the processes.
@@ -73,8 +82,10 @@ impl<M: Module> Ddp<M> {
                     .with_remedy("make the Ddp by with_nccl, or register a CommHook by register_comm_hook"))
             });
         };
-        let hook = Hook::own(on_device, Box::new(hook));
-        sink.call(|reducer| self.loaded_hook.register(reducer, Box::new(hook)))?;
+        sink.call(|reducer| {
+            let hook = Hook::own(on_device, Box::new(hook));
+            self.loaded_hook.register(reducer, Box::new(hook))
+        })?;
         self.check_devices()
     }
 

@@ -39,7 +39,7 @@ impl<M: Module> Ddp<M> {
     /// with its time-out.
     /// [`Compressed`](phalanx::reducer::hooks::Compressed) rounds on the device, and [`PowerSgd`](phalanx::reducer::hooks::PowerSgd) computes products
     /// there, among devices of one model. With [`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd) gradients stay where they are after the first
-    /// steps; [`average_parameters`](Self::average_parameters) goes through the host.
+    /// steps, or are averaged within its smaller group; [`average_parameters`](Self::average_parameters) goes through the host.
     ///
     /// In a [`join`](Self::join) ranks that are done make the calls of the others with zeros.
     ///

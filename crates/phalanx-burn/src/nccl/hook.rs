@@ -6,8 +6,8 @@ use burn::tensor::{DType as BurnDType, FloatDType, bf16, f16};
 use parking_lot::Mutex;
 use phalanx::reducer::broadcast_bytes;
 use phalanx::reducer::hooks::{
-    BuiltInHook, CommHook, GradBucket, GradientPlace, HookState, Pending, PostLocalSgd, PowerSgd,
-    PowerSgdOptions,
+    AveragedAmong, BuiltInHook, CommHook, GradBucket, GradientPlace, HookState, Pending, PostLocalSgd,
+    PowerSgd, PowerSgdOptions,
 };
 use phalanx::{Communicator, DType, Error, Rank, Result};
 
@@ -44,12 +44,8 @@ enum How {
         description: String,
         step: u64,
     },
-    /// Nothing of any type after the first steps, as [`PostLocalSgd`] does.
-    Local {
-        start: u64,
-        description: String,
-        step: u64,
-    },
+    /// Nothing of any type after the first steps, or what is averaged within a smaller group.
+    Local(PostLocalSgd),
     /// Of any type, what the program's hook says.
     Own {
         hook: Own,
@@ -63,17 +59,16 @@ impl CommHook for Hook {
         match &self.how {
             How::Whole => "NCCL".into(),
             How::Rounded(dtype) => format!("compressed to {dtype}"),
-            How::LowRank { description, .. }
-            | How::Local { description, .. }
-            | How::Own { description, .. } => description.clone(),
+            How::LowRank { description, .. } | How::Own { description, .. } => description.clone(),
+            How::Local(local) => local.describe(),
         }
     }
 
     fn start(&mut self, _: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
         let on_device = &self.on_device;
-        let rounded = match &mut self.how {
-            How::Whole => None,
-            How::Rounded(dtype) => Some(*dtype),
+        let (rounded, subgroup) = match &mut self.how {
+            How::Whole => (None, None),
+            How::Rounded(dtype) => (Some(*dtype), None),
             How::LowRank { options, step, .. } => {
                 let steps = *step;
                 *step = step.saturating_add(u64::from(bucket.is_last));
@@ -84,29 +79,30 @@ impl CommHook for Hook {
                 {
                     return on_device.average_products(bucket, steps);
                 }
-                None
+                (None, None)
             }
-            How::Local { start, step, .. } => {
-                let is_local = *step >= *start;
-                *step = step.saturating_add(u64::from(bucket.is_last));
-                if is_local {
-                    return on_device.leave(bucket);
-                }
-                None
-            }
+            How::Local(local) => match local.averaged_among(bucket.is_last, &on_device.group)? {
+                AveragedAmong::All => (None, None),
+                AveragedAmong::Subgroup(group) => (None, Some(group)),
+                AveragedAmong::Nobody => return on_device.leave(bucket),
+            },
             How::Own { hook, .. } => return on_device.average_own(bucket, hook.clone()),
+        };
+        let nccl = match subgroup {
+            Some(group) => on_device.within(&group)?,
+            None => on_device.nccl.connect()?,
         };
         match (bucket.buffer.dtype(), rounded) {
             (DType::F32, Some(DType::F16)) => {
-                on_device.average::<f16>(bucket, (BurnDType::F32, Some(FloatDType::F16)))
+                on_device.average::<f16>(nccl, bucket, (BurnDType::F32, Some(FloatDType::F16)))
             }
             (DType::F32, Some(DType::BF16)) => {
-                on_device.average::<bf16>(bucket, (BurnDType::F32, Some(FloatDType::BF16)))
+                on_device.average::<bf16>(nccl, bucket, (BurnDType::F32, Some(FloatDType::BF16)))
             }
-            (DType::F32, _) => on_device.average::<f32>(bucket, (BurnDType::F32, None)),
-            (DType::F64, _) => on_device.average::<f64>(bucket, (BurnDType::F64, None)),
-            (DType::F16, _) => on_device.average::<f16>(bucket, (BurnDType::F16, None)),
-            (DType::BF16, _) => on_device.average::<bf16>(bucket, (BurnDType::BF16, None)),
+            (DType::F32, _) => on_device.average::<f32>(nccl, bucket, (BurnDType::F32, None)),
+            (DType::F64, _) => on_device.average::<f64>(nccl, bucket, (BurnDType::F64, None)),
+            (DType::F16, _) => on_device.average::<f16>(nccl, bucket, (BurnDType::F16, None)),
+            (DType::BF16, _) => on_device.average::<bf16>(nccl, bucket, (BurnDType::BF16, None)),
             (other, _) => Err(Error::invalid_argument(format!("gradients of type {other} are not averaged"))),
         }
     }
@@ -115,14 +111,14 @@ impl CommHook for Hook {
     fn adopt(&mut self, group: &dyn Communicator, root: Rank) -> Result<()> {
         let (step, options) = match &mut self.how {
             How::Whole | How::Rounded(_) => return Ok(()),
-            How::LowRank { options, step, .. } => (step, Some(*options)),
-            How::Local { step, .. } => (step, None),
+            How::LowRank { options, step, .. } => (step, *options),
+            How::Local(local) => return local.adopt(group, root),
             How::Own { hook, .. } => return hook.lock().adopt(group, root),
         };
         let bytes = broadcast_bytes(group, root, &step.to_le_bytes(), size_of::<u64>())?;
         let bytes = bytes.as_bytes().try_into().map_err(|_| Error::protocol("a step is not a number"))?;
         *step = u64::from_le_bytes(bytes);
-        self.on_device.approximate(options);
+        self.on_device.approximate(Some(options));
         Ok(())
     }
 
@@ -130,7 +126,7 @@ impl CommHook for Hook {
     fn state(&self) -> Result<HookState> {
         match &self.how {
             How::LowRank { step, .. } => self.on_device.low_rank(|low_rank| low_rank.state(*step, true)),
-            How::Local { step, .. } => Ok(HookState::default().number("step", *step)),
+            How::Local(local) => local.state(),
             How::Own { hook, .. } => hook.lock().state(),
             How::Whole | How::Rounded(_) => Ok(HookState::default()),
         }
@@ -140,7 +136,7 @@ impl CommHook for Hook {
     fn common_state(&self) -> Result<HookState> {
         match &self.how {
             How::LowRank { step, .. } => self.on_device.low_rank(|low_rank| low_rank.state(*step, false)),
-            How::Whole | How::Rounded(_) | How::Local { .. } | How::Own { .. } => {
+            How::Whole | How::Rounded(_) | How::Local(_) | How::Own { .. } => {
                 self.state().map(HookState::without_own)
             }
         }
@@ -148,7 +144,7 @@ impl CommHook for Hook {
 
     fn keeps_state(&self) -> Result<bool> {
         match &self.how {
-            How::LowRank { .. } | How::Local { .. } => Ok(true),
+            How::LowRank { .. } | How::Local(_) => Ok(true),
             How::Own { hook, .. } => hook.lock().keeps_state(),
             How::Whole | How::Rounded(_) => Ok(false),
         }
@@ -163,10 +159,7 @@ impl CommHook for Hook {
                     Ok(())
                 })
             }
-            How::Local { step, .. } => {
-                *step = state.get("step")?;
-                Ok(())
-            }
+            How::Local(local) => local.load(state),
             How::Own { hook, .. } => hook.lock().load(state),
             How::Whole | How::Rounded(_) => state.nothing(),
         }
@@ -186,10 +179,7 @@ impl CommHook for Hook {
                 let description = PowerSgd::new(options)?.describe();
                 (How::LowRank { options, description, step: 0 }, Some(options))
             }
-            BuiltInHook::PostLocalSgd { start } => {
-                let description = PostLocalSgd::new(start).describe();
-                (How::Local { start, description, step: 0 }, None)
-            }
+            BuiltInHook::PostLocalSgd(local) => (How::Local(local), None),
         };
         self.on_device.approximate(options);
         self.how = how;
@@ -201,8 +191,7 @@ impl CommHook for Hook {
     }
 
     fn averages_over_all(&self) -> bool {
-        // The step is the number of those that have begun.
-        !matches!(self.how, How::Local { start, step, .. } if step > start)
+        !matches!(&self.how, How::Local(local) if !local.averages_over_all())
     }
 
     fn makes_zeros(&self) -> bool {

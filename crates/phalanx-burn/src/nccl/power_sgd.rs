@@ -58,13 +58,16 @@ impl LowRank {
 
     /// The matrices of a bucket and its first message: `P` of each, and then what is sent as it is. `own` are this rank's gradients, and `steps`
     /// were before.
+    ///
+    /// # Errors
+    /// If a factor or losses that were loaded are those of another gradient.
     pub fn first(
         &mut self,
         gradients: &[GradientPlace],
         own: Vec<Option<CubeTensor>>,
         device: &CubeDevice,
         steps: u64,
-    ) -> (Vec<Matrix>, BucketMemory) {
+    ) -> Result<(Vec<Matrix>, BucketMemory)> {
         self.under_way += 1;
         let (mut matrices, mut message, mut others) = (Vec::new(), Vec::new(), Vec::new());
         for (place, own) in gradients.iter().zip(own) {
@@ -73,7 +76,7 @@ impl LowRank {
                 continue;
             };
             let parameter = place.parameter;
-            let sum = self.sum(parameter, of, own, device);
+            let sum = self.sum(parameter, of, own, device)?;
             let last = self.factors.remove(&parameter).filter(|_| self.options.has_warm_start());
             let q = upload(self.options.next_factor(parameter, of, last, steps), of.rank, device);
             let p = CubeBackend::float_matmul(q, CubeBackend::float_swap_dims(sum.clone(), 0, 1));
@@ -81,7 +84,7 @@ impl LowRank {
             matrices.push(Matrix { parameter, of, sum, left: None, is_finite: true });
         }
         message.extend(others);
-        (matrices, BucketMemory::of(message, device, BurnDType::F32))
+        Ok((matrices, BucketMemory::of(message, device, BurnDType::F32)))
     }
 
     /// The second message, when the `first` is averaged: `Q` of each matrix.
@@ -182,23 +185,25 @@ impl LowRank {
         of: LowRankMatrix,
         own: Option<CubeTensor>,
         device: &CubeDevice,
-    ) -> CubeTensor {
+    ) -> Result<CubeTensor> {
+        let [factor, losses] =
+            [&self.factors, &self.loaded].map(|saved| saved.get(&parameter).map(Vec::as_slice));
+        of.check_saved(parameter, factor, losses)?;
         let shape = Shape::new([of.rows, of.columns]);
         let gradient = match own {
             // A gradient that backward has spread has one element for several places.
             Some(gradient) => into_contiguous_aligned(CubeBackend::float_reshape(gradient, shape)),
             None => CubeBackend::float_zeros(shape, device, BurnDType::F32.into()),
         };
-        match self.loss(parameter, of, device) {
+        Ok(match self.loss(parameter, of, device) {
             Some(loss) => CubeBackend::float_add(gradient, loss),
             None => gradient,
-        }
+        })
     }
 
     /// The loss of earlier steps, which stays until this one is over.
     fn loss(&mut self, parameter: usize, of: LowRankMatrix, device: &CubeDevice) -> Option<CubeTensor> {
-        let loaded = self.loaded.remove(&parameter).filter(|loss| loss.len() == of.rows * of.columns);
-        if let Some(loaded) = loaded {
+        if let Some(loaded) = self.loaded.remove(&parameter) {
             self.losses.insert(parameter, upload(loaded, of.rows, device));
         }
         self.losses.get(&parameter).cloned()
@@ -284,11 +289,28 @@ mod tests {
         let device = device();
         let of = options.matrix(&[2, 3]).unwrap();
         // Used once, they lie on the device.
-        assert_eq!(download(low_rank.sum(0, of, None, &device)).unwrap(), [0.5; 6]);
+        assert_eq!(download(low_rank.sum(0, of, None, &device).unwrap()).unwrap(), [0.5; 6]);
         assert_eq!(low_rank.state(7, true).unwrap(), saved());
         assert_eq!(low_rank.state(7, false).unwrap(), saved().without_own());
         low_rank.under_way = 1;
         let error = low_rank.state(8, true).unwrap_err().to_string();
         assert!(error.contains("cut off"), "{error}");
+    }
+
+    #[test]
+    fn what_was_saved_of_a_gradient_of_another_shape_is_refused() {
+        let options = PowerSgdOptions::default().min_compression_rate(0.1);
+        let (of, device) = (options.matrix(&[2, 3]).unwrap(), device());
+        let saved = || HookState::default().number("step", 7);
+        let other = [
+            (saved().own("losses", 4, vec![0.5; 7]), "what 7 elements of parameter number 4"),
+            (saved().common("factors", 4, vec![0.5; 7]), "a factor of 7 elements"),
+        ];
+        for (mut state, words) in other {
+            let mut low_rank = LowRank::new(options);
+            low_rank.load(&mut state);
+            let error = low_rank.sum(4, of, None, &device).err().unwrap();
+            assert!(error.is_mismatch() && error.to_string().contains(words), "{error}");
+        }
     }
 }

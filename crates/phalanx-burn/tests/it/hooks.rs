@@ -3,9 +3,11 @@
 use crate::common::{Mlp, floats, run, samples};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig};
-use phalanx::ProcessGroup;
 use phalanx::reducer::ReducerOptions;
-use phalanx::reducer::hooks::{Compressed, PostLocalSgd, PowerSgd, PowerSgdOptions};
+use phalanx::reducer::hooks::{
+    CommHook, Compressed, GradBucket, HookState, Pending, PostLocalSgd, PowerSgd, PowerSgdOptions,
+};
+use phalanx::{Communicator, ProcessGroup, Rank, ReduceOp, Result};
 use phalanx_burn::{Ddp, DdpOptions, PeriodicModelAverager};
 
 const STEPS: usize = 20;
@@ -143,5 +145,47 @@ fn views_of_buckets_train_to_the_same_bits() {
             });
             assert_eq!(trained.len(), ranks as usize);
         }
+    }
+}
+
+#[test]
+fn a_panic_of_a_hook_is_an_error_of_backward() {
+    /// It panics within backward, or when a bucket has arrived.
+    struct Panics {
+        late: bool,
+    }
+    impl CommHook for Panics {
+        fn describe(&self) -> String {
+            "panics".into()
+        }
+        fn start(&mut self, group: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
+            assert!(self.late, "the hook's own");
+            let work = group.all_reduce_async(bucket.buffer, ReduceOp::Avg)?;
+            Ok(Pending::then(work, |_, _| panic!("the hook's own")))
+        }
+        fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+            Ok(())
+        }
+
+        fn state(&self) -> Result<HookState> {
+            Ok(HookState::default())
+        }
+
+        fn load(&mut self, state: HookState) -> Result<()> {
+            state.nothing()
+        }
+    }
+    for late in [false, true] {
+        run(2, |group: ProcessGroup| {
+            // The first rank's error ends the group, so the other may get it in an earlier call.
+            let attempt = || {
+                let mut ddp = Ddp::new(Mlp::new(&WIDTHS), &group)?;
+                ddp.register_comm_hook(Panics { late })?;
+                let loss = ddp.forward(|model| model.loss(samples(0, 4)))?;
+                ddp.backward(&loss).map(drop)
+            };
+            let error = attempt().unwrap_err().to_string();
+            assert!(error.contains("the hook's own"), "late {late}: {error}");
+        });
     }
 }

@@ -49,7 +49,7 @@ const WIDTH: usize = 8;
 const LAYERS: usize = 12;
 
 pub fn trials() -> Vec<Trial> {
-    let tests: [(&str, bool, fn()); 33] = [
+    let tests: [(&str, bool, fn()); 36] = [
         ("survivors_average_a_step_again", false, || survivors_go_on(3)),
         ("the_last_rank_goes_on_with_its_own_gradients", false, || survivors_go_on(2)),
         ("steps_are_those_of_one_process", false, || trained_as_one_process("plain")),
@@ -72,6 +72,16 @@ pub fn trials() -> Vec<Trial> {
         }),
         ("power_sgd_goes_on_from_checkpoints_of_both", false, || job("low rank state", &[HOST_IS_DEVICE])),
         ("ranks_train_by_themselves_as_in_the_host_s_memory", false, || job("local", &[HOST_IS_DEVICE])),
+        ("ranks_of_a_smaller_group_average_as_in_the_host_s_memory", false, || {
+            job_of(3, "subgroup", &[HOST_IS_DEVICE]);
+            job("subgroup", &[HOST_IS_DEVICE]);
+        }),
+        ("a_failure_within_a_smaller_group_is_one_of_all_ranks", false, || {
+            job_of(3, "subgroup fails", &[HOST_IS_DEVICE]);
+        }),
+        ("a_panic_of_a_hook_is_an_error_on_every_rank", false, || {
+            job("own hook panics", &[HOST_IS_DEVICE]);
+        }),
         ("local_sgd_goes_on_from_checkpoints_of_both", false, || job("local state", &[HOST_IS_DEVICE])),
         ("a_hook_of_the_program_s_own_works_on_the_device", false, || trained_as_one_process("halves")),
         ("in_a_join_a_hook_of_the_program_s_own_works", false, || joined("own", 3)),
@@ -199,6 +209,9 @@ pub fn play() {
         "low rank" => low_rank(&group, &cuda).unwrap(),
         "low rank state" => hook_state(&group, &cuda, 4, || PowerSgd::new(compressing(1))).unwrap(),
         "local" => local(&group, &cuda).unwrap(),
+        "subgroup" => subgroup(&group, &cuda).unwrap(),
+        "subgroup fails" => subgroup_fails(&group, &cuda).unwrap(),
+        "own hook panics" => own_hook_panics(&group, &cuda).unwrap(),
         "own hook state" => own_hook_state(&group, &cuda).unwrap(),
         "own hook differs" => own_hook_differs(&group, &cuda).unwrap(),
         "local state" => hook_state(&group, &cuda, 1, || Ok(PostLocalSgd::new(2))).unwrap(),
@@ -622,6 +635,56 @@ fn train_locally(group: &ProcessGroup, cuda: Option<&phalanx_nccl::Device>) -> R
     step_of_join("plain", &mut ddp, &mut optimizer, 5)?;
     assert_eq!(ddp.communicated_bytes(), sent / 2 * 3);
     Ok((floats(&ddp.model().valid()), ddp.communicated_bytes()))
+}
+
+/// The two first ranks average among themselves after the first steps, and a third one by itself; and then all again.
+fn subgroup(group: &ProcessGroup, cuda: &phalanx_nccl::Device) -> Result<()> {
+    let train = |cuda: Option<&phalanx_nccl::Device>| -> Result<Vec<Vec<f32>>> {
+        let group = group.split(Some(0), 0)?.unwrap();
+        let smaller = group.split(Some(group.rank().get() / 2), 0)?.unwrap();
+        let is_all = group.world_size() == smaller.world_size();
+        let mut ddp = ddp(group, cuda, options())?;
+        ddp.register_comm_hook(PostLocalSgd::new(2).subgroup(smaller.clone()))?;
+        let mut optimizer = sgd();
+        for step in 0..5 {
+            step_of_join("plain", &mut ddp, &mut optimizer, step)?;
+            assert_eq!(ddp.replicas_identical()?, step < 2 || is_all, "step {step}, {cuda:?}");
+            let here = smaller.all_gather_object(&floats(&ddp.model().valid()))?;
+            assert!(here.iter().all(|one| *one == here[0]), "step {step}, {cuda:?}");
+        }
+        ddp.register_comm_hook(AllReduce)?;
+        step_of_join("plain", &mut ddp, &mut optimizer, 5)?;
+        Ok(floats(&ddp.model().valid()))
+    };
+    let (host, nccl) = (train(None)?, train(Some(cuda))?);
+    let distance = distance(&nccl, &host);
+    assert!(distance < 1e-4, "{distance:e}");
+    Ok(())
+}
+
+/// What ends the smaller group is the error of a step of its ranks, and of every call of the others.
+fn subgroup_fails(group: &ProcessGroup, cuda: &phalanx_nccl::Device) -> Result<()> {
+    let group = group.split(Some(0), 0)?.unwrap();
+    let smaller = group.split(Some(group.rank().get() / 2), 0)?.unwrap();
+    let mut ddp = ddp(group.clone(), Some(cuda), options())?;
+    ddp.register_comm_hook(PostLocalSgd::new(1).subgroup(smaller.clone()))?;
+    let mut optimizer = sgd();
+    (0..3).try_for_each(|step| step_of_join("plain", &mut ddp, &mut optimizer, step))?;
+    group.barrier()?;
+    let has_failed = |error: phalanx::Error| {
+        let error = error.to_string();
+        assert!(error.contains("the fault of the test"), "{error}");
+    };
+    if smaller.world_size().count() == 2 {
+        if smaller.rank().is_main() {
+            smaller.abort(phalanx::Error::aborted("the fault of the test"));
+        }
+        // Until both ranks know.
+        has_failed(smaller.barrier().unwrap_err());
+        has_failed(step_of_join("plain", &mut ddp, &mut optimizer, 3).unwrap_err());
+    }
+    has_failed(group.barrier().unwrap_err());
+    Ok(())
 }
 
 /// From the device to the host's memory, and back, after so many steps with a hook.
@@ -1174,9 +1237,10 @@ impl DeviceHook for Largest {
     }
 }
 
-/// Sends less than the other ranks in a step.
+/// Sends less than the other ranks in a step, of its first bucket or of its last.
 struct Different {
     differs: bool,
+    in_first: bool,
     at: u64,
     step: u64,
 }
@@ -1189,7 +1253,8 @@ impl DeviceHook for Different {
     fn send(&mut self, bucket: &DeviceBucket) -> Result<DeviceMessage> {
         let (whole, step) = (bucket.buffer(), self.step);
         self.step += u64::from(bucket.is_last());
-        let less = usize::from(self.differs && step == self.at && bucket.is_last());
+        let is_it = if self.in_first { bucket.index() == 0 } else { bucket.is_last() };
+        let less = usize::from(self.differs && step == self.at && is_it);
         let count = whole.dims()[0] - less;
         Ok(DeviceMessage::all_reduce(whole.narrow(0, 0, count), ReduceOp::Avg))
     }
@@ -1213,11 +1278,12 @@ impl DeviceHook for Different {
 
 /// NCCL would wait until its time-out.
 fn own_hook_differs(group: &ProcessGroup, cuda: &phalanx_nccl::Device) -> Result<()> {
-    for at in [0, 2] {
+    for (in_first, at) in [(false, 0), (false, 2), (true, 0), (true, 2)] {
         // The error ends its group.
         let part = DeviceGroup::new(group.split(Some(0), 0)?.unwrap(), cuda)?;
         let mut ddp = Ddp::with_nccl(Net::new(), &part, options())?;
-        ddp.register_device_hook(Different { differs: group.rank().index() == 1, at, step: 0 })?;
+        let differs = group.rank().index() == 1;
+        ddp.register_device_hook(Different { differs, in_first, at, step: 0 })?;
         let mut steps = 0..=at;
         let failed = steps.find_map(|step| {
             let loss = ddp.forward(|net| net.loss(0, &[]));
@@ -1228,6 +1294,65 @@ fn own_hook_differs(group: &ProcessGroup, cuda: &phalanx_nccl::Device) -> Result
         let words = ["rank 0 all_reduce(avg, ", ", and rank 1 all_reduce(avg, ", "DeviceHook"];
         // The error of the rank that differs may reach the other one at the end of the step before.
         assert!(step <= at && words.iter().all(|words| error.contains(words)), "{error}");
+    }
+    Ok(())
+}
+
+/// It panics on one rank, in one of its functions.
+struct Panics {
+    is_here: bool,
+    at: &'static str,
+}
+
+impl Panics {
+    fn reach(&self, function: &str) {
+        assert!(!(self.is_here && function == self.at), "the hook's own");
+    }
+}
+
+impl DeviceHook for Panics {
+    fn describe(&self) -> String {
+        self.reach("describe");
+        "panics".into()
+    }
+
+    fn send(&mut self, bucket: &DeviceBucket) -> Result<DeviceMessage> {
+        if bucket.is_last() {
+            self.reach("send");
+        }
+        Ok(DeviceMessage::all_reduce(bucket.buffer(), ReduceOp::Avg))
+    }
+
+    fn receive(&mut self, _: &DeviceBucket, combined: Tensor<1>) -> Result<Tensor<1>> {
+        self.reach("receive");
+        Ok(combined)
+    }
+
+    fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+        Ok(())
+    }
+
+    fn state(&self) -> Result<HookState> {
+        Ok(HookState::default())
+    }
+
+    fn load(&mut self, state: HookState) -> Result<()> {
+        state.nothing()
+    }
+}
+
+fn own_hook_panics(group: &ProcessGroup, cuda: &phalanx_nccl::Device) -> Result<()> {
+    for at in ["describe", "send", "receive"] {
+        // The error ends its group.
+        let part = DeviceGroup::new(group.split(Some(0), 0)?.unwrap(), cuda)?;
+        let mut ddp = Ddp::with_nccl(Net::new(), &part, options())?;
+        let is_here = group.rank().index() == 1;
+        // The other rank may hear of it only in a later call.
+        let trained = ddp.register_device_hook(Panics { is_here, at });
+        let trained = trained.and_then(|()| step_of_join("plain", &mut ddp, &mut sgd(), 0));
+        let error = trained.and_then(|()| part.host().barrier()).unwrap_err().to_string();
+        assert!(error.contains("the hook's own"), "{at}: {error}");
+        assert!(!is_here || ddp.forward(|net| net.loss(0, &[])).is_err());
     }
     Ok(())
 }
@@ -1303,7 +1428,7 @@ fn step_with(group: &DeviceGroup, hook: Sends) -> Result<()> {
 
 fn refuse(group: &ProcessGroup, cuda: &phalanx_nccl::Device) {
     type Call = fn(&DeviceGroup) -> Result<()>;
-    let cases: [(&str, Call); 11] = [
+    let cases: [(&str, Call); 10] = [
         ("register_device_hook(halves)", |group| {
             let mut on_host = Ddp::with_options(Net::new(), group.host(), options())?;
             on_host.register_device_hook(Halves::default())
@@ -1334,10 +1459,6 @@ fn refuse(group: &ProcessGroup, cuda: &phalanx_nccl::Device) {
         }),
         ("register_comm_hook(of the test): NCCL averages", |group| {
             Ddp::with_nccl(Net::new(), group, options())?.register_comm_hook(Own)
-        }),
-        ("register_comm_hook(local sgd after 1 steps, in subgroups: true): NCCL averages", |group| {
-            let hook = PostLocalSgd::new(1).subgroup(group.host().clone());
-            Ddp::with_nccl(Net::new(), group, options())?.register_comm_hook(hook)
         }),
         ("ZeroRedundancyOptimizer::new", |group| {
             ZeroRedundancyOptimizer::new(sgd(), &mut Ddp::with_nccl(Net::new(), group, options())?).map(drop)

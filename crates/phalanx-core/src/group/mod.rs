@@ -108,6 +108,16 @@ pub trait Communicator: Send + Sync {
 
     /// The recorder of this rank's events; see [`Trace`].
     fn trace(&self) -> Trace;
+
+    /// How many ranks have data: fewer than all inside of a `join` whose first ranks are done.
+    fn active_ranks(&self) -> usize {
+        self.world_size().count()
+    }
+
+    /// The group whose collectives these are; of a handle, its current one. None of what stands in for a group, such as a fake in a test.
+    fn process_group(&self) -> Option<ProcessGroup> {
+        None
+    }
 }
 
 /// The methods of a [`Communicator`] that stands before another one, and leaves to it whatever is no collective.
@@ -134,6 +144,9 @@ macro_rules! forward_to_group {
         }
         fn trace(&$self) -> $crate::trace::Trace {
             $group.trace()
+        }
+        fn process_group(&$self) -> Option<$crate::group::ProcessGroup> {
+            $group.process_group()
         }
     };
 }
@@ -570,6 +583,10 @@ impl Communicator for ProcessGroup {
 
     fn trace(&self) -> Trace {
         self.trace()
+    }
+
+    fn process_group(&self) -> Option<ProcessGroup> {
+        Some(self.clone())
     }
 }
 

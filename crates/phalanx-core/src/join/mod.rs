@@ -357,6 +357,10 @@ impl Communicator for JoinGroup {
         Arc::new(self.in_call(caller))
     }
 
+    fn active_ranks(&self) -> usize {
+        self.active_ranks()
+    }
+
     fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work> {
         if self.running().is_some() {
             // Not awaited: that would delay backward, and which ranks have data changes nothing here.

@@ -1,14 +1,19 @@
 //! A reducer that hooks of a backward pass reach.
 
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
 use parking_lot::Mutex;
 
 use super::Reducer;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// A reducer behind a lock, for hooks that autograd calls, with what an adapter keeps for gradients on their way.
 ///
 /// Backward cannot return an error: the reducer keeps it, and has ended the group with it, so that other ranks do not wait for
 /// what this one cannot do. The calls after backward return it.
+///
+/// So it is with a panic, such as a communication hook's: autograd's code may not survive it, and the other ranks do not wait.
 pub struct HookedReducer<S>(Mutex<(Reducer, S)>);
 
 impl<S> HookedReducer<S> {
@@ -22,15 +27,15 @@ impl<S> HookedReducer<S> {
         self.0.lock().0.check()
     }
 
-    /// Runs `step` unless something has failed before. An error of `step` ends the reducer and the group.
+    /// Runs `step` unless something has failed before. An error of `step`, or a panic, ends the reducer and the group.
     pub fn attempt<T>(&self, step: impl FnOnce(&mut Reducer, &mut S) -> Result<T>) -> Result<T> {
         let (reducer, state) = &mut *self.0.lock();
         reducer.check()?;
-        step(reducer, state).map_err(|error| reducer.abort(error))
+        unless_panic(|| step(reducer, state)).unwrap_or_else(Err).map_err(|error| reducer.abort(error))
     }
 
     /// [`Reducer::finish`], and passes the averages to `look`. A peer's failure ends the reducer only if it does not
-    /// [keep](Reducer::keep_gradients) its gradients, an error of `look` always.
+    /// [keep](Reducer::keep_gradients) its gradients, an error of `look` always, and so does a panic.
     pub fn finish<T>(&self, look: impl FnOnce(&mut Reducer, &mut S) -> Result<T>) -> Result<T> {
         self.averaged(Reducer::finish, look)
     }
@@ -46,8 +51,8 @@ impl<S> HookedReducer<S> {
         look: impl FnOnce(&mut Reducer, &mut S) -> Result<T>,
     ) -> Result<T> {
         let (reducer, state) = &mut *self.0.lock();
-        average(reducer)?;
-        look(reducer, state).map_err(|error| reducer.abort(error))
+        unless_panic(|| average(reducer)).unwrap_or_else(|panic| Err(reducer.abort(panic)))?;
+        unless_panic(|| look(reducer, state)).unwrap_or_else(Err).map_err(|error| reducer.abort(error))
     }
 
     /// Passes the adapter's state to `look`, also after a failure.
@@ -59,4 +64,16 @@ impl<S> HookedReducer<S> {
     pub fn with_reducer<T>(&self, look: impl FnOnce(&mut Reducer) -> T) -> T {
         look(&mut self.0.lock().0)
     }
+}
+
+/// What `call` returns; or the error for its panic. The reducer ends then, and nobody uses what the panic has left half done.
+fn unless_panic<T>(call: impl FnOnce() -> Result<T>) -> Result<Result<T>> {
+    catch_unwind(AssertUnwindSafe(call)).map_err(|panic| panicked(&*panic))
+}
+
+/// The error for a panic of a communicator's or a hook's, for adapters whose autograd it must not reach.
+pub fn panicked(panic: &(dyn Any + Send)) -> Error {
+    let text = panic.downcast_ref::<&str>().copied();
+    let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message");
+    Error::aborted(format!("a panic in a communicator or a communication hook: {text}"))
 }

@@ -47,7 +47,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-pub use hooked::HookedReducer;
+pub use hooked::{HookedReducer, panicked};
 pub use identical::states_identical;
 pub use phalanx_proto::reducer::{ParameterSpec, ReducerOptions, StepWeight, check_weight, check_weight_sum};
 pub use step_times::StepTime;

@@ -1,13 +1,14 @@
 //! A communicator that goes from group to group, with an elastic job.
 
 use std::fmt;
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use phalanx::{Error, ProcessGroup, Result};
 
-use super::{Communicator, CommunicatorOptions};
+use super::{Communicator, CommunicatorOptions, Siblings};
 use crate::cuda::Device;
 
 /// The [`Communicator`] of the current group of an elastic job, for what lives longer than a group, as a
@@ -17,6 +18,7 @@ pub struct CommunicatorHandle {
     options: CommunicatorOptions,
     timeout: Duration,
     is_shrinkable: bool,
+    siblings: Option<Arc<Siblings>>,
     current: Mutex<Current>,
 }
 
@@ -34,7 +36,22 @@ impl CommunicatorHandle {
             options: communicator.options(),
             timeout: communicator.timeout(),
             is_shrinkable: communicator.is_shrinkable(),
+            siblings: communicator.siblings(),
             current: Mutex::new(Current::Of(communicator)),
+        }
+    }
+
+    /// Leads to a communicator of `group`, a smaller group of this process, beside those of this handle: of the same device, with the same options, and
+    /// with the group's time-out. The ranks of `group` make it with the first [`connect`](Self::connect).
+    #[must_use]
+    pub fn subgroup(&self, group: &ProcessGroup) -> Self {
+        Self {
+            device: self.device.clone(),
+            options: self.options,
+            timeout: group.timeout(),
+            is_shrinkable: self.is_shrinkable,
+            siblings: self.siblings.clone(),
+            current: Mutex::new(Current::Next(group.clone(), None)),
         }
     }
 
@@ -82,7 +99,8 @@ impl CommunicatorHandle {
             Current::Of(communicator) => return Ok(communicator.clone()),
             Current::Next(group, last) => (group.clone(), last.take()),
         };
-        let made = Communicator::following(&group, &self.device, self.options, last.as_ref());
+        let siblings = self.siblings.clone();
+        let made = Communicator::made(&group, &self.device, self.options, (last.as_ref(), siblings));
         if let Some(last) = &last {
             last.release();
         }
@@ -97,12 +115,17 @@ impl CommunicatorHandle {
         Ok(communicator)
     }
 
-    /// The failure of the communicator that there is, if it has failed.
-    pub fn failure(&self) -> Option<Error> {
+    /// The communicator of the current group, if its ranks have made one.
+    pub fn current(&self) -> Option<Communicator> {
         match &*self.current.lock() {
-            Current::Of(communicator) => communicator.failure(),
+            Current::Of(communicator) => Some(communicator.clone()),
             Current::Next(..) => None,
         }
+    }
+
+    /// The failure of the communicator that there is, if it has failed.
+    pub fn failure(&self) -> Option<Error> {
+        self.current().and_then(|communicator| communicator.failure())
     }
 }
 

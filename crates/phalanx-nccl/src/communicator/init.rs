@@ -57,17 +57,8 @@ impl Communicator {
         Self::made(group, device, options, (None, siblings))
     }
 
-    /// As [`with_options`](Self::with_options), if possible by shrinking the communicator `last`, which is at its end then.
-    pub(super) fn following(
-        group: &ProcessGroup,
-        device: &Device,
-        options: CommunicatorOptions,
-        last: Option<&Self>,
-    ) -> Result<Self> {
-        Self::made(group, device, options, (last, None))
-    }
-
-    fn made(
+    /// As [`among`](Self::among), if possible by shrinking the communicator `last`, which is at its end then.
+    pub(super) fn made(
         group: &ProcessGroup,
         device: &Device,
         options: CommunicatorOptions,

@@ -143,7 +143,7 @@ impl Communicator {
     /// For a [`CommunicatorHandle`] of an elastic job: its next group may get a smaller communicator by `ncclCommShrink` of this one, and so may
     /// those that follow. [`CommunicatorHandle::connect`] says when.
     ///
-    /// After a failure NCCL is stopped by `ncclCommRevoke`, where the library has it (2.28.9), and not aborted. The communicator then keeps what NCCL has
+    /// After a failure NCCL is stopped by `ncclCommRevoke`, where the library has it (2.28.7), and not aborted. The communicator then keeps what NCCL has
     /// on the device until it has been shrunk, or all handles to it are dropped.
     #[doc(alias("ncclCommShrink", "ncclCommRevoke"))]
     #[must_use]

@@ -160,7 +160,8 @@ impl<T: Element> DeviceBuffer<T> {
                 code = allocate();
             }
             let function = if device.has_pools() { "cuMemAllocAsync" } else { "cuMemAlloc" };
-            device.cuda().check(function, code)?;
+            let call = format!("{function} of {bytes} bytes on CUDA device {}", device.ordinal());
+            device.cuda().check(&call, code)?;
         }
         Ok(Self { device: device.clone(), pointer, len, _elements: PhantomData })
     }

@@ -71,7 +71,17 @@ impl Event {
         match unsafe { (self.device.cuda().cuEventQuery)(self.raw) } {
             SUCCESS => Ok(true),
             NOT_READY => Ok(false),
-            code => self.device.cuda().check("cuEventQuery", code).map(|()| true),
+            // Not of this call: what the device did before has failed.
+            code => {
+                let call = format!("cuEventQuery on CUDA device {}", self.device.ordinal());
+                let failed = self.device.cuda().check(&call, code).map(|()| true);
+                failed.map_err(|error| {
+                    error.with_remedy(
+                        "a kernel has failed, perhaps one of the program's: CUDA_LAUNCH_BLOCKING=1 shows which. This process cannot use the device \
+                         any more",
+                    )
+                })
+            }
         }
     }
 

@@ -12,6 +12,7 @@
 //!
 //! Two locks: `MEMORY` is only held for a moment, because the watchdog takes it; `QUEUED` also while the driver is asked.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -25,6 +26,9 @@ use super::stream::Pause;
 /// Places by number, because all handles of this process are to the same device. Devices that are this far apart share a place, which
 /// only keeps memory longer.
 const PLACES: usize = 64;
+
+/// So many ends of streams cost little to look at.
+const FEW: usize = 16;
 
 /// What keeps memory of a device from being freed.
 struct Memory {
@@ -51,8 +55,10 @@ impl Memory {
 struct Queued {
     /// The streams that this crate knows, by address. Several values may be for one stream of another library's.
     streams: Vec<(Device, usize)>,
-    /// The ends of streams that are no longer known.
-    ends: Vec<Arc<Event>>,
+    /// The ends of streams that are no longer known, in the order in which they were forgotten.
+    ends: VecDeque<Arc<Event>>,
+    /// With so many ends all are looked at, and not only the first ones.
+    crowd: usize,
     /// Whether a stream is no longer known that had no end that could be asked for: then memory is freed only when no call is in
     /// flight, after a wait for the whole device.
     is_unknown: bool,
@@ -65,7 +71,13 @@ static MEMORY: [Mutex<Memory>; PLACES] = [const {
 }; PLACES];
 
 static QUEUED: [Mutex<Queued>; PLACES] = [const {
-    Mutex::new(Queued { streams: Vec::new(), ends: Vec::new(), is_unknown: false, batches: Vec::new() })
+    Mutex::new(Queued {
+        streams: Vec::new(),
+        ends: VecDeque::new(),
+        crowd: 0,
+        is_unknown: false,
+        batches: Vec::new(),
+    })
 }; PLACES];
 
 impl Device {
@@ -99,7 +111,7 @@ impl Device {
         known.map(|at| queued.streams.swap_remove(at));
         match Event::unless_capturing(self, stream) {
             Some(end) => {
-                queued.ends.push(Arc::new(end));
+                queued.ends.push_back(Arc::new(end));
                 queued.prune();
             }
             None => queued.is_unknown = true,
@@ -231,7 +243,16 @@ impl Queued {
         Some(ends)
     }
 
+    /// Forgets the ends that are reached. An adapter that borrows a stream for each call leaves an end each time, and the driver is asked about each: so
+    /// those behind one that is late are looked at only when there are twice as many.
     fn prune(&mut self) {
-        self.ends.retain(|end| !end.is_reached().unwrap_or(false));
+        let is_reached = |end: &Arc<Event>| end.is_reached().unwrap_or(false);
+        while self.ends.front().is_some_and(is_reached) {
+            self.ends.pop_front();
+        }
+        if self.ends.len() >= self.crowd {
+            self.ends.retain(|end| !is_reached(end));
+            self.crowd = 2 * self.ends.len() + FEW;
+        }
     }
 }

@@ -14,6 +14,9 @@ pub const TESTS: &[Test] = &[
     ("every_call_on_every_type_alone", 1, Needs::Nothing, || all_done("collectives::all", 1, &[])),
     ("every_call_on_every_type_of_two_ranks", 2, Needs::Nothing, || all_done("collectives::all", 2, &[])),
     ("every_call_on_every_type_of_three_ranks", 3, Needs::Nothing, || all_done("collectives::all", 3, &[])),
+    ("calls_without_elements_succeed_though_nccl_checks_addresses", 2, Needs::Nothing, || {
+        all_done("collectives::empty", 2, &[("NCCL_CHECK_POINTERS", "1")]);
+    }),
     ("launches_that_are_in_progress_are_waited_for", 2, Needs::StandIn, || {
         all_done("collectives::few", 2, &[("STANDIN_NCCL_SLOW_LAUNCH", "20")]);
     }),
@@ -70,6 +73,7 @@ pub fn play(role: &str) -> Result<()> {
             kept(&nccl)
         }
         "few" => every_call::<f32>(&nccl, 100),
+        "empty" => empty(&nccl),
         _ => misuse(&nccl),
     }
 }
@@ -238,6 +242,29 @@ fn every_call<T: Small>(nccl: &Communicator, len: usize) -> Result<()> {
     Ok(())
 }
 
+/// Memory without elements has no address.
+fn empty(nccl: &Communicator) -> Result<()> {
+    let none = || DeviceBuffer::<f32>::zeroed(nccl.stream(), 0);
+    let (mut first, mut second) = (none()?, none()?);
+    nccl.all_reduce(&mut first, ReduceOp::Avg)?;
+    nccl.all_reduce(&mut first, ReduceOp::PreMulSum(0.5))?;
+    nccl.broadcast(&mut first, Rank::MAIN)?;
+    nccl.reduce(&mut first, Rank::MAIN, ReduceOp::Sum)?;
+    nccl.all_gather(&mut first, &mut second)?;
+    nccl.reduce_scatter(&mut first, &mut second, ReduceOp::Sum)?;
+    nccl.all_to_all(&mut first, &mut second)?;
+    let counts = vec![0; nccl.world_size().count()];
+    nccl.all_gather_v(&mut first, &mut second, &counts)?;
+    nccl.reduce_scatter_v(&mut first, &mut second, &counts, ReduceOp::Sum)?;
+    let peer = Rank::new(1 - nccl.rank().get());
+    nccl.group_calls().send(none()?, peer).recv(none()?, peer).launch()?.wait()?;
+    // Between others in a group, too.
+    let ones = DeviceBuffer::from_slice(nccl.stream(), &[1.0f32; 3])?;
+    let calls = nccl.group_calls().all_reduce(none()?, ReduceOp::Sum).all_reduce(ones, ReduceOp::Sum);
+    assert_eq!(calls.launch()?.wait()?[1].to_vec(nccl.stream())?, [2.0; 3]);
+    Ok(())
+}
+
 /// A work that is dropped keeps its memory until the call is done, and the communicator ends after it.
 fn kept(nccl: &Communicator) -> Result<()> {
     for _ in 0..20 {
@@ -272,6 +299,9 @@ fn misuse(nccl: &Communicator) -> Result<()> {
     let error = nccl.all_reduce(&mut far, ReduceOp::Sum).unwrap_err();
     assert!(error.to_string().contains("the memory is on device"), "{error}");
     assert!(other.holds(far.pointer())? && !nccl.device().holds(far.pointer())?);
+    let error = DeviceBuffer::<f64>::zeroed(stream, 1 << 40).unwrap_err();
+    let words = format!("of {} bytes on CUDA device {}", 8u64 << 40, nccl.device().ordinal());
+    assert!(error.is_out_of_memory() && error.to_string().contains(&words), "{error}");
     let error = Device::open(1000).unwrap_err();
     assert!(error.to_string().contains("there is no CUDA device 1000"), "{error}");
     nccl.all_reduce(&mut data, ReduceOp::Sum)?;

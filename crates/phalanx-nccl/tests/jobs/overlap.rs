@@ -5,12 +5,15 @@ use std::time::Duration;
 use phalanx::{Deadline, Rank, ReduceOp, Result};
 use phalanx_nccl::{Communicator, Device, DeviceBuffer, Stream};
 
-use crate::world::{all_done, blocks, events_made, function};
+use crate::world::{all_done, blocks, events_made, function, queries};
 use crate::{Needs, Test};
 
 pub const TESTS: &[Test] = &[
     ("a_collective_in_flight_holds_up_no_other_stream", 2, Needs::StandIn, held),
     ("calls_in_flight_are_limited", 2, Needs::StandIn, || hold("overlap::many")),
+    ("a_stream_that_is_borrowed_often_costs_few_looks_at_events", 2, Needs::StandIn, || {
+        hold("overlap::borrowed");
+    }),
     ("memory_is_freed_though_there_is_always_a_call_in_flight", 2, Needs::StandIn, || {
         all_done("overlap::pipeline", 2, &[]);
     }),
@@ -51,6 +54,7 @@ pub fn play(role: &str) -> Result<()> {
     match role {
         "held" => beside(&nccl, &compute),
         "many" => many(&nccl),
+        "borrowed" => borrowed(&nccl, &compute),
         "behind" => behind(&nccl, &compute),
         "events" => events(&nccl),
         "pipeline" => pipeline(&nccl, &compute, true),
@@ -210,6 +214,25 @@ fn many(nccl: &Communicator) -> Result<()> {
     for work in works.into_iter().chain((0..300).map(|_| call(nccl).unwrap())) {
         assert_eq!(work.wait()?.to_vec(nccl.stream())?, [2]);
     }
+    Ok(())
+}
+
+/// An adapter borrows its framework's stream for each bucket, while the device is late.
+fn borrowed(nccl: &Communicator, compute: &Stream) -> Result<()> {
+    const TIMES: i32 = 400;
+    let work = nccl.all_reduce_async(DeviceBuffer::from_slice(nccl.stream(), &[1i32])?, ReduceOp::Sum)?;
+    compute.wait_for(nccl.stream())?;
+    let before = queries();
+    for _ in 0..TIMES {
+        // SAFETY: it is alive.
+        drop(unsafe { Stream::from_raw(nccl.device(), compute.as_raw()) });
+    }
+    // A look at all of them for each would be 80,000. The poller has some of its own, every few milliseconds.
+    let looks = queries() - before;
+    assert!(looks < 50 * TIMES, "{looks}");
+    nccl.group().barrier()?;
+    std::fs::write(std::env::var("STANDIN_NCCL_HOLD").unwrap(), "").unwrap();
+    assert_eq!(work.wait()?.to_vec(compute)?, [2]);
     Ok(())
 }
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use phalanx::{Rank, ReduceOp, Result};
+use phalanx::{ProcessGroup, Rank, ReduceOp, Result};
 use phalanx_nccl::{Communicator, CommunicatorHandle, Device, DeviceBuffer};
 
 use crate::world::{World, all_done, calls_of_nccl, meet};
@@ -35,10 +35,13 @@ pub const TESTS: &[Test] = &[
             all_done("shrink::cannot", 8, &[fault, blocking, ("EXPECTED_CALLS", "2 1 0")]);
         }
     }),
+    ("a_smaller_group_beside_has_a_communicator_of_its_own_which_is_shrunk", 8, Needs::StandIn, || {
+        all_done("shrink::beside", 8, &[]);
+    }),
 ];
 
 /// A version that has `ncclCommRevoke`.
-const REVOKES: (&str, &str) = ("STANDIN_NCCL_VERSION", "22809");
+const REVOKES: (&str, &str) = ("STANDIN_NCCL_VERSION", "22807");
 
 /// The rank that leaves, or dies, first.
 const FIRST: u32 = 1;
@@ -61,6 +64,9 @@ pub fn play(role: &str) -> Result<()> {
     // Another handle with which a rank may make calls.
     let used = (role == "is_used" && group.rank() == Rank::new(2)).then(|| nccl.clone());
     let handle = CommunicatorHandle::new(nccl);
+    if role == "beside" {
+        return beside(&group, &handle);
+    }
     let left: Vec<Rank> = group.world_size().ranks().filter(|rank| rank.get() != FIRST).collect();
     // While all are there.
     let part = group.new_group(&left)?;
@@ -98,6 +104,27 @@ pub fn play(role: &str) -> Result<()> {
         assert_eq!(calls_of_nccl(), [1, 2, 0]);
     }
     part.barrier()
+}
+
+/// Ranks of a smaller group average among themselves, too, and then fewer of them.
+fn beside(group: &ProcessGroup, all: &CommunicatorHandle) -> Result<()> {
+    let ranks: Vec<Rank> = group.world_size().ranks().filter(|rank| rank.get() != FIRST).collect();
+    if let Some(part) = group.new_group(&ranks)? {
+        let smaller = all.subgroup(&part);
+        assert!(smaller.current().is_none() && !smaller.rebind(&part));
+        assert_eq!(sum(&smaller)?, ranks.len() as f32);
+        assert!(smaller.current().is_some_and(|nccl| nccl.is_shrinkable()));
+        assert_eq!(calls_of_nccl(), [2, 0, 0]);
+        if let Some(pair) = part.new_group(&[Rank::new(1), Rank::new(4)])? {
+            assert!(smaller.rebind(&pair));
+            assert_eq!(sum(&smaller)?, 2.0);
+            assert_eq!(calls_of_nccl(), [2, 1, 0]);
+        }
+        part.barrier()?;
+    }
+    // That of all ranks is as it was.
+    assert_eq!(sum(all)?, group.world_size().get() as f32);
+    meet(group)
 }
 
 /// The number of ranks, as the current communicator adds it up.

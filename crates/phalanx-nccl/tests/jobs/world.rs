@@ -116,6 +116,14 @@ pub fn events_made() -> i32 {
     }
 }
 
+/// How often this process has asked the stand-in's driver whether an event is reached.
+pub fn queries() -> i32 {
+    // SAFETY: the function takes nothing.
+    unsafe {
+        function::<unsafe extern "C" fn() -> i32>("PHALANX_CUDA_LIBRARY", "libcuda.so.1", "standin_queries")()
+    }
+}
+
 /// How many threads launches of the stand-in have started in this process.
 pub fn launch_threads() -> i32 {
     let (variable, library) = ("PHALANX_NCCL_LIBRARY", "libnccl.so.2");

@@ -470,6 +470,9 @@ static ncclResult_t note(struct call call) {
     }
     if (call.type < 0 || call.type > 9 || call.op < 0 || call.op > 4 || call.peer < 0 || call.peer >= comm->ranks)
         return fail(INVALID_ARGUMENT, "a type, operation or rank that is none");
+    int has_all = call.kind == SEND ? call.from != NULL : call.kind == RECV ? call.to != NULL : call.from && call.to;
+    if (number("NCCL_CHECK_POINTERS", 0) && !has_all && (call.count || (call.kind != SEND && call.kind != RECV)))
+        return fail(INVALID_ARGUMENT, "no address");
     size_t bytes = call.count * size_of(call.type);
     size_t from = call.kind == REDUCE_SCATTER ? bytes * comm->ranks : bytes, to = call.kind == ALL_GATHER ? bytes * comm->ranks : bytes;
     if ((call.from && !standin_has(call.from, from, comm->device)) || (call.to && !standin_has(call.to, to, comm->device)))
@@ -550,7 +553,7 @@ static void *quiesce(void *argument) {
 }
 ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags) {
     say(&revokes, __func__);
-    if (number("STANDIN_NCCL_VERSION", 22703) < 22809) return fail(INVALID_USAGE, "this version has no ncclCommRevoke");
+    if (number("STANDIN_NCCL_VERSION", 22703) < 22807) return fail(INVALID_USAGE, "this version has no ncclCommRevoke");
     if (!comm->shared || flags || comm->revoked) return fail(INVALID_ARGUMENT, "it was aborted or revoked before, or the flags are none");
     if (standin_current_device() != comm->device) return fail(INVALID_ARGUMENT, "the current device is not the communicator's");
     comm->revoked = 1;

@@ -49,6 +49,10 @@ impl Communicator for Metered {
         Arc::new(self.of(self.group.in_call(caller)))
     }
 
+    fn active_ranks(&self) -> usize {
+        self.group.active_ranks()
+    }
+
     fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work> {
         self.count(buffer.as_bytes().len());
         self.group.all_reduce_async(buffer, op)

@@ -57,7 +57,7 @@ use std::sync::Arc;
 pub use self::averager::{PeriodicModelAverager, Replica};
 pub use self::compressed::Compressed;
 pub use self::loaded::{LoadedHook, check_hook};
-pub use self::local_sgd::PostLocalSgd;
+pub use self::local_sgd::{AveragedAmong, PostLocalSgd};
 pub(super) use self::metered::Metered;
 pub use self::power_sgd::{LowRankMatrix, PowerSgd, PowerSgdOptions};
 pub(super) use self::state::HookLabel;
@@ -170,7 +170,7 @@ pub trait CommHook: Send {
 }
 
 /// A hook that has a form for gradients that lie [elsewhere](super::Reducer::elsewhere), with its settings.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 #[doc(alias = "BuiltinCommHookType")]
 pub enum BuiltInHook {
     /// [`AllReduce`].
@@ -179,11 +179,8 @@ pub enum BuiltInHook {
     Compressed(DType),
     /// [`PowerSgd`].
     PowerSgd(PowerSgdOptions),
-    /// [`PostLocalSgd`] without a smaller group.
-    PostLocalSgd {
-        /// In so many steps gradients are averaged.
-        start: u64,
-    },
+    /// [`PostLocalSgd`], without a smaller group or with one of processes.
+    PostLocalSgd(PostLocalSgd),
 }
 
 /// A bucket with all its gradients.

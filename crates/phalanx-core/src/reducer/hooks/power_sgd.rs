@@ -167,6 +167,26 @@ pub struct LowRankMatrix {
     pub rank: usize,
 }
 
+impl LowRankMatrix {
+    /// An error if the factor or the losses that a state has of the parameter at `index` are those of another gradient.
+    ///
+    /// # Errors
+    /// If they have another number of elements.
+    pub fn check_saved(&self, index: usize, factor: Option<&[f32]>, losses: Option<&[f32]>) -> Result<()> {
+        let (of_factor, all) = (self.columns * self.rank, self.rows * self.columns);
+        let cause = match (factor.map(<[f32]>::len), losses.map(<[f32]>::len)) {
+            (Some(saved), _) if saved != of_factor => format!(
+                "PowerSGD was given a factor of {saved} elements for parameter number {index}, whose factor has {of_factor}"
+            ),
+            (_, Some(saved)) if saved != all => format!(
+                "PowerSGD was given what {saved} elements of parameter number {index} have lost, and its gradient has {all} elements"
+            ),
+            _ => return Ok(()),
+        };
+        Err(Error::mismatch(cause).with_remedy("load the hook's state with the model that it was saved with"))
+    }
+}
+
 /// PowerSGD (Vogels et al., *PowerSGD: Practical Low-Rank Gradient Compression*, 2019).
 ///
 /// A gradient of at least two dimensions is seen as a matrix `M` of `shape[0]` rows. One step of the power method
@@ -249,10 +269,14 @@ impl CommHook for PowerSgd {
             let (left, whole) = first.as_mut_slice::<f32>()?.split_at_mut(layout.left);
             for matrix in &layout.matrices {
                 let m = &mut gradients[matrix.elements.clone()];
-                if let Some(loss) = memory.losses.get(&matrix.parameter) {
-                    if loss.len() != m.len() {
-                        return Err(other_shape(matrix.parameter, loss.len(), m.len()));
-                    }
+                let (factor, losses) =
+                    (memory.factors.get(&matrix.parameter), memory.losses.get(&matrix.parameter));
+                matrix.shape().check_saved(
+                    matrix.parameter,
+                    factor.map(Vec::as_slice),
+                    losses.map(Vec::as_slice),
+                )?;
+                if let Some(loss) = losses {
                     m.iter_mut().zip(loss).for_each(|(m, loss)| *m += loss);
                 }
                 let known = memory.factors.remove(&matrix.parameter);
@@ -430,14 +454,6 @@ impl Layout {
         }
         Ok(())
     }
-}
-
-/// The error if a loss was saved of another gradient.
-fn other_shape(parameter: usize, saved: usize, here: usize) -> Error {
-    Error::mismatch(format!(
-        "PowerSGD was given what {saved} elements of parameter number {parameter} have lost, and its gradient has {here} elements"
-    ))
-    .with_remedy("load the hook's state with the model that it was saved with")
 }
 
 /// Numbers from the normal distribution, the same on every rank.

@@ -166,9 +166,15 @@ fn what_power_sgd_has_saved_of_another_shape_is_refused_and_any_step_is_taken() 
     };
     let mut hook = PowerSgd::new(PowerSgdOptions::default().start_iter(0)).unwrap();
     let saved = HookState::default().number("step", u64::MAX);
-    hook.load(saved.clone().own("losses", 4, vec![0.5; 7])).unwrap();
-    let error = hook.start(&group, bucket()).unwrap_err();
-    assert!(error.is_mismatch() && error.to_string().contains("what 7 elements"), "{error}");
+    let other = [
+        (saved.clone().own("losses", 4, vec![0.5; 7]), "what 7 elements"),
+        (saved.clone().common("factors", 4, vec![0.5; 7]), "a factor of 7 elements"),
+    ];
+    for (state, words) in other {
+        hook.load(state).unwrap();
+        let error = hook.start(&group, bucket()).unwrap_err();
+        assert!(error.is_mismatch() && error.to_string().contains(words), "{error}");
+    }
     let mut hooks: [Box<dyn CommHook>; 2] = [Box::new(hook), Box::new(PostLocalSgd::new(1))];
     for hook in &mut hooks {
         hook.load(saved.clone()).unwrap();

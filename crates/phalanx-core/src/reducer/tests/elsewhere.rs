@@ -6,8 +6,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use parking_lot::Mutex;
 
 use super::*;
-use crate::group::GroupHandle;
-use crate::reducer::hooks::{BuiltInHook, Compressed, GradBucket, Pending, PostLocalSgd};
+use crate::group::{GroupHandle, ProcessGroup};
+use crate::join::{JoinGroup, JoinOptions};
+use crate::reducer::hooks::{
+    AveragedAmong, BuiltInHook, Compressed, GradBucket, GradientPlace, Pending, PostLocalSgd,
+};
+use crate::world_size::WorldSize;
 
 /// The memory that the reducer does not see, by parameter.
 type Shelf = Arc<Mutex<BTreeMap<usize, Vec<f32>>>>;
@@ -190,11 +194,11 @@ impl CommHook for OnDevice {
     }
 
     fn built_in(&self) -> Option<BuiltInHook> {
-        self.built_in
+        self.built_in.clone()
     }
 
     fn act_as(&mut self, hook: BuiltInHook) -> Result<bool> {
-        Ok(hook == BuiltInHook::Compressed(DType::F16))
+        Ok(matches!(hook, BuiltInHook::Compressed(DType::F16)))
     }
 
     fn is_elsewhere(&self) -> bool {
@@ -269,10 +273,69 @@ fn each_hook_of_the_host_is_named_by_what_cannot_act_as_it() {
             assert!(error.contains(&format!("register_hook({name})")), "{error}");
         });
     }
-    // A smaller group of the hosts cannot average on a device.
-    run(1, |group| {
-        assert!(PostLocalSgd::new(3).subgroup(Metered::new(group)).built_in().is_none());
-        assert_eq!(PostLocalSgd::new(3).built_in(), Some(BuiltInHook::PostLocalSgd { start: 3 }));
+    // What stands in for a smaller group has no ranks that could average on a device.
+    run(1, |group| assert!(PostLocalSgd::new(3).subgroup(Metered::new(group)).built_in().is_none()));
+    let alone = ProcessGroup::alone().unwrap();
+    for hook in [PostLocalSgd::new(3), PostLocalSgd::new(3).subgroup(GroupHandle::new(alone))] {
+        let Some(BuiltInHook::PostLocalSgd(same)) = hook.built_in() else { panic!("{hook:?}") };
+        assert_eq!(same.describe(), hook.describe());
+    }
+}
+
+#[test]
+fn local_sgd_says_among_which_ranks_a_bucket_is_averaged_where_it_lies() {
+    fn ranks(hook: &mut PostLocalSgd, group: &JoinGroup) -> Result<u32> {
+        hook.averaged_among(true, group).map(|among| match among {
+            AveragedAmong::All => 2,
+            AveragedAmong::Subgroup(group) => group.world_size().get(),
+            AveragedAmong::Nobody => 0,
+        })
+    }
+    let groups = ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap();
+    std::thread::scope(|scope| {
+        for group in groups {
+            scope.spawn(move || {
+                let (rank, group) = (group.rank().index(), JoinGroup::new(group));
+                let handle = GroupHandle::new(ProcessGroup::alone().unwrap());
+                let mut hooks = [PostLocalSgd::new(1), PostLocalSgd::new(1).subgroup(handle.clone())];
+                let found = hooks.each_mut().map(|hook| [(); 2].map(|()| ranks(hook, &group).unwrap()));
+                assert_eq!(found, [[2, 0], [2, 1]]);
+                let [mut own, mut smaller] = hooks;
+                // So it is in the memory of the processes.
+                let mut here = PostLocalSgd::new(0).subgroup(handle.clone());
+                let mut start = |group: &JoinGroup| {
+                    let gradients: Arc<[GradientPlace]> = Vec::new().into();
+                    let (buffer, counts) = (Buffer::zeroed(DType::F32, 1), None);
+                    let bucket =
+                        GradBucket { index: 0, is_last: true, buffer, gradients, keeps: false, counts };
+                    here.start(group, bucket).map(drop)
+                };
+                // Rank 0 has a batch less: nobody would answer for it in the smaller group.
+                let joined = group.join(JoinOptions::default(), || {
+                    for step in 0..=rank {
+                        group.step()?;
+                        assert_eq!(ranks(&mut own, &group)?, 0);
+                        let outcomes = [ranks(&mut smaller, &group), start(&group).map(|()| 1)];
+                        for outcome in outcomes {
+                            match outcome {
+                                Ok(among) => assert_eq!((step, among), (0, 1)),
+                                Err(error) => {
+                                    let error = error.to_string();
+                                    assert!(error.contains("1 of 2 ranks have data"), "{error}");
+                                    assert_eq!(step, 1);
+                                }
+                            }
+                        }
+                    }
+                    Ok(())
+                });
+                joined.unwrap();
+                // A handle leads to what cannot average on a device.
+                handle.rebind(FakeGroup::clone(&FakeGroup::world(1)[0]));
+                let error = ranks(&mut smaller, &group).unwrap_err().to_string();
+                assert!(error.contains("none of processes"), "{error}");
+            });
+        }
     });
 }
 

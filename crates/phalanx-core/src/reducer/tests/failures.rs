@@ -88,9 +88,24 @@ fn gradients_that_a_hook_s_panic_has_lost_are_an_error() {
             state.nothing()
         }
     }
+    let new = |group: &Arc<FakeGroup>| {
+        let mut reducer = without_verification(group.clone(), parameters(&[4]), buckets_of(4));
+        reducer.hook = Box::new(Panics);
+        reducer
+    };
+    // Where autograd's hooks reach the reducer, the panic itself is the error.
     let group = FakeGroup::world(2).swap_remove(0);
-    let mut reducer = without_verification(group.clone(), parameters(&[4]), buckets_of(4));
-    reducer.hook = Box::new(Panics);
+    let hooked = HookedReducer::new(new(&group), ());
+    hooked.attempt(|reducer, ()| reducer.start()).unwrap();
+    let errors = [
+        hooked.attempt(|reducer, ()| reducer.ready(0, &[0; 16])).unwrap_err(),
+        hooked.check().unwrap_err(),
+        hooked.finish(|_, ()| Ok(())).unwrap_err(),
+        group.failure().unwrap(),
+    ];
+    assert!(errors.iter().all(|error| error.to_string().contains("hook: the hook's own")), "{errors:?}");
+    let group = FakeGroup::world(2).swap_remove(0);
+    let mut reducer = new(&group);
     reducer.start().unwrap();
     let ready = std::panic::AssertUnwindSafe(|| reducer.ready(0, &[0; 16]));
     assert!(std::panic::catch_unwind(ready).is_err());
