@@ -268,6 +268,81 @@ def test_join():
     assert run(2, _joins) == [1, 1]
 
 
+def _joined_before(rank):
+    if rank == 0:
+        # The list would have one object, and not say whose it is.
+        with pytest.raises(ValueError, match="1 of 2 ranks have sent an object: the others have joined"):
+            hvd.allgather_object({"rank": rank})
+    return hvd.join()
+
+
+def test_objects_are_not_gathered_from_ranks_that_have_joined():
+    assert run(2, _joined_before) == [0, 0]
+
+
+def _refuse_on(rank):
+    if hvd.rank() == rank:
+        raise pickle.UnpicklingError("refused here")
+
+
+class _Unreadable:
+    """What the first rank cannot unpickle."""
+
+    def __reduce__(self):
+        return _refuse_on, (0,)
+
+
+def _optimizer_with(**options):
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1, momentum=0.9)
+    optimizer.param_groups[0].update(options)
+    return optimizer
+
+
+def _unwritten(rank):
+    lock = threading.Lock()
+    own, calls = lock if rank == 1 else "x" * 20_000, 0
+    stateful = _optimizer_with(own=own)
+    for call in (
+        lambda: hvd.allgather_object(own),
+        lambda: hvd.allgather_object(own, name="named"),
+        lambda: hvd.broadcast_object(own, root_rank=1),
+        lambda: hvd.broadcast_optimizer_state(stateful, root_rank=1),
+    ):
+        # Who has the object gets the error of its pickling.
+        with pytest.raises(TypeError if rank == 1 else ValueError, match="cannot pickle '_thread.lock' object") as caught:
+            call()
+        assert rank == 1 or "rank 1 has sent no object: TypeError" in str(caught.value)
+        calls += 1
+    # The names are free again, and all ranks are where the others are.
+    assert hvd.allgather_object(calls) == [4, 4, 4] and hvd.broadcast_object(rank, root_rank=1) == 1
+    assert hvd.allgather_object(calls, name="named") == [4, 4, 4]
+
+
+def test_an_object_that_cannot_be_pickled_is_told_to_all():
+    run(3, _unwritten)
+
+
+def _unread(rank):
+    for call in (lambda: hvd.allgather_object(_Unreadable()), lambda: hvd.broadcast_object(_Unreadable(), root_rank=1)):
+        if rank == 0:
+            with pytest.raises(pickle.UnpicklingError, match="refused here"):
+                call()
+        else:
+            call()
+    optimizer = _optimizer_with(own=_Unreadable(), lr=float(rank))
+    # The tensors of the state would be waited for.
+    with pytest.raises(pickle.UnpicklingError if rank == 0 else ValueError, match="refused here" if rank == 0 else r"of rank 1 cannot be unpickled on ranks \[0\]"):
+        hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+    assert optimizer.param_groups[0]["lr"] == rank
+    optimizer.param_groups[0]["own"] = rank
+    hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["own"]) == (1.0, 1)
+
+
+def test_an_object_that_one_rank_cannot_unpickle_lets_nobody_wait():
+    run(3, _unread)
+
+
 def _model():
     torch.manual_seed(3)
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
