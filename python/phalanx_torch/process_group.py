@@ -1011,6 +1011,8 @@ class ProcessGroup(dist.ProcessGroup):
         if is_watched(self):
             return observed.call(self, "allgather_coalesced", output_lists, input_list, opts)
         # All before the first is called: else the other ranks would wait in the rest.
+        if not input_list:
+            raise ValueError("all_gather_coalesced: requires non-empty input tensor list")
         _as_many("all_gather_coalesced: outputs", self.size(), output_lists)
         for outputs in output_lists:
             if len(outputs) != len(input_list):

@@ -56,6 +56,7 @@ REFUSED_IN_OTHER_WORDS = {
     "reduce_scatter with one of another shape": lambda rank, how: dist.reduce_scatter(torch.zeros(4), several(4, (2, 2)), **how)
     if rank == 1
     else dist.reduce_scatter(torch.zeros(4), several((2, 2), 4), **how),
+    "all_gather_coalesced of nothing": lambda rank, how: dist.all_gather_coalesced([several(), several()], [], **how),
     "all_gather_coalesced with too few lists": lambda rank, how: dist.all_gather_coalesced([several(2)], [ones(2)], **how),
 }
 
