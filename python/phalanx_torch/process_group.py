@@ -392,7 +392,8 @@ def _let_be_attached(is_asked_for: bool) -> None:
         themselves.add("phalanx")
 
 
-_watch_lock = threading.Lock()
+# A signal's handler that interrupts whoever has it may end the group.
+_watch_lock = threading.RLock()
 # How often a group that has hooks is looked at, in seconds.
 _WATCH_INTERVAL = 0.02
 
@@ -416,7 +417,8 @@ def _call_hooks(group: "ProcessGroup") -> None:
     """Calls the hooks of a group that has failed, if they have not been called for that."""
     with _watch_lock:
         native, hooks = group._native, list(group._abort_hooks.values())
-        if not hooks or native is group._told or native.failure() is None:
+        # Last whether they know: a handler may have told them meanwhile.
+        if not hooks or native.failure() is None or native is group._told:
             return
         group._told = native
     for hook in hooks:

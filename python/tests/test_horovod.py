@@ -973,6 +973,26 @@ def test_threads_may_wait_for_one_operation():
     run(2, _threads)
 
 
+def _asked_by_a_handler(rank):
+    handle, results = hvd.allreduce_async(torch.tensor([rank + 1.0]), op=hvd.Sum), []
+    operation = _operations._found(handle)
+    finish = operation._finish
+
+    def interrupted(native):
+        if not results:
+            results.append("interrupted")
+            signal.raise_signal(signal.SIGUSR1)
+        return finish(native)
+
+    operation._finish = interrupted
+    signal.signal(signal.SIGUSR1, lambda *_: results.append(hvd.synchronize(handle).item()))
+    assert hvd.synchronize(handle).item() == 3.0 and results == ["interrupted", 3.0]
+
+
+def test_a_handler_may_ask_for_a_result_that_is_being_made():
+    run(2, _asked_by_a_handler)
+
+
 def _polled(rank):
     handle = hvd.allgather_async(torch.zeros(1 << 21), name="large")
     native = importlib.import_module("phalanx_torch.horovod._operations")._handles[handle]._native

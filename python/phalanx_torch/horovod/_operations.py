@@ -50,7 +50,8 @@ class _InFlight:
     def __init__(self, native: _native.Handle, finish: _Finish) -> None:
         self._native, self._result = native, None
         self._finish: _Finish | None = finish
-        self._lock = threading.Lock()
+        # A signal's handler that interrupts the making of the result may ask for it.
+        self._lock = threading.RLock()
 
     def poll(self) -> bool:
         return self._native.poll()
