@@ -268,6 +268,21 @@ def test_join():
     assert run(2, _joins) == [1, 1]
 
 
+def _unnamed_around_a_join(rank):
+    own = hvd.SyncBatchNorm(2)
+    for step in range(rank + 1):
+        hvd.allreduce(torch.ones(1), op=hvd.Sum)
+        own(torch.randn(4, 2, requires_grad=True)).sum().backward()
+    hvd.join()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2.0
+    own(torch.randn(4, 2, requires_grad=True)).sum().backward()
+    assert hvd.allgather(torch.tensor([rank])).tolist() == hvd.allgather_object(rank) == [0, 1]
+
+
+def test_calls_without_a_name_find_each_other_after_a_join():
+    run(2, _unnamed_around_a_join)
+
+
 def _joined_before(rank):
     if rank == 0:
         # The list would have one object, and not say whose it is.
