@@ -85,6 +85,11 @@ def _collectives(rank):
     hvd.grouped_allreduce_(pair, op=hvd.Sum)
     assert [one.tolist() for one in pair] == [[3.0] * 2, [3.0] * 3]
 
+    # Tensors that share memory are combined as they were: small ones, and those that are large enough to be combined where they are.
+    for length in (3, 1 << 19):
+        shared = torch.full((length,), float(rank + 1))
+        hvd.grouped_allreduce_([shared, shared[1:], shared], op=hvd.Sum)
+        assert (shared == 6.0).all()
     rows = torch.full((rank + 1, 2), rank, dtype=torch.int16)
     assert hvd.allgather(rows).tolist() == [[0, 0], [1, 1], [1, 1], [2, 2], [2, 2], [2, 2]]
     one, two = hvd.grouped_allgather([torch.tensor([rank]), torch.tensor([[rank + 0.5]])])
