@@ -672,6 +672,23 @@ def test_what_the_optimizer_is_given_reaches_its_schedule_and_its_hooks(how):
     assert run(2, _loaded, how) == [([1.0, 0.5, 0.25], ["before", "after"] * 3, 1 - 2 - 1.5 - 0.875, [3.5, 3.5])] * 2
 
 
+def _loaded_between_passes(rank):
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), backward_passes_per_step=2)
+    (weight * 5.0).sum().backward()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.zero_grad()
+    for _ in range(2):
+        (weight * (rank + 1.0)).sum().backward()
+    optimizer.step()
+    # The average of 2 and 4.
+    assert weight.item() == -3.0
+
+
+def test_a_state_that_is_loaded_between_passes_begins_the_step_anew():
+    run(2, _loaded_between_passes)
+
+
 def _parameters(rank):
     model = torch.nn.Linear(2, 1)
 
