@@ -56,7 +56,6 @@ REFUSED_IN_OTHER_WORDS = {
     "reduce_scatter with one of another shape": lambda rank, how: dist.reduce_scatter(torch.zeros(4), several(4, (2, 2)), **how)
     if rank == 1
     else dist.reduce_scatter(torch.zeros(4), several((2, 2), 4), **how),
-    "all_gather_coalesced of nothing": lambda rank, how: dist.all_gather_coalesced([several(), several()], [], **how),
     "all_gather_coalesced with too few lists": lambda rank, how: dist.all_gather_coalesced([several(2)], [ones(2)], **how),
 }
 
@@ -143,6 +142,7 @@ def halves(rank):
         (lambda: group.all_gather_single_coalesced([torch.zeros(4), torch.zeros(6).int()], pairs[1]), TypeError, "at index 1 is of torch.int32"),
         (lambda: group.reduce_scatter_single_coalesced([ones(2), ones(3).int()], pairs[0]), TypeError, "at index 1 is of torch.int32"),
         (lambda: group.all_gather_single_coalesced([torch.zeros(4), torch.zeros(6)], [ones(2), ones(3).to_sparse()]), ValueError, "at index 1 is of layout"),
+        (lambda: group.allgather_coalesced([[]] * WORLD, []), ValueError, "requires non-empty input tensor list"),
         (lambda: group.allgather_coalesced([several(2, 3)] * WORLD, [ones(2), ones(3).int()]), TypeError, "at index 1 is of torch.float32"),
     ):
         with pytest.raises(kind, match=match):
