@@ -97,6 +97,12 @@ def _without_copy(numpy: Any, array: object) -> object:
     return numpy.from_dlpack(array, copy=False)
 
 
+def _rank(what: str, rank: int) -> int:
+    if rank < 0:
+        raise ValueError(f"{what}: rank {rank} is not a rank of this group: ranks begin with 0")
+    return rank
+
+
 class ArrayGroup:
     """The ranks of a job.
 
@@ -138,7 +144,7 @@ class ArrayGroup:
 
     def broadcast(self, array: Array, root: int = 0) -> None:
         """Copies the root's array to every rank. The root's may be read-only, and is copied once more then."""
-        self._native.broadcast(_lent(array), root, _NOW)
+        self._native.broadcast(_lent(array), _rank("broadcast", root), _NOW)
 
     def all_gather(self, output: Array, input: Array) -> None:
         """Gathers the ranks' ``input``, of one length, into ``output``, in the order of the ranks."""
@@ -156,11 +162,11 @@ class ArrayGroup:
 
     def send(self, array: Array, to: int, tag: int = 0) -> None:
         """Sends to the rank ``to``, which receives an array of the same type and length."""
-        self._native.send(_lent(array), to, tag, _NOW).wait()
+        self._native.send(_lent(array), _rank("send", to), tag, _NOW).wait()
 
     def recv(self, array: Array, source: int | None = None, tag: int = 0) -> int:
         """Receives from the rank ``source``, or from any, and returns from which."""
-        work = self._native.recv(_lent(array), source, tag, _NOW)
+        work = self._native.recv(_lent(array), None if source is None else _rank("recv", source), tag, _NOW)
         work.wait()
         source = work.source()
         assert source is not None  # It has received.

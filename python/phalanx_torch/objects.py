@@ -83,10 +83,13 @@ def gather_object(
         return
     root = _group_rank(part, group, dst, group_dst, default=0)
     is_root = part.rank() == root
+    refused = None
     if is_root and not object_gather_list:
-        raise ValueError("gather_object: object_gather_list must be given on the destination rank")
-    if not is_root and object_gather_list:
-        raise ValueError("gather_object: object_gather_list must not be given on other ranks than the destination")
+        refused = ValueError("gather_object: object_gather_list must be given on the destination rank")
+    elif is_root:
+        refused = _without_places("gather_object", object_gather_list or (), part.size())
+    elif object_gather_list:
+        refused = ValueError("gather_object: object_gather_list must not be given on other ranks than the destination")
     places = part.size() if is_root else 0
 
     def seen(sent: list[bytes]) -> Objects:
@@ -101,7 +104,7 @@ def gather_object(
         weights_only,
         lambda group, sent, form: group._native.gather_object(sent[0], form, root),
         seen,
-        _without_places("gather_object", object_gather_list or (), part.size()) if is_root else None,
+        refused,
     )
     if is_root and object_gather_list is not None:
         _fill(object_gather_list, found, part.size(), weights_only)
@@ -153,11 +156,11 @@ def scatter_object_list(
     if part is None:
         return
     root = _group_rank(part, group, src, group_src, default=0)
-    if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
-        raise ValueError("scatter_object_list: scatter_object_output_list must be a list of at least one place")
     objects: Sequence[Any] = ()
     refused = None
-    if part.rank() == root:
+    if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
+        refused = ValueError("scatter_object_list: scatter_object_output_list must be a list of at least one place")
+    elif part.rank() == root:
         objects = scatter_object_input_list or ()
         if len(objects) != part.size():
             given = "none" if scatter_object_input_list is None else str(len(objects))

@@ -139,7 +139,11 @@ def _op(options: Any) -> Op:
 
 def _shape(tensor: torch.Tensor) -> str:
     """The shape of ``tensor`` as gloo's errors show it."""
-    return f"({', '.join(str(length) for length in tensor.shape)})"
+    return _named(tensor.shape)
+
+
+def _named(shape: Iterable[int]) -> str:
+    return f"({', '.join(str(length) for length in shape)})"
 
 
 def _have_shapes(tensors: Iterable[torch.Tensor]) -> bool:
@@ -182,6 +186,26 @@ def _as_many(what: str, expected: int, tensors: Sequence[object]) -> None:
         raise ValueError(f"{what}: a list of {len(tensors)}, and the group has {expected} ranks")
 
 
+def _check_layout(what: str, whole: tuple[str, torch.Tensor], part: tuple[str, torch.Tensor], ranks: int) -> None:
+    """Refuses a tensor for all ranks whose shape says something else than what lies in it: the elements of each rank, one rank after the other. That is so
+    for the ranks' rows below each other, for a dimension more, the first, and for one row of all elements. Of other lengths the native part has the error."""
+    (name, all_ranks), (name_of_part, one_rank) = whole, part
+    if all_ranks.dim() < 2 or all_ranks.numel() != ranks * one_rank.numel():
+        return
+    before, before_in_part = list(all_ranks.shape), list(one_rank.shape)
+    while before and before_in_part and before[-1] == before_in_part[-1]:
+        before.pop()
+        before_in_part.pop()
+    # A dimension of one element moves none.
+    if sum(length != 1 for length in before) > 1:
+        shape = list(one_rank.shape)
+        below, further = [ranks * shape[0], *shape[1:]] if shape else [ranks], [ranks, *shape]
+        raise ValueError(
+            f"{what}: with {ranks} ranks and the {name_of_part} {_shape(one_rank)} the {name} has the shape {_named(below)}, {_named(further)} or "
+            f"({all_ranks.numel()}), and not {_shape(all_ranks)}: its elements would be in other places than that says. view() gives it another shape"
+        )
+
+
 def _check_pair(what: str, index: int, output: torch.Tensor, input: torch.Tensor) -> None:
     """Refuses what the call of this pair, one of several, would refuse."""
     if output.dtype is not input.dtype:
@@ -203,13 +227,14 @@ def _check_pairs(
         raise ValueError(f"{what}: {len(outputs)} outputs and {len(inputs)} inputs: give as many of both")
     for index, (output, input) in enumerate(zip(outputs, inputs)):
         whole, part = (output, input) if is_gathered else (input, output)
+        names = ("output", "input") if is_gathered else ("input", "output")
         if _have_shapes((output, input)) and whole.numel() != ranks * part.numel():
-            names = ("output", "input") if is_gathered else ("input", "output")
             raise ValueError(
                 f"{what}: with {ranks} ranks the {names[0]} at index {index} must be {ranks} times as long as the {names[1]}; it has "
                 f"{whole.numel()} elements, the {names[1]} {part.numel()}"
             )
         _check_pair(what, index, output, input)
+        _check_layout(what, (f"{names[0]} at index {index}", whole), (names[1], part), ranks)
 
 
 class _Staged:
@@ -367,7 +392,8 @@ def _let_be_attached(is_asked_for: bool) -> None:
         themselves.add("phalanx")
 
 
-_watch_lock = threading.Lock()
+# A signal's handler that interrupts whoever has it may end the group.
+_watch_lock = threading.RLock()
 # How often a group that has hooks is looked at, in seconds.
 _WATCH_INTERVAL = 0.02
 
@@ -391,7 +417,8 @@ def _call_hooks(group: "ProcessGroup") -> None:
     """Calls the hooks of a group that has failed, if they have not been called for that."""
     with _watch_lock:
         native, hooks = group._native, list(group._abort_hooks.values())
-        if not hooks or native is group._told or native.failure() is None:
+        # Last whether they know: a handler may have told them meanwhile.
+        if not hooks or native.failure() is None or native is group._told:
             return
         group._told = native
     for hook in hooks:
@@ -962,6 +989,7 @@ class ProcessGroup(dist.ProcessGroup):
             return observed.call(self, "all_gather_single", output, input, opts)
         staged = _Staged()
         lent, own = staged.lend(output), staged.lend(input, written=False)
+        _check_layout("all_gather_single", ("output", lent), ("input", own), self.size())
         return self._call(
             "all_gather_single",
             _how(opts),
@@ -985,6 +1013,8 @@ class ProcessGroup(dist.ProcessGroup):
         if is_watched(self):
             return observed.call(self, "allgather_coalesced", output_lists, input_list, opts)
         # All before the first is called: else the other ranks would wait in the rest.
+        if not input_list:
+            raise ValueError("all_gather_coalesced: requires non-empty input tensor list")
         _as_many("all_gather_coalesced: outputs", self.size(), output_lists)
         for outputs in output_lists:
             if len(outputs) != len(input_list):
@@ -1104,6 +1134,7 @@ class ProcessGroup(dist.ProcessGroup):
         op, staged = _op(opts), _Staged()
         wider = _widened(output, op, [input])
         own, into = staged.lend(input, written=False, type=wider), staged.lend(output, type=wider)
+        _check_layout("reduce_scatter_single", ("input", own), ("output", into), self.size())
         op = _told(staged.averaged(op, [into], self.size()), output.dtype, wider)
         return self._call(
             "reduce_scatter_single",

@@ -501,6 +501,7 @@ impl Group {
     }
 
     fn send(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>, to: u32, tag: i64, how: How) -> PyResult<Work> {
+        check_tag("send", tag)?;
         let memory = Memory::of(tensor, Meaning::Bytes, false)?;
         let (call, work) = self.message(how)?;
         let content = Content::Elements(memory);
@@ -518,6 +519,7 @@ impl Group {
         tag: i64,
         how: How,
     ) -> PyResult<Work> {
+        check_tag("recv", tag)?;
         let memory = Memory::of(tensor, Meaning::Bytes, true)?;
         let (call, work) = self.message(how)?;
         let place = Place::Elements(memory);
@@ -538,6 +540,14 @@ impl Drop for Inner {
             // Its threads and connections are the parent's: they may neither be waited for nor said goodbye to.
             std::mem::forget(group);
         }
+    }
+}
+
+/// An error of a tag that no message has, in gloo's words.
+fn check_tag(what: &str, tag: i64) -> PyResult<()> {
+    match tag {
+        0.. => Ok(()),
+        _ => Err(PyValueError::new_err(format!("{what}: Tag must be nonnegative; it is {tag}"))),
     }
 }
 

@@ -210,6 +210,12 @@ def rank_of_memory(rank, port):
         with pytest.raises(TypeError, match="without its mask"):
             group.send(masked, 1 - rank)
         group.all_reduce(masked.filled(0.0))
+        for call in (lambda: group.send(tensor, 1 - rank, tag=-1), lambda: group.recv(tensor, 1 - rank, tag=-1), lambda: group.recv(tensor, tag=-1)):
+            with pytest.raises(ValueError, match="Tag must be nonnegative; it is -1"):
+                call()
+        for call in (lambda: group.broadcast(tensor, -1), lambda: group.send(tensor, -1), lambda: group.recv(tensor, -1)):
+            with pytest.raises(ValueError, match="rank -1 is not a rank of this group: ranks begin with 0"):
+                call()
         # Neither.
         with pytest.raises(TypeError, match="list has neither .* nor DLPack nor a buffer"):
             group.all_reduce([1.0, 2.0])

@@ -281,6 +281,40 @@ def test_abort_ends_what_waits(ranks):
     ranks(2, aborted)
 
 
+def aborted_by_a_handler(rank):
+    group, called = dist.group.WORLD, []
+    blind_watcher(group)
+
+    class Interrupted:
+        """The native part, on which a signal comes while it is asked for its failure."""
+
+        def __init__(self, native):
+            self.native = native
+
+        def __getattr__(self, name):
+            return getattr(self.native, name)
+
+        def failure(self):
+            if not called:
+                called.append("asked")
+                signal.raise_signal(signal.SIGUSR1)
+            return self.native.failure()
+
+    def handler(*_):
+        called.append("handled")
+        group.abort()
+
+    signal.signal(signal.SIGUSR1, handler)
+    group.register_abort_hook(1, lambda: called.append("told"))
+    group._native = Interrupted(group._native)
+    group.abort()
+    assert called == ["asked", "handled", "told"], called
+
+
+def test_a_handler_may_abort_a_group_whose_hooks_are_being_called(ranks):
+    ranks(2, aborted_by_a_handler)
+
+
 def monitored(rank):
     monitored_barrier = dist.monitored_barrier if SINCE_2_15 else dist.group.WORLD.monitored_barrier
     monitored_barrier(timeout=datetime.timedelta(seconds=20))

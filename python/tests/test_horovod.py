@@ -85,6 +85,11 @@ def _collectives(rank):
     hvd.grouped_allreduce_(pair, op=hvd.Sum)
     assert [one.tolist() for one in pair] == [[3.0] * 2, [3.0] * 3]
 
+    # Tensors that share memory are combined as they were: small ones, and those that are large enough to be combined where they are.
+    for length in (3, 1 << 19):
+        shared = torch.full((length,), float(rank + 1))
+        hvd.grouped_allreduce_([shared, shared[1:], shared], op=hvd.Sum)
+        assert (shared == 6.0).all()
     rows = torch.full((rank + 1, 2), rank, dtype=torch.int16)
     assert hvd.allgather(rows).tolist() == [[0, 0], [1, 1], [1, 1], [2, 2], [2, 2], [2, 2]]
     one, two = hvd.grouped_allgather([torch.tensor([rank]), torch.tensor([[rank + 0.5]])])
@@ -266,6 +271,96 @@ def _joins(rank):
 
 def test_join():
     assert run(2, _joins) == [1, 1]
+
+
+def _unnamed_around_a_join(rank):
+    own = hvd.SyncBatchNorm(2)
+    for step in range(rank + 1):
+        hvd.allreduce(torch.ones(1), op=hvd.Sum)
+        own(torch.randn(4, 2, requires_grad=True)).sum().backward()
+    hvd.join()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2.0
+    own(torch.randn(4, 2, requires_grad=True)).sum().backward()
+    assert hvd.allgather(torch.tensor([rank])).tolist() == hvd.allgather_object(rank) == [0, 1]
+
+
+def test_calls_without_a_name_find_each_other_after_a_join():
+    run(2, _unnamed_around_a_join)
+
+
+def _joined_before(rank):
+    if rank == 0:
+        # The list would have one object, and not say whose it is.
+        with pytest.raises(ValueError, match="1 of 2 ranks have sent an object: the others have joined"):
+            hvd.allgather_object({"rank": rank})
+    return hvd.join()
+
+
+def test_objects_are_not_gathered_from_ranks_that_have_joined():
+    assert run(2, _joined_before) == [0, 0]
+
+
+def _refuse_on(rank):
+    if hvd.rank() == rank:
+        raise pickle.UnpicklingError("refused here")
+
+
+class _Unreadable:
+    """What the first rank cannot unpickle."""
+
+    def __reduce__(self):
+        return _refuse_on, (0,)
+
+
+def _optimizer_with(**options):
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1, momentum=0.9)
+    optimizer.param_groups[0].update(options)
+    return optimizer
+
+
+def _unwritten(rank):
+    lock = threading.Lock()
+    own, calls = lock if rank == 1 else "x" * 20_000, 0
+    stateful = _optimizer_with(own=own)
+    for call in (
+        lambda: hvd.allgather_object(own),
+        lambda: hvd.allgather_object(own, name="named"),
+        lambda: hvd.broadcast_object(own, root_rank=1),
+        lambda: hvd.broadcast_optimizer_state(stateful, root_rank=1),
+    ):
+        # Who has the object gets the error of its pickling.
+        with pytest.raises(TypeError if rank == 1 else ValueError, match="cannot pickle '_thread.lock' object") as caught:
+            call()
+        assert rank == 1 or "rank 1 has sent no object: TypeError" in str(caught.value)
+        calls += 1
+    # The names are free again, and all ranks are where the others are.
+    assert hvd.allgather_object(calls) == [4, 4, 4] and hvd.broadcast_object(rank, root_rank=1) == 1
+    assert hvd.allgather_object(calls, name="named") == [4, 4, 4]
+
+
+def test_an_object_that_cannot_be_pickled_is_told_to_all():
+    run(3, _unwritten)
+
+
+def _unread(rank):
+    for call in (lambda: hvd.allgather_object(_Unreadable()), lambda: hvd.broadcast_object(_Unreadable(), root_rank=1)):
+        if rank == 0:
+            with pytest.raises(pickle.UnpicklingError, match="refused here"):
+                call()
+        else:
+            call()
+    optimizer = _optimizer_with(own=_Unreadable(), lr=float(rank))
+    # The tensors of the state would be waited for.
+    with pytest.raises(pickle.UnpicklingError if rank == 0 else ValueError, match="refused here" if rank == 0 else r"of rank 1 cannot be unpickled on ranks \[0\]"):
+        hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+    assert optimizer.param_groups[0]["lr"] == rank
+    optimizer.param_groups[0]["own"] = rank
+    hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["own"]) == (1.0, 1)
+
+
+def test_an_object_that_one_rank_cannot_unpickle_lets_nobody_wait():
+    run(3, _unread)
 
 
 def _model():
@@ -575,6 +670,23 @@ def _loaded(rank, how):
 def test_what_the_optimizer_is_given_reaches_its_schedule_and_its_hooks(how):
     # The momentum is 2, 3 and 3.5, the rate 1, 1/2 and 1/4.
     assert run(2, _loaded, how) == [([1.0, 0.5, 0.25], ["before", "after"] * 3, 1 - 2 - 1.5 - 0.875, [3.5, 3.5])] * 2
+
+
+def _loaded_between_passes(rank):
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), backward_passes_per_step=2)
+    (weight * 5.0).sum().backward()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.zero_grad()
+    for _ in range(2):
+        (weight * (rank + 1.0)).sum().backward()
+    optimizer.step()
+    # The average of 2 and 4.
+    assert weight.item() == -3.0
+
+
+def test_a_state_that_is_loaded_between_passes_begins_the_step_anew():
+    run(2, _loaded_between_passes)
 
 
 def _parameters(rank):
@@ -896,6 +1008,26 @@ def _threads(rank):
 
 def test_threads_may_wait_for_one_operation():
     run(2, _threads)
+
+
+def _asked_by_a_handler(rank):
+    handle, results = hvd.allreduce_async(torch.tensor([rank + 1.0]), op=hvd.Sum), []
+    operation = _operations._found(handle)
+    finish = operation._finish
+
+    def interrupted(native):
+        if not results:
+            results.append("interrupted")
+            signal.raise_signal(signal.SIGUSR1)
+        return finish(native)
+
+    operation._finish = interrupted
+    signal.signal(signal.SIGUSR1, lambda *_: results.append(hvd.synchronize(handle).item()))
+    assert hvd.synchronize(handle).item() == 3.0 and results == ["interrupted", 3.0]
+
+
+def test_a_handler_may_ask_for_a_result_that_is_being_made():
+    run(2, _asked_by_a_handler)
 
 
 def _polled(rank):

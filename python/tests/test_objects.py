@@ -1,5 +1,6 @@
 """The package's own functions for objects, and in the place of PyTorch's."""
 
+import contextlib
 import datetime
 import inspect
 import io
@@ -161,7 +162,6 @@ def wrong(rank):
         (lambda: phalanx_torch.gather_object(1, None, dst=rank), "must be given"),
         (lambda: phalanx_torch.gather_object(1, [None, None], dst=other), "must not be given"),
         (lambda: phalanx_torch.broadcast_object_list([1], 7), "rank 7 is not a rank of this group"),
-        (lambda: phalanx_torch.scatter_object_list([], None, src=other), "at least one place"),
         (lambda: phalanx_torch.send_object_list([1], rank), "the rank of this process"),
         (lambda: phalanx_torch.recv_object_list([1], rank), "the rank of this process"),
         (lambda: phalanx_torch.send_object_list([1]), "Must specify"),
@@ -185,14 +185,22 @@ def wrong_on_one_rank(rank):
     for call, why in [
         (lambda: phalanx_torch.all_gather_object([None] * (rank + 1), rank), "a list of 1, and the group has 2 ranks"),
         (lambda: phalanx_torch.gather_object(rank, gathered), "a list of 1, and the group has 2 ranks"),
+        (lambda: phalanx_torch.gather_object(rank, None), "must be given"),
+        (lambda: phalanx_torch.gather_object(rank, [None, None]), "must not be given"),
+        (lambda: phalanx_torch.scatter_object_list([] if rank == 0 else [None], [1, 2] if rank == 0 else None), "at least one place"),
         (lambda: phalanx_torch.scatter_object_list([None], [1]), "1 given, and the source rank has one object for each of 2"),
         (lambda: phalanx_torch.scatter_object_list([None], None), "none given"),
     ]:
         with pytest.raises(ValueError, match=why):
             call()
+    # The root has its own.
+    place = [None] if rank == 0 else []
+    with pytest.raises(ValueError, match="at least one place") if rank == 1 else contextlib.nullcontext():
+        phalanx_torch.scatter_object_list(place, ["x" * 20_000] * 2 if rank == 0 else None)
+    assert place == (["x" * 20_000] if rank == 0 else [])
     places = [None, None]
     phalanx_torch.all_gather_object(places, rank)
-    assert places == [0, 1]
+    assert places == [0, 1] and dist.group.WORLD.failure() is None
 
 
 def test_what_one_rank_refuses_is_told_to_all(ranks):

@@ -142,6 +142,7 @@ def halves(rank):
         (lambda: group.all_gather_single_coalesced([torch.zeros(4), torch.zeros(6).int()], pairs[1]), TypeError, "at index 1 is of torch.int32"),
         (lambda: group.reduce_scatter_single_coalesced([ones(2), ones(3).int()], pairs[0]), TypeError, "at index 1 is of torch.int32"),
         (lambda: group.all_gather_single_coalesced([torch.zeros(4), torch.zeros(6)], [ones(2), ones(3).to_sparse()]), ValueError, "at index 1 is of layout"),
+        (lambda: group.allgather_coalesced([[]] * WORLD, []), ValueError, "requires non-empty input tensor list"),
         (lambda: group.allgather_coalesced([several(2, 3)] * WORLD, [ones(2), ones(3).int()]), TypeError, "at index 1 is of torch.float32"),
     ):
         with pytest.raises(kind, match=match):
@@ -157,6 +158,50 @@ def halves(rank):
 
 def test_several_calls_as_one_are_all_made_or_none(ranks):
     ranks(WORLD, halves)
+
+
+# The shapes of the tensor for all of 2 ranks, and of one rank's: as the elements lie.
+LAYOUTS = [((4, 3), (2, 3)), ((2, 2, 3), (2, 3)), ((12,), (2, 3)), ((2,), ()), ((2, 3), (3,)), ((6,), (3,)), ((1, 4, 3), (1, 2, 3)), ((0, 3), (0, 3))]
+# And not so: a concatenation along another dimension, or rows of another length.
+OTHER_LAYOUTS = [((2, 6), (2, 3)), ((3, 4), (2, 3)), ((3, 2), (3,)), ((3, 2), (3, 1)), ((2, 2, 3), (2, 1, 3)), ((4, 3), (6,))]
+
+
+def shaped(rank):
+    group = dist.group.WORLD
+    for whole, part in LAYOUTS:
+        own = torch.arange(float(torch.Size(part).numel())).reshape(part) + 100 * rank
+        both = torch.cat([own.flatten() - 100 * rank, own.flatten() - 100 * rank + 100])
+        output = torch.zeros(whole)
+        dist.all_gather_into_tensor(output, own)
+        assert torch.equal(output.flatten(), both), (whole, part)
+        output = torch.zeros(part)
+        dist.reduce_scatter_tensor(output, both.reshape(whole))
+        assert torch.equal(output, 2 * own), (whole, part)
+    complex_rows = torch.full((2, 3), rank + 1j)
+    output = torch.zeros(12, dtype=torch.complex64)
+    dist.all_gather_into_tensor(output, complex_rows)
+    assert output.tolist() == [1j] * 6 + [1 + 1j] * 6
+    before = group._get_sequence_number_for_group()
+    for whole, part in OTHER_LAYOUTS:
+        for call in (
+            lambda: dist.all_gather_into_tensor(torch.zeros(whole), torch.zeros(part)),
+            lambda: dist.all_gather_into_tensor(torch.zeros(whole), torch.zeros(part), async_op=True),
+            lambda: dist.all_gather_into_tensor(torch.zeros(whole, dtype=torch.complex64), torch.zeros(part, dtype=torch.complex64)),
+            lambda: dist.reduce_scatter_tensor(torch.zeros(part), torch.zeros(whole)),
+            lambda: dist.reduce_scatter_tensor(torch.zeros(part).int(), torch.zeros(whole).int(), dist.ReduceOp.AVG),
+            lambda: group.all_gather_single_coalesced([torch.zeros(4), torch.zeros(whole)], [ones(2), torch.zeros(part)]),
+            lambda: group.reduce_scatter_single_coalesced([ones(2), torch.zeros(part)], [torch.zeros(4), torch.zeros(whole)]),
+        ):
+            with pytest.raises(ValueError, match="its elements would be in other places than that says"):
+                call()
+    with pytest.raises(ValueError, match=r"the input \(2, 3\) the output has the shape \(4, 3\), \(2, 2, 3\) or \(12\), and not \(2, 6\)"):
+        dist.all_gather_into_tensor(torch.zeros(2, 6), torch.zeros(2, 3))
+    # Nothing of them has been sent.
+    assert group._get_sequence_number_for_group() == before
+
+
+def test_tensors_for_all_ranks_have_a_shape_that_says_what_lies_in_them(ranks):
+    ranks(WORLD, shaped)
 
 
 def limited(rank):

@@ -13,14 +13,41 @@ from phalanx_torch.horovod._operations import _synchronized, allgather_async, br
 _T = TypeVar("_T")
 
 
-def _written(value: object) -> torch.Tensor:
+# How many characters the other ranks get of why a rank has no object.
+_CAUSE_CHARACTERS = 200
+
+
+def _written(value: object) -> bytes:
     pickler: Any
     try:
         # As Horovod does: it takes functions and classes of the program, too.
         pickler = importlib.import_module("cloudpickle")
     except ImportError:
         pickler = pickle
-    return torch.frombuffer(bytearray(pickler.dumps(value)), dtype=torch.uint8)
+    data: bytes = pickler.dumps(value)
+    return data
+
+
+class _Sent:
+    """What a rank sends: what ``make`` returns, pickled, or in place of that why there is nothing. The length tells which, and is below 0 for the second:
+    the other ranks would wait for a rank that raises before it has sent anything."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.value: Any = None
+        self.error: Exception | None = None
+        try:
+            self.value = make()
+            data = _written(self.value)
+        except Exception as error:
+            self.error = error
+            data = f"{type(error).__name__}: {error}"[:_CAUSE_CHARACTERS].encode(errors="replace")
+        self.bytes = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self.length = len(data) if self.error is None else -len(data)
+
+
+def _without_object(operation: str, rank: int, cause: torch.Tensor) -> ValueError:
+    """The error of a rank that has sent, in place of an object, why it has none."""
+    return ValueError(f"{operation}: rank {rank} has sent no object: {bytes(cause.tolist()).decode(errors='replace')}")
 
 
 def _read(tensor: torch.Tensor) -> Any:
@@ -35,28 +62,68 @@ def _has_numpy() -> bool:
     return True
 
 
+class _Unread:
+    """In place of an object that this rank cannot unpickle: why."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+def _read_or_why_not(tensor: torch.Tensor) -> Any:
+    try:
+        return _read(tensor)
+    except Exception as error:
+        return _Unread(error)
+
+
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The root's object, on every rank. It is pickled: ranks must trust each other."""
+    """The root's object, on every rank. It is pickled: ranks must trust each other. If the root cannot pickle it, that is an error on all ranks."""
+    return _broadcast_object(lambda: obj, _read, root_rank, name, process_set)
+
+
+def _broadcast_object(
+    make: Callable[[], Any], read: Callable[[torch.Tensor], Any], root_rank: int, name: str | None, process_set: ProcessSet
+) -> Any:
+    """As :func:`broadcast_object`: on the root what ``make`` returns, on others what ``read`` makes of the bytes that come."""
     name = process_set._numbered("broadcast_object") if name is None else f"broadcast_object.{name}"
     is_root = process_set._root(int(root_rank)) == process_set.rank()
-    own = _written(obj) if is_root else torch.empty(0, dtype=torch.uint8, device="cpu")
-    length = torch.tensor([own.numel()], device="cpu")
-    _synchronized(broadcast_async_(length, root_rank, f"{name}.length", process_set))
-    if not is_root:
-        own = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-    _synchronized(broadcast_async_(own, root_rank, f"{name}.data", process_set))
-    return obj if is_root else _read(own)
+    sent = _Sent(make) if is_root else None
+    announced = torch.tensor([0 if sent is None else sent.length], device="cpu")
+    _synchronized(broadcast_async_(announced, root_rank, f"{name}.length", process_set))
+    length = int(announced)
+    data = torch.empty(abs(length), dtype=torch.uint8, device="cpu") if sent is None else sent.bytes
+    _synchronized(broadcast_async_(data, root_rank, f"{name}.data", process_set))
+    if sent is None:
+        if length < 0:
+            raise _without_object("broadcast_object", int(root_rank), data)
+        return read(data)
+    if sent.error is not None:
+        raise sent.error
+    return sent.value
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """All ranks' objects, in the order of the ranks. They are pickled: ranks must trust each other."""
+    """All ranks' objects, in the order of the ranks. They are pickled: ranks must trust each other. If a rank cannot pickle its own, or has joined, that is
+    an error on all ranks that call it."""
+    # Only the ranks of the set may submit anything.
+    process_set._here()
     name = process_set._numbered("allgather_object") if name is None else f"allgather_object.{name}"
-    own = _written(obj)
-    lengths = _synchronized(allgather_async(torch.tensor([own.numel()], device="cpu"), f"{name}.length", process_set))
-    every = _synchronized(allgather_async(own, f"{name}.data", process_set))
-    return [_read(part) for part in every.split(lengths.tolist())]
+    sent = _Sent(lambda: obj)
+    lengths = _synchronized(allgather_async(torch.tensor([sent.length], device="cpu"), f"{name}.length", process_set)).tolist()
+    every = _synchronized(allgather_async(sent.bytes, f"{name}.data", process_set))
+    if sent.error is not None:
+        raise sent.error
+    parts = every.split([abs(length) for length in lengths])
+    if len(parts) < process_set.size():
+        raise ValueError(
+            f"allgather_object: {len(parts)} of {process_set.size()} ranks have sent an object: the others have joined, and nothing tells whose these are"
+        )
+    for rank, length, part in zip(process_set.ranks, lengths, parts):
+        if length < 0:
+            raise _without_object("allgather_object", rank, part)
+    return [_read(part) for part in parts]
 
 
 _PARAMETERS = "pass model.state_dict(), model.named_parameters() or list(model.parameters())"
@@ -121,14 +188,24 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("broadcast_optimizer_state: the state of torch.optim.LBFGS is not for broadcasting: begin it anew on all ranks")
     is_root = global_process_set._root(int(root_rank)) == global_process_set.rank()
-    state = optimizer.state_dict()
     tensors: list[torch.Tensor] = []
 
     def place(tensor: torch.Tensor) -> _Place:
         tensors.append(tensor)
         return _Place(len(tensors) - 1, tensor)
 
-    frame = broadcast_object(_replaced(state, torch.Tensor, place) if is_root else None, root_rank, name="optimizer")
+    def framed() -> Any:
+        return _replaced(optimizer.state_dict(), torch.Tensor, place)
+
+    frame = _broadcast_object(framed, _read_or_why_not, root_rank, "optimizer", global_process_set)
+    # Before the tensors: a rank that cannot read what they belong to would let the others wait for it.
+    own_rank = torch.tensor([global_process_set.rank() if isinstance(frame, _Unread) else -1], device="cpu")
+    said = _synchronized(allgather_async(own_rank, "optimizer.unread")).tolist()
+    ranks = [rank for rank in said if rank >= 0]
+    if isinstance(frame, _Unread):
+        raise frame.error
+    if ranks:
+        raise ValueError(f"broadcast_optimizer_state: the state of rank {int(root_rank)} cannot be unpickled on ranks {ranks}: its error says why")
     if not is_root:
         # Those with the same number share a tensor.
         places: dict[int, _Place] = {}

@@ -50,7 +50,8 @@ class _InFlight:
     def __init__(self, native: _native.Handle, finish: _Finish) -> None:
         self._native, self._result = native, None
         self._finish: _Finish | None = finish
-        self._lock = threading.Lock()
+        # A signal's handler that interrupts the making of the result may ask for it.
+        self._lock = threading.RLock()
 
     def poll(self) -> bool:
         return self._native.poll()
@@ -207,6 +208,12 @@ class _Reduced:
         return self.into
 
 
+def _share_memory(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether two of these contiguous tensors have elements in one place."""
+    places = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()) for tensor in tensors)
+    return any(end > start for (_, end), (start, _) in zip(places, places[1:]))
+
+
 def _ways(
     what: str, tensors: Sequence[torch.Tensor], op: Op, before: float, after: float, process_set: ProcessSet, in_place: bool = False
 ) -> tuple[list[_Reduced], Op, tuple[float, float]]:
@@ -215,6 +222,10 @@ def _ways(
         _Reduced(what, tensor, op, float(before), float(after), process_set.size(), tensor if in_place else None)
         for tensor in tensors
     ]
+    if in_place and _share_memory([way.lent for way in ways]):
+        # Each is combined as it was: what is combined where it is would be combined again with the next.
+        for way in ways:
+            way.lent, way.in_place = way.lent.clone(), False
     kinds = {(way.op, way.factors) for way in ways}
     if len(kinds) > 1:
         raise ValueError(f"{what}: a group of integers and floats cannot have factors or be averaged; make a group of each")
@@ -769,4 +780,6 @@ def join(device: int = -1) -> int:
     """
     native = global_process_set._here()
     last: int = _synchronized(_start(native.join, lambda done: done.last()))
+    # Ranks that had more data have made more calls without a name, and all of them have ended. The next ones have the same numbers everywhere.
+    global_process_set._counts.clear()
     return last

@@ -114,7 +114,8 @@ class _Distributed(_Base):
         return {p: name for name, p in pairs}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the optimizer's own. The options and the state stay the objects that schedules, and the optimizer that was wrapped, have."""
+        """As the optimizer's own. The options and the state stay the objects that schedules, and the optimizer that was wrapped, have. Passes of a step whose
+        gradients are not on their way yet count no longer, as with Horovod."""
         groups, state = self.param_groups, self.state
         super().load_state_dict(state_dict)
         if self.param_groups is not groups:
@@ -127,6 +128,8 @@ class _Distributed(_Base):
             state.clear()
             state.update(loaded_state)
             self.state = state
+        if not self._waits:
+            self._left = dict.fromkeys(self._left, self.backward_passes_per_step)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """How many passes add to the gradients until they are averaged."""
