@@ -200,6 +200,7 @@ impl Checkpoints {
     /// [sharded](Self::save_sharded) write is kept for the next call that every rank makes, `save_sharded` or
     /// [`finish`](Self::finish).
     ///
+    /// # Errors
     /// What `fill` returns; then nothing is written. The failure of the previous write; then the snapshot is written
     /// all the same. If the previous write has not ended when the time-out passes; then nothing is written.
     pub fn save(&self, step: u64, fill: impl FnOnce(&mut Snapshot) -> Result<()>) -> Result<()> {

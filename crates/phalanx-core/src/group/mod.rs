@@ -197,6 +197,9 @@ pub(crate) struct Identity {
 
 impl ProcessGroup {
     /// A world of one.
+    ///
+    /// # Errors
+    /// If the system refuses the group's thread.
     pub fn alone() -> Result<Self> {
         Self::alone_in(Generation::default(), Trace::disabled())
     }
@@ -221,6 +224,9 @@ impl ProcessGroup {
     /// assert_eq!(sums, [[3; 4]; 3]);
     /// # Ok::<(), phalanx::Error>(())
     /// ```
+    ///
+    /// # Errors
+    /// If the system refuses a thread for each rank.
     pub fn in_process(world: WorldSize) -> Result<Vec<Self>> {
         Self::in_process_in(Generation::default(), world, &Trace::disabled())
     }
