@@ -398,8 +398,9 @@ impl ProcessGroup {
         self.inner.health.fail(cause);
     }
 
-    /// The restart of the job, or the round of an elastic one, to which this group belongs.
-    #[doc(hidden)]
+    /// The restart of the job (torchrun: the restart count), or the round of an elastic one, to which this group belongs: rank 0's count, on all
+    /// ranks.
+    #[doc(alias("restart_count", "TORCHELASTIC_RESTART_COUNT"))]
     pub fn generation(&self) -> Generation {
         self.inner.config.generation
     }
