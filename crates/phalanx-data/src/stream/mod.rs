@@ -166,8 +166,8 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamLoader<D, B> {
         Ok(())
     }
 
-    /// The epoch of the last pass that was begun, or of the one that will be gone on with. Unlike a
-    /// [`DataLoader`](crate::DataLoader)'s it does not change at the end of a pass, to which ranks may come at different times.
+    /// The epoch of the last pass that was begun, or of the pass that [`resume`](Self::resume) will continue. Unlike
+    /// a [`DataLoader`](crate::DataLoader)'s it does not change at the end of a pass, to which ranks may come at different times.
     pub fn epoch(&self) -> u64 {
         self.inner.progress.lock().position.epoch()
     }
