@@ -273,7 +273,7 @@ impl Optimizer {
     }
 }
 
-/// What an [`Optimizer`] goes on from.
+/// What an [`Optimizer`] continues from.
 pub(crate) struct OptimizerState {
     rule: Rule,
     /// As in the optimizer.

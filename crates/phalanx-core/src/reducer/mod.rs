@@ -75,7 +75,7 @@ use phalanx_proto::reducer::{plan, state, unused};
 /// Averages the gradients of one model over the ranks of a group. See the [module](self).
 ///
 /// A failure is final: the group is aborted, so that every rank gets the cause, and every later call returns it. Only if it
-/// [keeps the gradients](Self::keep_gradients) of the step can a reducer go on in another group.
+/// [keeps the gradients](Self::keep_gradients) of the step can a reducer continue in another group.
 pub struct Reducer {
     group: Arc<dyn Communicator>,
     /// The group as the hook sees it: its bytes are counted, and errors name the backward pass.
@@ -275,7 +275,7 @@ impl Reducer {
         Ok(HookLabel { hook: if is_nameless { String::new() } else { self.hook.describe() }, is_empty })
     }
 
-    /// Lets the hook go on from the state of one with the same settings. All ranks call it together with the same state, apart from
+    /// Lets the hook continue from the state of one with the same settings. All ranks call it together with the same state, apart from
     /// tensors of their own. An empty state is that of a hook that keeps none, or none so far; it takes a hook back to that.
     ///
     /// # Errors
