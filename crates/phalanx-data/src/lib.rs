@@ -16,7 +16,7 @@
 //!     .build()?;
 //!
 //! for epoch in 0..2 {
-//!     for batch in loader.iter() { // another order in each pass: nobody has to call `set_epoch`
+//!     for batch in loader.iter() { // another order in each pass, without `set_epoch`
 //!         let (xs, ys) = batch?;
 //!         assert_eq!(xs.len(), ys.len());
 //!     }
