@@ -1,5 +1,5 @@
 /* Times oneCCL's all_reduce on one host and prints a line of JSON for each size in bytes. Intel MPI starts the ranks and
- * carries the address at which they meet. bench/peers/programs.py builds it.
+ * carries the address at which they meet. bench/peers/peers.py builds it.
  *
  *     mpiexec -n 2 ./oneccl 4 65536 1048576 */
 

@@ -95,11 +95,17 @@ impl Ddp {
     ///
     /// `group` is a [`ProcessGroup`](phalanx::ProcessGroup); a [`GroupHandle`](phalanx::GroupHandle); or a
     /// [`JoinGroup`] that other parts of the program share, such as synchronised batch norms.
+    ///
+    /// # Errors
+    /// On every rank, if the ranks' models or options differ, or the model is refused as above; if an exchange fails.
     pub fn new(store: &VarStore, group: impl Into<JoinGroup>) -> Result<Self> {
         Self::with_options(store, group, DdpOptions::default())
     }
 
     /// Like [`new`](Self::new), with options.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); if an option is out of its range.
     pub fn with_options(store: &VarStore, group: impl Into<JoinGroup>, options: DdpOptions) -> Result<Self> {
         Self::of(tensors::shared(store), group.into(), None, &options)
     }
@@ -170,6 +176,11 @@ impl Ddp {
     ///
     /// Every rank counts alike. If ranks have unequal numbers of samples, that is not the gradient of the mean over all samples:
     /// see [`backward_weighted`](Self::backward_weighted).
+    ///
+    /// # Errors
+    /// If the loss does not depend on a parameter that needs a gradient; if the model has buffers and [`forward`](Self::forward) was never called, unless
+    /// [`broadcast_buffers`](DdpOptions::broadcast_buffers) is false; if a variable was made or unfrozen since the `Ddp` was made; if a parameter has no
+    /// gradient and `find_unused_parameters` is not set; if libtorch or an exchange fails. With several ranks each ends the group.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         self.synchronised(loss, None)
     }
@@ -179,6 +190,9 @@ impl Ddp {
     ///
     /// This is PyTorch's `no_sync`: several small batches make the gradient of a large one. Do not set gradients to zero
     /// in between.
+    ///
+    /// # Errors
+    /// As [`backward`](Self::backward). Nothing is exchanged, and a parameter without a gradient is no error.
     #[doc(alias("no_sync", "backward_passes_per_step"))]
     pub fn backward_no_sync(&mut self, loss: &Tensor) -> Result<()> {
         self.unsynchronised(loss, None)
@@ -244,6 +258,9 @@ impl Ddp {
 
     /// Whether the parameters of all replicas are the same, bit for bit. All ranks must call it, and get the same answer. Buffers are not
     /// compared: see [`buffers_identical`](Self::buffers_identical).
+    ///
+    /// # Errors
+    /// If the exchange fails.
     pub fn replicas_identical(&self) -> Result<bool> {
         let group = self.group.in_call(Caller::DdpReplicasIdentical);
         self.or_end(tensors::identical(&group, &tensors::handles(&self.inventory.parameters)))

@@ -480,7 +480,7 @@ impl Optimizer {
     }
 }
 
-/// What an [`Optimizer`] goes on from.
+/// What an [`Optimizer`] continues from.
 pub(crate) struct OptimizerState {
     rules: Vec<Rule>,
     /// As in the optimizer.

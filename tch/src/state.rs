@@ -79,7 +79,7 @@ use crate::{Ddp, DdpOptions, Optimizer};
 /// not saved: each [step](Self::step) gets its own.
 ///
 /// With an [`ElasticSampler`] as `progress`, a checkpoint whose sampler has another number of samples, seed, `shuffle` or tail is refused.
-/// To go on with another sampler, resume with the old one, and set `progress` then. For a sampler that is a field of `progress` call
+/// To continue with another sampler, resume with the old one, and set `progress` then. For a sampler that is a field of `progress` call
 /// [`check_resumes`](ElasticSampler::check_resumes).
 ///
 /// A communication hook may be registered before a checkpoint is loaded, or after; to train without it is then an error. What each rank
@@ -165,7 +165,7 @@ impl<T> TrainState<T> {
         self.moved(handle.into(), None, ranks)
     }
 
-    /// With another `Ddp`, in a group that had so many `ranks` before. A hook of the old one must be registered again, and goes on.
+    /// With another `Ddp`, in a group that had so many `ranks` before. A hook of the old one must be registered again, and continues.
     fn moved(
         mut self,
         handle: JoinGroup,
@@ -367,7 +367,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
     }
 
     /// Saves all of it as the checkpoint after [`steps`](Self::steps). All ranks call it together; rank 0 writes, while training
-    /// goes on.
+    /// continues.
     ///
     /// Of a hook that keeps something for each rank, as PowerSGD does, rank 0 gets all ranks' parts, each of the size of the gradients:
     /// [`checkpoint_sharded`](Self::checkpoint_sharded) needs no memory for them.

@@ -75,7 +75,7 @@ impl LocalMethod {
 
 /// Training that communicates only every few steps.
 ///
-/// A run that is interrupted goes on with [`resume`](Self::resume), from what [`state`](Self::state) returns.
+/// A run that is interrupted continues with [`resume`](Self::resume), from what [`state`](Self::state) returns.
 ///
 /// ```
 /// use phalanx::asynchronous::{LocalMethod, LocalUpdates};
@@ -249,7 +249,7 @@ impl LocalUpdates {
         Ok(Self { group: group.clone(), state, scratch: Vec::new() })
     }
 
-    /// Workers that go on from where they were when each saved its parameters and its [`state`](Self::state). The rank's
+    /// Workers that continue from where they were when each saved its parameters and its [`state`](Self::state). The rank's
     /// parameters stay as they are. All ranks must call it. The world size may be another, if each rank has a state, and so may the
     /// rates of the method, but not what kind it is.
     ///
@@ -300,7 +300,7 @@ impl LocalUpdates {
         Ok(bytes)
     }
 
-    /// The bytes that this rank has given to the group, by steps.
+    /// The bytes that this rank has given to the group, divided by the number of steps; 0 before the first step.
     pub fn bytes_per_step(&self) -> f64 {
         if self.state.steps == 0 { 0.0 } else { self.state.bytes as f64 / self.state.steps as f64 }
     }

@@ -115,12 +115,18 @@ impl<M: Module> Ddp<M> {
     /// `group` is a [`ProcessGroup`](phalanx::ProcessGroup); a [`GroupHandle`](phalanx::GroupHandle); or a
     /// [`JoinGroup`] that other parts of the program share, such as synchronised batch norms, whose collectives then
     /// take part in `join`. Make a [`Communicator`] of the program's own into one with [`JoinGroup::new`].
+    ///
+    /// # Errors
+    /// On every rank, if the ranks' models or options differ, or the model is refused as above; if an exchange fails.
     #[doc(alias = "broadcast_parameters")]
     pub fn new(model: M, group: impl Into<JoinGroup>) -> Result<Self> {
         Self::with_options(model, group, DdpOptions::default())
     }
 
     /// Like [`new`](Self::new), with options.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); if an option is out of its range.
     pub fn with_options(model: M, group: impl Into<JoinGroup>, options: DdpOptions) -> Result<Self> {
         Self::averaged(model, group.into(), options, Averaging::Host)
     }
@@ -248,6 +254,9 @@ impl<M: Module> Ddp<M> {
     /// This is PyTorch's `no_sync`: several small batches make the gradient of a large one. The forward passes of such
     /// batches communicate nothing either, except the first after a synchronised backward pass, which refreshes the
     /// buffers.
+    ///
+    /// # Errors
+    /// As [`backward`](Self::backward). Nothing is exchanged, and a parameter without a gradient is no error.
     #[doc(alias("no_sync", "backward_passes_per_step"))]
     pub fn backward_no_sync<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<()> {
         self.unsynchronised(loss, None)

@@ -128,8 +128,9 @@ impl FromStr for Kind {
 /// It is without autodiff: `for_local_rank(kind)?.autodiff()` is for training.
 ///
 /// # Errors
-/// If the program was built without the feature, the environment is not valid, or this host has fewer devices. To have
-/// processes share a device, choose it yourself, as with `Device::cuda(0)`.
+/// If the program was built without the feature, the environment is not valid, or this process sees fewer devices. To have
+/// processes share a device, choose it yourself, as with `Device::cuda(0)`; and so where a scheduler shows each process a device of its own
+/// (Slurm's `--gpus-per-task`).
 pub fn for_local_rank(kind: Kind) -> Result<Device> {
     let environment = LaunchEnv::from_process()?;
     let local_rank = environment.and_then(|environment| environment.local_rank).unwrap_or(0);
@@ -144,6 +145,9 @@ fn choose(kind: Kind, devices: Vec<Device>, local_rank: usize) -> Result<Device>
         ));
         error.with_remedy(match count {
             0 => "install a driver, or choose another kind of device".to_owned(),
+            1 => "start one process on each host; or, where a scheduler shows each process a device of its own, take that one, as with \
+                  `Device::cuda(0)`"
+                .to_owned(),
             _ => format!("start at most {count} processes on each host: --nproc-per-node {count}"),
         })
     })
@@ -216,6 +220,8 @@ mod tests {
         assert!(choose(Kind::Cuda, two(), 1).is_ok());
         let error = choose(Kind::Cuda, two(), 2).unwrap_err().to_string();
         assert!(error.contains("local rank 2") && error.contains("--nproc-per-node 2"), "{error}");
+        let error = choose(Kind::Cuda, vec![Device::flex()], 1).unwrap_err().to_string();
+        assert!(error.contains("scheduler") && error.contains("Device::cuda(0)"), "{error}");
         assert!(choose(Kind::Wgpu, Vec::new(), 0).unwrap_err().to_string().contains("driver"));
         // All processes have the same processors.
         assert!(choose(Kind::Flex, vec![Device::flex()], 7).is_ok());

@@ -44,8 +44,9 @@
 //! }
 //! ```
 //!
-//! `phalanx run --nproc-per-node 2 -- PROGRAM`, torchrun and the like start `train` as well: it joins the
-//! group that the environment describes. With no environment at all it is a world of one, in which [`Ddp`] costs nothing.
+//! Under `phalanx run --nproc-per-node 2 -- PROGRAM`, torchrun and the like, `phalanx::spawn` starts no processes: it calls `train`, which
+//! joins the group that the environment describes. A program that calls `train` itself, without a launcher, is a world of one, in which
+//! [`Ddp`] costs nothing.
 //!
 //! # From a Burn loop to this one
 //!

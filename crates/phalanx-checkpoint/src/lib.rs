@@ -192,14 +192,15 @@ impl Checkpoints {
         self.skipped.lock().clone()
     }
 
-    /// Saves the state after `step`. On rank 0 `fill` collects it, and a thread writes it while training goes on. On
+    /// Saves the state after `step`. On rank 0 `fill` collects it, and a thread writes it while training continues. On
     /// the other ranks this does nothing: `fill` is not called, and must not call collectives.
     ///
     /// Only one write is in progress at a time: this waits for the previous one, and returns its failure. The new
-    /// snapshot is written also in that case, so a program may report the failure and go on. The failure of a
+    /// snapshot is written also in that case, so a program may report the failure and continue. The failure of a
     /// [sharded](Self::save_sharded) write is kept for the next call that every rank makes, `save_sharded` or
     /// [`finish`](Self::finish).
     ///
+    /// # Errors
     /// What `fill` returns; then nothing is written. The failure of the previous write; then the snapshot is written
     /// all the same. If the previous write has not ended when the time-out passes; then nothing is written.
     pub fn save(&self, step: u64, fill: impl FnOnce(&mut Snapshot) -> Result<()>) -> Result<()> {
@@ -217,7 +218,7 @@ impl Checkpoints {
     /// Saves a state after `step` of which each rank has a part. All ranks call this together. On every rank `fill`
     /// collects the rank's own part: whole tensors, [slices](Snapshot::slice) of tensors that are divided among ranks,
     /// and parts. It must not call collectives. A thread of each rank writes it to the rank's own file while training
-    /// goes on. When all are done, rank 0 completes the checkpoint, which any number of ranks may read.
+    /// continues. When all are done, rank 0 completes the checkpoint, which any number of ranks may read.
     ///
     /// One rank, such as rank 0, saves the state that all ranks have in common. Names of tensors and parts belong to the
     /// checkpoint, not to a rank: if two ranks save the same part, or the same element of a tensor, that is an error.

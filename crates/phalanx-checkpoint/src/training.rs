@@ -68,7 +68,7 @@ pub trait TrainingState {
     fn write(&self, writer: &mut impl StateWriter) -> Result<()>;
 }
 
-/// Saves `state` as the checkpoint after its steps. All ranks call it together; rank 0 writes, while training goes on.
+/// Saves `state` as the checkpoint after its steps. All ranks call it together; rank 0 writes, while training continues.
 ///
 /// # Errors
 /// As [`Checkpoints::save`] and [`save_to`]. On every rank, if the ranks train by themselves and their models differ.

@@ -96,7 +96,7 @@ started, the exit code is 127 (the program is not found), 126 (it cannot be exec
 Elastic jobs:
   With --min-np a worker that fails does not end the job, as long as at least that many workers are left. It is replaced, at most \
 --max-restarts times for all workers together. A worker that crashes soon after each start is replaced after a pause, and \
-not replaced after the fourth crash. The others keep their processes, go on without it from their last commit, and \
+not replaced after the fourth crash. The others keep their processes, continue without it from their last commit, and \
 its replacement joins them. The prefix of a line is then the worker's slot, not its rank, which changes. The job has succeeded when all \
 workers that are left have ended with 0, and there are at least --min-np.
   On several hosts (-H, --hostfile or --host-discovery-script) this command serves the store, so the job ends with it; the loss of another host ends that host's workers only. That host is left out for --blacklist-cooldown-range, and then started again, which counts as a replacement. Hosts that --host-discovery-script prints later are added, up to --max-np workers. The job ends when fewer than --min-np workers are left and no more can come, or none has come for --elastic-timeout.
@@ -118,7 +118,7 @@ Several nodes, a command on each:
   You, or a scheduler, start the same command on every node, with the same --nnodes, --master-addr and --master-port and its own \
 --node-rank; the number of workers may differ. Node 0 serves the store that the launchers use, on that address \
 only. A worker's failure, the end of a launcher, and a node without heartbeats for 12 s end the job on all nodes, or restart it \
-on all; each node shows the first failure, and its host. With --nnodes MIN:MAX a job goes on without the \
+on all; each node shows the first failure, and its host. With --nnodes MIN:MAX a job continues without the \
 nodes that it loses as long as MIN are left, and new nodes join it, up to MAX. All workers are then started again.
 
 Who may take part:

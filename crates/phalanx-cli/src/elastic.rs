@@ -13,7 +13,7 @@ use crate::processes::out_of_range;
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Elastic jobs")]
 pub(crate) struct ElasticOptions {
-    /// Makes the job elastic, for a program that trains inside `phalanx::elastic::run`: the others go on when a worker fails,
+    /// Makes the job elastic, for a program that trains inside `phalanx::elastic::run`: the others continue when a worker fails,
     /// as long as at least N are left. Failed workers are replaced, at most --max-restarts times
     #[arg(long, alias = "min_np", value_name = "N")]
     pub(crate) min_np: Option<u32>,

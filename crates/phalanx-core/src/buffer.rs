@@ -117,13 +117,19 @@ impl Buffer {
         self.len() == 0
     }
 
-    /// Its elements; an error if `T` is not its type.
+    /// Its elements.
+    ///
+    /// # Errors
+    /// If `T` is not its type.
     pub fn as_slice<T: Element>(&self) -> Result<&[T]> {
         self.check::<T>()?;
         Ok(bytemuck::cast_slice(self.as_bytes()))
     }
 
-    /// Its elements, for writing; an error if `T` is not its type.
+    /// Its elements, for writing.
+    ///
+    /// # Errors
+    /// If `T` is not its type.
     pub fn as_mut_slice<T: Element>(&mut self) -> Result<&mut [T]> {
         self.check::<T>()?;
         Ok(bytemuck::cast_slice_mut(self.as_bytes_mut()))

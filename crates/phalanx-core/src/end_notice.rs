@@ -19,7 +19,7 @@ use crate::group::ProcessGroup;
 /// for step in 0..100_000 {
 ///     // .. train ..
 ///     if notice.agreed(&group)? {
-///         // .. write a checkpoint, from which the next start goes on ..
+///         // .. write a checkpoint, from which the next start continues ..
 ///         break;
 ///     }
 /// }

@@ -16,7 +16,7 @@
 //!     .build()?;
 //!
 //! for epoch in 0..2 {
-//!     for batch in loader.iter() { // another order in each pass: nobody has to call `set_epoch`
+//!     for batch in loader.iter() { // another order in each pass, without `set_epoch`
 //!         let (xs, ys) = batch?;
 //!         assert_eq!(xs.len(), ys.len());
 //!     }
@@ -29,7 +29,7 @@
 //! | read items by their index | [`Dataset`] | `Dataset` |
 //! | read items one after the other, such as from a queue | [`IterableDataset`] | `IterableDataset` |
 //! | load batches with worker threads | [`DataLoader`], [`StreamLoader`] | `DataLoader` |
-//! | go on in the middle of an epoch, in another world too | [`Position`], [`StreamPosition`] | torchdata's `StatefulDataLoader` |
+//! | continue in the middle of an epoch, in another world too | [`Position`], [`StreamPosition`] | torchdata's `StatefulDataLoader` |
 //! | know the worker, and its seeds | [`worker_info`] | `get_worker_info` |
 //! | decide on an order | [`Sampler`] | `Sampler` |
 #![cfg_attr(feature = "lmdb", doc = "| keep many items in one file | [`lmdb`] | |")]

@@ -92,7 +92,7 @@ impl<P: Clone> Progress<P> {
         self.worker_rank.unwrap_or(self.shard)
     }
 
-    /// Begins a pass: its number, and where it begins. A pass that was begun before and cut off is not gone on with.
+    /// Begins a pass: its number, and where it begins. A pass that was begun before and cut off is not continued.
     pub fn begin(&mut self, next_epoch: impl FnOnce(&mut P)) -> (u64, P, (Rank, WorldSize)) {
         if self.begun {
             next_epoch(&mut self.position);

@@ -64,7 +64,7 @@ impl<S: elastic::State> ObjectState<S> {
         Self { value, callbacks: Vec::new() }
     }
 
-    /// Calls these, in this order, on every worker that goes on in a new group, before the training function. The state is then the
+    /// Calls these, in this order, on every worker that continues in a new group, before the training function. The state is then the
     /// same on all ranks; workers that are new do not call them, so they must not call collectives. An error is the worker's own.
     pub fn register_reset_callbacks(&mut self, callbacks: impl IntoIterator<Item = ResetCallback<S>>) {
         self.callbacks.extend(callbacks);

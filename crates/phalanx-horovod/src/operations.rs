@@ -27,7 +27,7 @@ pub struct Received {
 /// their size.
 ///
 /// **Errors.** If the ranks submit different shapes, types or options under a name, its handle fails on every rank, with an error
-/// that names both sides, and everything else goes on. If a rank fails or leaves, everything in flight and everything that
+/// that names both sides, and everything else continues. If a rank fails or leaves, everything in flight and everything that
 /// is submitted later fails, with the first cause.
 impl Horovod {
     /// Combines the tensors of all ranks, element by element; every rank gets the result.

@@ -59,6 +59,10 @@ pub struct Cluster {
 
 impl Cluster {
     /// At least `min_nodes` and at most `max_nodes`; the launchers' store is at `host:port`.
+    ///
+    /// # Errors
+    /// If `port` is 0, or `host` is not the name or address of a host. If the numbers of nodes are 0 or in the wrong order, or a variable of
+    /// [heartbeats](Heartbeat) cannot be read.
     pub fn new(min_nodes: u32, max_nodes: u32, host: impl Into<String>, port: u16) -> Result<Self> {
         if port == 0 {
             return Err(Error::invalid_argument(
@@ -80,12 +84,18 @@ impl Cluster {
 
     /// The same, but the launchers' store is in the etcd cluster whose members are `endpoints`, `host:port,host:port`. Any
     /// node may be lost, also the first.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), for numbers of nodes and variables.
     #[cfg(feature = "etcd")]
     pub fn etcd(min_nodes: u32, max_nodes: u32, endpoints: impl Into<String>) -> Result<Self> {
         Self::with_backend(min_nodes, max_nodes, RendezvousBackend::Etcd(endpoints.into()))
     }
 
     /// The same, in a file at `path`, on a disk that all nodes share and whose file locks work across nodes.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), for numbers of nodes and variables.
     pub fn file(min_nodes: u32, max_nodes: u32, path: impl Into<PathBuf>) -> Result<Self> {
         Self::with_backend(min_nodes, max_nodes, RendezvousBackend::File(path.into()))
     }

@@ -68,7 +68,7 @@ pub enum Event<'a> {
         /// How it ended.
         exit: Exit,
     },
-    /// A worker of an elastic job has failed, and the others go on.
+    /// A worker of an elastic job has failed, and the others continue.
     Lost {
         /// Its failure.
         failure: &'a Failure,
@@ -122,7 +122,7 @@ pub trait Observer {
     /// Handles `event`. Returning `Break` ends the job: its [outcome](super::Outcome) is then `Stopped`.
     fn observe(&mut self, event: Event<'_>) -> ControlFlow<()>;
 
-    /// Whether it accepts lines now. While it does not, the workers' output stays in their pipes. Everything else goes on,
+    /// Whether it accepts lines now. While it does not, the workers' output stays in their pipes. Everything else continues,
     /// and the last output of a worker still comes. It is asked again every few milliseconds.
     ///
     /// An observer that would have to wait, for a terminal or a disk, should return false here: while

@@ -280,12 +280,14 @@ impl Job {
 
     /// Runs the job to its end.
     ///
-    /// An error means that the job could not be started or watched; a worker's failure is in the report. When this
-    /// returns, no process of the job is left.
+    /// When this returns, no process of the job is left.
     ///
     /// While it runs, the job handles SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGTSTP, SIGCONT, SIGUSR1 and SIGUSR2 for this
     /// process. Afterwards the previous handlers are in place. The program does not get a signal that ended the job,
     /// and may raise it again: see [`Outcome::Interrupted`](super::Outcome::Interrupted).
+    ///
+    /// # Errors
+    /// If the job cannot be started or watched. A worker's failure is no error: it is in the report.
     pub fn run(&self, observer: &mut dyn Observer) -> Result<Report> {
         self.check_elastic()?;
         check_open_store(self.open_store, self.credentials.tls.is_some())?;

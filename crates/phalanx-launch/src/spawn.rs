@@ -56,7 +56,8 @@ static CALLS: AtomicU32 = AtomicU32::new(1);
 /// # Under a launcher
 ///
 /// If `phalanx run`, torchrun or another launcher has started this program as one of its ranks (`RANK` is set), nothing
-/// is started: `worker` runs here, as that rank, and `nprocs` is ignored. So one program can be started in every way.
+/// is started: `worker` runs here, as that rank, and `nprocs` is ignored. So one program can be started in every way. The process ends with
+/// `worker`, as a copy does: **no process runs the code after this call**.
 /// If the launcher is not known, and a variable looks like a rank, a warning says that workers are started all the same.
 ///
 /// # When it ends otherwise

@@ -22,7 +22,7 @@ const FILTER: &str = "RUST_LOG";
 
 /// From now on what is logged goes to `rank-R.log` in `directory`, which is made, and that of rank 0 to `console` as well.
 ///
-/// A file is gone on with if it is there. Call it on every rank, once in a process: `rank` is `group.rank()`. In an elastic job a
+/// Lines are appended to a file that is there. Call it on every rank, once in a process: `rank` is `group.rank()`. In an elastic job a
 /// worker keeps the file with which it began, whatever its rank becomes.
 ///
 /// # Errors

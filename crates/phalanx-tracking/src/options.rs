@@ -64,10 +64,11 @@ impl RunOptions {
         self
     }
 
-    /// The training goes on at `step`: whatever an earlier attempt has recorded at it and behind it is superseded.
+    /// The training continues at `step`. What this attempt records replaces what earlier attempts recorded at that
+    /// step and at later ones.
     ///
-    /// Without this, a record whose last attempt was not finished is gone on with at the first step that is logged; one that was
-    /// finished is refused.
+    /// Without this, the run continues a record whose last attempt was not finished, from the first step that is logged. A record
+    /// that was finished is refused.
     #[doc(alias = "purge_step")]
     pub fn resume_at(mut self, step: u64) -> Self {
         self.resume_at = Some(step);

@@ -79,8 +79,8 @@ impl Run {
     /// Opens the record on rank 0, on all ranks' behalf. A collective.
     ///
     /// If the directory has the record of a run that was not finished, because it failed, was killed or is being started again
-    /// by its launcher, that record is gone on with: see [`RunOptions::resume_at`]. A record that another process is writing is
-    /// waited for, 10 s long.
+    /// by its launcher, the run continues that record: see [`RunOptions::resume_at`]. If another process is writing the record, this
+    /// waits for it, 10 s at most.
     ///
     /// From then on rank 0's process ignores SIGXFSZ, as [`ProcessGroup::join`] says.
     ///

@@ -26,7 +26,7 @@
 //! | | [`broadcast_state_from`] | buffers that ranks compute for themselves, before an evaluation |
 //! | at the end of uneven inputs | [`JoinGroup::join`](crate::join::JoinGroup::join), then [`Reducer::adopt`] and [`broadcast_state_from`] if [`uneven`](crate::join::Joined) | from the rank that took part to the end; the optimizer's state too; for calls that are none of the group's: [`join_elsewhere`](crate::join::JoinGroup::join_elsewhere) |
 //! | to save and load | [`StateWriter`], [`StateReader`] | one pair of functions serves [`Checkpoints`](crate::checkpoint::Checkpoints) and [elastic](crate::elastic) jobs. [`checkpoint::training`](crate::checkpoint::training) saves and loads a `TrainState` whole, with what a hook keeps for each rank |
-//! | | [`LoadedHook`](crate::reducer::hooks::LoadedHook) | a loaded state waits in it for the communication hook that goes on from it |
+//! | | [`LoadedHook`](crate::reducer::hooks::LoadedHook) | a loaded state waits in it for the communication hook that continues from it |
 //!
 //! Gradients of passes without communication (`no_sync`) are added up by the adapter, and given with those of the next averaged pass.
 //! Averages are multiplied by [`JoinGroup::average_scale`](crate::join::JoinGroup::average_scale), which inside of `join` may not be 1, as

@@ -36,7 +36,7 @@
 //! Every wait has a deadline. An [`Error`] says which rank, in which operation, because of which peer, and the remedy.
 //! All waiting callers of a failed group get the same one.
 //!
-//! This crate is a façade. What it shows stands in `phalanx-core` and, each behind a feature that is on by default, in
+//! This crate has little code of its own. What it shows is in `phalanx-core` and, each behind a feature that is on by default, in
 //! `phalanx-asynchronous`, `phalanx-checkpoint` and `phalanx-launch`; with `default-features = false` it is groups and collectives alone.
 // docs.rs shows which feature an item needs.
 #![cfg_attr(docsrs, feature(doc_cfg))]

@@ -10,7 +10,7 @@ use crate::tensors;
 
 impl Ddp {
     /// Like [`with_options`](Self::with_options), for variables on a CUDA device, whose gradients NCCL averages on the device, while backward
-    /// goes on: they lie in buckets of its memory, as with `gradient_as_bucket_view`, and no thread waits for the device. All ranks call it together. Everything else, such as comparing the
+    /// continues: they lie in buckets of its memory, as with `gradient_as_bucket_view`, and no thread waits for the device. All ranks call it together. Everything else, such as comparing the
     /// models, parameters at the beginning, buffers and a [`SyncBatchNorm`](crate::SyncBatchNorm), goes through `group`'s
     /// [host](DeviceGroup::host).
     ///

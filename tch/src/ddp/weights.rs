@@ -57,7 +57,7 @@ impl Ddp {
     /// - if a gradient, or the loss, is of 16 bits, or a [hook](Self::register_comm_hook) is registered, other than one that
     ///   [takes weights](phalanx::reducer::hooks::CommHook::accepts_weights).
     ///
-    /// If all weights are 0, an error on every rank that ends nothing: set gradients to zero, and go on with the next step.
+    /// If all weights are 0, an error on every rank that ends nothing: set gradients to zero, and continue with the next step.
     #[doc(alias("uneven", "num_samples", "num_tokens"))]
     pub fn backward_weighted(&mut self, loss: &Tensor, weight: f64) -> Result<()> {
         self.synchronised(loss, Some(weight))

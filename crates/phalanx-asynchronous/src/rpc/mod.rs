@@ -22,7 +22,7 @@
 //!
 //! # Why a group for each pair
 //!
-//! A group fails as a whole, and asynchronous work is there to go on when one rank is gone. A group that loses its
+//! A group fails as a whole, and asynchronous work is there to continue when one rank is gone. A group that loses its
 //! members one by one would need degrees of failure in its health, its waits and its messages; a group of two has none.
 //! The price is four threads and three descriptors for each peer.
 
@@ -121,7 +121,7 @@ pub struct RpcBuilder {
 ///
 /// Calls have connections of their own, as secret and authenticated as the group's, and do not meet its collectives or
 /// messages. Each pair of ranks costs both of them four threads and three open files. A rank that dies ends the calls
-/// with it at once, with an error that names it; all other ranks can go on calling each other.
+/// with it at once, with an error that names it; all other ranks can continue calling each other.
 ///
 /// Clones are handles to the same calls. When the last is dropped, calls that have not been answered end with an error
 /// on both sides: end with [`shutdown`](Self::shutdown).

@@ -31,7 +31,7 @@ use crate::rank::Rank;
 /// Pauses between two questions to a replica that has not taken over yet.
 const RETRY_DELAY: Duration = Duration::from_millis(10);
 
-/// Parameters on server ranks. Workers pull them, push gradients, and go on as the [`Consistency`](super::Consistency) lets them.
+/// Parameters on server ranks. Workers pull them, push gradients, and continue as the [`Consistency`](super::Consistency) lets them.
 ///
 /// The parameters are one vector of f32, divided into keys, such as tensors. Each server has neighbouring keys, and updates
 /// them by its [`UpdateRule`]. A rank may be a worker, a server, or both. Every rank has a handle. It has connections with the servers,
@@ -65,7 +65,7 @@ const RETRY_DELAY: Duration = Duration::from_millis(10);
 /// server count there, those of a step that it has not ended do not, and those of the others always count. If the servers are
 /// [replicated](ParameterServerBuilder::replicated), one may die: the next server has its parameters, its optimizer's state and its
 /// workers' clocks, and no update that a worker has had an answer to is lost or applied twice. A server that has lost its replica
-/// goes on alone and says so with each answer: if it dies too, its workers get an error instead of older parameters. So they do
+/// continues alone and says so with each answer: if it dies too, its workers get an error instead of older parameters. So they do
 /// when an update rule panics.
 ///
 /// If a [`step`](Self::step), [`push`](Self::push) or [`advance`](Self::advance) fails after it was sent, some servers may have
@@ -142,7 +142,7 @@ impl Staleness {
         self.lead = self.lead.max(lead);
     }
 
-    /// The mean; gradients beyond the histogram count as its last place. 0 if there was none.
+    /// The mean staleness, in updates. Gradients beyond the histogram count as its last place. 0 if there was no gradient.
     pub fn mean(&self) -> f64 {
         let pushes: u64 = self.histogram.iter().sum();
         let sum: f64 = self

@@ -25,7 +25,7 @@ impl<M: Module> Ddp<M> {
     /// ([`PostLocalSgd::subgroup`](hooks::PostLocalSgd::subgroup)) make a communicator of their own in this call. A hook of your own is a
     /// `DeviceHook` there, for `register_device_hook`.
     ///
-    /// If a [`TrainState`](crate::TrainState) was loaded before, from a checkpoint or a commit with the state of a hook, `hook` goes on
+    /// If a [`TrainState`](crate::TrainState) was loaded before, from a checkpoint or a commit with the state of a hook, `hook` continues
     /// from that. It must have the same settings; [`discard_hook_state`](Self::discard_hook_state) lets any hook begin anew.
     ///
     /// # Errors
@@ -63,7 +63,7 @@ impl<M: Module> Ddp<M> {
 
     /// From the next step on, `hook` says what is sent of each bucket, and makes averages of what comes back, on the device. All ranks call it
     /// together, with the same settings, and their devices are of one model: each computes the averages by itself. In a world of one it is not used.
-    /// [`register_comm_hook`](Self::register_comm_hook) takes its place again. State that was loaded goes on as there. A panic of the hook is an
+    /// [`register_comm_hook`](Self::register_comm_hook) takes its place again. State that was loaded continues as there. A panic of the hook is an
     /// error of the step, on every rank.
     ///
     /// # Errors
@@ -99,7 +99,7 @@ impl<M: Module> Ddp<M> {
         sink.call(|_| verify_state_on(&group, &on_device.device_name()?, Vec::new()))
     }
 
-    /// Drops the state of a communication hook that was loaded and that no hook has taken, so that training goes on with another hook,
+    /// Drops the state of a communication hook that was loaded and that no hook has taken, so that training continues with another hook,
     /// or with none; and lets a hook begin anew that the loaded checkpoint lacks. All ranks call it together.
     pub fn discard_hook_state(&mut self) {
         self.loaded_hook.discard();
@@ -116,12 +116,12 @@ impl<M: Module> Ddp<M> {
         self.loaded_hook.common_state(self.hooked())
     }
 
-    /// An error if the hook that is registered cannot go on from `state`. Nothing changes.
+    /// An error if the hook that is registered cannot continue from `state`. Nothing changes.
     pub(crate) fn check_hook(&self, state: Option<&HookState>) -> Result<()> {
         hooks::check_hook(self.hooked(), state)
     }
 
-    /// Lets the hook go on from `state`, which [`check_hook`](Self::check_hook) has accepted, or the one that will be registered.
+    /// Lets the hook continue from `state`, which [`check_hook`](Self::check_hook) has accepted, or the one that will be registered.
     pub(crate) fn load_hook(&mut self, state: Option<HookState>) -> Result<()> {
         self.loaded_hook.load(self.engine.sink().map(Sink::hooked), state)
     }

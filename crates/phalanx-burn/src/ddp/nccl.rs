@@ -9,7 +9,7 @@ use super::{Averaging, Ddp, DdpOptions};
 
 impl<M: Module> Ddp<M> {
     /// Like [`with_options`](Self::with_options), for a model on a CUDA device, whose gradients NCCL averages in buckets of the device's memory, while
-    /// backward goes on: nothing of them is copied to the process's memory. All ranks call it together. Everything else,
+    /// backward continues: nothing of them is copied to the process's memory. All ranks call it together. Everything else,
     /// such as comparing the models, broadcasting buffers and a [`SyncBatchNorm`](crate::SyncBatchNorm), goes through `group`'s
     /// [host](DeviceGroup::host).
     ///

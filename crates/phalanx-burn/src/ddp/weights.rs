@@ -54,7 +54,7 @@ impl<M: Module> Ddp<M> {
     ///   [takes weights](phalanx::reducer::hooks::CommHook::accepts_weights). Then sum the weights over ranks with
     ///   [`sum`](Self::sum), and call [`backward`](Self::backward) with `loss × weight × world size / sum`.
     ///
-    /// If all weights are 0, an error on every rank that ends nothing: go on with the next step.
+    /// If all weights are 0, an error on every rank that ends nothing: continue with the next step.
     #[doc(alias("uneven", "num_samples", "num_tokens"))]
     pub fn backward_weighted<const D: usize>(
         &mut self,

@@ -14,7 +14,8 @@ use super::CHUNK;
 use super::real::Real;
 use super::storage::{Storage, is_empty, loaded, supported};
 
-/// [`FusedAdamW`]'s configuration; the defaults are those of Burn's [`AdamWConfig`].
+/// [`FusedAdamW`]'s configuration; the defaults are those of Burn's [`AdamWConfig`]. PyTorch's AdamW has an epsilon of 1e-8 and a weight decay of
+/// 0.01.
 ///
 /// ```
 /// use burn::optim::ModuleOptimizer;

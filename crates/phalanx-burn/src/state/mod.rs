@@ -119,13 +119,13 @@ const MAX_POSITION_BYTES: usize = 1 << 20;
 /// checkpoint of a model with other tensors, shapes or types is refused; the error names the first difference.
 ///
 /// What this state has and the checkpoint lacks is an error with its name, and so is the reverse: a scheduler, an averager, a
-/// communication hook, and of the optimizer each tensor, as when AdamW is to go on from what SGD has saved. A parameter that has never had
+/// communication hook, and of the optimizer each tensor, as when AdamW is to continue from what SGD has saved. A parameter that has never had
 /// a gradient has no moments, in a checkpoint either. Optimizers with the same fields, such as [`AdamW`](burn::optim::AdamW) and
-/// [`FusedAdamW`](crate::FusedAdamW), go on from each other's. Settings such as betas, decay and momentum are the program's, as Burn's records
+/// [`FusedAdamW`](crate::FusedAdamW), continue from each other's. Settings such as betas, decay and momentum are the program's, as Burn's records
 /// do not have them: all ranks give the optimizer the same, also when they resume.
 ///
 /// With an [`ElasticSampler`] as `progress`, a checkpoint whose sampler has another number of samples, seed, `shuffle` or tail is refused.
-/// To go on with another sampler, resume with the old one, and set `progress` then. For a sampler that is a field of `progress` call
+/// To continue with another sampler, resume with the old one, and set `progress` then. For a sampler that is a field of `progress` call
 /// [`check_resumes`](ElasticSampler::check_resumes).
 ///
 /// A communication hook may be registered before a checkpoint is loaded, or after. What each rank has of its own in it, such as
@@ -265,7 +265,7 @@ impl<M: Module, T> TrainState<M, T> {
         self.moved(handle.into(), Averaging::Host, ranks)
     }
 
-    /// With another `Ddp`, in a group that had so many `ranks` before. A hook of the old one must be registered again, and goes on.
+    /// With another `Ddp`, in a group that had so many `ranks` before. A hook of the old one must be registered again, and continues.
     fn moved(mut self, handle: JoinGroup, averaging: Averaging, ranks: WorldSize) -> Result<Self> {
         let (hook, is_absent) = (self.model.hook_state()?, self.model.loaded_hook.is_absent());
         #[cfg(feature = "nccl")]
@@ -514,7 +514,7 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     }
 
     /// Saves all of it as the checkpoint after [`steps`](Self::steps). All ranks call it together; rank 0 writes, while training
-    /// goes on.
+    /// continues.
     ///
     /// Of a hook that keeps something for each rank, as PowerSGD does, rank 0 gets all ranks' parts, each of the size of the gradients:
     /// [`checkpoint_sharded`](Self::checkpoint_sharded) needs no memory for them.

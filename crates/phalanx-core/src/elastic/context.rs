@@ -90,7 +90,7 @@ impl<'a, S: State> Context<'a, S> {
 }
 
 impl<S: State> Context<'_, S> {
-    /// Keeps a copy of the state in memory: if a worker dies, the others go on from it. Every rank must call it equally
+    /// Keeps a copy of the state in memory: if a worker dies, the others continue from it. Every rank must call it equally
     /// often, at the same point.
     ///
     /// It costs a copy of the state, a hash of it (XXH3, about as much time again) unless drift is
@@ -181,7 +181,7 @@ impl<S: State> Context<'_, S> {
         self.round
     }
 
-    /// An error if the loop has gone on although its group or its step has ended.
+    /// An error if the loop has continued although its group or its step has ended.
     pub(super) fn check_ended(&self) -> Result<()> {
         match self.ended {
             Some(ended) => Err(ended.error()),

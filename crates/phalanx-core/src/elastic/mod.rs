@@ -3,7 +3,7 @@
 //! When a worker of a job without `--min-np` dies, the launcher ends the others and starts all again. In an elastic job
 //! the others keep their processes and their memory. They form a new group: a smaller one, or one of the same size once
 //! a replacement has come. Each goes back to the last commit, which it holds in memory; new workers get the commit from
-//! the others; and the loop goes on.
+//! the others; and the loop continues.
 //!
 //! ```no_run
 //! use phalanx::elastic::{self, Context, Plain};

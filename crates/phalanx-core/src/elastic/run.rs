@@ -17,6 +17,9 @@ use crate::notice::warn;
 use crate::rendezvous;
 
 /// [`run_with`], with [`Options::from_env`].
+///
+/// # Errors
+/// As [`run_with`], and as [`Options::from_env`].
 #[doc(alias = "hvd.elastic.run")]
 pub fn run<S: State, T, E: From<Error>>(
     state: &mut S,

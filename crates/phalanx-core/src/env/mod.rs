@@ -163,6 +163,9 @@ pub(crate) fn refuse_fixed_world() -> Result<()> {
 
 impl LaunchEnv {
     /// Reads this process's environment; `None` if no launcher has set anything.
+    ///
+    /// # Errors
+    /// If the variables contradict each other, are incomplete, or are no numbers where numbers are needed: the error names the variable and what to set.
     pub fn from_process() -> Result<Option<Self>> {
         Self::from_lookup(variable)
     }
@@ -174,6 +177,9 @@ impl LaunchEnv {
     /// let error = LaunchEnv::from_lookup(|name| (name == "RANK").then(|| "1".into())).unwrap_err();
     /// assert!(error.is_environment() && error.to_string().contains("WORLD_SIZE"));
     /// ```
+    ///
+    /// # Errors
+    /// As [`from_process`](Self::from_process).
     pub fn from_lookup(lookup: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
         let variables = Variables { lookup };
         let is_set = |names: &[&str]| names.iter().any(|name| variables.text(name).is_some());

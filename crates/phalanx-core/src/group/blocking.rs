@@ -123,6 +123,9 @@ impl ProcessGroup {
     /// group.leave()?;
     /// # Ok::<(), phalanx::Error>(())
     /// ```
+    ///
+    /// # Errors
+    /// If ranks have made different calls, as above.
     pub fn leave(self) -> Result<()> {
         let health = self.inner.health.clone();
         health.ask(true);

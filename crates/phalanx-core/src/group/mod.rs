@@ -210,6 +210,9 @@ pub(crate) struct Identity {
 
 impl ProcessGroup {
     /// A world of one.
+    ///
+    /// # Errors
+    /// If the system refuses the group's thread.
     pub fn alone() -> Result<Self> {
         Self::alone_in(Generation::default(), Trace::disabled())
     }
@@ -234,6 +237,9 @@ impl ProcessGroup {
     /// assert_eq!(sums, [[3; 4]; 3]);
     /// # Ok::<(), phalanx::Error>(())
     /// ```
+    ///
+    /// # Errors
+    /// If the system refuses a thread for each rank.
     pub fn in_process(world: WorldSize) -> Result<Vec<Self>> {
         Self::in_process_in(Generation::default(), world, &Trace::disabled())
     }
@@ -418,8 +424,9 @@ impl ProcessGroup {
         self.inner.health.fail(cause);
     }
 
-    /// The restart of the job, or the round of an elastic one, to which this group belongs.
-    #[doc(hidden)]
+    /// The restart of the job (torchrun: the restart count), or the round of an elastic one, to which this group belongs: rank 0's count, on all
+    /// ranks.
+    #[doc(alias("restart_count", "TORCHELASTIC_RESTART_COUNT"))]
     pub fn generation(&self) -> Generation {
         self.inner.config.generation
     }

@@ -5,7 +5,7 @@ use crate::sampler::DistributedSampler;
 
 impl DistributedSampler {
     /// As [`new`](Self::new), for this rank of `group`. For another group, such as a sub-group or the next round of an
-    /// elastic job, make a new sampler, or use [`ElasticSampler`](crate::sampler::ElasticSampler), which goes on in the
+    /// elastic job, make a new sampler, or use [`ElasticSampler`](crate::sampler::ElasticSampler), which continues in the
     /// middle of an epoch.
     ///
     /// ```

@@ -131,6 +131,9 @@ impl Work {
 
     /// Waits for the end of the operation, and returns the buffer. The wait is limited by the deadlines of this
     /// operation and of those called before it.
+    ///
+    /// # Errors
+    /// If the operation fails or its time passes: then the group has failed on every rank, and the error names the peer and the cause.
     #[doc(alias = "synchronize")]
     pub fn wait(self) -> Result<Buffer> {
         let mut state = self.slot.state.lock();
@@ -158,11 +161,17 @@ impl Work {
     /// assert_eq!(buffer.len(), 8);
     /// # Ok::<(), phalanx::Error>(())
     /// ```
+    ///
+    /// # Errors
+    /// As [`wait_until`](Self::wait_until).
     pub fn wait_timeout(self, timeout: Duration) -> Result<Result<Buffer>, Self> {
         self.wait_until(Deadline::after(timeout))
     }
 
     /// Waits until `deadline`. If it passes first, the work itself is returned unchanged.
+    ///
+    /// # Errors
+    /// The work itself, if it has not ended by then. The inner result is that of [`wait`](Self::wait).
     pub fn wait_until(self, deadline: Deadline) -> Result<Result<Buffer>, Self> {
         let mut state = self.slot.state.lock();
         let mut late = false;

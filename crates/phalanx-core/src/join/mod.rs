@@ -70,7 +70,7 @@ pub struct JoinOptions {
     /// false, by the number of ranks that still have data. The group itself always divides by all ranks: an adapter
     /// that divides by fewer corrects this with [`JoinGroup::average_scale`].
     pub divide_by_initial_world_size: bool,
-    /// If true, the first rank without data ends `join` on every rank, with an error. If false, `join` goes on until no
+    /// If true, the first rank without data ends `join` on every rank, with an error. If false, `join` continues until no
     /// rank has data.
     pub throw_on_early_termination: bool,
 }

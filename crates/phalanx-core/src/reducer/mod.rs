@@ -75,7 +75,7 @@ use phalanx_proto::reducer::{plan, state, unused};
 /// Averages the gradients of one model over the ranks of a group. See the [module](self).
 ///
 /// A failure is final: the group is aborted, so that every rank gets the cause, and every later call returns it. Only if it
-/// [keeps the gradients](Self::keep_gradients) of the step can a reducer go on in another group.
+/// [keeps the gradients](Self::keep_gradients) of the step can a reducer continue in another group.
 pub struct Reducer {
     group: Arc<dyn Communicator>,
     /// The group as the hook sees it: its bytes are counted, and errors name the backward pass.
@@ -153,6 +153,10 @@ impl Reducer {
     /// A backward pass begins whose gradients are to be averaged. All ranks call it together.
     ///
     /// The averaged gradients of the step before are gone.
+    ///
+    /// # Errors
+    /// The failure that has ended this reducer, if one has. If the exchange in which ranks agree on a new order of buckets fails, in the second step: that
+    /// ends it.
     pub fn start(&mut self) -> Result<()> {
         self.start_with(|_, memory| zero(memory))
     }
@@ -161,6 +165,9 @@ impl Reducer {
     /// [`static_graph`](ReducerOptions::static_graph), from the second step on, `unused` writes what this rank has for a
     /// parameter that backward does not use here, where `start` writes zeros. It gets the parameter's index, and memory that
     /// may hold the values of an earlier step.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start), and what `unused` returns, which ends the reducer.
     pub fn start_with(&mut self, mut unused: impl FnMut(usize, &mut [u8]) -> Result<()>) -> Result<()> {
         self.start_step(None, &mut unused)
     }
@@ -268,7 +275,7 @@ impl Reducer {
         Ok(HookLabel { hook: if is_nameless { String::new() } else { self.hook.describe() }, is_empty })
     }
 
-    /// Lets the hook go on from the state of one with the same settings. All ranks call it together with the same state, apart from
+    /// Lets the hook continue from the state of one with the same settings. All ranks call it together with the same state, apart from
     /// tensors of their own. An empty state is that of a hook that keeps none, or none so far; it takes a hook back to that.
     ///
     /// # Errors
@@ -328,6 +335,9 @@ impl Reducer {
 
     /// Like [`ready`](Self::ready), for gradients that do not lie in one piece: `write` puts the gradient into the
     /// memory that it is given, which holds the values of an earlier step.
+    ///
+    /// # Errors
+    /// As [`ready`](Self::ready), and what `write` returns. Each ends the reducer.
     pub fn ready_with(&mut self, index: usize, write: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
         self.check_here("ready_with")?;
         self.accept(index, None, write)
@@ -378,6 +388,9 @@ impl Reducer {
 
     /// The averaged gradient of the parameter at `index`, from [`finish`](Self::finish) to the next
     /// [`start`](Self::start); `None` if no rank had a gradient for it, or it is another rank's.
+    ///
+    /// # Errors
+    /// Before [`finish`](Self::finish), and after a failure; if there is no such parameter; if gradients lie [elsewhere](Self::elsewhere).
     pub fn gradient(&self, index: usize) -> Result<Option<&[u8]>> {
         self.check_here("gradient")?;
         Ok(self.state.average(index)?.and_then(|slice| self.bytes(slice)))
@@ -386,6 +399,9 @@ impl Reducer {
     /// Takes the averaged gradients out of the buckets, without a copy: for each parameter what
     /// [`gradient`](Self::gradient) gives, in the bucket's own memory, for whoever gets it to write to and to free. The
     /// next step takes new memory when it needs it.
+    ///
+    /// # Errors
+    /// As [`gradient`](Self::gradient).
     pub fn take_gradients(&mut self) -> Result<Vec<Option<BufferPart>>> {
         self.hand_out(|bucket, places| bucket.take().map_or_else(Vec::new, |memory| memory.split(places)))
     }
@@ -393,6 +409,9 @@ impl Reducer {
     /// Like [`take_gradients`](Self::take_gradients), but a bucket uses its memory again when all gradients in it are
     /// dropped. If some are not when the next step needs it, that step takes new memory. After a bucket has done so three
     /// times, it gives copies.
+    ///
+    /// # Errors
+    /// As [`gradient`](Self::gradient).
     pub fn lend_gradients(&mut self) -> Result<Vec<Option<BufferPart>>> {
         self.hand_out(|bucket, places| bucket.lend(&places))
     }
@@ -422,6 +441,9 @@ impl Reducer {
     /// memory: a view is that of the parameter's gradient from step to step (PyTorch's `gradient_as_bucket_view`), and a
     /// gradient that backward has written there needs no copy in [`ready_with`](Self::ready_with). Nobody else uses the
     /// memory between steps, nor during backward until the parameter's gradient is reported.
+    ///
+    /// # Errors
+    /// As [`gradient`](Self::gradient); if the group has no memory left.
     pub fn gradient_view(&mut self, index: usize) -> Result<Option<(&mut [u8], BufferKeeper)>> {
         self.check_here("gradient_view")?;
         let Some((bucket, range)) = self.state.average(index)? else { return Ok(None) };
@@ -454,6 +476,9 @@ impl Reducer {
     }
 
     /// The failure that has ended this reducer, if one has.
+    ///
+    /// # Errors
+    /// That failure.
     pub fn check(&self) -> Result<()> {
         self.state.check()
     }

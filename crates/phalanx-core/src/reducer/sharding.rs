@@ -94,6 +94,9 @@ impl Reducer {
 
     /// The elements of the parameter at `index`, from [`gather_parameters`](Self::gather_parameters) to the next
     /// [`start`](Self::start).
+    ///
+    /// # Errors
+    /// If it has not been gathered, and after a failure.
     pub fn parameter(&self, index: usize) -> Result<&[u8]> {
         self.check()?;
         let bytes = self.state.gathered_parameter(index).and_then(|slice| self.bytes(slice));

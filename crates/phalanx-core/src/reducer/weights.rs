@@ -61,6 +61,9 @@ impl Reducer {
     }
 
     /// As [`start_weighted`](Self::start_weighted); `unused` is that of [`start_with`](Self::start_with).
+    ///
+    /// # Errors
+    /// As [`start_weighted`](Self::start_weighted), and what `unused` returns, which ends the reducer.
     pub fn start_weighted_with(
         &mut self,
         weight: f64,

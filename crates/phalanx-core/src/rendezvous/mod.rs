@@ -82,6 +82,10 @@ impl fmt::Debug for Rendezvous {
 }
 
 /// Meets the other ranks at the end point in the launcher's variables; a world of one if there are none.
+///
+/// # Errors
+/// If the variables contradict each other or are incomplete; if the job is [elastic](crate::elastic); if the job's key or certificates cannot be read;
+/// if not all ranks arrive within `timeout`: the error names those that are missing, or why the store cannot be reached.
 pub fn from_env(timeout: Duration) -> Result<Rendezvous> {
     refuse_fixed_world()?;
     match read_env()? {
@@ -107,6 +111,9 @@ pub fn from_env(timeout: Duration) -> Result<Rendezvous> {
 /// assert_eq!(world.world_size, WorldSize::ONE);
 /// # Ok::<(), phalanx::Error>(())
 /// ```
+///
+/// # Errors
+/// If `url` has another scheme, or rank and world size are missing; otherwise as [`from_env`].
 pub fn from_url(
     url: &str,
     rank: Option<Rank>,

@@ -180,7 +180,7 @@ impl IntoIterator for &DistributedSampler {
 }
 
 impl From<&DistributedSampler> for ElasticSampler {
-    /// What gives the same samples to the same ranks in the same steps, and can go on in another world: at the start of the
+    /// What gives the same samples to the same ranks in the same steps, and can continue in another world: at the start of the
     /// sampler's epoch.
     fn from(sampler: &DistributedSampler) -> Self {
         let DistributedSampler { share: Share { samples, drop_last, .. }, shuffle, seed, epoch, .. } =

@@ -52,6 +52,9 @@ pub struct FileStore {
 
 impl FileStore {
     /// Creates a new store at `path`, atomically, replacing any existing file. A device or a pipe there is an error.
+    ///
+    /// # Errors
+    /// If the file cannot be made, or is a device or a pipe: the error has the path and the system's reason.
     pub fn create(path: impl Into<PathBuf>) -> Result<Self> {
         let path = path.into();
         let log = create_in_place(&path).map_err(|error| unusable(&path, "create", error))?;
@@ -66,6 +69,9 @@ impl FileStore {
     }
 
     /// Opens the store at `path`; waits until there is one.
+    ///
+    /// # Errors
+    /// If the file cannot be read or written; at `deadline`, if there is no file, or none of a store of this version.
     pub fn open(path: impl Into<PathBuf>, deadline: Deadline) -> Result<Self> {
         let path = path.into();
         let mut backoff = Backoff::new(PAUSES, deadline);

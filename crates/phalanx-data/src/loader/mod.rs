@@ -29,9 +29,9 @@ use crate::{Dataset, Sampler, Sampling};
 ///   at most [`prefetch_factor`](DataLoaderBuilder::prefetch_factor) batches each ahead of the loop, and end when the iterator
 ///   is dropped.
 /// - **Errors** and panics of the data set or the collate function come out of the iterator as a
-///   [`LoadError`](crate::LoadError), in the place of their batch, with the index. The next call goes on behind that batch.
+///   [`LoadError`](crate::LoadError), in the place of their batch, with the index. The next call continues behind that batch.
 /// - **Position.** [`position`](Self::position) is how far the loop has come, and not the workers. It goes into checkpoints and
-///   commits; [`resume`](Self::resume) goes on there, also with another number of ranks.
+///   commits; [`resume`](Self::resume) continues there, also with another number of ranks.
 ///
 /// - **Memory** that batches have freed stays with the process, to be used again: the first loader raises two limits of glibc's allocator for
 ///   the whole process, to pieces of 32 MiB and 64 MiB of each heap. `MALLOC_TRIM_THRESHOLD_` or `MALLOC_MMAP_THRESHOLD_` in the environment hold instead.
@@ -107,7 +107,7 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
     /// The next [`iter`](Self::iter) is the pass `epoch`, from its beginning. Only needed to leave the order of counting.
     ///
     /// Between [`resume`](Self::resume) and the next `iter`, the epoch of the position keeps the position: a loop that sets
-    /// each epoch goes on where it was cut off.
+    /// each epoch continues where it was cut off.
     pub fn set_epoch(&self, epoch: u64) {
         let mut progress = self.inner.progress.lock();
         if progress.begun || progress.position.epoch() != epoch {

@@ -166,17 +166,17 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamLoader<D, B> {
         Ok(())
     }
 
-    /// The epoch of the last pass that was begun, or of the one that will be gone on with. Unlike a
-    /// [`DataLoader`](crate::DataLoader)'s it does not change at the end of a pass, to which ranks may come at different times.
+    /// The epoch of the last pass that was begun, or of the pass that [`resume`](Self::resume) will continue. Unlike
+    /// a [`DataLoader`](crate::DataLoader)'s it does not change at the end of a pass, to which ranks may come at different times.
     pub fn epoch(&self) -> u64 {
         self.inner.progress.lock().position.epoch()
     }
 
-    /// From the next [`iter`](Self::iter) on, the part of this rank of `group`. A pass that has begun goes on with the shards that it has; if
+    /// From the next [`iter`](Self::iter) on, the part of this rank of `group`. A pass that has begun continues with the shards that it has; if
     /// the group fails by which they were divided, nobody reads the rest of a lost rank's, and the pass says so in the log.
     ///
     /// # Errors
-    /// If there are fewer shards than ranks, or the next `iter` would go on at a position that is another rank's own.
+    /// If there are fewer shards than ranks, or the next `iter` would continue at a position that is another rank's own.
     pub fn set_group(&self, group: &ProcessGroup) -> Result<()> {
         let mut progress = self.inner.progress.lock();
         let shard = (group.rank(), group.world_size());

@@ -1,4 +1,4 @@
-//! A pass that is cut off, saved with a checkpoint, and gone on with by another number of ranks.
+//! A pass that is cut off, saved with a checkpoint, and continued by another number of ranks.
 
 use std::sync::Mutex;
 

@@ -51,6 +51,9 @@ pub struct HostList(Vec<Host>);
 
 impl HostList {
     /// Reads a file in Horovod's and Open MPI's format: `node1 slots=4` or `node1:4` a line, and comments behind a `#`.
+    ///
+    /// # Errors
+    /// If a line is no host: the error has its number. If there is no host.
     pub fn from_file(text: &str) -> Result<Self> {
         Self::from_lines(text, 1)
     }
@@ -72,6 +75,9 @@ impl HostList {
 
     /// Places `workers` on the hosts, in order, each filled before the next, and returns the hosts used, with the
     /// number on each; all slots if no number is given.
+    ///
+    /// # Errors
+    /// If the hosts have fewer slots, or it is more workers than a job may have, or none.
     pub fn place(&self, workers: Option<u32>) -> Result<Self> {
         let slots: u64 = self.0.iter().map(|host| u64::from(host.slots)).sum();
         let workers = workers.map_or(slots, u64::from);

@@ -182,7 +182,8 @@ impl RemoteJob {
 
     /// Runs the job to its end, and handles signals, as [`Job::run`](super::Job::run) does.
     ///
-    /// An error means that it could not be started, or that the connection to a host was lost.
+    /// # Errors
+    /// If it cannot be started, or the connection to a host is lost.
     pub fn run(&self, observer: &mut dyn Observer) -> Result<Report> {
         check_open_store(self.open_store, self.credentials.tls.is_some())?;
         if let Some(host) = &self.master_addr

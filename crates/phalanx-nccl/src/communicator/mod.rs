@@ -56,7 +56,7 @@ use crate::cuda::{Device, DeviceBuffer, Stream};
 /// let device = Device::of_local_rank(&group)?;
 /// let nccl = Communicator::new(&group, &device)?;
 /// let gradients = DeviceBuffer::from_slice(nccl.stream(), &[1.0f32; 1024])?;
-/// let work = nccl.all_reduce_async(gradients, ReduceOp::Avg)?; // the device works, this thread goes on
+/// let work = nccl.all_reduce_async(gradients, ReduceOp::Avg)?; // the device works, this thread continues
 /// let gradients = work.wait()?;
 /// assert_eq!(gradients.to_vec(nccl.stream())?, [1.0; 1024]);
 /// # Ok::<(), phalanx::Error>(())

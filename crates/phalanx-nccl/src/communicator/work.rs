@@ -48,7 +48,7 @@ impl<M: Send + 'static> Work<M> {
 
     /// Lets what is queued on `stream` from now on wait for the call, and returns the memory at once: for that stream, and for no
     /// other. No thread waits. The call is still in flight: [`DeviceMemory`](crate::DeviceMemory) says what a drop of the memory must not
-    /// do meanwhile. If the call fails, the stream goes on with memory whose content is not specified; the next call, or
+    /// do meanwhile. If the call fails, the stream continues with memory whose content is not specified; the next call, or
     /// [`Communicator::failure`](super::Communicator::failure), says so.
     ///
     /// # Errors

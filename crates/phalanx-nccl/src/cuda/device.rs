@@ -24,14 +24,14 @@ pub struct Device(Arc<DeviceInner>);
 /// The memory of a device, in bytes, as the driver counts it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryInfo {
-    /// What nobody has.
+    /// Bytes that are not in use.
     pub free: u64,
-    /// All of it.
+    /// All bytes of the device.
     pub total: u64,
 }
 
 impl MemoryInfo {
-    /// What somebody has: this process or another one, tensors or the driver.
+    /// Bytes that are in use, by this process or another one, for tensors or by the driver.
     pub fn used(self) -> u64 {
         self.total.saturating_sub(self.free)
     }

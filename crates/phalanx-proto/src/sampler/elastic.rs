@@ -190,8 +190,8 @@ impl ElasticSampler {
         self.set_epoch(self.epoch.wrapping_add(1));
     }
 
-    /// To the start of `epoch`, also if it is the current one. Do not call it for an epoch that is gone on with from a checkpoint or
-    /// a commit: the samples before it would come again.
+    /// To the start of `epoch`, also if it is the current one. Do not call it for an epoch that continues from a checkpoint or
+    /// a commit: the samples that were consumed would come again.
     pub fn set_epoch(&mut self, epoch: u64) {
         (self.epoch, self.consumed) = (epoch, 0);
         self.again.clear();

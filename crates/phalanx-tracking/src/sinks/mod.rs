@@ -61,7 +61,7 @@ pub trait Sink: Send {
     /// What messages call it.
     fn name(&self) -> &str;
 
-    /// A new attempt goes on at `step`: what earlier ones have recorded at it and behind it no longer counts. It is called before
+    /// A new attempt continues at `step`: what earlier ones have recorded at it and behind it no longer counts. It is called before
     /// the records that are affected, and again if it or what follows fails.
     ///
     /// # Errors

@@ -24,10 +24,10 @@ pub struct ShardingOptions {
     pub prefetch: usize,
     /// Before a unit's forward pass, and again before it is repeated, the device is seeded with a number made of this one, the rank, the
     /// unit's place in the pass, and a number that is drawn from the program's own, so that dropout drops the same. So what units drop follows
-    /// the program's seed. After either pass the device goes on with the program's own random numbers, as if one had been drawn: so does
+    /// the program's seed. After either pass the device continues with the program's own random numbers, as if one had been drawn: so does
     /// what is drawn outside of units. Not used where nothing is repeated.
     ///
-    /// Seed the device before each step, and a run that goes on from a checkpoint drops what it would have dropped.
+    /// Seed the device before each step, and a run that continues from a checkpoint drops what it would have dropped.
     ///
     /// Random numbers belong to the process: another thread that draws during a pass of a unit changes what is dropped there, and what is
     /// dropped when the pass is repeated may then differ.

@@ -271,7 +271,7 @@ impl<M: Module> Fsdp<M> {
     /// As [`backward`](Self::backward). On every rank, and it ends the groups: if a rank's weight is negative, infinite or not a number;
     /// if some passes of a step are weighted and others not, on one rank or on several; if a parameter, or the loss, is of 16 bits.
     ///
-    /// If all weights are 0, an error on every rank that ends nothing: go on with the next step.
+    /// If all weights are 0, an error on every rank that ends nothing: continue with the next step.
     #[doc(alias("uneven", "num_samples", "num_tokens"))]
     pub fn backward_weighted<const D: usize>(
         &mut self,

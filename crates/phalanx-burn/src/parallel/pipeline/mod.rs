@@ -181,8 +181,8 @@ impl<const D: usize> Pipeline<D> {
     ///
     /// Before a forward pass, and again before it is repeated, the device is seeded with a number made of `seed`, the stage, the
     /// micro-batch, and a number that is drawn from the program's own at the start of the step, so that dropout drops the same. So it follows
-    /// the program's seed: seed the device before each step, and a run that goes on from a checkpoint drops what it would have dropped. After
-    /// the step the device goes on with the program's own random numbers, as if one had been drawn. They belong to the process: another
+    /// the program's seed: seed the device before each step, and a run that continues from a checkpoint drops what it would have dropped. After
+    /// the step the device continues with the program's own random numbers, as if one had been drawn. They belong to the process: another
     /// thread must not draw during a step. Running statistics, as those of batch norm, see each micro-batch twice.
     #[doc(alias("checkpoint", "activation_checkpointing"))]
     #[must_use]

@@ -1,4 +1,4 @@
-//! The communication hook of an adapter's `Ddp` over loads: a state may come before the hook that goes on from it.
+//! The communication hook of an adapter's `Ddp` over loads: a state may come before the hook that continues from it.
 
 use super::{CommHook, HookLabel, HookState};
 use crate::error::{Error, Result};
@@ -16,7 +16,7 @@ pub struct LoadedHook {
 }
 
 impl LoadedHook {
-    /// Registers `hook`, which goes on from the loaded state. All ranks call it together.
+    /// Registers `hook`, which continues from the loaded state. All ranks call it together.
     ///
     /// # Errors
     /// As [`Reducer::register_hook`] and [`Reducer::load_hook_state`], and if a checkpoint was loaded that has no state for this hook.
@@ -76,7 +76,7 @@ impl LoadedHook {
         Ok(Some(state).filter(|state| !state.hook().is_empty()))
     }
 
-    /// Lets the hook go on from `state`, which [`check_hook`] has accepted; or, if none that keeps a state is registered, the one that
+    /// Lets the hook continue from `state`, which [`check_hook`] has accepted; or, if none that keeps a state is registered, the one that
     /// will be.
     ///
     /// # Errors
@@ -93,7 +93,7 @@ impl LoadedHook {
         Ok(())
     }
 
-    /// An error if training would go on without the hook whose state was loaded. In a world of one it does.
+    /// An error if training would continue without the hook whose state was loaded. In a world of one it does.
     ///
     /// # Errors
     /// If that state is still here.
@@ -106,7 +106,7 @@ impl LoadedHook {
     }
 }
 
-/// An error if the hook that is registered cannot go on from `state`. Nothing changes. If none is here, one that is registered later
+/// An error if the hook that is registered cannot continue from `state`. Nothing changes. If none is here, one that is registered later
 /// takes it.
 ///
 /// # Errors
@@ -116,8 +116,8 @@ pub fn check_hook<S>(reducer: Option<&HookedReducer<S>>, state: Option<&HookStat
     fits(&reducer.with_reducer(|reducer| reducer.hook_label())?, state)
 }
 
-/// An error if the hook that is `here` cannot go on from what was `saved`. Two hooks that keep nothing, or nothing so far, have
-/// nothing to go on from.
+/// An error if the hook that is `here` cannot continue from what was `saved`. Two hooks that keep nothing, or nothing so far, have
+/// nothing to continue from.
 fn fits(here: &HookLabel, saved: Option<&HookState>) -> Result<()> {
     let is_same = saved.is_some_and(|saved| saved.hook() == here.hook);
     let is_nothing = here.is_empty && saved.is_none_or(HookState::is_empty);

@@ -236,7 +236,7 @@ impl Pending {
         Self(Stage::InFlight { work, then: None })
     }
 
-    /// When `work` is done, `then` goes on with its buffer: it ends with [`Pending::ready`], or starts another
+    /// When `work` is done, `then` continues with its buffer: it ends with [`Pending::ready`], or starts another
     /// operation. It runs after backward, on the thread that waits for the gradients; the buckets take turns, in the
     /// same order on every rank.
     pub fn then(
@@ -255,7 +255,7 @@ impl Pending {
         Self::elsewhere_then(is_completed, move || finish().map(Self::ready))
     }
 
-    /// Like [`elsewhere`](Self::elsewhere), where `then` goes on as that of [`then`](Self::then): it ends with [`Pending::ready`], or starts another
+    /// Like [`elsewhere`](Self::elsewhere), where `then` continues as that of [`then`](Self::then): it ends with [`Pending::ready`], or starts another
     /// operation.
     pub fn elsewhere_then(
         is_completed: impl Fn() -> bool + Send + 'static,

@@ -196,9 +196,9 @@ impl LowRankMatrix {
 /// random one, so that a gradient that was zero for a step is not lost for ever.
 ///
 /// After a step whose average is not finite, the losses and factors of that gradient begin anew, on every rank: a program
-/// that leaves out such a step goes on as if it had not been.
+/// that leaves out such a step continues as if it had not been.
 ///
-/// A checkpoint of a training has the step, the factors and every rank's losses, and a run that goes on from it with as many ranks has
+/// A checkpoint of a training has the step, the factors and every rank's losses, and a run that continues from it with as many ranks has
 /// the same bits as one that was never interrupted. With another number of ranks the losses begin anew, as PyTorch's do.
 ///
 /// It takes memory for the losses (as much as the gradients), for the factors, and for what it sends.

@@ -47,6 +47,9 @@ struct Found {
 
 impl EtcdStore {
     /// The store of `job` at `endpoints`, which is a list, `host:port,host:port`.
+    ///
+    /// # Errors
+    /// If an end point is not a host; at `deadline`, if no member of the cluster answers.
     pub fn open(endpoints: &str, job: &str, deadline: Deadline) -> Result<Self> {
         let gateway = Arc::new(Gateway::new(endpoints)?);
         let name = format!("etcd at {}", gateway.names());

@@ -69,18 +69,27 @@ pub struct AtEnd {
 impl TcpStore {
     /// Connects to the store at `address`, a `SocketAddr` or `host:port`. Tries until `deadline` while nothing
     /// listens there. If the listener is not a store, the error says so.
+    ///
+    /// # Errors
+    /// At `deadline`, with the last reason for which it cannot connect. At once, if the address cannot be used, or the listener is no store.
     pub fn connect(address: impl fmt::Display, deadline: Deadline) -> Result<Self> {
         Self::connect_with(address, &Credentials::default(), deadline)
     }
 
     /// [`connect`](Self::connect) to a store of the job with this key. Each side proves to the other that it knows the key
     /// before any request: a server that does not, such as PyTorch's, is an error.
+    ///
+    /// # Errors
+    /// As [`connect`](Self::connect), and if the server does not know the key.
     pub fn connect_with_key(address: impl fmt::Display, key: &JobKey, deadline: Deadline) -> Result<Self> {
         Self::connect_with(address, &key.clone().into(), deadline)
     }
 
     /// [`connect`](Self::connect) to a store of the job with these credentials: with the key, if there is
     /// one, as above, and with TLS, if there are certificates.
+    ///
+    /// # Errors
+    /// As [`connect_with_key`](Self::connect_with_key), and if a certificate cannot be used, or the server's is not of the same CA.
     pub fn connect_with(
         address: impl fmt::Display,
         credentials: &Credentials,

@@ -88,12 +88,18 @@ impl TcpStoreServer {
 
     /// [`bind`](Self::bind) for a job with this key. Clients must know it, except programs of this user on this host:
     /// they could read the key, and PyTorch's clients cannot use it.
+    ///
+    /// # Errors
+    /// As [`bind`](Self::bind).
     pub fn bind_with_key(address: SocketAddr, key: JobKey) -> Result<Self> {
         Self::bind_with(address, key.into())
     }
 
     /// [`bind`](Self::bind) for a job with these credentials. Clients must have them, except programs of this user on
     /// this host: they could read the files, and PyTorch's clients can use neither key nor TLS.
+    ///
+    /// # Errors
+    /// As [`bind`](Self::bind), and if a certificate cannot be used.
     pub fn bind_with(address: SocketAddr, credentials: Credentials) -> Result<Self> {
         Self::bind_for(address, Access::to(credentials, KeylessClients::OfThisUser))
     }
