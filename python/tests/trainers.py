@@ -5,7 +5,8 @@
     python tests/trainers.py --only lightning
 
 Each trains a small model over phalanx and over gloo. The losses and the parameters of both must be equal, bit for bit,
-and those of all ranks. The exit status is 0 if they are. Needs accelerate, transformers and lightning.
+and those of all ranks. The exit status is 0 if they are. Needs accelerate, transformers, lightning, DeepSpeed with ninja,
+and a C++ compiler.
 """
 
 import argparse
@@ -163,10 +164,47 @@ def with_lightning(rank, backend, folder):
     return module.losses, module
 
 
+def with_deepspeed(rank, backend, folder):
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    # It compiles something of its own by ninja, which pip has put beside Python.
+    os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ.get("PATH", "")
+    # It looks for compilers and accelerators when it is imported.
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    model, losses = network(), []
+    settings = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        # Each rank has a part of the optimizer's state, and gets its part of the gradients alone.
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    # One that computes on every element by itself.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    engine, _, data, _ = deepspeed.initialize(model=model, optimizer=optimizer, training_data=Numbers(), config=settings)
+    assert deepspeed.comm.get_world_size() == WORLD and engine.global_rank == rank
+    for _ in range(2):
+        for given, expected in data:
+            loss = nn.functional.mse_loss(engine(given), expected)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    assert engine.global_steps > 4
+    engine.save_checkpoint(f"{folder}/{backend}")
+    engine.load_checkpoint(f"{folder}/{backend}")
+    every = [None] * WORLD
+    dist.all_gather_object(every, losses)
+    return every, engine.module
+
+
 CASES = {
     "accelerate: Accelerator": with_accelerate,
     "transformers: Trainer": with_transformers,
     "lightning: DDPStrategy": with_lightning,
+    "DeepSpeed: ZeRO stage 2": with_deepspeed,
 }
 
 
