@@ -54,21 +54,23 @@ pub(super) type Attempt = io::Result<(Connection, Hello)>;
 
 /// Makes the first attempt to connect to each of these peers. All are called before the first answer is read, and so on: so
 /// processes that share few processors wait for each other a few times, and not for each connection. All together have the time of one for each answer.
-/// What has come of a peer counts also if another has let it pass.
+/// What has come of a peer counts also if another has let it pass. If this rank's program ends a wait, no other peer is waited for.
 pub(super) fn attempt_together<'a>(
     config: &MeshConfig<'_>,
     peers: impl Iterator<Item = (&'a Address, Hello)>,
     secret: &GroupSecret,
     deadline: Deadline,
 ) -> Result<Vec<Attempt>> {
-    let called = peers.map(|(address, own)| call(config, address, (own, secret), deadline));
-    let called = called.collect::<Result<Vec<_>>>()?;
+    let call = |(address, own)| unless_interrupted(call(config, address, (own, secret), deadline)?);
+    let called = peers.map(call).collect::<Result<Vec<_>>>()?;
     let by = || deadline.at_most(answer_timeout(config));
     let proving = by();
-    let prove = |call: Call| call.hear(proving)?.prove();
-    let proven: Vec<_> = called.into_iter().map(|call| call.and_then(prove)).collect();
+    let prove =
+        |call: io::Result<Call>| unless_interrupted(call.and_then(|call| call.hear(proving)?.prove()));
+    let proven = called.into_iter().map(prove).collect::<Result<Vec<_>>>()?;
     let ending = by();
-    Ok(proven.into_iter().map(|proof| proof.and_then(|proof| proof.end(ending))).collect())
+    let end = |proof: io::Result<Proof>| unless_interrupted(proof.and_then(|proof| proof.end(ending)));
+    proven.into_iter().map(end).collect()
 }
 
 /// Connects to a peer until it succeeds or the deadline passes: a listener's queue may be full, or a connection may
@@ -98,7 +100,8 @@ pub(super) fn dial(
             Some(attempt) => attempt,
             None => {
                 let heard = call_far(config, address, (own, secret), deadline)?;
-                heard.and_then(Heard::prove).and_then(|proof| proof.end(deadline.at_most(answering)))
+                let end = |proof: Proof| proof.end(deadline.at_most(answering));
+                unless_interrupted(heard.and_then(Heard::prove).and_then(end))?
             }
         };
         let error = match attempt {
@@ -110,9 +113,6 @@ pub(super) fn dial(
             }
             Err(error) => error,
         };
-        if let Some(interrupted) = interrupted(&error) {
-            return Err(interrupted);
-        }
         match error.kind() {
             io::ErrorKind::InvalidData => {
                 let remedy = Refusal::remedy(&error).unwrap_or(
@@ -153,10 +153,14 @@ pub(super) fn dial(
     }
 }
 
-/// Why the program of this rank has ended the wait in which this `error` came, if it has.
-fn interrupted(error: &io::Error) -> Option<Error> {
-    let inner = error.get_ref()?.downcast_ref::<Error>()?;
-    (inner.kind() == Kind::Aborted).then(|| inner.clone())
+/// The outer error is that of this rank's program, if it has ended the wait. What a peer has done wrong is of the kind `InvalidData`.
+fn unless_interrupted<T>(outcome: io::Result<T>) -> Result<io::Result<T>> {
+    match outcome {
+        Err(error) if error.kind() == io::ErrorKind::Other => {
+            error.downcast::<Error>().map_or_else(|error| Ok(Err(error)), Err)
+        }
+        outcome => Ok(outcome),
+    }
 }
 
 /// The error for a rank whose host accepts connections, while the rank itself sends nothing.
