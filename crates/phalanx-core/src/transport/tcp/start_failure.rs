@@ -180,8 +180,8 @@ fn count_there(config: &MeshConfig<'_>, keys: &[&str], known: usize, deadline: D
 
 /// An error if `peer` has reported on its control connection why its group has failed, or has died.
 pub(super) fn check_peer(peer: Rank, host: &str, control: &Connection) -> Result<()> {
-    // The peer's `Watching` may come before the failure. Heartbeats do not: none comes before this rank has sent
-    // `Watching` too.
+    // The peer's `Connected`, or its `Watching`, may come before the failure. Both do not, nor do heartbeats: they come when this rank
+    // has sent the same.
     let mut bytes = [0; 2 * (PREFIX + MAX_BODY)];
     // Only peeked: any other message is for the watching thread.
     match control.peek(&mut bytes) {
