@@ -25,7 +25,8 @@ thread_local! {
 /// and messages. Its error ends the wait as that of a peer does: the call fails with it, and so does the group, on every rank. A panic of it is
 /// such an error.
 ///
-/// Calls that another thread carries out, such as those that return a [`Work`](crate::Work), are not checked, nor is the start of a group.
+/// Calls that another thread carries out, such as those that return a [`Work`](crate::Work), are not checked, nor is all of the start of a
+/// group.
 pub fn interruptible<R>(check: InterruptCheck, body: impl FnOnce() -> R) -> R {
     /// Ends the checks, also when `body` panics.
     struct Before(Option<InterruptCheck>);
