@@ -400,9 +400,19 @@ fn secure(
 ) -> io::Result<GroupSecret> {
     stream.encrypt(tls.client()?);
     loop {
-        wait_until(stream, deadline)?;
-        if stream.handshake()? {
-            break;
+        let left = deadline.remaining();
+        if left.is_zero() {
+            // As a read that has timed out.
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
+        stream.socket().set_read_timeout(Some(interrupt::at_most(left)))?;
+        match stream.handshake() {
+            Ok(true) => break,
+            Ok(false) => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                interrupt::check().map_err(io::Error::other)?;
+            }
+            Err(error) => return Err(error),
         }
     }
     Ok(stream.binding()?.map_or_else(|| secret.clone(), |binding| secret.bound(&binding)))
@@ -440,13 +450,4 @@ fn receive_all(stream: &Connection, mut into: &mut [u8], deadline: Deadline) -> 
         }
     }
     Ok(())
-}
-
-/// Sets the time-out of the next read of a blocking connection to `deadline`. If that has passed, returns the error of
-/// a read that has timed out.
-fn wait_until(stream: &Connection, deadline: Deadline) -> io::Result<()> {
-    match deadline.remaining() {
-        Duration::ZERO => Err(io::ErrorKind::WouldBlock.into()),
-        left => stream.socket().set_read_timeout(Some(left)),
-    }
 }
