@@ -424,6 +424,33 @@ fn who_waits_for_an_answer_may_end_the_wait() {
     assert_eq!(LOOKED.get(), 1);
 }
 
+#[test]
+fn who_calls_again_and_again_may_end_that() {
+    fn ends() -> Result<()> {
+        Err(Error::aborted("enough"))
+    }
+    let (store, done) = (MemoryStore::new(), AtomicBool::new(false));
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let address = Address { socket: listener.local_addr().unwrap(), host: "node7".into() };
+    let secret = GroupSecret::new(None, &[1; 16]);
+    let error = thread::scope(|scope| {
+        // It drops all connections.
+        scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                drop(listener.accept());
+            }
+        });
+        let own = hello_to_main(&secret, 1, 2);
+        let (has_failed, deadline) = (AtomicBool::new(false), Deadline::after(Duration::from_secs(60)));
+        let call = || dial(&config(&store, 1), "here", &address, (own, &secret), None, &has_failed, deadline);
+        let error = interruptible(ends, || call().err());
+        done.store(true, Ordering::Relaxed);
+        drop(TcpStream::connect(address.socket));
+        error.unwrap()
+    });
+    assert!(error.is_aborted() && error.to_string().contains("enough"), "{error}");
+}
+
 /// A connection of rank 1 to rank 0, of two.
 fn call_main(
     store: &MemoryStore,

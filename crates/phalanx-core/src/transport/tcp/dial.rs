@@ -142,6 +142,7 @@ pub(super) fn dial(
         }
         reminders.remind(|| format!("rank {} waits: {unreachable}: {error}", config.rank));
         backoff.pause();
+        interrupt::check()?;
         if backoff.is_longest() {
             let until = deadline.at_most(start_failure::LAST_MESSAGE_TIMEOUT);
             start_failure::check(config, host, until).map_err(|error| match error.peer() {
