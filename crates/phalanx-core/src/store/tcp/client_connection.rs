@@ -497,8 +497,8 @@ impl Link {
     }
 
     /// Sends `request`, which ends in a wait, and waits for its answer, and for this many `values` after it. `go_on`, if there is one,
-    /// is called several times a second, but not while the answer may still be on its way, unless this thread also waits for
-    /// [interruptions](interrupt). If the keys do not come, the wait is cancelled, and the connection can be used again.
+    /// is called several times a second, but not while the answer may still be on its way, unless the program checks this
+    /// thread's waits. If the keys do not come, the wait is cancelled, and the connection can be used again.
     pub fn wait(
         &mut self,
         request: &[u8],
