@@ -324,8 +324,12 @@ impl Store for TcpStore {
 
     fn add(&self, key: &str, amount: i64, deadline: Deadline) -> Result<i64> {
         let call = Call::new(&self.name, "add", from_ref(&key), deadline)?;
-        self.exchange(&call, Frame::new(Op::Add).key(key).i64(amount), Link::integer)
-            .map_err(|error| if error.is_timeout() { error } else { self.explain_add(&call, key, error) })
+        self.exchange(&call, Frame::new(Op::Add).key(key).i64(amount), Link::integer).map_err(|error| {
+            match error.is_timeout() || error.is_aborted() {
+                true => error,
+                false => self.explain_add(&call, key, error),
+            }
+        })
     }
 
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8], deadline: Deadline) -> Result<Vec<u8>> {

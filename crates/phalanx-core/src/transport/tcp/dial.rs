@@ -66,9 +66,18 @@ pub(super) fn attempt_together<'a>(
     let by = || deadline.at_most(answer_timeout(config));
     let proving = by();
     let prove = |call: Call| call.hear(proving)?.prove();
-    let proven: Vec<_> = called.into_iter().map(|call| call.and_then(prove)).collect();
+    let proven = called.into_iter().map(|call| unless_interrupted(call.and_then(prove)));
+    let proven = proven.collect::<Result<Vec<_>>>()?;
     let ending = by();
-    Ok(proven.into_iter().map(|proof| proof.and_then(|proof| proof.end(ending))).collect())
+    proven.into_iter().map(|proof| unless_interrupted(proof.and_then(|proof| proof.end(ending)))).collect()
+}
+
+/// The outcome of one attempt; an error if the program of this rank has ended the wait, and with it all of them.
+fn unless_interrupted<T>(outcome: io::Result<T>) -> Result<io::Result<T>> {
+    match outcome.as_ref().err().and_then(interrupt::cause) {
+        Some(cause) => Err(cause),
+        None => Ok(outcome),
+    }
 }
 
 /// Connects to a peer until it succeeds or the deadline passes: a listener's queue may be full, or a connection may
@@ -110,8 +119,8 @@ pub(super) fn dial(
             }
             Err(error) => error,
         };
-        if let Some(interrupted) = interrupted(&error) {
-            return Err(interrupted);
+        if let Some(cause) = interrupt::cause(&error) {
+            return Err(cause);
         }
         match error.kind() {
             io::ErrorKind::InvalidData => {
@@ -142,6 +151,7 @@ pub(super) fn dial(
         }
         reminders.remind(|| format!("rank {} waits: {unreachable}: {error}", config.rank));
         backoff.pause();
+        interrupt::check()?;
         if backoff.is_longest() {
             let until = deadline.at_most(start_failure::LAST_MESSAGE_TIMEOUT);
             start_failure::check(config, host, until).map_err(|error| match error.peer() {
@@ -151,12 +161,6 @@ pub(super) fn dial(
             })?;
         }
     }
-}
-
-/// Why the program of this rank has ended the wait in which this `error` came, if it has.
-fn interrupted(error: &io::Error) -> Option<Error> {
-    let inner = error.get_ref()?.downcast_ref::<Error>()?;
-    (inner.kind() == Kind::Aborted).then(|| inner.clone())
 }
 
 /// The error for a rank whose host accepts connections, while the rank itself sends nothing.
@@ -201,7 +205,7 @@ fn call(
 ) -> Result<io::Result<Call>> {
     let hello = Greeting::new(config, (own, secret), deadline)?;
     let connected = begin_to_connect(address.socket).and_then(|stream| hello.until_connected(stream));
-    Ok(connected.and_then(|stream| hello.say(stream)))
+    unless_interrupted(connected.and_then(|stream| hello.say(stream)))
 }
 
 /// Connects, says hello, and takes the answer; if the host is far away, on the first of two connections on which it comes. The peer keeps
@@ -284,7 +288,7 @@ impl Greeting {
             if until.has_passed() {
                 return Err(io::ErrorKind::TimedOut.into());
             }
-            interrupt::check().map_err(io::Error::other)?;
+            interrupt::check_io()?;
         }
         stream.set_nonblocking(false)?;
         Ok(stream)
@@ -430,7 +434,7 @@ fn receive_all(stream: &Connection, mut into: &mut [u8], deadline: Deadline) -> 
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(count) => into = &mut into[count..],
             Err(error) if error.kind() == io::ErrorKind::WouldBlock && !left.is_zero() => {
-                interrupt::check().map_err(io::Error::other)?;
+                interrupt::check_io()?;
             }
             Err(error) => return Err(error),
         }
