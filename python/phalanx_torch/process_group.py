@@ -202,7 +202,8 @@ def _check_layout(what: str, whole: tuple[str, torch.Tensor], part: tuple[str, t
         return
     shape = list(one_rank.shape)
     shapes = (list(all_ranks.shape), shape), (_without_ones(all_ranks.shape), _without_ones(shape))
-    if (all_ranks.shape[0] == ranks or len(_without_ones(shape)) < 2) and not any(_is_beside(*pair, ranks) for pair in shapes):
+    # PyTorch gives complex elements a last dimension, which both have.
+    if (all_ranks.shape[0] == ranks or len(_without_ones(before_in_part)) < 2) and not any(_is_beside(*pair, ranks) for pair in shapes):
         return
     below, further = [ranks * shape[0], *shape[1:]] if shape else [ranks], [ranks, *shape]
     raise ValueError(
