@@ -348,12 +348,19 @@ mod tests {
 
     /// A store that answers nothing in time, and remembers how long it was asked for.
     #[derive(Debug, Default)]
-    struct Slow(parking_lot::Mutex<Vec<Deadline>>);
+    struct Slow {
+        asked: parking_lot::Mutex<Vec<Deadline>>,
+        /// Whether the thread that asks has ended its wait instead.
+        is_interrupted: bool,
+    }
 
     impl Slow {
         fn late<T>(&self, deadline: Deadline) -> Result<T> {
-            self.0.lock().push(deadline);
-            Err(Error::timeout("it is slow"))
+            self.asked.lock().push(deadline);
+            Err(match self.is_interrupted {
+                true => Error::aborted("somebody pressed Ctrl-C"),
+                false => Error::timeout("it is slow"),
+            })
         }
     }
 
@@ -432,10 +439,30 @@ mod tests {
         let deadline = Deadline::after(10 * POLL_INTERVAL);
         let error = exchange(&config, "here", &[], &[(Rank::new(1), "key".into())], deadline).unwrap_err();
         assert!(error.to_string().contains("asked once"), "{error}");
-        let asked = store.0.into_inner();
+        let asked = store.asked.into_inner();
         // Whether a rank has failed, who is there, and which process the missing one is.
         assert_eq!(asked.len(), 3);
         assert!(asked.iter().all(|until| *until <= deadline), "{asked:?}");
+    }
+
+    #[test]
+    fn a_thread_that_ends_its_wait_for_the_store_ends_all_that_it_asks() {
+        let store = Slow { is_interrupted: true, ..Slow::default() };
+        let config = MeshConfig {
+            store: &store,
+            rank: Rank::MAIN,
+            world: WorldSize::new(2).unwrap(),
+            generation: Generation(0),
+            interface: Ipv4Addr::LOCALHOST.into(),
+            credentials: Credentials::none(),
+            heartbeat: Heartbeat::default(),
+            number: None,
+            watch: &|| Ok(()),
+        };
+        let deadline = Deadline::after(LAST_MESSAGE_TIMEOUT);
+        assert!(count_there(&config, &["key"], 0, deadline).unwrap_err().is_aborted());
+        let mut probe = StopProbe::new(&config);
+        assert!(probe.check(Rank::new(1), deadline).unwrap_err().is_aborted());
     }
 
     #[test]
