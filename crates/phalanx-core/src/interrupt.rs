@@ -26,7 +26,8 @@ thread_local! {
 /// and messages. Its error ends the wait as that of a peer does: the call fails with it, and so does the group, on every rank. A panic of it is
 /// such an error.
 ///
-/// Calls that another thread carries out, such as those that return a [`Work`](crate::Work), are not checked, nor is the start of a group.
+/// Calls that another thread carries out, such as those that return a [`Work`](crate::Work), are not checked. The start of a group is checked
+/// where this thread waits for a store or for another rank, and not in all waits.
 pub fn interruptible<R>(check: InterruptCheck, body: impl FnOnce() -> R) -> R {
     checked_by(Some(check), body)
 }
