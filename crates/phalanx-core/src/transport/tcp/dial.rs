@@ -73,6 +73,14 @@ pub(super) fn attempt_together<'a>(
     proven.into_iter().map(end).collect()
 }
 
+/// The outcome of one attempt; an error if the program of this rank has ended the wait, and with it all of them.
+fn unless_interrupted<T>(outcome: io::Result<T>) -> Result<io::Result<T>> {
+    match outcome.as_ref().err().and_then(interrupt::cause) {
+        Some(cause) => Err(cause),
+        None => Ok(outcome),
+    }
+}
+
 /// Connects to a peer until it succeeds or the deadline passes: a listener's queue may be full, or a connection may
 /// be dropped. Gives up early if another attempt is useless, or if the start `has_failed` in another thread of this rank.
 ///
@@ -154,16 +162,6 @@ pub(super) fn dial(
     }
 }
 
-/// The outer error is that of this rank's program, if it has ended the wait. What a peer has done wrong is of the kind `InvalidData`.
-fn unless_interrupted<T>(outcome: io::Result<T>) -> Result<io::Result<T>> {
-    match outcome {
-        Err(error) if error.kind() == io::ErrorKind::Other => {
-            error.downcast::<Error>().map_or_else(|error| Ok(Err(error)), Err)
-        }
-        outcome => Ok(outcome),
-    }
-}
-
 /// The error for a rank whose host accepts connections, while the rank itself sends nothing.
 fn no_answer(peer: Rank, address: &Address, answering: Duration) -> Error {
     let Address { host, socket } = address;
@@ -206,7 +204,7 @@ fn call(
 ) -> Result<io::Result<Call>> {
     let hello = Greeting::new(config, (own, secret), deadline)?;
     let connected = begin_to_connect(address.socket).and_then(|stream| hello.until_connected(stream));
-    Ok(connected.and_then(|stream| hello.say(stream)))
+    unless_interrupted(connected.and_then(|stream| hello.say(stream)))
 }
 
 /// Connects, says hello, and takes the answer; if the host is far away, on the first of two connections on which it comes. The peer keeps
@@ -289,7 +287,7 @@ impl Greeting {
             if until.has_passed() {
                 return Err(io::ErrorKind::TimedOut.into());
             }
-            interrupt::check().map_err(io::Error::other)?;
+            interrupt::check_io()?;
         }
         stream.set_nonblocking(false)?;
         Ok(stream)
@@ -411,7 +409,7 @@ fn secure(
             Ok(true) => break,
             Ok(false) => {}
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                interrupt::check().map_err(io::Error::other)?;
+                interrupt::check_io()?;
             }
             Err(error) => return Err(error),
         }
@@ -445,7 +443,7 @@ fn receive_all(stream: &Connection, mut into: &mut [u8], deadline: Deadline) -> 
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(count) => into = &mut into[count..],
             Err(error) if error.kind() == io::ErrorKind::WouldBlock && !left.is_zero() => {
-                interrupt::check().map_err(io::Error::other)?;
+                interrupt::check_io()?;
             }
             Err(error) => return Err(error),
         }
