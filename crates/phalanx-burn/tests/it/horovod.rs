@@ -8,8 +8,9 @@ use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamWConfig, GradientsParams, LambConfig, ModuleOptimizer, SgdConfig};
 use burn::tensor::{Tensor, TensorData};
 use phalanx::checkpoint::Checkpoints;
+use phalanx::elastic::State;
 use phalanx::sampler::ElasticSampler;
-use phalanx::{ProcessGroup, Rank};
+use phalanx::{Error, ProcessGroup, Rank};
 use phalanx_burn::Ddp;
 use phalanx_burn::horovod::{
     DistributedOptimizer, DistributedOptions, Groups, ModelState, allreduce, broadcast_optimizer_state,
@@ -444,14 +445,24 @@ fn an_optimizer_s_state_and_tensors_go_from_rank_to_rank() {
 
 #[test]
 fn optimizers_with_other_settings_are_refused_on_every_rank() {
+    let optimizer = |group: &ProcessGroup| {
+        let epsilon = if group.rank().get() == 1 { 1e-8 } else { 1e-5 };
+        AdamWConfig::new().with_epsilon(epsilon).init()
+    };
+    let is_told = |error: &Error| {
+        assert!(error.is_mismatch() && error.to_string().contains("the optimizer of rank 1"), "{error}");
+    };
     run(3, |group| {
         let hvd = horovod(&group);
         let model = Mlp::new(&WIDTHS);
-        let epsilon = if hvd.rank().get() == 1 { 1e-8 } else { 1e-5 };
-        let optimizer = AdamWConfig::new().with_epsilon(epsilon).init();
-        let error = broadcast_optimizer_state(&hvd, &optimizer, &model, Rank::MAIN).err().unwrap();
-        assert!(error.is_mismatch() && error.to_string().contains("the optimizer of rank 1"), "{error}");
+        let error = broadcast_optimizer_state(&hvd, &optimizer(&group), &model, Rank::MAIN).err().unwrap();
+        is_told(&error);
         hvd.barrier().unwrap();
+    });
+    // In each round of an elastic job, too.
+    run(3, |group| {
+        let mut state = ModelState::new(Mlp::new(&WIDTHS), optimizer(&group), ()).unwrap();
+        is_told(&state.enter(&group).unwrap_err());
     });
 }
 
