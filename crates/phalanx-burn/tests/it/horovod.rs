@@ -275,6 +275,29 @@ fn a_layer_that_is_frozen_later_takes_no_other_s_gradient() {
 }
 
 #[test]
+fn a_layer_that_is_frozen_later_is_not_changed_by_zeros() {
+    for op in [Op::Average, Op::Adasum] {
+        run(2, |group| {
+            let hvd = horovod(&group);
+            let mut model = Mlp::new(&[8, 4, 3]);
+            let options =
+                DistributedOptions { op, zero_missing_gradients: true, ..DistributedOptions::default() };
+            // Its decay changes what has any gradient.
+            let optimizer = AdamWConfig::new().with_weight_decay(0.1).init();
+            let mut optimizer = DistributedOptimizer::with_options(optimizer, &model, &hvd, options).unwrap();
+            model.layers[0] = model.layers[0].clone().no_grad();
+            let before = floats(&model);
+            let loss = optimizer.forward(&model, |model| model.loss(batch(&group, 0)));
+            optimizer.backward(&loss).unwrap();
+            let after = floats(&optimizer.step(0.05, model).unwrap());
+            assert_eq!(after[..2], before[..2], "{op}");
+            assert_ne!(after[2], before[2], "{op}");
+            hvd.barrier().unwrap();
+        });
+    }
+}
+
+#[test]
 fn a_model_whose_parameters_have_other_ids_is_refused() {
     let all_are_here = Barrier::new(2);
     for op in [Op::Average, Op::Adasum] {
