@@ -169,6 +169,8 @@ pub struct TrainState<M, T = ()> {
     options: DdpOptions,
     /// The group outside of the loop.
     alone: ProcessGroup,
+    /// Whether the ranks have compared their optimizers' settings since the state has entered a group of an elastic job.
+    is_compared: bool,
 }
 
 impl<M: Module, T> TrainState<M, T> {
@@ -183,7 +185,18 @@ impl<M: Module, T> TrainState<M, T> {
         let alone = ProcessGroup::alone()?;
         let (model, options) = (Ddp::new(model, &alone)?, DdpOptions::default());
         let (name, scheduler, averager) = (String::new(), None, None);
-        Ok(Self { model, optimizer, scheduler, averager, progress, steps: 0, name, options, alone })
+        Ok(Self {
+            model,
+            optimizer,
+            scheduler,
+            averager,
+            progress,
+            steps: 0,
+            name,
+            options,
+            alone,
+            is_compared: true,
+        })
     }
 
     /// Makes [`scheduled_step`](Self::scheduled_step) use the learning rates of `scheduler`, which is saved and loaded
@@ -717,9 +730,9 @@ impl<M: Module, T: Serialize + DeserializeOwned> State for TrainState<M, T> {
     }
 
     fn enter(&mut self, group: &ProcessGroup) -> Result<()> {
-        self.model.enter(group, &self.options)?;
-        // The state of the optimizer is the same by now; its settings are the program's.
-        self.check_optimizer(&self.model.group().in_call(Caller::ElasticRun))
+        // The state of the optimizer is the same by now. Its settings are the program's, which may set them in the loop.
+        self.is_compared = false;
+        self.model.enter(group, &self.options)
     }
 
     fn follow(&mut self, group: &ProcessGroup) -> Result<bool> {
@@ -731,6 +744,10 @@ impl<M: Module, T: Serialize + DeserializeOwned> State for TrainState<M, T> {
     }
 
     fn agree(&mut self) -> Result<()> {
+        if !self.is_compared {
+            self.check_optimizer(&self.model.group().in_call(Caller::ElasticCommit))?;
+            self.is_compared = true;
+        }
         self.model.agree()
     }
 }
