@@ -38,8 +38,8 @@ pub struct DistributedOptions {
     pub groups: Groups,
     /// A parameter without a gradient on this rank counts as one whose gradient is zero, as in Horovod. It is for parameters that
     /// only some ranks use; those that no rank uses then have a gradient too, of zeros, by which momentum and weight decay change
-    /// them. A parameter that is frozen has none. Unless it is set, a parameter without a gradient on any rank is left out, and one with a gradient on some only is an
-    /// error.
+    /// them. A parameter that is frozen has none. Unless it is set, a parameter without a gradient on any rank is left out, and one
+    /// with a gradient on some only is an error.
     pub zero_missing_gradients: bool,
     /// In front of the names of gradients. Two optimizers that have gradients in flight at the same time need different ones.
     pub name: String,
