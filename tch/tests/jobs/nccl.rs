@@ -89,6 +89,9 @@ pub const ON_STAND_IN: &[(&str, fn())] = &[
     ("no_thread_waits_for_the_device_in_backward", || {
         job_with("no wait", 2, |job, folder| job.variable(NO_WAIT, folder.join("nobody").to_str().unwrap()));
     }),
+    ("what_a_smaller_group_has_not_averaged_is_in_no_average_of_parameters", || {
+        job_with("subgroup fails late", 3, |job, _| job.variable("STANDIN_NCCL_FAULT", "error:1:2"));
+    }),
     ("power_sgd_among_devices_of_several_models_is_refused", || job(OTHER_MODELS, 2)),
     // The current device of the program's thread is the first one.
     ("a_model_may_be_on_another_device_than_the_current_one", || job("second device", 2)),
@@ -205,6 +208,7 @@ pub fn play(case: &str) -> Result<()> {
         "local" => local(&group),
         "subgroup" => subgroup(&group),
         "subgroup fails" => subgroup_fails(&group),
+        "subgroup fails late" => subgroup_fails_late(&group),
         "own hook panics" => own_hook_panics(&group),
         "own hook" => own_hook(&group),
         "own hook state" => own_hook_state(&group),
@@ -1290,6 +1294,21 @@ fn subgroup_fails(group: &ProcessGroup) -> Result<()> {
         has_failed(train_step(&model, &mut ddp, &mut optimizer, 3).unwrap_err());
     }
     has_failed(group.barrier().unwrap_err());
+    Ok(())
+}
+
+/// A call of NCCL's within the smaller group of ranks 0 and 1 fails when backward has returned, and rank 2 is in another one.
+fn subgroup_fails_late(group: &ProcessGroup) -> Result<()> {
+    let group = &group.split(Some(0), 0)?.unwrap();
+    let smaller = group.split(Some(group.rank().get() / 2), 0)?.unwrap();
+    let model = Mlp::new(&[8, 32, 3]);
+    let mut ddp = Ddp::with_nccl(&model.store, &devices(group)?, options())?;
+    ddp.register_comm_hook(PostLocalSgd::new(0).subgroup(smaller))?;
+    let mut optimizer = Optimizer::new(&model.store, Rule::sgd(0.9))?;
+    before_an_error(group);
+    let trained = train_step(&model, &mut ddp, &mut optimizer, 0);
+    let error = trained.and_then(|()| ddp.average_parameters()).unwrap_err().to_string();
+    assert!(error.contains("the stand-in was told to fail"), "{error}");
     Ok(())
 }
 
