@@ -90,7 +90,7 @@ pub const ON_STAND_IN: &[(&str, fn())] = &[
         job_with("no wait", 2, |job, folder| job.variable(NO_WAIT, folder.join("nobody").to_str().unwrap()));
     }),
     ("what_a_smaller_group_has_not_averaged_is_in_no_average_of_parameters", || {
-        job_with("subgroup fails late", 3, |job, _| job.variable("STANDIN_NCCL_FAULT", "error:1:2"));
+        job_with("subgroup fails late", 3, |job, _| job.variable("STANDIN_NCCL_FAULT", "error:1:1"));
     }),
     ("power_sgd_among_devices_of_several_models_is_refused", || job(OTHER_MODELS, 2)),
     // The current device of the program's thread is the first one.
@@ -1297,14 +1297,15 @@ fn subgroup_fails(group: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-/// A call of NCCL's within the smaller group of ranks 0 and 1 fails when backward has returned, and rank 2 is in another one.
+/// The second call of the smaller group of ranks 0 and 1, which is that of the only bucket, fails when backward has returned. Rank 2 is in another one.
 fn subgroup_fails_late(group: &ProcessGroup) -> Result<()> {
     let group = &group.split(Some(0), 0)?.unwrap();
     let smaller = group.split(Some(group.rank().get() / 2), 0)?.unwrap();
     let model = Mlp::new(&[8, 32, 3]);
-    let mut ddp = Ddp::with_nccl(&model.store, &devices(group)?, options())?;
+    let mut ddp = Ddp::with_nccl(&model.store, &devices(group)?, DdpOptions::default())?;
     ddp.register_comm_hook(PostLocalSgd::new(0).subgroup(smaller))?;
     let mut optimizer = Optimizer::new(&model.store, Rule::sgd(0.9))?;
+    assert_eq!(ddp.bucket_bytes().len(), 1);
     before_an_error(group);
     let trained = train_step(&model, &mut ddp, &mut optimizer, 0);
     let error = trained.and_then(|()| ddp.average_parameters()).unwrap_err().to_string();
