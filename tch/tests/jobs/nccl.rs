@@ -13,7 +13,7 @@ use phalanx::reducer::ReducerOptions;
 use phalanx::reducer::hooks::{
     AllReduce, CommHook, Compressed, GradBucket, HookState, Pending, PostLocalSgd, PowerSgd, PowerSgdOptions,
 };
-use phalanx::{Communicator, ProcessGroup, Rank, ReduceOp, Result};
+use phalanx::{Communicator, GroupHandle, ProcessGroup, Rank, ReduceOp, Result};
 use phalanx_nccl::DeviceGroup;
 use phalanx_tch::{
     Ddp, DdpOptions, DeviceBucket, DeviceHook, DeviceMessage, Optimizer, PeriodicModelAverager, Rule,
@@ -91,6 +91,9 @@ pub const ON_STAND_IN: &[(&str, fn())] = &[
     }),
     ("what_a_smaller_group_has_not_averaged_is_in_no_average_of_parameters", || {
         job_with("subgroup fails late", 3, |job, _| job.variable("STANDIN_NCCL_FAULT", "error:1:1"));
+    }),
+    ("a_smaller_group_is_left_when_its_calls_have_succeeded", || {
+        job_with("subgroup left", 3, |job, _| job.variable("STANDIN_NCCL_FAULT", "error:1:1"));
     }),
     ("power_sgd_among_devices_of_several_models_is_refused", || job(OTHER_MODELS, 2)),
     // The current device of the program's thread is the first one.
@@ -209,6 +212,7 @@ pub fn play(case: &str) -> Result<()> {
         "subgroup" => subgroup(&group),
         "subgroup fails" => subgroup_fails(&group),
         "subgroup fails late" => subgroup_fails_late(&group),
+        "subgroup left" => subgroup_left(&group),
         "own hook panics" => own_hook_panics(&group),
         "own hook" => own_hook(&group),
         "own hook state" => own_hook_state(&group),
@@ -1309,6 +1313,28 @@ fn subgroup_fails_late(group: &ProcessGroup) -> Result<()> {
     before_an_error(group);
     let trained = train_step(&model, &mut ddp, &mut optimizer, 0);
     let error = trained.and_then(|()| ddp.average_parameters()).unwrap_err().to_string();
+    assert!(error.contains("the stand-in was told to fail"), "{error}");
+    Ok(())
+}
+
+/// The same call fails, and the ranks average within another smaller group from then on.
+fn subgroup_left(group: &ProcessGroup) -> Result<()> {
+    let group = &group.split(Some(0), 0)?.unwrap();
+    let smaller = || group.split(Some(group.rank().get() / 2), 0);
+    let (first, second) = (smaller()?.unwrap(), smaller()?.unwrap());
+    let model = Mlp::new(&[8, 32, 3]);
+    let mut ddp = Ddp::with_nccl(&model.store, &devices(group)?, DdpOptions::default())?;
+    let handle = GroupHandle::new(first);
+    ddp.register_comm_hook(PostLocalSgd::new(0).subgroup(handle.clone()))?;
+    let mut optimizer = Optimizer::new(&model.store, Rule::sgd(0.9))?;
+    before_an_error(group);
+    let trained = train_step(&model, &mut ddp, &mut optimizer, 0).and_then(|()| {
+        handle.rebind(second);
+        train_step(&model, &mut ddp, &mut optimizer, 1)
+    });
+    // Rank 2 hears of it in a call of all ranks.
+    let trained = if group.rank().index() == 2 { trained.and_then(|()| group.barrier()) } else { trained };
+    let error = trained.unwrap_err().to_string();
     assert!(error.contains("the stand-in was told to fail"), "{error}");
     Ok(())
 }
