@@ -8,7 +8,7 @@ use std::io;
 use std::panic::catch_unwind;
 use std::time::{Duration, Instant};
 
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Result};
 
 /// How often a thread that waits for peers makes its check.
 pub const INTERRUPT_INTERVAL: Duration = Duration::from_millis(50);
