@@ -95,9 +95,9 @@ def median(values: list[float]) -> float:
 
 
 def gpus() -> int:
-    """How many this machine has."""
-    listed = subprocess.run(["nvidia-smi", "--list-gpus"], stdout=subprocess.PIPE, text=True, check=True)
-    return len(listed.stdout.splitlines())
+    """How many a process sees, as CUDA_VISIBLE_DEVICES says."""
+    ask = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    return int(subprocess.run(ask, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 
 def compare(model: str, steps: int, ours: str, keep_memory: bool, device: str) -> None:

@@ -188,22 +188,39 @@ def _as_many(what: str, expected: int, tensors: Sequence[object]) -> None:
 
 def _check_layout(what: str, whole: tuple[str, torch.Tensor], part: tuple[str, torch.Tensor], ranks: int) -> None:
     """Refuses a tensor for all ranks whose shape says something else than what lies in it: the elements of each rank, one rank after the other. That is so
-    for the ranks' rows below each other, for a dimension more, the first, and for one row of all elements. Of other lengths the native part has the error."""
+    for the ranks' rows below each other, for a dimension more, the first, and for one row of all elements. It may be so for another shape of a rank's
+    elements, unless it is that of the ranks' tensors beside each other. Of other lengths the native part has the error."""
     (name, all_ranks), (name_of_part, one_rank) = whole, part
-    if all_ranks.dim() < 2 or all_ranks.numel() != ranks * one_rank.numel():
+    if not _have_shapes((all_ranks, one_rank)) or all_ranks.dim() < 2 or all_ranks.numel() != ranks * one_rank.numel() or not all_ranks.numel():
         return
     before, before_in_part = list(all_ranks.shape), list(one_rank.shape)
     while before and before_in_part and before[-1] == before_in_part[-1]:
         before.pop()
         before_in_part.pop()
     # A dimension of one element moves none.
-    if sum(length != 1 for length in before) > 1:
-        shape = list(one_rank.shape)
-        below, further = [ranks * shape[0], *shape[1:]] if shape else [ranks], [ranks, *shape]
-        raise ValueError(
-            f"{what}: with {ranks} ranks and the {name_of_part} {_shape(one_rank)} the {name} has the shape {_named(below)}, {_named(further)} or "
-            f"({all_ranks.numel()}), and not {_shape(all_ranks)}: its elements would be in other places than that says. view() gives it another shape"
-        )
+    if len(_without_ones(before)) < 2:
+        return
+    shape = list(one_rank.shape)
+    shapes = (list(all_ranks.shape), shape), (_without_ones(all_ranks.shape), _without_ones(shape))
+    # PyTorch gives complex elements a last dimension, which both have.
+    if (all_ranks.shape[0] == ranks or len(_without_ones(before_in_part)) < 2) and not any(_is_beside(*pair, ranks) for pair in shapes):
+        return
+    below, further = [ranks * shape[0], *shape[1:]] if shape else [ranks], [ranks, *shape]
+    raise ValueError(
+        f"{what}: with {ranks} ranks and the {name_of_part} {_shape(one_rank)} the {name} has the shape {_named(below)}, {_named(further)} or "
+        f"({all_ranks.numel()}), and not {_shape(all_ranks)}: its elements would be in other places than that says. view() gives it another shape"
+    )
+
+
+def _without_ones(shape: Iterable[int]) -> list[int]:
+    return [length for length in shape if length != 1]
+
+
+def _is_beside(whole: list[int], part: list[int], ranks: int) -> bool:
+    """Whether ``whole`` is the shape of as many parts as there are ranks, along or in a dimension other than the first."""
+    return any(whole == [*part[:at], ranks * part[at], *part[at + 1 :]] for at in range(1, len(part))) or any(
+        whole == [*part[:at], ranks, *part[at:]] for at in range(1, len(part) + 1)
+    )
 
 
 def _check_pair(what: str, index: int, output: torch.Tensor, input: torch.Tensor) -> None:

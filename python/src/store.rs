@@ -55,9 +55,9 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 pub struct Connection(Arc<Mutex<Option<Option<Arc<TcpStore>>>>>);
 
 impl Connection {
-    /// Whether it has been made: the first use may wait for the server.
+    /// Whether it has been made: the first use may wait for the server. Another thread may wait so now, and the caller has Python's lock.
     pub fn is_made(&self) -> bool {
-        matches!(&*self.0.lock(), Some(Some(_)))
+        self.0.try_lock().is_some_and(|made| matches!(&*made, Some(Some(_))))
     }
 
     /// The keys at `address`; through the `other` client if there is no connection.

@@ -1011,7 +1011,18 @@ def test_threads_may_wait_for_one_operation():
 
 
 def _asked_by_a_handler(rank):
-    handle, results = hvd.allreduce_async(torch.tensor([rank + 1.0]), op=hvd.Sum), []
+    _ask_by_a_handler(hvd.allreduce_async(torch.tensor([rank + 1.0]), op=hvd.Sum), 3.0)
+    # Of some the result is made of what has come to the tensor itself: once, whoever asks.
+    for dtype in (torch.int32, torch.int64):
+        tensor = torch.tensor([rank + 1], dtype=dtype)
+        _ask_by_a_handler(hvd.allreduce_async_(tensor, op=hvd.Sum, postscale_factor=2.0), 6)
+        assert tensor.item() == 6
+        _ask_by_a_handler(hvd.allreduce_async_(tensor, op=hvd.Average), 6)
+        assert tensor.item() == 6
+
+
+def _ask_by_a_handler(handle, expected):
+    results = []
     operation = _operations._found(handle)
     finish = operation._finish
 
@@ -1023,7 +1034,7 @@ def _asked_by_a_handler(rank):
 
     operation._finish = interrupted
     signal.signal(signal.SIGUSR1, lambda *_: results.append(hvd.synchronize(handle).item()))
-    assert hvd.synchronize(handle).item() == 3.0 and results == ["interrupted", 3.0]
+    assert hvd.synchronize(handle).item() == expected and results == ["interrupted", expected]
 
 
 def test_a_handler_may_ask_for_a_result_that_is_being_made():

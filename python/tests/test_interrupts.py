@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import press, processes
+from conftest import free_port, press, processes
 
 import phalanx_torch
 
@@ -158,6 +158,28 @@ def _join_url(rank, path):
 @pytest.mark.parametrize("join", [_join_store, _join_url])
 def test_a_start_that_waits_for_other_ranks_is_interrupted(join, tmp_path):
     processes(1, join, str(tmp_path / "store"))
+
+
+def _later_part(rank, port):
+    dist.init_process_group("phalanx", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
+    # It makes the connection to the store. The next one is made by the thread that calls.
+    dist.new_group([0, 1])
+    if rank == 0:
+        _interrupted(lambda: dist.new_group([0, 1]))
+        dist.group.WORLD._store.set("pressed", "")
+    else:
+        dist.group.WORLD._store.get("pressed")
+        with pytest.raises(phalanx_torch.Error, match="interrupted by KeyboardInterrupt"):
+            dist.new_group([0, 1])
+    # The group of which it was to be a part goes on.
+    total = torch.ones(2)
+    dist.all_reduce(total, group=dist.new_group([0, 1]))
+    assert total.tolist() == [2.0, 2.0]
+    dist.destroy_process_group()
+
+
+def test_who_waits_for_the_others_of_a_new_group_is_interrupted_and_they_are_told():
+    processes(2, _later_part, free_port())
 
 
 def _array(rank, path, call):

@@ -162,8 +162,10 @@ def test_several_calls_as_one_are_all_made_or_none(ranks):
 
 # The shapes of the tensor for all of 2 ranks, and of one rank's: as the elements lie.
 LAYOUTS = [((4, 3), (2, 3)), ((2, 2, 3), (2, 3)), ((12,), (2, 3)), ((2,), ()), ((2, 3), (3,)), ((6,), (3,)), ((1, 4, 3), (1, 2, 3)), ((0, 3), (0, 3))]
-# And not so: a concatenation along another dimension, or rows of another length.
-OTHER_LAYOUTS = [((2, 6), (2, 3)), ((3, 4), (2, 3)), ((3, 2), (3,)), ((3, 2), (3, 1)), ((2, 2, 3), (2, 1, 3)), ((4, 3), (6,))]
+# The same, with another shape of one rank's elements: all in a row, or in a row for each rank. And none at all.
+LAYOUTS += [((4, 3), (6,)), ((2, 2, 3), (6,)), ((2, 2, 3), (1, 6)), ((2, 6), (3, 2)), ((2, 12), (2, 2, 3)), ((2, 3, 4), (2, 6)), ((0, 6), (0, 3))]
+# And not so: a concatenation or a stack along another dimension, or rows of another length.
+OTHER_LAYOUTS = [((2, 6), (2, 3)), ((3, 4), (2, 3)), ((3, 2), (3,)), ((3, 2), (3, 1)), ((3, 2), (1, 3)), ((2, 2, 3), (2, 1, 3)), ((2, 3, 2), (2, 3)), ((2, 1, 6), (2, 3))]
 
 
 def shaped(rank):
@@ -174,6 +176,9 @@ def shaped(rank):
         output = torch.zeros(whole)
         dist.all_gather_into_tensor(output, own)
         assert torch.equal(output.flatten(), both), (whole, part)
+        output = torch.zeros(whole, dtype=torch.complex64)
+        dist.all_gather_into_tensor(output, own.to(torch.complex64))
+        assert torch.equal(output.flatten(), both.to(torch.complex64)), (whole, part)
         output = torch.zeros(part)
         dist.reduce_scatter_tensor(output, both.reshape(whole))
         assert torch.equal(output, 2 * own), (whole, part)

@@ -234,7 +234,7 @@ impl Ddp {
     /// [`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd). All ranks call it together.
     ///
     /// # Errors
-    /// If a collective fails.
+    /// If a collective fails, or one of NCCL's has failed from which this rank's parameters were computed.
     pub fn average_parameters(&mut self) -> Result<()> {
         if self.sink.is_none() {
             return self.check_world();
@@ -244,6 +244,8 @@ impl Ddp {
         let begin = Instant::now();
         let op = if all { ReduceOp::Avg } else { ReduceOp::PreMulSum(1.0 / count as f64) };
         let outcome = tensors::with_elements(&tensors::handles(&self.inventory.parameters), |parts| {
+            // What was read is computed: no call of NCCL's that it comes from fails later. One within a smaller group ends only that.
+            self.check_settled()?;
             for part in parts {
                 let mut buffer: Buffer = group.alloc(part.dtype, part.bytes.len() / part.dtype.size())?;
                 buffer.as_bytes_mut().copy_from_slice(part.bytes);

@@ -384,6 +384,8 @@ impl OnDevice {
     /// The communicator of the ranks of `group`, a smaller one, within which buckets are averaged from now on. They make it together, if there is none
     /// yet.
     pub fn within(&self, group: &ProcessGroup) -> Result<Communicator> {
+        let last = lock(&self.state).subgroup.as_ref().and_then(|subgroup| subgroup.current());
+        self.await_calls_of_left(last.filter(|last| !last.group().is_same(group)))?;
         let subgroup = {
             let State { subgroup, buckets, .. } = &mut *lock(&self.state);
             let subgroup = subgroup.get_or_insert_with(|| Arc::new(self.nccl.subgroup(group)));
@@ -396,10 +398,15 @@ impl OnDevice {
         subgroup.connect()
     }
 
-    /// Buckets are no longer averaged within a smaller group. It waits for the calls that were: nobody would hear later that one has failed.
+    /// Buckets are no longer averaged within a smaller group.
     fn leave_subgroup(&self) -> Result<()> {
         let left = lock(&self.state).subgroup.take();
-        let Some(nccl) = left.filter(|_| !self.waits).and_then(|left| left.current()) else { return Ok(()) };
+        self.await_calls_of_left(left.and_then(|left| left.current()))
+    }
+
+    /// Waits for the calls of a smaller group that is `left`: nobody would hear later that one has failed.
+    fn await_calls_of_left(&self, left: Option<Communicator>) -> Result<()> {
+        let Some(nccl) = left.filter(|_| !self.waits) else { return Ok(()) };
         nccl.stream().synchronize(Deadline::after(nccl.timeout()))?;
         nccl.failure().map_or(Ok(()), Err)
     }

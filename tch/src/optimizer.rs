@@ -473,7 +473,7 @@ impl Optimizer {
         for (rule, here) in rules.iter().zip(&self.rules).filter(|(rule, here)| rule != here) {
             phalanx::warn(format_args!(
                 "the optimizer goes on by the rule with which the state was saved, {rule:?}, and not by its own, {here:?}; to go on by another \
-                 one, call Optimizer::set_rule after loading"
+                 one, call Optimizer::set_rule or set_group_rule after loading"
             ));
         }
         (self.rules, self.moments) = (rules, moments);

@@ -125,7 +125,8 @@ impl<T> TrainState<T> {
     }
 
     /// Saves under names that begin with `name` and a dot, so that other states can be saved beside it, in one checkpoint or in the
-    /// [`State`] of one elastic job: as those of a generator and of a discriminator, each with a `VarStore` and an optimizer of its own.
+    /// [`State`] of one elastic job: as those of a generator and of a discriminator, each with a `VarStore` and an optimizer of its own. Such a
+    /// [`State`] passes each of its calls on to both: without [`enter`](State::enter) each rank would train by itself.
     #[must_use]
     pub fn named(mut self, name: &str) -> Self {
         self.name = format!("{name}.");

@@ -3,6 +3,7 @@
 #
 #     tests/devices/check.sh               on wgpu, which is Vulkan in software where there is no GPU
 #     tests/devices/check.sh cuda          on these kinds of devices: cuda, wgpu, cpu, libtorch
+#     tests/devices/check.sh --only jobs   one kind of tests: it, whose ranks are threads; jobs, whose ranks are processes; jobs-fusion
 #
 # For a machine that has the device and no Rust:
 #
@@ -20,12 +21,17 @@ set -euo pipefail
 libtorch_python=$(named_python PHALANX_LIBTORCH_PYTHON)
 cd "$(dirname "$0")/../.."
 programs=${DEVICE_PROGRAMS:-}
-only_build=
-if [ "${1:-}" = --build ]; then
-    : "${programs:?--build needs DEVICE_PROGRAMS, the folder for the programs}"
-    only_build=1
-    shift
-fi
+only_build= only=
+case ${1:-} in
+    --build)
+        : "${programs:?--build needs DEVICE_PROGRAMS, the folder for the programs}"
+        only_build=1
+        shift ;;
+    --only)
+        only=${2:-}
+        [[ " it jobs jobs-fusion " == *" $only "* ]] || { echo "$0: --only takes it, jobs or jobs-fusion" >&2; exit 2; }
+        shift 2 ;;
+esac
 devices=("$@")
 [ $# != 0 ] || devices=(wgpu)
 
@@ -34,7 +40,9 @@ without() {
     # That a tensor is changed where it lies is true only of devices that have the process's memory.
     [ "$1" = libtorch ] || echo fused::parameters_are_updated_in_place
     case $1 in
-        # They are not lacking, but take hours there: 60 jobs of up to four ranks.
+        # 60 jobs of up to four ranks, which have not been run there, come before all others, and a GPU may be there for some minutes only.
+        cuda) echo configurations:: ;;
+        # They take hours there.
         cpu)
             echo configurations::
             # With autotuning two trainings may be given different kernels.
@@ -100,13 +108,15 @@ features() {
 jobs() { case $1 in cuda | cpu) echo devices:: nccl:: ;; *) echo devices:: ;; esac }
 export CUBECL_AUTOTUNE_LEVEL=minimal
 # tests PROGRAM FEATURES TARGETS... -- ARGUMENTS...: builds the targets and runs them; or, with a folder for programs, one or the other. PROGRAM is
-# the target's name there.
+# the target's name there. Tests that fail do not keep others from being run.
+failed=0
 tests() {
+    [ -z "$only" ] || [ "$only" = "$1" ] || return 0
     local program=$programs/$device/$1 features=$2 targets=()
     shift 2
     while [ "$1" != -- ]; do targets+=("$1"); shift; done
     if [ -z "$programs" ]; then
-        cargo test --locked -p phalanx-burn "${lightly[@]}" --features "$features" "${targets[@]}" "$@"
+        cargo test --locked -p phalanx-burn "${lightly[@]}" --features "$features" "${targets[@]}" "$@" || failed=1
     elif [ -n "$only_build" ]; then
         mkdir -p "$programs/$device"
         local target=${targets[-1]} built
@@ -114,7 +124,7 @@ tests() {
             sed -n 's/.*"executable":"\([^"]*\/'"$target"'-[^"]*\)".*/\1/p' | tail -n 1)
         cp "$built" "$program"
     else
-        "$program" "${@:2}"
+        "$program" "${@:2}" || failed=1
     fi
 }
 for device in "${devices[@]}"; do
@@ -144,3 +154,4 @@ for device in "${devices[@]}"; do
         tests jobs-fusion "$(features "$device"),burn/fusion" --test jobs -- "$filter"
     done
 done
+exit "$failed"

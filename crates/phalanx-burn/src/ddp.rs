@@ -469,7 +469,8 @@ impl<M: Module> Ddp<M> {
     /// # Errors
     /// As [`JoinGroup::join`]. An error of `body` ends the group; one that
     /// [`throw_on_early_termination`](JoinOptions::throw_on_early_termination) causes does not, comes from
-    /// [`forward`](Self::forward), on the same step of every rank, and must be returned from `body`.
+    /// [`forward`](Self::forward), on the same step of every rank, and must be returned from `body`. On every rank, if some were done earlier, and
+    /// the ranks' optimizers do not do the same to parameters by now, as when `body` has exchanged `optimizer`.
     pub fn join<T>(
         &mut self,
         optimizer: &mut ModuleOptimizer,

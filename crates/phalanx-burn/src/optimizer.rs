@@ -10,8 +10,8 @@ use burn::module::ParamId;
 use burn::optim::{ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Bytes, DType, Device};
 use burn_pack::{Reader, Scalar, Tensor, Writer};
-use phalanx::reducer::broadcast_bytes;
-use phalanx::{Communicator, Error, Rank, Result};
+use phalanx::reducer::{broadcast_bytes, states_identical};
+use phalanx::{Communicator, Error, Rank, Result, WorldSize};
 use serde::{Deserialize, Serialize};
 
 use crate::parameters::Parameter;
@@ -219,6 +219,31 @@ fn own_state(
 ) -> Result<Bytes> {
     let state = OptimizerState::of(optimizer, parameters).and_then(OptimizerState::into_bytes);
     state.inspect_err(|error| group.abort(error.clone()))
+}
+
+/// An error on every rank unless all ranks' optimizers keep the same of `parameters`: the same fields, after as many steps. Elements are not
+/// compared: processors of several kinds may have rounded in other ways.
+pub(crate) fn check_states(
+    optimizer: &ModuleOptimizer,
+    group: &dyn Communicator,
+    parameters: &[Parameter],
+) -> Result<()> {
+    if group.world_size() == WorldSize::ONE {
+        return Ok(());
+    }
+    // The others wait for this rank.
+    let state = OptimizerState::of(optimizer, parameters).inspect_err(|error| group.abort(error.clone()))?;
+    let keys: Vec<&Key> = state.tensors.iter().map(|(key, ..)| key).collect();
+    let kept = format!("{keys:?} {:?}", state.scalars);
+    if states_identical(group, [kept.as_bytes()])? {
+        return Ok(());
+    }
+    Err(Error::mismatch(
+        "the ranks' optimizers have different states: one has something of a parameter, or a number of steps, that another has not",
+    )
+    .with_remedy(
+        "load the same state on every rank, or on none; Burn's records have it under parameters' ids, which must be those of this rank's model",
+    ))
 }
 
 /// `optimizer` with the states of all ranks together, on rank `to`; elsewhere nothing.

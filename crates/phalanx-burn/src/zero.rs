@@ -60,7 +60,8 @@ impl ZeroRedundancyOptimizer {
     ///
     /// # Errors
     /// If the state cannot be read. On every rank, if the optimizers do not do the same to parameters: if they are of several kinds, or their betas,
-    /// decay, momentum or clipping differ. Each rank would update its part of one model in another way. Learning rates are not compared.
+    /// decay, momentum or clipping differ. Each rank would update its part of one model in another way. Learning rates are not compared. On every
+    /// rank, too, if some have a state of a parameter that others do not have, or after another number of steps.
     pub fn new<M: Module>(optimizer: ModuleOptimizer, ddp: &mut Ddp<M>) -> Result<Self> {
         let owners = assign_owners(ddp.parameters(), ddp.world_size());
         let mine = ddp.parameters().iter().zip(&owners).filter(|(_, owner)| **owner == ddp.rank());
@@ -68,6 +69,7 @@ impl ZeroRedundancyOptimizer {
         ddp.shard(owners)?;
         let group = ddp.group().in_call(Caller::ZeroNew);
         alike::check(&optimizer, (ddp.model(), ddp.parameters()), &group)?;
+        optimizer::check_states(&optimizer, &group, ddp.parameters())?;
         let inner = optimizer::restricted(optimizer, ddp.parameters(), &own);
         // The others go on, and wait for this rank's part.
         Ok(Self { inner: inner.inspect_err(|error| ddp.group().abort(error.clone()))?, own })

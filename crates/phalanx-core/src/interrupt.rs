@@ -4,6 +4,7 @@
 //! a check, which its waits make from time to time.
 
 use std::cell::Cell;
+use std::io;
 use std::panic::catch_unwind;
 use std::time::{Duration, Instant};
 
@@ -25,8 +26,18 @@ thread_local! {
 /// and messages. Its error ends the wait as that of a peer does: the call fails with it, and so does the group, on every rank. A panic of it is
 /// such an error.
 ///
-/// Calls that another thread carries out, such as those that return a [`Work`](crate::Work), are not checked, nor is the start of a group.
+/// Calls that another thread carries out, such as those that return a [`Work`](crate::Work), are not checked. The start of a group is checked
+/// where this thread waits for a store or for another rank, and not in all waits.
 pub fn interruptible<R>(check: InterruptCheck, body: impl FnOnce() -> R) -> R {
+    checked_by(Some(check), body)
+}
+
+/// Runs `body`, which has to be done although this thread's check may have failed: it makes none.
+pub(crate) fn undisturbed<R>(body: impl FnOnce() -> R) -> R {
+    checked_by(None, body)
+}
+
+fn checked_by<R>(check: Option<InterruptCheck>, body: impl FnOnce() -> R) -> R {
     /// Ends the checks, also when `body` panics.
     struct Before(Option<InterruptCheck>);
     impl Drop for Before {
@@ -35,7 +46,7 @@ pub fn interruptible<R>(check: InterruptCheck, body: impl FnOnce() -> R) -> R {
             DUE.set(None);
         }
     }
-    let _before = Before(CHECK.replace(Some(check)));
+    let _before = Before(CHECK.replace(check));
     DUE.set(None);
     body()
 }
@@ -57,6 +68,21 @@ pub(crate) fn check() -> Result<()> {
         .unwrap_or_else(|_| Err(Error::aborted("the check of `interruptible` has panicked on this thread")))
 }
 
+/// Makes the check in a wait whose errors are the system's; [`cause`] gives its error back.
+pub(crate) fn check_io() -> io::Result<()> {
+    check().map_err(|error| io::Error::other(Interrupted(error)))
+}
+
+/// What a check has returned, among errors of the system.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct Interrupted(Error);
+
+/// Why the check has ended the wait in which this `error` came, if it has.
+pub(crate) fn cause(error: &io::Error) -> Option<Error> {
+    error.get_ref()?.downcast_ref::<Interrupted>().map(|interrupted| interrupted.0.clone())
+}
+
 /// `timeout`, or as long as this thread may sleep before its next check.
 pub(crate) fn at_most(timeout: Duration) -> Duration {
     if CHECK.get().is_some() { timeout.min(INTERRUPT_INTERVAL) } else { timeout }
@@ -73,6 +99,31 @@ mod tests {
     fn second_fails() -> Result<()> {
         CALLS.set(CALLS.get() + 1);
         if CALLS.get() < 2 { Ok(()) } else { Err(Error::aborted("enough")) }
+    }
+
+    fn fails() -> Result<()> {
+        Err(Error::aborted("enough"))
+    }
+
+    #[test]
+    fn what_has_to_be_done_is_not_disturbed() {
+        interruptible(fails, || {
+            let until = Instant::now() + 2 * INTERRUPT_INTERVAL;
+            undisturbed(|| {
+                while Instant::now() < until {
+                    assert!(check().is_ok());
+                }
+                assert_eq!(at_most(Duration::MAX), Duration::MAX);
+            });
+            let error = loop {
+                if let Err(error) = check_io() {
+                    break error;
+                }
+            };
+            assert!(cause(&error).is_some_and(|cause| cause.is_aborted()), "{error}");
+        });
+        assert!(cause(&io::ErrorKind::TimedOut.into()).is_none());
+        assert!(cause(&io::Error::other(Error::timeout("another"))).is_none());
     }
 
     #[test]

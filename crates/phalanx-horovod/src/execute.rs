@@ -285,7 +285,7 @@ impl Executor {
             bytes.is_some_and(|bytes| bytes <= isize::MAX as usize)
         });
         let Some(splits) = splits else {
-            return Err(Error::mismatch(format!(
+            return Err(Error::malformed(format!(
                 "{:?}: the ranks send {coming:?} rows to this one, which cannot be",
                 request.name
             )));

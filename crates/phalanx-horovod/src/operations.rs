@@ -194,8 +194,9 @@ impl Horovod {
                 let sum = splits.iter().try_fold(0usize, |sum, split| sum.checked_add(*split));
                 if splits.len() != size || sum != Some(rows) {
                     return Err(Error::invalid_argument(format!(
-                        "the splits {splits:?} do not divide {rows} rows among {size} ranks"
-                    )));
+                        "{name:?}: the splits {splits:?} do not divide {rows} rows among {size} ranks"
+                    ))
+                    .with_remedy("give a number of rows for each rank, which together are all rows"));
                 }
                 splits.to_vec()
             }

@@ -98,6 +98,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg(not(miri))]
     fn in_a_folder_that_may_not_be_read_all_is_synced() {
         let folder = std::env::temp_dir();
         let denied = || io::Error::from_raw_os_error(libc::EACCES);

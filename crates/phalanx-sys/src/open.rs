@@ -74,7 +74,7 @@ fn is_file(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|about| about.is_file())
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(miri)))]
 mod tests {
     use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
     use std::path::PathBuf;

@@ -92,7 +92,7 @@ fn if_known(outcome: io::Result<()>) -> io::Result<()> {
     outcome.or_else(|error| if error.raw_os_error() == Some(libc::ENOPROTOOPT) { Ok(()) } else { Err(error) })
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(miri)))]
 mod tests {
     use std::io::{Read, Write};
     use std::net::{TcpListener, TcpStream};

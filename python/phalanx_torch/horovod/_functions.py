@@ -87,8 +87,9 @@ def _broadcast_object(
     make: Callable[[], Any], read: Callable[[torch.Tensor], Any], root_rank: int, name: str | None, process_set: ProcessSet
 ) -> Any:
     """As :func:`broadcast_object`: on the root what ``make`` returns, on others what ``read`` makes of the bytes that come."""
-    name = process_set._numbered("broadcast_object") if name is None else f"broadcast_object.{name}"
     is_root = process_set._root(int(root_rank)) == process_set.rank()
+    # A call that is refused on this rank alone is not counted.
+    name = process_set._numbered("broadcast_object") if name is None else f"broadcast_object.{name}"
     sent = _Sent(make) if is_root else None
     announced = torch.tensor([0 if sent is None else sent.length], device="cpu")
     _synchronized(broadcast_async_(announced, root_rank, f"{name}.length", process_set))

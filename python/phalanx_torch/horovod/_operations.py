@@ -184,7 +184,8 @@ class _Reduced:
                 lent = lent.to(wider)
         else:
             self.op = op
-        if into is None or lent.data_ptr() != own.data_ptr():
+        # A result that is more than what comes back is made of that, perhaps twice: by a signal's handler, and by what that has interrupted.
+        if into is None or lent.data_ptr() != own.data_ptr() or self.after != 1.0:
             self.in_place = False
             if lent.data_ptr() == own.data_ptr():
                 lent = lent.clone()

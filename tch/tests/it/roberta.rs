@@ -4,7 +4,7 @@
 mod model;
 
 use std::collections::HashMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use model::Classifier;
 use phalanx_tch::{Ddp, DdpOptions};
@@ -12,8 +12,10 @@ use tch::Tensor;
 
 use crate::common::{distance, elements, run};
 
+/// Cargo says where the package is, or `.ci/gpu`, which runs what was built on another machine.
 fn folder() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/roberta/reference/vectors/roberta-classifier")
+    let package = PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").unwrap());
+    package.join("../examples/roberta/reference/vectors/roberta-classifier")
 }
 
 fn read(name: &str) -> HashMap<String, Tensor> {

@@ -13,7 +13,7 @@ use phalanx::reducer::ReducerOptions;
 use phalanx::reducer::hooks::{
     AllReduce, CommHook, Compressed, GradBucket, HookState, Pending, PostLocalSgd, PowerSgd, PowerSgdOptions,
 };
-use phalanx::{Communicator, ProcessGroup, Rank, ReduceOp, Result};
+use phalanx::{Communicator, GroupHandle, ProcessGroup, Rank, ReduceOp, Result};
 use phalanx_nccl::DeviceGroup;
 use phalanx_tch::{
     Ddp, DdpOptions, DeviceBucket, DeviceHook, DeviceMessage, Optimizer, PeriodicModelAverager, Rule,
@@ -88,6 +88,12 @@ pub const ON_STAND_IN: &[(&str, fn())] = &[
     }),
     ("no_thread_waits_for_the_device_in_backward", || {
         job_with("no wait", 2, |job, folder| job.variable(NO_WAIT, folder.join("nobody").to_str().unwrap()));
+    }),
+    ("what_a_smaller_group_has_not_averaged_is_in_no_average_of_parameters", || {
+        job_with("subgroup fails late", 3, |job, _| job.variable("STANDIN_NCCL_FAULT", "error:1:1"));
+    }),
+    ("a_smaller_group_is_left_when_its_calls_have_succeeded", || {
+        job_with("subgroup left", 3, |job, _| job.variable("STANDIN_NCCL_FAULT", "error:1:1"));
     }),
     ("power_sgd_among_devices_of_several_models_is_refused", || job(OTHER_MODELS, 2)),
     // The current device of the program's thread is the first one.
@@ -205,6 +211,8 @@ pub fn play(case: &str) -> Result<()> {
         "local" => local(&group),
         "subgroup" => subgroup(&group),
         "subgroup fails" => subgroup_fails(&group),
+        "subgroup fails late" => subgroup_fails_late(&group),
+        "subgroup left" => subgroup_left(&group),
         "own hook panics" => own_hook_panics(&group),
         "own hook" => own_hook(&group),
         "own hook state" => own_hook_state(&group),
@@ -1290,6 +1298,44 @@ fn subgroup_fails(group: &ProcessGroup) -> Result<()> {
         has_failed(train_step(&model, &mut ddp, &mut optimizer, 3).unwrap_err());
     }
     has_failed(group.barrier().unwrap_err());
+    Ok(())
+}
+
+/// The second call of the smaller group of ranks 0 and 1, which is that of the only bucket, fails when backward has returned. Rank 2 is in another one.
+fn subgroup_fails_late(group: &ProcessGroup) -> Result<()> {
+    let group = &group.split(Some(0), 0)?.unwrap();
+    let smaller = group.split(Some(group.rank().get() / 2), 0)?.unwrap();
+    let model = Mlp::new(&[8, 32, 3]);
+    let mut ddp = Ddp::with_nccl(&model.store, &devices(group)?, DdpOptions::default())?;
+    ddp.register_comm_hook(PostLocalSgd::new(0).subgroup(smaller))?;
+    let mut optimizer = Optimizer::new(&model.store, Rule::sgd(0.9))?;
+    assert_eq!(ddp.bucket_bytes().len(), 1);
+    before_an_error(group);
+    let trained = train_step(&model, &mut ddp, &mut optimizer, 0);
+    let error = trained.and_then(|()| ddp.average_parameters()).unwrap_err().to_string();
+    assert!(error.contains("the stand-in was told to fail"), "{error}");
+    Ok(())
+}
+
+/// The same call fails, and the ranks average within another smaller group from then on.
+fn subgroup_left(group: &ProcessGroup) -> Result<()> {
+    let group = &group.split(Some(0), 0)?.unwrap();
+    let smaller = || group.split(Some(group.rank().get() / 2), 0);
+    let (first, second) = (smaller()?.unwrap(), smaller()?.unwrap());
+    let model = Mlp::new(&[8, 32, 3]);
+    let mut ddp = Ddp::with_nccl(&model.store, &devices(group)?, DdpOptions::default())?;
+    let handle = GroupHandle::new(first);
+    ddp.register_comm_hook(PostLocalSgd::new(0).subgroup(handle.clone()))?;
+    let mut optimizer = Optimizer::new(&model.store, Rule::sgd(0.9))?;
+    before_an_error(group);
+    let trained = train_step(&model, &mut ddp, &mut optimizer, 0).and_then(|()| {
+        handle.rebind(second);
+        train_step(&model, &mut ddp, &mut optimizer, 1)
+    });
+    // Rank 2 hears of it in a call of all ranks.
+    let trained = if group.rank().index() == 2 { trained.and_then(|()| group.barrier()) } else { trained };
+    let error = trained.unwrap_err().to_string();
+    assert!(error.contains("the stand-in was told to fail"), "{error}");
     Ok(())
 }
 

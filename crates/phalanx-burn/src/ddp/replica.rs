@@ -10,7 +10,7 @@ use phalanx::{Caller, Communicator, Rank, Result, WorldSize};
 use super::{Ddp, held};
 use crate::gradients::ModelToken;
 use crate::parameters::{self, Select};
-use crate::{optimizer, replicas};
+use crate::{alike, optimizer, replicas};
 
 impl<M: Module> Ddp<M> {
     /// Replaces the parameters of all replicas that need a gradient by their average. Buffers and frozen parameters are left as they are, as by PyTorch's
@@ -81,7 +81,8 @@ impl<M: Module> Ddp<M> {
         }
     }
 
-    /// Takes over all of rank `root`'s state.
+    /// Takes over all of rank `root`'s state. An error on every rank if the ranks' optimizers differ by now: one may have exchanged its own in the
+    /// `join`, and Burn's optimizers say nowhere what their settings are.
     pub(crate) fn adopt(&mut self, root: Rank, optimizer: &mut ModuleOptimizer) -> Result<()> {
         self.accumulated = Default::default(); // As what is held.
         if let Some(sink) = self.engine.sink() {
@@ -92,7 +93,9 @@ impl<M: Module> Ddp<M> {
         let model = replicas::from_rank(model, &group, root, Select::All)?;
         self.model = Some(self.inventory.ties.retie(model));
         self.buffers_stale = false;
-        *optimizer = optimizer::from_rank(optimizer, &group, root, &self.inventory.parameters)?;
+        alike::check(optimizer, (self.model(), &self.inventory.parameters), &group)?;
+        // Of all tensors: one that is frozen by now may have moments.
+        *optimizer = optimizer::from_rank(optimizer, &group, root, &self.inventory.state)?;
         Ok(())
     }
 

@@ -8,12 +8,13 @@ use burn::optim::{GradientsParams, ModuleOptimizer};
 use phalanx::checkpoint::{Saved, Snapshot, training};
 use phalanx::elastic::{Parts, State};
 use phalanx::state::{StateReader, StateWriter};
-use phalanx::{Error, ProcessGroup, Rank, Result};
+use phalanx::{Caller, Error, ProcessGroup, Rank, Result};
 use phalanx_horovod::{Horovod, Op};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::{DistributedOptimizer, DistributedOptions};
+use crate::alike;
 use crate::ddp::held;
 use crate::optimizer::OptimizerState;
 use crate::parallel::{refuse_divided, refuse_units};
@@ -200,7 +201,9 @@ impl<M: Module, T: Serialize + DeserializeOwned> State for ModelState<M, T> {
 
     fn enter(&mut self, group: &ProcessGroup) -> Result<()> {
         self.group = Some(group.clone());
-        Ok(())
+        // The state of the optimizer is the same by now; its settings are the program's.
+        let parameters = self.inventory.parameters.as_slice();
+        alike::check(&self.optimizer, (self.model(), parameters), &group.in_call(Caller::ElasticRun))
     }
 
     fn leave(&mut self) {

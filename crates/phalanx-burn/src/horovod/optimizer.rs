@@ -1,6 +1,6 @@
 //! An optimizer that steps with the gradients of all ranks.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::{Arc, Weak};
 
@@ -38,8 +38,8 @@ pub struct DistributedOptions {
     pub groups: Groups,
     /// A parameter without a gradient on this rank counts as one whose gradient is zero, as in Horovod. It is for parameters that
     /// only some ranks use; those that no rank uses then have a gradient too, of zeros, by which momentum and weight decay change
-    /// them. Unless it is set, a parameter without a gradient on any rank is left out, and one with a gradient on some only is an
-    /// error.
+    /// them. A parameter that is frozen has none. Unless it is set, a parameter without a gradient on any rank is left out, and one
+    /// with a gradient on some only is an error.
     pub zero_missing_gradients: bool,
     /// In front of the names of gradients. Two optimizers that have gradients in flight at the same time need different ones.
     pub name: String,
@@ -166,8 +166,8 @@ pub struct DistributedOptimizer {
     passes: Vec<Weak<Pass>>,
     /// The parameters of the last forward pass, until its gradients are waited for.
     leaves: Leaves,
-    /// One of them that needs a gradient and that no gradient is combined for.
-    unknown: Option<String>,
+    /// What is otherwise with them than in [`new`](Self::new).
+    changes: Changes,
     per_step: usize,
     /// What the optimizer changes is combined, and not gradients.
     combines_changes: bool,
@@ -218,7 +218,7 @@ impl DistributedOptimizer {
             sink: Arc::new(sink),
             passes: Vec::new(),
             leaves: Leaves::default(),
-            unknown: None,
+            changes: Changes::default(),
             per_step: options.backward_passes_per_step,
             // Of one rank they are what it changes.
             combines_changes: options.op == Op::Adasum && hvd.size() > 1,
@@ -233,7 +233,7 @@ impl DistributedOptimizer {
         self.passes.push(Arc::downgrade(&token));
         self.leaves = Leaves::of(model);
         let Inventory { device, indices, .. } = &self.inventory;
-        self.unknown = unknown(model, indices);
+        self.changes = Changes::of(model, indices);
         pass(&hook::hooked(model, device, indices, token))
     }
 
@@ -247,7 +247,7 @@ impl DistributedOptimizer {
     /// [`new`](Self::new); if the loss depends on parameters of the model itself, and not only on those that the closure of
     /// [`forward`](Self::forward) gets: a penalty on parameters belongs into the closure.
     pub fn backward<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<()> {
-        if let Some(name) = &self.unknown {
+        if let Some(name) = &self.changes.unknown {
             // The others wait for what this rank does not submit.
             self.sink.leave();
             return Err(another(name));
@@ -278,7 +278,11 @@ impl DistributedOptimizer {
         // The others wait for what this rank does not submit.
         self.leaves.check(&past_hooks).inspect_err(|_| self.sink.leave())?;
         drop(past_hooks);
-        if is_last && !self.combines_changes { self.sink.submit_held() } else { self.sink.check() }
+        if is_last && !self.combines_changes {
+            self.sink.submit_held(&self.changes.frozen)
+        } else {
+            self.sink.check()
+        }
     }
 
     /// Waits for all gradients that were submitted, and gives them. For what a program does with them before
@@ -296,7 +300,7 @@ impl DistributedOptimizer {
         }
         self.leaves = Leaves::default();
         // Before the last of its backward passes: with what there is.
-        self.sink.submit_held()?;
+        self.sink.submit_held(&self.changes.frozen)?;
         self.backwards = 0;
         self.of(model, self.sink.landed()?)
     }
@@ -334,7 +338,7 @@ impl DistributedOptimizer {
     /// Lets the optimizer change the model by this rank's gradients, and takes the Adasum of what it has changed.
     fn step_apart<M: Module>(&mut self, learning_rate: ModuleLearningRate, model: M) -> Result<M> {
         (self.backwards, self.leaves) = (0, Leaves::default());
-        let own = self.sink.own()?;
+        let own = self.sink.own(&self.changes.frozen)?;
         let indices = &self.inventory.indices;
         let has_one: Vec<bool> = own.iter().map(Option::is_some).collect();
         let mut parameters: Vec<Option<Buffer>> = own.iter().map(|_| None).collect();
@@ -398,20 +402,30 @@ fn another(name: &str) -> Error {
     )
 }
 
-/// The name of the first parameter of `model` that needs a gradient and has no index.
-fn unknown<M: Module>(model: &M, indices: &HashMap<ParamId, usize>) -> Option<String> {
-    let mut finder = Unknown { indices, path: Vec::new(), found: None };
-    model.visit(&mut finder);
-    finder.found
+/// How a model differs from that of [`DistributedOptimizer::new`].
+#[derive(Default)]
+struct Changes {
+    /// The name of the first parameter that needs a gradient and has no index: none is combined for it.
+    unknown: Option<String>,
+    /// The indices of parameters that need no gradient any more.
+    frozen: HashSet<usize>,
 }
 
-struct Unknown<'a> {
+impl Changes {
+    fn of<M: Module>(model: &M, indices: &HashMap<ParamId, usize>) -> Self {
+        let mut finder = Finder { indices, path: Vec::new(), found: Self::default() };
+        model.visit(&mut finder);
+        finder.found
+    }
+}
+
+struct Finder<'a> {
     indices: &'a HashMap<ParamId, usize>,
     path: Vec<String>,
-    found: Option<String>,
+    found: Changes,
 }
 
-impl ModuleVisitor for Unknown<'_> {
+impl ModuleVisitor for Finder<'_> {
     fn enter_module(&mut self, name: &str, _container_type: &str) {
         self.path.push(name.to_owned());
     }
@@ -421,8 +435,12 @@ impl ModuleVisitor for Unknown<'_> {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if self.found.is_none() && param.is_require_grad() && !self.indices.contains_key(&param.id) {
-            self.found = Some(self.path.join("."));
+        match (self.indices.get(&param.id), param.is_require_grad()) {
+            (Some(&index), false) => {
+                self.found.frozen.insert(index);
+            }
+            (None, true) if self.found.unknown.is_none() => self.found.unknown = Some(self.path.join(".")),
+            _ => {}
         }
     }
 }

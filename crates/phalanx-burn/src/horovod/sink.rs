@@ -1,5 +1,6 @@
 //! What hooks deliver to: gradients are submitted by name, or added up first.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use burn::tensor::{DType as BurnDType, TensorData};
@@ -133,8 +134,8 @@ impl Sink {
     }
 
     /// Backward is over: submits what is held, zeros where they are asked for, and what waits for gradients of its group that do
-    /// not come.
-    pub fn submit_held(&self) -> Result<()> {
+    /// not come. There are no zeros for `frozen` parameters, by their indices: an optimizer would change them.
+    pub fn submit_held(&self, frozen: &HashSet<usize>) -> Result<()> {
         let state = &mut *self.0.lock();
         state.land();
         // A lost gradient does not count as zero.
@@ -147,7 +148,7 @@ impl Sink {
             state.submit_sum(index)?;
         }
         for index in 0..state.parameters.len() {
-            if state.zero_missing && !state.parameters[index].is_submitted {
+            if state.zero_missing && !state.parameters[index].is_submitted && !frozen.contains(&index) {
                 state.submit(index, |memory| {
                     memory.fill(0);
                     Ok(())
@@ -158,16 +159,16 @@ impl Sink {
         state.failure.take().map_or(Ok(()), Err)
     }
 
-    /// This rank's own gradients, which are not submitted. By the parameters' indices.
-    pub fn own(&self) -> Result<Vec<Option<TensorData>>> {
+    /// This rank's own gradients, which are not submitted. By the parameters' indices; of `frozen` ones there are none.
+    pub fn own(&self, frozen: &HashSet<usize>) -> Result<Vec<Option<TensorData>>> {
         let state = &mut *self.0.lock();
         state.land();
-        let own = state.parameters.iter_mut().map(|parameter| {
+        let own = state.parameters.iter_mut().enumerate().map(|(index, parameter)| {
             let data =
                 |bytes: &[u8]| tensor_bytes::tensor_data(bytes, &parameter.shape, parameter.burn_dtype);
             match parameter.held.take() {
                 Some(sum) => Some(data(sum.as_bytes())),
-                None if state.zero_missing => {
+                None if state.zero_missing && !frozen.contains(&index) => {
                     let elements: usize = parameter.shape.iter().product();
                     Some(data(&vec![0; elements * parameter.dtype.size()]))
                 }
@@ -418,7 +419,7 @@ mod tests {
                 },
             );
             sink.set(Delivery::Ignore);
-            let landed = sink.submit_held().and_then(|()| sink.landed());
+            let landed = sink.submit_held(&HashSet::new()).and_then(|()| sink.landed());
             landed.unwrap_err().to_string()
         };
         let errors: Vec<String> = std::thread::scope(|scope| {

@@ -61,10 +61,12 @@ pub fn broadcast_optimizer_state<M: Module>(
     root: Rank,
 ) -> Result<ModuleOptimizer> {
     let Inventory { parameters: trained, state: parameters, .. } = Inventory::of(model)?;
-    let made = or_shut_down(hvd, alike::made(optimizer, (model, &trained), hvd.rank()))?;
-    let all = hvd.allgather_object("broadcast.optimizer_settings", &made)?;
-    if let Some(other) = all.iter().position(|made| !alike::is_same(made, &all[0])) {
-        return Err(alike::differs(Rank::new(other as u32)));
+    if hvd.size() > 1 {
+        let made = or_shut_down(hvd, alike::made(optimizer, (model, &trained), hvd.rank()))?;
+        let all = hvd.allgather_object("broadcast.optimizer_settings", &made)?;
+        if let Some(other) = all.iter().position(|made| !alike::is_same(made, &all[0])) {
+            return Err(alike::differs(Rank::new(other as u32)));
+        }
     }
     let own = match hvd.rank() == root {
         true => {

@@ -17,8 +17,8 @@ use phalanx::checkpoint::training::{self, TrainingState};
 use phalanx::checkpoint::{Checkpoints, Saved, Snapshot};
 use phalanx::elastic::{Context, Parts, State, Step};
 use phalanx::join::{JoinGroup, JoinOptions};
-use phalanx::reducer::broadcast_bytes;
 use phalanx::reducer::hooks::HookState;
+use phalanx::reducer::{broadcast_bytes, verify_description};
 use phalanx::sampler::ElasticSampler;
 use phalanx::state::{StateReader, StateWriter};
 use phalanx::{Caller, Communicator, Error, ProcessGroup, Rank, Result, WorldSize};
@@ -31,7 +31,7 @@ use crate::ddp::Averaging;
 use crate::gradients::{Synced, SyncedGradients};
 use crate::parallel::refuse_divided;
 use crate::parameters::Select;
-use crate::{Ddp, DdpOptions, PeriodicModelAverager, alike};
+use crate::{Ddp, DdpOptions, PeriodicModelAverager, alike, optimizer};
 
 /// The most bytes of a scheduler's position that a rank accepts from another.
 const MAX_POSITION_BYTES: usize = 1 << 20;
@@ -169,6 +169,8 @@ pub struct TrainState<M, T = ()> {
     options: DdpOptions,
     /// The group outside of the loop.
     alone: ProcessGroup,
+    /// Whether the ranks have compared their optimizers' settings since the state has entered a group of an elastic job.
+    is_compared: bool,
 }
 
 impl<M: Module, T> TrainState<M, T> {
@@ -183,7 +185,18 @@ impl<M: Module, T> TrainState<M, T> {
         let alone = ProcessGroup::alone()?;
         let (model, options) = (Ddp::new(model, &alone)?, DdpOptions::default());
         let (name, scheduler, averager) = (String::new(), None, None);
-        Ok(Self { model, optimizer, scheduler, averager, progress, steps: 0, name, options, alone })
+        Ok(Self {
+            model,
+            optimizer,
+            scheduler,
+            averager,
+            progress,
+            steps: 0,
+            name,
+            options,
+            alone,
+            is_compared: true,
+        })
     }
 
     /// Makes [`scheduled_step`](Self::scheduled_step) use the learning rates of `scheduler`, which is saved and loaded
@@ -276,12 +289,30 @@ impl<M: Module, T> TrainState<M, T> {
         let own_remains = self.model.world_size() == ranks;
         self.model.load_hook(hook.map(|hook| if own_remains { hook } else { hook.without_own() }))?;
         // Replicas would drift apart.
-        let group = self.model.group().in_call(Caller::DdpNew);
-        alike::check(&self.optimizer, (self.model.model(), self.model.parameters()), &group)?;
+        self.share_optimizer()?;
         if is_absent {
             self.model.loaded_hook.mark_absent();
         }
         Ok(self)
+    }
+
+    /// Gives all ranks the state of rank 0's optimizer, as [`Ddp::new`] does with the model. An error on every rank if they have done other numbers of
+    /// steps, or their optimizers differ.
+    fn share_optimizer(&mut self) -> Result<()> {
+        let group = self.model.group().in_call(Caller::DdpNew);
+        if group.world_size() == WorldSize::ONE {
+            return Ok(());
+        }
+        verify_description(&group, "number of steps", &self.steps.to_string())?;
+        self.check_optimizer(&group)?;
+        // Of all tensors: one that is frozen by now may have moments.
+        self.optimizer = optimizer::from_rank(&self.optimizer, &group, Rank::MAIN, self.model.state())?;
+        Ok(())
+    }
+
+    /// An error on every rank if the ranks' optimizers do not do the same to parameters.
+    fn check_optimizer(&self, group: &dyn Communicator) -> Result<()> {
+        alike::check(&self.optimizer, (self.model.model(), self.model.parameters()), group)
     }
 
     /// Saves under names that begin with `name` and a dot, so that other states can be saved beside it.
@@ -291,12 +322,14 @@ impl<M: Module, T> TrainState<M, T> {
         self
     }
 
-    /// Trains in `group` from now on, as [`Ddp::new`] does: every rank takes over rank 0's model. For a program that is
-    /// not elastic; all ranks call it together, before or after they load the same checkpoint.
+    /// Trains in `group` from now on, as [`Ddp::new`] does: every rank takes over rank 0's model, and the state of its optimizer. For a program
+    /// that is not elastic; all ranks call it together, before or after they load the same checkpoint.
     ///
     /// # Errors
     /// As [`Ddp::new`]. On every rank, if the optimizers do not do the same to parameters: if they are of several kinds,
-    /// or their betas, decay, momentum or clipping differ. An optimizer that is exchanged later is not compared, and learning rates are not.
+    /// or their betas, decay, momentum or clipping differ. An optimizer that is exchanged later is not compared before an uneven
+    /// [`join`](Self::join) ends, and learning rates are not. On every rank, too, if the numbers of [steps](Self::steps) differ, as after a
+    /// checkpoint that one rank alone has loaded: [`progress`](Self::progress) would differ, too.
     pub fn with_group(self, group: &ProcessGroup) -> Result<Self> {
         let shared = self.model.group().clone();
         let ranks = self.model.world_size();
@@ -385,7 +418,7 @@ impl<M: Module, T> TrainState<M, T> {
     /// ```
     ///
     /// # Errors
-    /// As [`Ddp::join`].
+    /// As [`Ddp::join`]. On every rank, if some were done earlier, and the optimizers differ by now as in [`with_group`](Self::with_group).
     pub fn join<R>(&mut self, options: JoinOptions, body: impl FnOnce(&mut Self) -> Result<R>) -> Result<R> {
         let joined = self.model.joining().run(options, || body(self))?;
         if joined.uneven {
@@ -697,6 +730,8 @@ impl<M: Module, T: Serialize + DeserializeOwned> State for TrainState<M, T> {
     }
 
     fn enter(&mut self, group: &ProcessGroup) -> Result<()> {
+        // The state of the optimizer is the same by now. Its settings are the program's, which may set them in the loop.
+        self.is_compared = false;
         self.model.enter(group, &self.options)
     }
 
@@ -709,6 +744,10 @@ impl<M: Module, T: Serialize + DeserializeOwned> State for TrainState<M, T> {
     }
 
     fn agree(&mut self) -> Result<()> {
+        if !self.is_compared {
+            self.check_optimizer(&self.model.group().in_call(Caller::ElasticCommit))?;
+            self.is_compared = true;
+        }
         self.model.agree()
     }
 }

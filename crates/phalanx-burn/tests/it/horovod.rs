@@ -8,8 +8,9 @@ use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamWConfig, GradientsParams, LambConfig, ModuleOptimizer, SgdConfig};
 use burn::tensor::{Tensor, TensorData};
 use phalanx::checkpoint::Checkpoints;
+use phalanx::elastic::State;
 use phalanx::sampler::ElasticSampler;
-use phalanx::{ProcessGroup, Rank};
+use phalanx::{Error, ProcessGroup, Rank};
 use phalanx_burn::Ddp;
 use phalanx_burn::horovod::{
     DistributedOptimizer, DistributedOptions, Groups, ModelState, allreduce, broadcast_optimizer_state,
@@ -274,6 +275,29 @@ fn a_layer_that_is_frozen_later_takes_no_other_s_gradient() {
 }
 
 #[test]
+fn a_layer_that_is_frozen_later_is_not_changed_by_zeros() {
+    for op in [Op::Average, Op::Adasum] {
+        run(2, |group| {
+            let hvd = horovod(&group);
+            let mut model = Mlp::new(&[8, 4, 3]);
+            let options =
+                DistributedOptions { op, zero_missing_gradients: true, ..DistributedOptions::default() };
+            // Its decay changes what has any gradient.
+            let optimizer = AdamWConfig::new().with_weight_decay(0.1).init();
+            let mut optimizer = DistributedOptimizer::with_options(optimizer, &model, &hvd, options).unwrap();
+            model.layers[0] = model.layers[0].clone().no_grad();
+            let before = floats(&model);
+            let loss = optimizer.forward(&model, |model| model.loss(batch(&group, 0)));
+            optimizer.backward(&loss).unwrap();
+            let after = floats(&optimizer.step(0.05, model).unwrap());
+            assert_eq!(after[..2], before[..2], "{op}");
+            assert_ne!(after[2], before[2], "{op}");
+            hvd.barrier().unwrap();
+        });
+    }
+}
+
+#[test]
 fn a_model_whose_parameters_have_other_ids_is_refused() {
     let all_are_here = Barrier::new(2);
     for op in [Op::Average, Op::Adasum] {
@@ -444,14 +468,24 @@ fn an_optimizer_s_state_and_tensors_go_from_rank_to_rank() {
 
 #[test]
 fn optimizers_with_other_settings_are_refused_on_every_rank() {
+    let optimizer = |group: &ProcessGroup| {
+        let epsilon = if group.rank().get() == 1 { 1e-8 } else { 1e-5 };
+        AdamWConfig::new().with_epsilon(epsilon).init()
+    };
+    let is_told = |error: &Error| {
+        assert!(error.is_mismatch() && error.to_string().contains("the optimizer of rank 1"), "{error}");
+    };
     run(3, |group| {
         let hvd = horovod(&group);
         let model = Mlp::new(&WIDTHS);
-        let epsilon = if hvd.rank().get() == 1 { 1e-8 } else { 1e-5 };
-        let optimizer = AdamWConfig::new().with_epsilon(epsilon).init();
-        let error = broadcast_optimizer_state(&hvd, &optimizer, &model, Rank::MAIN).err().unwrap();
-        assert!(error.is_mismatch() && error.to_string().contains("the optimizer of rank 1"), "{error}");
+        let error = broadcast_optimizer_state(&hvd, &optimizer(&group), &model, Rank::MAIN).err().unwrap();
+        is_told(&error);
         hvd.barrier().unwrap();
+    });
+    // In each round of an elastic job, too.
+    run(3, |group| {
+        let mut state = ModelState::new(Mlp::new(&WIDTHS), optimizer(&group), ()).unwrap();
+        is_told(&state.enter(&group).unwrap_err());
     });
 }
 

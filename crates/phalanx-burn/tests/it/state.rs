@@ -702,6 +702,50 @@ fn ranks_whose_optimizers_differ_are_refused() {
         }
         assert!(run(2, |group| attempt(&group, first)).iter().all(Option::is_none));
     }
+    // The first commit in each group of an elastic job compares them, too: the loop may set them.
+    let (first, second) = &pairs[5];
+    run(2, |group| {
+        let mut training = fresh(if group.rank().is_main() { first } else { second });
+        training.enter(&group).unwrap();
+        let error = training.agree().unwrap_err();
+        assert!(error.is_mismatch() && error.to_string().contains("the optimizer of rank 1"), "{error}");
+        training.optimizer = first.clone();
+        training.agree().unwrap();
+    });
+}
+
+#[test]
+fn ranks_whose_moments_differ_take_over_those_of_rank_0() {
+    for (name, optimizer) in optimizers() {
+        let (start, folder) = (Mixed::new(6), tempfile::tempdir().unwrap());
+        let states = run(2, |group| {
+            let rank = group.rank().index();
+            let mut training = TrainState::new(start.of_own(), optimizer.clone(), 0).unwrap();
+            // Alone, each with other samples.
+            (0..2).for_each(|_| step(&mut training, rank, 2));
+            let mut training = training.with_group(&group).unwrap();
+            (0..2).for_each(|_| step(&mut training, rank, 2));
+            training.agree().unwrap();
+            assert!(training.model.replicas_identical().unwrap(), "{name}");
+            saved(&training, &folder.path().join(rank.to_string()))
+        });
+        assert_eq!(states[1], states[0], "{name}");
+    }
+}
+
+#[test]
+fn ranks_that_have_done_other_numbers_of_steps_are_refused() {
+    let errors = run(2, |group| {
+        let mut training = fresh(&AdamWConfig::new().init());
+        // As if it alone had loaded a checkpoint.
+        let steps = if group.rank().is_main() { 3 } else { 0 };
+        (0..steps).for_each(|_| step(&mut training, 0, 1));
+        training.with_group(&group).map(drop).unwrap_err()
+    });
+    for error in errors {
+        let said = "the number of steps of rank 0 is 3, and that of rank 1 is 0";
+        assert!(error.is_mismatch() && error.to_string().contains(said), "{error}");
+    }
 }
 
 #[test]

@@ -297,3 +297,30 @@ fn a_training_state_counts_its_steps_and_all_ranks_go_on_from_the_same_place() {
     });
     assert_eq!(rates[0], rates[1]);
 }
+
+#[test]
+fn an_optimizer_that_one_rank_alone_has_exchanged_in_a_join_is_an_error_on_every_rank() {
+    let start = Mlp::new(&[8, 16, 3]);
+    let other = || SgdConfig::new().with_momentum(Some(MomentumConfig::new().with_momentum(0.5))).init();
+    // The first rank is done after one step, the second after three.
+    let attempt = |group: &ProcessGroup, exchanged_in: usize| {
+        let mut state = TrainState::new(start.clone(), sgd(), ()).unwrap().with_group(group).unwrap();
+        let rank = group.rank().index();
+        state.join(JoinOptions::default(), |state| {
+            for number in 0..1 + 2 * rank {
+                if number == exchanged_in {
+                    state.optimizer = other();
+                }
+                let loss = state.model.forward(|model| model.loss(batch(0, number, rank)))?;
+                let gradients = state.model.backward(&loss)?;
+                state.step(LEARNING_RATE, gradients)?;
+            }
+            Ok(())
+        })
+    };
+    for error in run(2, |group| attempt(&group, 2).unwrap_err()) {
+        let said = "the optimizer of rank 1 changes parameters otherwise than that of rank 0";
+        assert!(error.is_mismatch() && error.to_string().contains(said), "{error}");
+    }
+    run(2, |group| attempt(&group, 0).unwrap());
+}

@@ -300,3 +300,19 @@ fn ranks_whose_optimizers_differ_are_refused() {
         assert!(error.is_mismatch() && error.to_string().contains("the optimizer of rank 2"), "{error}");
     }
 }
+
+#[test]
+fn ranks_of_which_one_alone_has_a_state_are_refused() {
+    let start = Mlp::new(&WIDTHS);
+    let errors = run(2, |group| {
+        let mut ddp = Ddp::new(start.clone(), &group).unwrap();
+        let mut trained = AdamWConfig::new().init();
+        let averages = gradients(&mut ddp, 0);
+        ddp.step(&mut trained, 0.01, averages).unwrap();
+        let optimizer = if group.rank().is_main() { trained } else { AdamWConfig::new().init() };
+        ZeroRedundancyOptimizer::new(optimizer, &mut ddp).err().unwrap()
+    });
+    for error in errors {
+        assert!(error.is_mismatch() && error.to_string().contains("have different states"), "{error}");
+    }
+}

@@ -98,7 +98,12 @@ pub(crate) fn join(
     starting: &Starting,
     deadline: Deadline,
 ) -> Result<Joined> {
-    let own = Lending::new(host, config.world.count()).filled();
+    let world = config.world.count();
+    // Nothing is exchanged then: what each would say of each other would be as much as the square of the ranks.
+    if let Err(reason) = check_room(world) {
+        return Ok(Joined { reason: Some(reason), ..Joined::alone(world) });
+    }
+    let own = Lending::new(host, world).filled();
     let lent: Vec<Lent> = bootstrap::exchange(config, starting, ARENA, &own.address(), deadline)?;
     let mapped = own.map(config.rank, &lent);
     let reach: Vec<Reach> = bootstrap::exchange(config, starting, REACH, &mapped.reach(), deadline)?;
@@ -182,10 +187,7 @@ fn settle(
 
 /// An arena of this rank, and its address.
 fn lend(host: Option<&str>, world: usize) -> Result<(Arc<Arena>, Address), String> {
-    // All ranks come to the same result.
-    if world > MOST {
-        return Err(format!("{world} ranks are too many for one control block"));
-    }
+    check_room(world)?;
     let nonce = random::number().map_err(|error| error.to_string())?;
     // As large as the host's memory, if there are enough addresses.
     let bytes = total_memory().and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(usize::MAX);
@@ -199,6 +201,14 @@ fn lend(host: Option<&str>, world: usize) -> Result<(Arc<Arena>, Address), Strin
     };
     let (pid, descriptor, bytes) = (std::process::id(), arena.descriptor(), arena.bytes() as u64);
     Ok((arena, Address { host, pid, descriptor, bytes, nonce }))
+}
+
+/// An error if a control block has no room for so many ranks. All come to the same result.
+fn check_room(world: usize) -> Result<(), String> {
+    match world > MOST {
+        true => Err(format!("{world} ranks are too many for one control block")),
+        false => Ok(()),
+    }
 }
 
 fn no_memory(error: io::Error) -> String {

@@ -8,12 +8,27 @@ use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::group::{Connected, TransportOptions, connect};
 use crate::health::Heartbeat;
-use crate::store::MemoryStore;
+use crate::store::{MemoryStore, Store};
 use crate::testing::{Fabric, run};
+use crate::transport::bootstrap::Starting;
 use crate::transport::{MeshConfig, TransportKind};
 use crate::world_size::WorldSize;
 
 const LIMIT: Duration = Duration::from_secs(20);
+
+fn config(store: &MemoryStore, rank: Rank, world: WorldSize) -> MeshConfig<'_> {
+    MeshConfig {
+        store,
+        rank,
+        world,
+        generation: Generation::default(),
+        interface: Ipv4Addr::LOCALHOST.into(),
+        credentials: Credentials::none(),
+        heartbeat: Heartbeat::default(),
+        number: None,
+        watch: &|| Ok(()),
+    }
+}
 
 /// The result on ranks that are configured to be on these hosts.
 fn connected(hosts: &[&str], kind: Option<TransportKind>) -> Vec<Result<Connected>> {
@@ -24,20 +39,8 @@ fn connected(hosts: &[&str], kind: Option<TransportKind>) -> Vec<Result<Connecte
             .map(|rank| {
                 let (store, host) = (&store, Some(hosts[rank.index()]));
                 scope.spawn(move || {
-                    let interface = Ipv4Addr::LOCALHOST.into();
-                    let config = MeshConfig {
-                        store,
-                        rank,
-                        world,
-                        generation: Generation::default(),
-                        interface,
-                        credentials: Credentials::none(),
-                        heartbeat: Heartbeat::default(),
-                        number: None,
-                        watch: &|| Ok(()),
-                    };
                     connect(
-                        &config,
+                        &config(store, rank, world),
                         TransportOptions { kind, host, ..TransportOptions::default() },
                         Deadline::after(LIMIT),
                     )
@@ -46,6 +49,15 @@ fn connected(hosts: &[&str], kind: Option<TransportKind>) -> Vec<Result<Connecte
             .collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
+}
+
+#[test]
+fn more_ranks_than_a_control_block_takes_exchange_nothing() {
+    let (store, world) = (MemoryStore::new(), WorldSize::new(257).unwrap());
+    let config = config(&store, Rank::MAIN, world);
+    let joined = join(&config, Some("a"), &Starting::default(), Deadline::now()).unwrap();
+    assert_eq!((joined.partition.domains().len(), store.num_keys(Deadline::after(LIMIT)).unwrap()), (257, 0));
+    assert!(joined.reason.unwrap().contains("257 ranks are too many"));
 }
 
 #[test]

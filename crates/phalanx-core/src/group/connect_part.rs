@@ -17,6 +17,7 @@ use phalanx_sys::processors;
 use serde::{Deserialize, Serialize};
 
 use super::connect::{Connected, Shared, TransportOptions, assemble, connect_mesh};
+use super::subgroup::digest;
 use crate::deadline::Deadline;
 use crate::domain::{Joined, Lending, Lent, Mapped, Partition, Reach};
 use crate::error::{Error, Result};
@@ -48,8 +49,10 @@ pub(super) struct Part<'a> {
 /// What a rank announces with its address.
 #[derive(Serialize, Deserialize)]
 struct Announced {
-    /// The ranks in the first group.
+    /// The ranks in the first group: as many as an error shows, and one more.
     members: Vec<u32>,
+    /// A hash of all of them: so many lists would be as much as the cube of the ranks.
+    digest: i64,
     tuning: u32,
     /// None of a rank that shares memory with no other.
     memory: Option<Lent>,
@@ -108,7 +111,8 @@ pub(super) fn connect_part(
     let memory = shares.then(|| Lending::new(options.host, world.count()));
     let rings = if shares { RingLending::new(rank, domain)? } else { None };
     let own = Announced {
-        members: part.members.iter().map(|member| member.get()).collect(),
+        members: part.members.iter().take(SHOWN + 1).map(|member| member.get()).collect(),
+        digest: digest(&part.members),
         tuning: part.tuning,
         memory: memory.as_ref().map(Lending::address),
         rings: rings.as_ref().map(RingLending::address),
@@ -168,7 +172,7 @@ pub(super) fn connect_part(
 
 /// An error if two ranks mean different groups.
 fn compare((rank, own): (Rank, &Announced), (other, theirs): (Rank, &Announced)) -> Result<()> {
-    if own.members != theirs.members {
+    if (own.digest, &own.members) != (theirs.digest, &theirs.members) {
         let list = |members: &[u32]| {
             let shown: Vec<String> = members.iter().take(SHOWN).map(u32::to_string).collect();
             format!("[{}{}]", shown.join(", "), if members.len() > SHOWN { ", .." } else { "" })
@@ -215,6 +219,20 @@ mod tests {
             postcard::from_bytes(&postcard::to_stdvec(&Mappable::new(&Vec::new(), Vec::new())).unwrap())
                 .unwrap();
         assert!(none.reach(2).iter().all(|reason| !reason.is_empty()));
+    }
+
+    #[test]
+    fn what_a_rank_announces_is_short_and_tells_long_lists_apart() {
+        let announced = |last: u32| {
+            let members: Vec<Rank> = (0..1000).chain([last]).map(Rank::new).collect();
+            let first = members.iter().take(SHOWN + 1).map(|member| member.get()).collect();
+            Announced { members: first, digest: digest(&members), tuning: 0, memory: None, rings: None }
+        };
+        let [own, same, other] = [5000, 5000, 5001].map(announced);
+        assert!(postcard::to_stdvec(&own).unwrap().len() < 100);
+        assert!(compare((Rank::MAIN, &own), (Rank::new(1), &same)).is_ok());
+        let error = compare((Rank::MAIN, &own), (Rank::new(1), &other)).unwrap_err();
+        assert!(error.is_mismatch() && error.to_string().contains("15, ..]"), "{error}");
     }
 
     #[test]

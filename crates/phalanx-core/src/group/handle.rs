@@ -80,6 +80,10 @@ impl Communicator for GroupHandle {
         Arc::new(self.in_call(caller))
     }
 
+    fn active_ranks(&self) -> usize {
+        self.group().active_ranks()
+    }
+
     fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work> {
         self.called().all_reduce_async(buffer, op)
     }

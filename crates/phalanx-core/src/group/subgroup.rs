@@ -359,7 +359,7 @@ fn refused(cause: &Error, members: &[Rank]) -> Option<Error> {
 }
 
 /// A hash of a list, by which ranks compare theirs.
-fn digest(ranks: &[Rank]) -> i64 {
+pub(super) fn digest(ranks: &[Rank]) -> i64 {
     fnv1a(ranks.iter().flat_map(|rank| rank.get().to_le_bytes())) as i64
 }
 

@@ -8,6 +8,7 @@ use super::table::Refusal;
 use super::{MAX_KEY, MAX_VALUE};
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
+use crate::interrupt;
 use crate::network::Network;
 use crate::wire::store::{MAX_COUNT, MAX_REQUEST};
 
@@ -105,8 +106,11 @@ impl<'a> Call<'a> {
             .with_remedy("is it a store of the same build, to which no other program and no other job of this name writes?")
     }
 
-    /// The system returned an error.
+    /// The system returned an error, or this thread's check has ended the wait.
     pub fn failed(&self, error: io::Error) -> Error {
+        if let Some(cause) = interrupt::cause(&error) {
+            return cause;
+        }
         match error.kind() {
             io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => self.timed_out(),
             io::ErrorKind::InvalidData => self.broken(error),

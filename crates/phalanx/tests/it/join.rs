@@ -2,7 +2,7 @@
 
 use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::testing::{Fabric, run};
-use phalanx::{Buffer, Communicator, Element, Error, Rank, ReduceOp, Result};
+use phalanx::{Buffer, Communicator, Element, Error, GroupHandle, Rank, ReduceOp, Result};
 
 fn combine<T: Element>(group: &JoinGroup, mine: T, op: ReduceOp) -> Result<T> {
     let combined = group.all_reduce_async(Buffer::from_slice(&[mine; 3]), op)?.wait()?;
@@ -22,6 +22,7 @@ fn ranks_without_data_change_no_result_and_all_return_together() {
                     let active = group.step()?;
                     let first = step / 2 + 1; // Ranks below have no data.
                     assert_eq!(active, (world - first) as usize);
+                    assert_eq!(GroupHandle::new(group.clone()).active_ranks(), active);
                     let sum: u32 = (first..world).sum();
                     assert_eq!(combine(&group, rank as f32, ReduceOp::Sum)?, sum as f32);
                     assert_eq!(

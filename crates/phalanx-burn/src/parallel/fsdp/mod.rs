@@ -487,7 +487,7 @@ struct Units {
     order: Vec<(usize, String)>,
     /// The same, by the pieces of their shards.
     numbers: HashMap<ParamId, usize>,
-    /// What is in no unit.
+    /// What is in no unit, and whether layers there, such as dropout, train.
     rest: Vec<Parameter>,
 }
 
@@ -499,7 +499,8 @@ impl Units {
         refuse_divided(model, "Fsdp")?;
         let known = exchanges.shards();
         let (mut order, mut seen) = (Vec::new(), HashSet::new());
-        let Inventory { parameters, state, .. } = Inventory::of(model)?;
+        let inventory = Inventory::of(model)?;
+        let Inventory { parameters, state, .. } = &inventory;
         if let Some(parameter) = parameters.iter().find(|parameter| !known.contains_key(&parameter.id)) {
             return Err(Error::invalid_argument(format!(
                 "the parameter `{}` is in no unit of this ShardingGroup",
@@ -509,7 +510,7 @@ impl Units {
         }
         let trained: HashSet<ParamId> = parameters.iter().map(|piece| piece.id).collect();
         let mut is_unit_trained = HashMap::new();
-        for piece in &state {
+        for piece in state {
             let Some(&unit) = known.get(&piece.id) else { continue };
             if seen.insert(unit) {
                 order.push((unit, unit_name(&piece.name).to_owned()));
@@ -524,8 +525,9 @@ impl Units {
                 .with_remedy("freeze parameters before FullySharded::new, or freeze the whole unit"));
             }
         }
-        refuse_shared(&order, &state, exchanges)?;
-        let rest = state.into_iter().filter(|tensor| !known.contains_key(&tensor.id)).collect();
+        refuse_shared(&order, state, exchanges)?;
+        let rest =
+            inventory.compared().into_iter().filter(|tensor| !known.contains_key(&tensor.id)).collect();
         let numbers = known.into_iter().filter(|(_, unit)| seen.contains(unit)).collect();
         Ok(Self { order, numbers, rest })
     }

@@ -19,9 +19,9 @@ use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::key::JobKey;
 use crate::notice::while_waiting;
-use crate::store::Store;
 use crate::store::call::Call;
 use crate::store::table::decimal;
+use crate::store::{Store, WATCH_INTERVAL};
 use crate::wire::store::{CHECK_READY, Frame, MAX_COUNT, MAX_REQUEST, Op};
 
 /// The most idle connections that are kept.
@@ -324,8 +324,12 @@ impl Store for TcpStore {
 
     fn add(&self, key: &str, amount: i64, deadline: Deadline) -> Result<i64> {
         let call = Call::new(&self.name, "add", from_ref(&key), deadline)?;
-        self.exchange(&call, Frame::new(Op::Add).key(key).i64(amount), Link::integer)
-            .map_err(|error| if error.is_timeout() { error } else { self.explain_add(&call, key, error) })
+        self.exchange(&call, Frame::new(Op::Add).key(key).i64(amount), Link::integer).map_err(|error| {
+            match error.is_timeout() || error.is_aborted() {
+                true => error,
+                false => self.explain_add(&call, key, error),
+            }
+        })
     }
 
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8], deadline: Deadline) -> Result<Vec<u8>> {
@@ -455,10 +459,15 @@ impl Store for TcpStore {
             return Err(error);
         }
         // PyTorch's server without libuv wakes nobody for a key that has come by COMPARE_SET.
-        let (is_own, mut have_come) = (link.is_own, false);
+        let (is_own, mut have_come, mut asked) = (link.is_own, false, Instant::now());
         let mut go_on = || {
             go_on()?;
-            have_come = !is_own && self.check(keys, deadline)?;
+            // A thread that makes checks comes here more often, and all ranks ask the same server.
+            if is_own || asked.elapsed() < WATCH_INTERVAL {
+                return Ok(());
+            }
+            asked = Instant::now();
+            have_come = self.check(keys, deadline)?;
             if have_come { Err(Error::aborted("the keys are there: the wait ends")) } else { Ok(()) }
         };
         let waited = link.wait_for_answer(values, Some(&mut || self.counted(&mut go_on)));

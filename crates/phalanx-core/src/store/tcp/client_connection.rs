@@ -241,11 +241,12 @@ impl Link {
                 {
                     return Err(TimedOut.into());
                 }
-                Err(ConnectError::NoAnswer) => {}
+                Err(ConnectError::NoAnswer) => interrupt::check_io()?,
                 // A network may come back. Missing descriptors or ports do not.
                 Err(ConnectError::NotListening(error) | ConnectError::NoAddress(error))
                     if matches!(error.kind(), TimedOut | HostUnreachable | NetworkUnreachable) =>
                 {
+                    interrupt::check_io()?;
                     std::thread::sleep(PAUSES.1.min(deadline.remaining()));
                 }
                 Err(ConnectError::NotListening(error) | ConnectError::NoAddress(error)) => return Err(error),
@@ -395,7 +396,7 @@ impl Link {
     pub fn send(&mut self, mut bytes: &[u8]) -> io::Result<()> {
         let mut is_out = true;
         while !(bytes.is_empty() && is_out) {
-            self.stream.set_write_timeout(Some(self.left()?))?;
+            self.stream.set_write_timeout(Some(interrupt::at_most(self.left()?)))?;
             let sent = match &mut self.tls {
                 Some(session) => session.send(&mut self.stream, &[IoSlice::new(bytes)]),
                 None => self.stream.write(bytes).map(|written| (written, true)),
@@ -403,7 +404,7 @@ impl Link {
             match sent {
                 Ok((0, true)) if !bytes.is_empty() => return Err(io::ErrorKind::WriteZero.into()),
                 Ok((written, out)) => (bytes, is_out) = (&bytes[written..], out),
-                Err(error) => retry(error)?,
+                Err(error) => retry(error).and_then(|()| interrupt::check_io())?,
             }
         }
         Ok(())
@@ -497,7 +498,8 @@ impl Link {
     }
 
     /// Sends `request`, which ends in a wait, and waits for its answer, and for this many `values` after it. `go_on`, if there is one,
-    /// is called several times a second, but not while the answer may still be on its way. If the keys do not come, the wait is cancelled, and the connection can be used again.
+    /// is called several times a second, but not while the answer may still be on its way, unless the program checks this
+    /// thread's waits. If the keys do not come, the wait is cancelled, and the connection can be used again.
     pub fn wait(
         &mut self,
         request: &[u8],
@@ -579,7 +581,7 @@ impl Link {
                 bytes = &mut bytes[n..];
                 continue;
             }
-            self.stream.set_read_timeout(Some(self.left()?))?;
+            self.stream.set_read_timeout(Some(interrupt::at_most(self.left()?)))?;
             look_first(&mut [PollFd::new(&self.stream, PollFlags::IN)]);
             // Long data is read directly into its place; short data is read together with what follows it.
             const SMALL: usize = 512;
@@ -596,7 +598,7 @@ impl Link {
             match read {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(_) => {}
-                Err(error) => retry(error)?,
+                Err(error) => retry(error).and_then(|()| interrupt::check_io())?,
             }
         }
         Ok(())

@@ -13,7 +13,8 @@ use proptest::test_runner::TestRunner;
 use super::{Access, KeylessClients, Patience, TcpStore, TcpStoreServer};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
-use crate::error::Error;
+use crate::error::{Error, Result};
+use crate::interrupt::interruptible;
 use crate::key::JobKey;
 use crate::store::Store;
 use crate::wire::auth::TAG;
@@ -297,6 +298,36 @@ fn a_store_that_was_there_and_is_slow_now_is_not_taken_for_another_program() {
     store.close_idle();
     let error = store.num_keys(Deadline::after(Duration::from_millis(200))).unwrap_err();
     assert!(error.is_timeout() && error.to_string().contains("no answer after"), "{error}");
+}
+
+#[test]
+fn a_thread_that_waits_for_a_store_without_an_answer_may_end_that() {
+    fn pressed() -> Result<()> {
+        Err(Error::aborted("somebody pressed Ctrl-C"))
+    }
+    let mut streams = Vec::new();
+    let silent = foreign(move |mut stream| {
+        let mut hello = [0; 10];
+        if stream.read_exact(&mut hello).is_ok() {
+            let _ = stream.write_all(&hello[6..]);
+        }
+        streams.push(stream);
+    });
+    let calls: [fn(&TcpStore) -> Result<()>; 4] = [
+        |store| store.check(&["key"], soon()).map(drop),
+        |store| store.add("key", 1, soon()).map(drop),
+        |store| store.compare_set("key", b"", b"value", soon()).map(drop),
+        |store| {
+            let changes = [("key", &b""[..], &b"value"[..])];
+            store.compare_set_and_get(&changes, &["key"], soon(), &mut |_| Ok(()), &mut || Ok(())).map(drop)
+        },
+    ];
+    for call in calls {
+        // It has a connection.
+        let store = TcpStore::connect(silent, soon()).unwrap();
+        let error = interruptible(pressed, || call(&store)).unwrap_err();
+        assert!(error.is_aborted() && error.to_string().contains("somebody pressed Ctrl-C"), "{error}");
+    }
 }
 
 #[test]

@@ -2,7 +2,7 @@
 //!
 //! It takes half a round trip, and the store, which is asked by all ranks at once, has nothing to do with it.
 
-use std::io::{ErrorKind, IoSliceMut};
+use std::io::{self, ErrorKind, IoSliceMut};
 use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags};
@@ -10,7 +10,9 @@ use rustix::event::{PollFd, PollFlags};
 use super::MeshConfig;
 use super::connection::Connection;
 use super::connections::Connections;
+use super::control::keep_alive;
 use super::start_failure::{self, LAST_MESSAGE_TIMEOUT, POLL_INTERVAL, lost};
+use super::stop_probe::StopProbe;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::interrupt;
@@ -21,7 +23,7 @@ use crate::wire::control::{self, Control, MAX_BODY, MAX_TOLD, PREFIX};
 /// Tells all peers `own`, and returns what each rank tells, by rank. `hosts` are the ranks' hosts.
 ///
 /// # Errors
-/// If a peer is lost, or reports why it cannot start; if one has told nothing by the deadline.
+/// If a peer is lost or frozen, or reports why it cannot start; if one has told nothing by the deadline.
 pub(super) fn exchange(
     config: &MeshConfig<'_>,
     hosts: &[String],
@@ -47,20 +49,26 @@ pub(super) fn exchange(
         .filter_map(|(peer, connection)| Some((peer, connection.as_ref()?)))
         .map(|(peer, connection)| Awaited { peer, connection, received: Vec::with_capacity(PREFIX) })
         .collect();
-    let mut looked = Instant::now();
+    let (mut looked, mut probe) = (Instant::now(), None);
+    let mut ready = vec![true; awaited.len()];
     loop {
-        let mut failed = None;
-        awaited.retain_mut(|one| match one.receive(host(one.peer)) {
-            Ok(None) => true,
-            Ok(said) => {
-                if let Some(place) = told.get_mut(one.peer.index()) {
-                    *place = said;
-                }
-                false
+        let (mut failed, mut is_ready) = (None, ready.iter());
+        awaited.retain_mut(|one| {
+            if is_ready.next() != Some(&true) {
+                return true;
             }
-            Err(error) => {
-                failed.get_or_insert(error);
-                true
+            match one.receive(host(one.peer)) {
+                Ok(None) => true,
+                Ok(said) => {
+                    if let Some(place) = told.get_mut(one.peer.index()) {
+                        *place = said;
+                    }
+                    false
+                }
+                Err(error) => {
+                    failed.get_or_insert(error);
+                    true
+                }
             }
         });
         if let Some(error) = failed {
@@ -80,14 +88,29 @@ pub(super) fn exchange(
         interrupt::check()?;
         if looked.elapsed() >= POLL_INTERVAL {
             looked = Instant::now();
-            start_failure::check(config, host(config.rank), deadline.at_most(LAST_MESSAGE_TIMEOUT))?;
+            // There are no heartbeats yet. Most times all have told before the first look.
+            if probe.is_none() {
+                let heartbeat = config.heartbeat.among(config.world);
+                awaited
+                    .iter()
+                    .try_for_each(|one| keep_alive(one.connection, heartbeat))
+                    .map_err(unwatched)?;
+            }
+            let until = deadline.at_most(LAST_MESSAGE_TIMEOUT);
+            start_failure::check(config, host(config.rank), until)?;
+            probe.get_or_insert_with(|| StopProbe::new(config)).check(late, until)?;
         }
         let mut fds: Vec<PollFd<'_>> =
             awaited.iter().map(|one| PollFd::new(one.connection, PollFlags::IN)).collect();
         let timeout = interrupt::at_most(deadline.at_most(POLL_INTERVAL).remaining());
         look_first(&mut fds);
-        poll(&mut fds, Some(timeout)).map_err(|error| Error::io("waiting for peers failed", error))?;
+        poll(&mut fds, Some(timeout)).map_err(unwatched)?;
+        ready = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
     }
+}
+
+fn unwatched(error: io::Error) -> Error {
+    Error::io("waiting for peers failed", error)
 }
 
 /// A peer that has not told all yet.
@@ -128,7 +151,7 @@ impl Awaited<'_> {
     }
 
     fn understood(&self, host: &str) -> Result<Option<Vec<u8>>> {
-        match control::decode(&self.received)? {
+        match control::decode(&self.received).map_err(|error| error.with_peer(self.peer))? {
             Some((Control::Connected(told), _)) => Ok(Some(told)),
             Some((Control::Failure(notice), _)) => Err(notice.into_error(self.peer, host)),
             Some(_) | None => Err(Error::protocol(format!(
@@ -145,16 +168,37 @@ impl Awaited<'_> {
 mod tests {
     use std::io::{Read, Write};
     use std::net::{Ipv4Addr, TcpStream};
+    use std::process::Command;
     use std::time::Duration;
+
+    use rustix::process::{Pid, Signal, kill_process};
 
     use super::*;
     use crate::credentials::Credentials;
     use crate::health::Heartbeat;
+    use crate::proc_stat::ProcStat;
     use crate::rank::Generation;
-    use crate::store::MemoryStore;
+    use crate::store::{MemoryStore, Store};
+    use crate::transport::process;
     use crate::transport::tcp::control::tests::connected;
-    use crate::wire::control::{Introduction, Notice};
+    use crate::transport::tcp::stop_probe;
+    use crate::wire::control::{Introduction, Notice, ProcessId};
     use crate::world_size::WorldSize;
+
+    /// Rank 0 of so many.
+    fn config(store: &MemoryStore, world: u32) -> MeshConfig<'_> {
+        MeshConfig {
+            store,
+            rank: Rank::MAIN,
+            world: WorldSize::new(world).unwrap(),
+            generation: Generation(0),
+            interface: Ipv4Addr::LOCALHOST.into(),
+            credentials: Credentials::none(),
+            heartbeat: Heartbeat::default(),
+            number: None,
+            watch: &|| Ok(()),
+        }
+    }
 
     /// What rank 0 of two hears when its peer sends `bytes`, and then goes on or, if it `closes`, ends; and what it has told the peer, with
     /// the connections.
@@ -166,17 +210,7 @@ mod tests {
         }
         let connections = Connections { control: vec![None, Some(own)], ..Connections::default() };
         let store = MemoryStore::new();
-        let config = MeshConfig {
-            store: &store,
-            rank: Rank::MAIN,
-            world: WorldSize::new(2).unwrap(),
-            generation: Generation(0),
-            interface: Ipv4Addr::LOCALHOST.into(),
-            credentials: Credentials::none(),
-            heartbeat: Heartbeat::default(),
-            number: None,
-            watch: &|| Ok(()),
-        };
+        let config = config(&store, 2);
         let hosts = ["here".to_owned(), "there".to_owned()];
         let deadline = Deadline::after(Duration::from_secs(if bytes.len() < 4 { 0 } else { 20 }));
         (exchange(&config, &hosts, &connections, b"own".to_vec(), deadline), connections, peer)
@@ -221,5 +255,55 @@ mod tests {
         let (heard, ..) = hear(&[], false);
         let error = heard.unwrap_err();
         assert!(error.is_timeout() && error.to_string().contains("rank 1 (there)"), "{error}");
+    }
+
+    #[test]
+    fn whoever_tells_late_or_in_pieces_is_heard_beside_others() {
+        let ((one, mut first), (other, mut second)) = (connected("127.0.0.1:0"), connected("127.0.0.1:0"));
+        let connections =
+            Connections { control: vec![None, Some(one), Some(other)], ..Connections::default() };
+        let store = MemoryStore::new();
+        let hosts = [(); 3].map(|()| "here".to_owned());
+        let message = told(b"first");
+        first.write_all(&message[..3]).unwrap();
+        let heard = std::thread::scope(|scope| {
+            let peers = scope.spawn(move || {
+                let mut own = vec![0; told(b"own").len()];
+                second.read_exact(&mut own).unwrap();
+                second.write_all(&told(b"second")).unwrap();
+                first.write_all(&message[3..]).unwrap();
+                (first, second)
+            });
+            let deadline = Deadline::after(Duration::from_secs(60));
+            let heard = exchange(&config(&store, 3), &hosts, &connections, b"own".to_vec(), deadline);
+            // Open until then: what is unread would be lost.
+            drop(peers.join().unwrap());
+            heard
+        });
+        assert_eq!(heard.unwrap(), [&b"own"[..], b"first", b"second"]);
+    }
+
+    #[test]
+    fn a_peer_that_is_stopped_before_it_tells_is_named_long_before_the_deadline() {
+        let mut peer = Command::new("sleep").arg("600").spawn().unwrap();
+        let pid = Pid::from_child(&peer);
+        kill_process(pid, Signal::STOP).unwrap();
+        let stat = ProcStat::read(pid.as_raw_nonzero().get()).unwrap().unwrap();
+        let process = ProcessId { pid: peer.id(), started: stat.started, ..process::own().unwrap() };
+        let store = MemoryStore::new();
+        let record = postcard::to_stdvec(&("there", Some(process))).unwrap();
+        let deadline = Deadline::after(Duration::from_secs(120));
+        store.set(&stop_probe::key(Rank::new(1)), &record, deadline).unwrap();
+        let (own, _silent) = connected("127.0.0.1:0");
+        let connections = Connections { control: vec![None, Some(own)], ..Connections::default() };
+        let hosts = ["here".to_owned(), "there".to_owned()];
+        let heartbeat = Heartbeat { timeout: Duration::from_secs(1), ..Heartbeat::default() };
+        let config = MeshConfig { heartbeat, ..config(&store, 2) };
+        let heard = exchange(&config, &hosts, &connections, Vec::new(), deadline);
+        kill_process(pid, Signal::KILL).unwrap();
+        peer.wait().unwrap();
+        let error = heard.unwrap_err();
+        assert!(error.is_peer_failure() && error.peer() == Some(Rank::new(1)), "{error}");
+        assert!(error.to_string().contains("is frozen"), "{error}");
     }
 }

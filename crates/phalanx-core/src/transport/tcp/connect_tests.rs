@@ -1,5 +1,6 @@
 //! Ranks that connect, together with foreign clients, dead and frozen ranks.
 
+use std::cell::Cell;
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,12 +13,13 @@ use super::MeshConfig;
 use super::accept::{MAX_PENDING, take_arrivals};
 use super::connect::{Address, key, listen, mesh};
 use super::connection::Connection;
-use super::dial::{ANSWER_TIMEOUT, dial};
+use super::dial::{ANSWER_TIMEOUT, attempt_together, dial};
 use super::pending::{HandshakeLimit, Pending, Progress};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
-use crate::error::Error;
+use crate::error::{Error, Result};
 use crate::health::Heartbeat;
+use crate::interrupt::interruptible;
 use crate::key::JobKey;
 use crate::rank::{Generation, Rank};
 use crate::store::{MemoryStore, Store};
@@ -388,6 +390,65 @@ fn a_rank_of_a_former_life_gives_up_at_once() {
         mesh(&stale, deadline).unwrap();
         main.join().unwrap().unwrap();
     });
+}
+
+/// Whatever error the program has: others are not waited for meanwhile, and nobody is called again.
+#[test]
+fn who_waits_for_an_answer_may_end_the_wait() {
+    thread_local! {
+        static LOOKED: Cell<u32> = const { Cell::new(0) };
+    }
+    /// As what a handler of a signal raises, it comes once.
+    fn first_fails() -> Result<()> {
+        LOOKED.set(LOOKED.get() + 1);
+        if LOOKED.get() == 1 { Err(Error::invalid_argument("enough")) } else { Ok(()) }
+    }
+    let store = MemoryStore::new();
+    let config = config_in(&store, 2, 3);
+    let deadline = Deadline::after(Duration::from_secs(60));
+    // Their kernel takes the calls.
+    let silent = [0, 1].map(|_| listen(Ipv4Addr::LOCALHOST.into()).unwrap());
+    let addresses = silent
+        .each_ref()
+        .map(|listener| Address { socket: listener.local_addr().unwrap(), host: "node7".into() });
+    let secret = GroupSecret::new(None, &[1; 16]);
+    let own = [0, 1].map(|rank| Hello { to: Rank::new(rank), ..hello_to_main(&secret, 2, 3) });
+    let together = || attempt_together(&config, addresses.iter().zip(own), &secret, deadline).map(drop);
+    let error = interruptible(first_fails, together).unwrap_err();
+    assert!(error.is_invalid_argument() && error.to_string().contains("enough"), "{error}");
+    LOOKED.set(0);
+    let has_failed = AtomicBool::new(false);
+    let one = || dial(&config, "here", &addresses[0], (own[0], &secret), None, &has_failed, deadline);
+    let error = interruptible(first_fails, || one().map(drop)).unwrap_err();
+    assert!(error.is_invalid_argument() && error.to_string().contains("enough"), "{error}");
+    assert_eq!(LOOKED.get(), 1);
+}
+
+#[test]
+fn who_calls_again_and_again_may_end_that() {
+    fn ends() -> Result<()> {
+        Err(Error::aborted("enough"))
+    }
+    let (store, done) = (MemoryStore::new(), AtomicBool::new(false));
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let address = Address { socket: listener.local_addr().unwrap(), host: "node7".into() };
+    let secret = GroupSecret::new(None, &[1; 16]);
+    let error = thread::scope(|scope| {
+        // It drops all connections.
+        scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                drop(listener.accept());
+            }
+        });
+        let own = hello_to_main(&secret, 1, 2);
+        let (has_failed, deadline) = (AtomicBool::new(false), Deadline::after(Duration::from_secs(60)));
+        let call = || dial(&config(&store, 1), "here", &address, (own, &secret), None, &has_failed, deadline);
+        let error = interruptible(ends, || call().err());
+        done.store(true, Ordering::Relaxed);
+        drop(TcpStream::connect(address.socket));
+        error.unwrap()
+    });
+    assert!(error.is_aborted() && error.to_string().contains("enough"), "{error}");
 }
 
 /// A connection of rank 1 to rank 0, of two.

@@ -95,7 +95,7 @@ const PROBE_INTERVAL: Duration = Duration::from_secs(5);
 /// Lets the kernel notice that a host has lost power or its cable, for ranks that do not exchange heartbeats. The
 /// peer's kernel answers, even for a process that is busy or stopped. Only for control connections: on data
 /// connections, silence ends with the operation's deadline.
-fn keep_alive(connection: &Connection, heartbeat: Heartbeat) -> io::Result<()> {
+pub(super) fn keep_alive(connection: &Connection, heartbeat: Heartbeat) -> io::Result<()> {
     let stream = connection.socket();
     set_socket_keepalive(stream, true)?;
     set_tcp_keepidle(stream, PROBE_DELAY)?;

@@ -54,21 +54,31 @@ pub(super) type Attempt = io::Result<(Connection, Hello)>;
 
 /// Makes the first attempt to connect to each of these peers. All are called before the first answer is read, and so on: so
 /// processes that share few processors wait for each other a few times, and not for each connection. All together have the time of one for each answer.
-/// What has come of a peer counts also if another has let it pass.
+/// What has come of a peer counts also if another has let it pass. If this rank's program ends a wait, no other peer is waited for.
 pub(super) fn attempt_together<'a>(
     config: &MeshConfig<'_>,
     peers: impl Iterator<Item = (&'a Address, Hello)>,
     secret: &GroupSecret,
     deadline: Deadline,
 ) -> Result<Vec<Attempt>> {
-    let called = peers.map(|(address, own)| call(config, address, (own, secret), deadline));
-    let called = called.collect::<Result<Vec<_>>>()?;
+    let call = |(address, own)| unless_interrupted(call(config, address, (own, secret), deadline)?);
+    let called = peers.map(call).collect::<Result<Vec<_>>>()?;
     let by = || deadline.at_most(answer_timeout(config));
     let proving = by();
-    let prove = |call: Call| call.hear(proving)?.prove();
-    let proven: Vec<_> = called.into_iter().map(|call| call.and_then(prove)).collect();
+    let prove =
+        |call: io::Result<Call>| unless_interrupted(call.and_then(|call| call.hear(proving)?.prove()));
+    let proven = called.into_iter().map(prove).collect::<Result<Vec<_>>>()?;
     let ending = by();
-    Ok(proven.into_iter().map(|proof| proof.and_then(|proof| proof.end(ending))).collect())
+    let end = |proof: io::Result<Proof>| unless_interrupted(proof.and_then(|proof| proof.end(ending)));
+    proven.into_iter().map(end).collect()
+}
+
+/// The outcome of one attempt; an error if the program of this rank has ended the wait, and with it all of them.
+fn unless_interrupted<T>(outcome: io::Result<T>) -> Result<io::Result<T>> {
+    match outcome.as_ref().err().and_then(interrupt::cause) {
+        Some(cause) => Err(cause),
+        None => Ok(outcome),
+    }
 }
 
 /// Connects to a peer until it succeeds or the deadline passes: a listener's queue may be full, or a connection may
@@ -98,7 +108,8 @@ pub(super) fn dial(
             Some(attempt) => attempt,
             None => {
                 let heard = call_far(config, address, (own, secret), deadline)?;
-                heard.and_then(Heard::prove).and_then(|proof| proof.end(deadline.at_most(answering)))
+                let end = |proof: Proof| proof.end(deadline.at_most(answering));
+                unless_interrupted(heard.and_then(Heard::prove).and_then(end))?
             }
         };
         let error = match attempt {
@@ -110,9 +121,6 @@ pub(super) fn dial(
             }
             Err(error) => error,
         };
-        if let Some(interrupted) = interrupted(&error) {
-            return Err(interrupted);
-        }
         match error.kind() {
             io::ErrorKind::InvalidData => {
                 let remedy = Refusal::remedy(&error).unwrap_or(
@@ -142,6 +150,7 @@ pub(super) fn dial(
         }
         reminders.remind(|| format!("rank {} waits: {unreachable}: {error}", config.rank));
         backoff.pause();
+        interrupt::check()?;
         if backoff.is_longest() {
             let until = deadline.at_most(start_failure::LAST_MESSAGE_TIMEOUT);
             start_failure::check(config, host, until).map_err(|error| match error.peer() {
@@ -151,12 +160,6 @@ pub(super) fn dial(
             })?;
         }
     }
-}
-
-/// Why the program of this rank has ended the wait in which this `error` came, if it has.
-fn interrupted(error: &io::Error) -> Option<Error> {
-    let inner = error.get_ref()?.downcast_ref::<Error>()?;
-    (inner.kind() == Kind::Aborted).then(|| inner.clone())
 }
 
 /// The error for a rank whose host accepts connections, while the rank itself sends nothing.
@@ -201,7 +204,7 @@ fn call(
 ) -> Result<io::Result<Call>> {
     let hello = Greeting::new(config, (own, secret), deadline)?;
     let connected = begin_to_connect(address.socket).and_then(|stream| hello.until_connected(stream));
-    Ok(connected.and_then(|stream| hello.say(stream)))
+    unless_interrupted(connected.and_then(|stream| hello.say(stream)))
 }
 
 /// Connects, says hello, and takes the answer; if the host is far away, on the first of two connections on which it comes. The peer keeps
@@ -284,7 +287,7 @@ impl Greeting {
             if until.has_passed() {
                 return Err(io::ErrorKind::TimedOut.into());
             }
-            interrupt::check().map_err(io::Error::other)?;
+            interrupt::check_io()?;
         }
         stream.set_nonblocking(false)?;
         Ok(stream)
@@ -396,9 +399,19 @@ fn secure(
 ) -> io::Result<GroupSecret> {
     stream.encrypt(tls.client()?);
     loop {
-        wait_until(stream, deadline)?;
-        if stream.handshake()? {
-            break;
+        let left = deadline.remaining();
+        if left.is_zero() {
+            // As a read that has timed out.
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
+        stream.socket().set_read_timeout(Some(interrupt::at_most(left)))?;
+        match stream.handshake() {
+            Ok(true) => break,
+            Ok(false) => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                interrupt::check_io()?;
+            }
+            Err(error) => return Err(error),
         }
     }
     Ok(stream.binding()?.map_or_else(|| secret.clone(), |binding| secret.bound(&binding)))
@@ -430,19 +443,10 @@ fn receive_all(stream: &Connection, mut into: &mut [u8], deadline: Deadline) -> 
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(count) => into = &mut into[count..],
             Err(error) if error.kind() == io::ErrorKind::WouldBlock && !left.is_zero() => {
-                interrupt::check().map_err(io::Error::other)?;
+                interrupt::check_io()?;
             }
             Err(error) => return Err(error),
         }
     }
     Ok(())
-}
-
-/// Sets the time-out of the next read of a blocking connection to `deadline`. If that has passed, returns the error of
-/// a read that has timed out.
-fn wait_until(stream: &Connection, deadline: Deadline) -> io::Result<()> {
-    match deadline.remaining() {
-        Duration::ZERO => Err(io::ErrorKind::WouldBlock.into()),
-        left => stream.socket().set_read_timeout(Some(left)),
-    }
 }

@@ -38,7 +38,9 @@ pub(super) fn report(config: &MeshConfig<'_>, host: &str, error: Error) -> Error
     let error = error.at(config.rank, host);
     let Ok(notice) = control::encode(&Control::Failure(Notice::of(&error))) else { return error };
     // Without the store the others time out at their deadlines.
-    let first = config.store.compare_set(KEY, b"", &notice, Deadline::after(LAST_MESSAGE_TIMEOUT));
+    let tell = || config.store.compare_set(KEY, b"", &notice, Deadline::after(LAST_MESSAGE_TIMEOUT));
+    // A second Ctrl-C may come while this rank tells them of the first.
+    let first = interrupt::undisturbed(tell);
     match first {
         Ok(first) if first != notice => reported(&first, host).unwrap_or(error),
         _ => error,
@@ -134,7 +136,7 @@ fn exchange_by(
         // One limit for all that is asked: the start's own ends on time, however slow the store is.
         let until = deadline.at_most(LAST_MESSAGE_TIMEOUT);
         check(config, host, until)?;
-        there = count_there(config, &names, there, until);
+        there = count_there(config, &names, there, until)?;
         if let Some((rank, _)) = keys.get(there) {
             reminders.remind(|| format!("rank {} waits for rank {rank} to publish its address", config.rank));
             probe.check(*rank, until)?;
@@ -146,7 +148,7 @@ fn exchange_by(
         Err(error) if error.is_timeout() && deadline.has_passed() => {
             let until = Deadline::after(LAST_MESSAGE_TIMEOUT);
             check(config, host, until)?;
-            let error = match keys.get(count_there(config, &names, there, until)) {
+            let error = match keys.get(count_there(config, &names, there, until)?) {
                 Some((rank, _)) => Error::timeout(format!("rank {rank} did not publish its address in time"))
                     .with_peer(*rank),
                 None => Error::timeout("not all ranks published their addresses in time"),
@@ -159,29 +161,44 @@ fn exchange_by(
 
 /// How many of `keys` exist before the first that does not, according to the store. `known` is how many there were
 /// before. If this has not changed, it takes one request; otherwise a binary search.
-fn count_there(config: &MeshConfig<'_>, keys: &[&str], known: usize, deadline: Deadline) -> usize {
-    let are_there = |from: usize, to: usize| {
-        keys.get(from..to).is_some_and(|keys| config.store.check(keys, deadline).unwrap_or(false))
+///
+/// # Errors
+/// If the program of this rank has ended the wait. Other errors of the store are reported elsewhere.
+fn count_there(config: &MeshConfig<'_>, keys: &[&str], known: usize, deadline: Deadline) -> Result<usize> {
+    let are_there = |from: usize, to: usize| match keys.get(from..to) {
+        Some(keys) => are_set(config.store, keys, deadline),
+        None => Ok(false),
     };
-    if !are_there(known, known + 1) {
-        return known;
+    if !are_there(known, known + 1)? {
+        return Ok(known);
     }
     // All before `low` exist, and not all before `high`, which may be one too many.
     let (mut low, mut high) = (known + 1, keys.len() + 1);
     while high - low > 1 {
         let middle = low + (high - low) / 2;
-        match are_there(low, middle) {
+        match are_there(low, middle)? {
             true => low = middle,
             false => high = middle,
         }
     }
-    low
+    Ok(low)
+}
+
+/// Whether all of `keys` are set, as far as the store says so.
+///
+/// # Errors
+/// If the program of this rank has ended the wait.
+pub(super) fn are_set(store: &dyn Store, keys: &[&str], deadline: Deadline) -> Result<bool> {
+    match store.check(keys, deadline) {
+        Err(error) if error.is_aborted() => Err(error),
+        answer => Ok(answer.unwrap_or(false)),
+    }
 }
 
 /// An error if `peer` has reported on its control connection why its group has failed, or has died.
 pub(super) fn check_peer(peer: Rank, host: &str, control: &Connection) -> Result<()> {
-    // The peer's `Watching` may come before the failure. Heartbeats do not: none comes before this rank has sent
-    // `Watching` too.
+    // The peer's `Connected`, or its `Watching`, may come before the failure. Both do not, nor do heartbeats: they come when this rank
+    // has sent the same.
     let mut bytes = [0; 2 * (PREFIX + MAX_BODY)];
     // Only peeked: any other message is for the watching thread.
     match control.peek(&mut bytes) {
@@ -324,18 +341,26 @@ mod tests {
                }
                let first = there.iter().position(|is_there| !is_there).unwrap_or(there.len());
                let names: Vec<&str> = names.iter().map(String::as_str).collect();
-               prop_assert_eq!(count_there(&config, &names, known.min(first), Deadline::after(LAST_MESSAGE_TIMEOUT)), first);
+               let found = count_there(&config, &names, known.min(first), Deadline::after(LAST_MESSAGE_TIMEOUT));
+               prop_assert_eq!(found.unwrap(), first);
            }
        }
 
     /// A store that answers nothing in time, and remembers how long it was asked for.
     #[derive(Debug, Default)]
-    struct Slow(parking_lot::Mutex<Vec<Deadline>>);
+    struct Slow {
+        asked: parking_lot::Mutex<Vec<Deadline>>,
+        /// Whether the thread that asks has ended its wait instead.
+        is_interrupted: bool,
+    }
 
     impl Slow {
         fn late<T>(&self, deadline: Deadline) -> Result<T> {
-            self.0.lock().push(deadline);
-            Err(Error::timeout("it is slow"))
+            self.asked.lock().push(deadline);
+            Err(match self.is_interrupted {
+                true => Error::aborted("somebody pressed Ctrl-C"),
+                false => Error::timeout("it is slow"),
+            })
         }
     }
 
@@ -414,10 +439,30 @@ mod tests {
         let deadline = Deadline::after(10 * POLL_INTERVAL);
         let error = exchange(&config, "here", &[], &[(Rank::new(1), "key".into())], deadline).unwrap_err();
         assert!(error.to_string().contains("asked once"), "{error}");
-        let asked = store.0.into_inner();
+        let asked = store.asked.into_inner();
         // Whether a rank has failed, who is there, and which process the missing one is.
         assert_eq!(asked.len(), 3);
         assert!(asked.iter().all(|until| *until <= deadline), "{asked:?}");
+    }
+
+    #[test]
+    fn a_thread_that_ends_its_wait_for_the_store_ends_all_that_it_asks() {
+        let store = Slow { is_interrupted: true, ..Slow::default() };
+        let config = MeshConfig {
+            store: &store,
+            rank: Rank::MAIN,
+            world: WorldSize::new(2).unwrap(),
+            generation: Generation(0),
+            interface: Ipv4Addr::LOCALHOST.into(),
+            credentials: Credentials::none(),
+            heartbeat: Heartbeat::default(),
+            number: None,
+            watch: &|| Ok(()),
+        };
+        let deadline = Deadline::after(LAST_MESSAGE_TIMEOUT);
+        assert!(count_there(&config, &["key"], 0, deadline).unwrap_err().is_aborted());
+        let mut probe = StopProbe::new(&config);
+        assert!(probe.check(Rank::new(1), deadline).unwrap_err().is_aborted());
     }
 
     #[test]

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::MeshConfig;
+use super::start_failure::are_set;
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
 use crate::frozen::{Frozen, STOPPED_LIMIT};
@@ -74,7 +75,7 @@ impl<'a> StopProbe<'a> {
         };
         let suspect = self.suspect.insert(suspect);
         if suspect.record.is_none() {
-            suspect.record = read_record(self.config.store, rank, deadline);
+            suspect.record = read_record(self.config.store, rank, deadline)?;
         }
         let Some(ProcessRecord { host, process: Some(peer) }) = &suspect.record else { return Ok(()) };
         let stop = process::stop(self.own, *peer);
@@ -87,7 +88,9 @@ impl<'a> StopProbe<'a> {
     /// A better error for the silence of `rank`, if it is stopped now; else `error`.
     pub(super) fn explain(&self, rank: Rank, error: Error) -> Error {
         match read_record(self.config.store, rank, Deadline::after(ANSWER_TIMEOUT)) {
-            Some(ProcessRecord { host, process: Some(peer) }) if process::stop(self.own, peer).is_some() => {
+            Ok(Some(ProcessRecord { host, process: Some(peer) }))
+                if process::stop(self.own, peer).is_some() =>
+            {
                 stopped(rank, &host, peer)
             }
             _ => error,
@@ -96,11 +99,18 @@ impl<'a> StopProbe<'a> {
 }
 
 /// What `rank` has published, if it has. That the store does not answer is reported elsewhere.
-fn read_record(store: &dyn Store, rank: Rank, deadline: Deadline) -> Option<ProcessRecord> {
+///
+/// # Errors
+/// If the program of this rank has ended the wait.
+fn read_record(store: &dyn Store, rank: Rank, deadline: Deadline) -> Result<Option<ProcessRecord>> {
     let key = key(rank);
-    let is_there = store.check(&[&key], deadline).unwrap_or(false);
-    let bytes = if is_there { store.get(&key, deadline).ok() } else { None };
-    postcard::from_bytes(&bytes?).ok()
+    if !are_set(store, &[&key], deadline)? {
+        return Ok(None);
+    }
+    match store.get(&key, deadline) {
+        Err(error) if error.is_aborted() => Err(error),
+        bytes => Ok(bytes.ok().and_then(|bytes| postcard::from_bytes(&bytes).ok())),
+    }
 }
 
 fn stopped(rank: Rank, host: &str, process: ProcessId) -> Error {

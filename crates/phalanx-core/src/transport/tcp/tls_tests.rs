@@ -6,8 +6,9 @@ use std::net::{Ipv4Addr, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::connect::{Address, Mesh, mesh};
+use super::connect::{Address, Mesh, listen, mesh};
 use super::*;
+use crate::interrupt::interruptible;
 use crate::key::JobKey;
 use crate::store::MemoryStore;
 use crate::tls::Tls;
@@ -99,6 +100,21 @@ fn what_crosses_a_connection_arrives_whole_and_both_ways_at_once() {
             });
         }
     });
+}
+
+#[test]
+fn who_waits_in_a_handshake_may_end_the_wait() {
+    fn ends() -> Result<()> {
+        Err(Error::aborted("enough"))
+    }
+    let store = MemoryStore::new();
+    // Its kernel takes the call.
+    let silent = listen(Ipv4Addr::LOCALHOST.into()).unwrap();
+    let address = Address { socket: silent.local_addr().unwrap(), host: "node7".into() };
+    store.set("mesh/address/0", &postcard::to_stdvec(&address).unwrap(), soon()).unwrap();
+    store.set("mesh/job", &[0; 16], soon()).unwrap();
+    let error = interruptible(ends, || join(&store, 1, 2, &with(good()))).err().unwrap();
+    assert!(error.is_aborted() && error.to_string().contains("enough"), "{error}");
 }
 
 #[test]

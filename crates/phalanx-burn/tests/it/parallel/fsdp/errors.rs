@@ -4,7 +4,7 @@ use std::sync::Barrier;
 
 use burn::grad_clipping::GradientClippingConfig;
 use burn::module::{Module, ParamGroup};
-use burn::nn::{BatchNormConfig, Linear, LinearConfig};
+use burn::nn::{BatchNormConfig, DropoutConfig, Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{
     AdamConfig, AdamWConfig, GradientsParams, LambConfig, ModuleOptimizer, RmsPropConfig, SgdConfig,
@@ -226,6 +226,17 @@ fn a_unit_of_which_a_part_was_frozen_is_an_error_on_every_rank() {
         model.layers[0] = model.layers[0].clone().no_grad();
         Fsdp::new(model, &sharding).unwrap();
     });
+}
+
+#[test]
+fn a_layer_outside_of_units_that_trains_on_some_ranks_only_is_an_error_on_every_rank() {
+    let outcomes = run(2, |group| {
+        let sharding = ShardingGroup::new(&group)?;
+        let dropout = DropoutConfig::new(0.5).init();
+        let dropout = if group.rank().is_main() { dropout } else { dropout.freeze() };
+        Fsdp::new((Layers::new(&[4, 4, 4], &sharding)?, dropout), &sharding)
+    });
+    all_say(&errors(outcomes), "`1.training (disabled)`");
 }
 
 #[test]
