@@ -596,7 +596,7 @@ fn broadcast_parameters_gives_every_rank_the_root_s_running_statistics() {
 #[test]
 fn parts_of_a_model_are_refused() {
     let layer = || LinearConfig::new(4, 4).init(&device());
-    let said = |error: Option<phalanx::Error>| error.expect("it is refused").to_string();
+    let said = |error: Option<Error>| error.expect("it is refused").to_string();
     run(2, |group| {
         let sharding = ShardingGroup::new(&group).unwrap();
         let unit = FullySharded::new(layer(), &sharding).unwrap();
