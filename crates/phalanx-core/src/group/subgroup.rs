@@ -29,6 +29,9 @@ const SHOWN: usize = 16;
 /// How long the store may take to remove what was written to connect a sub-group.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// The error of members who need not be waited for any more, because their group has failed for this cause; None if they may still come.
+type IsOver = fn(&Error, &[Rank]) -> Option<Error>;
+
 /// # Groups of some ranks
 ///
 /// A sub-group is a group like any other: it has connections, memory, threads and a failure of its own. It may be used
@@ -300,7 +303,7 @@ impl ProcessGroup {
     fn connect_subgroup(
         &self,
         config: GroupConfig,
-        (members, is_over): (&[Rank], fn(&Error, &[Rank]) -> Option<Error>),
+        (members, is_over): (&[Rank], IsOver),
         rank: Rank,
         trace: Trace,
         caller: Caller,
