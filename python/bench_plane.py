@@ -8,7 +8,8 @@ order, the same on every rank, calls of four kinds with messages of five sizes. 
 gloo's threads still do after a call would take a processor from the next one, which is ours. A barrier of its own backend is before each call, so
 that the ranks begin together. Times are those of the slowest rank.
 
-Objects are exchanged by the functions of phalanx_torch, beside PyTorch's over gloo. The rows "by PyTorch" are PyTorch's functions over both.
+Objects are exchanged by the functions of phalanx_torch, beside PyTorch's over gloo. The rows "by PyTorch" are PyTorch's functions over both. Of
+objects `--rounds` are made, and of groups a quarter of that.
 """
 
 import argparse
@@ -129,19 +130,22 @@ def objects(groups, rank, ranks, rounds):
             first = dist.new_group(backend=backend)
             dist.barrier()
             dist.destroy_process_group(first)
-    times = {"phalanx": [], "gloo": []}
-    for _ in range(max(5, rounds // 10)):
-        for name in times:
-            dist.barrier()
-            begin = time.perf_counter()
-            made = dist.new_group(backend=name, timeout=datetime.timedelta(seconds=60))
-            times[name].append(time.perf_counter() - begin)
-            # A rank of gloo's fails if another one destroys the group while it still connects.
-            dist.barrier()
-            dist.destroy_process_group(made)
-            # gloo's group ends its threads when it goes, which takes milliseconds: not in the time of the next one.
-            del made
-    show("new_group", {name: slowest(each) for name, each in times.items()}, rank)
+    for what, is_used in (("new_group", False), ("new_group and its first barrier", True)):
+        times = {"phalanx": [], "gloo": []}
+        for _ in range(max(5, rounds // 4)):
+            for name in times:
+                dist.barrier()
+                begin = time.perf_counter()
+                made = dist.new_group(backend=name, timeout=datetime.timedelta(seconds=60))
+                if is_used:
+                    dist.barrier(made)
+                times[name].append(time.perf_counter() - begin)
+                # A rank of gloo's fails if another one destroys the group while it still connects.
+                dist.barrier()
+                dist.destroy_process_group(made)
+                # gloo's group ends its threads when it goes, which takes milliseconds: not in the time of the next one.
+                del made
+        show(what, {name: slowest(each) for name, each in times.items()}, rank)
 
 
 def show(what, times, rank):

@@ -46,15 +46,19 @@ pub(crate) fn is_prompt() -> bool {
 }
 
 /// Looks for a while whether one of `descriptors` is ready, if what it waits for comes [at once](promptly). The caller waits for it then, as
-/// it does otherwise. The processor is others' between two looks: a peer may have the same one.
+/// it does otherwise.
 pub(crate) fn look_first(descriptors: &mut [PollFd<'_>]) {
+    look_until(|| !poll(descriptors, Some(Duration::ZERO)).is_ok_and(|ready| ready == 0));
+}
+
+/// Looks for a while whether something has come, if it comes [at once](promptly). The processor is others' between two looks: a peer may have
+/// the same one.
+pub(crate) fn look_until(mut has_come: impl FnMut() -> bool) {
     if !is_prompt() {
         return;
     }
     let began = Instant::now();
-    while began.elapsed() < PROMPT_LIMIT
-        && poll(descriptors, Some(Duration::ZERO)).is_ok_and(|ready| ready == 0)
-    {
+    while !has_come() && began.elapsed() < PROMPT_LIMIT {
         std::thread::yield_now();
     }
 }

@@ -3,7 +3,7 @@
 use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
 use super::MeshConfig;
@@ -16,6 +16,7 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
 use crate::interrupt;
 use crate::notice::Reminders;
+use crate::poll::look_until;
 use crate::rank::Rank;
 use crate::store::Store;
 use crate::wire::control::{self, Control, MAX_BODY, Notice, PREFIX};
@@ -242,6 +243,7 @@ pub(super) fn watch(
     let (mut listening, mut probe) = (ListenProbe::default(), StopProbe::new(config));
     let mut reminders = Reminders::new();
     let mut looked = Instant::now();
+    look_until(|| finished.try_recv() == Err(TryRecvError::Disconnected));
     while finished.recv_timeout(interrupt::at_most(POLL_INTERVAL)) == Err(RecvTimeoutError::Timeout) {
         interrupt::check()?;
         if looked.elapsed() < POLL_INTERVAL {
