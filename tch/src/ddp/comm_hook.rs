@@ -46,7 +46,8 @@ impl Ddp {
                 Some(group) => sink.call(|_| on_device.within(&group).map(drop)),
                 None => Ok(()),
             },
-            _ => Ok(()),
+            (Some(BuiltInHook::PostLocalSgd(_)), None)
+            | (Some(BuiltInHook::AllReduce | BuiltInHook::Compressed(_)) | None, _) => Ok(()),
         }
     }
 

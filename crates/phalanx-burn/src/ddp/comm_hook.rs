@@ -56,7 +56,8 @@ impl<M: Module> Ddp<M> {
                     return sink.call(|_| on_device.within(&group).map(drop));
                 }
             }
-            _ => {}
+            (Some(BuiltInHook::PostLocalSgd(_)), None)
+            | (Some(BuiltInHook::AllReduce | BuiltInHook::Compressed(_)) | None, _) => {}
         }
         Ok(())
     }

@@ -440,7 +440,7 @@ impl ModuleVisitor for Finder<'_> {
                 self.found.frozen.insert(index);
             }
             (None, true) if self.found.unknown.is_none() => self.found.unknown = Some(self.path.join(".")),
-            _ => {}
+            (Some(_), true) | (None, _) => {}
         }
     }
 }

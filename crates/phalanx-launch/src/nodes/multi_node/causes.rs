@@ -107,7 +107,7 @@ impl MultiNode<'_> {
         match self.view.state.last_cause().map(outcome_of) {
             Some(Outcome::Failed(failure)) => cause.push_str(&format!("; before, {failure}")),
             Some(Outcome::NodeFailed(failure)) => cause.push_str(&format!("; before, {failure}")),
-            _ => {}
+            Some(Outcome::Succeeded | Outcome::Interrupted(_) | Outcome::Stopped) | None => {}
         }
         let error = Error::timeout(cause).in_operation("rendezvous of the launchers", None);
         if let Some(address) = self.served_at().filter(|address| address.ip().to_canonical().is_loopback()) {
