@@ -19,6 +19,7 @@ mod file;
 mod memory;
 #[cfg(loom)]
 mod modelled;
+mod offer;
 mod ring;
 
 use std::io;
@@ -30,13 +31,15 @@ pub use self::file::Invitation;
 use self::memory::Memory;
 #[cfg(loom)]
 use self::modelled::Memory;
+pub use self::offer::{Answer, Offer};
 pub use self::ring::{Consumer, Corrupt, Producer};
 
 /// Two cache lines: processors fetch them in pairs.
 const LINE: usize = 128;
 /// The segment's own fields come first: magic and nonce, the doorbell, the number of sleepers.
 const FIELDS: usize = 3 * LINE;
-/// Each ring's positions: written, consumed. Behind each is a flag that says whether that end has been handed out.
+/// Each ring's positions: written, consumed. Behind each is a flag that says whether that end has been handed out, and then what the two ends
+/// say of data that is offered.
 const POSITIONS: usize = 2 * LINE;
 /// A ring's size is a multiple of this, so that elements of any type stay aligned where the ring wraps.
 pub const ALIGNMENT: usize = 64;

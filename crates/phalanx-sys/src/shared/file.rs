@@ -9,7 +9,7 @@ use super::{LINE, Layout, Segment};
 use crate::memfd;
 use crate::sync::Ordering;
 
-const MAGIC: u64 = u64::from_le_bytes(*b"PHXSHM03");
+const MAGIC: u64 = u64::from_le_bytes(*b"PHXSHM04");
 const NAME: &str = "phalanx-rings";
 /// The offsets of the segment's layout.
 const RINGS: usize = 16;

@@ -66,6 +66,11 @@ impl Memory {
         unsafe { self.base.add(offset).cast().as_ref() }
     }
 
+    /// The address of `offset` in this process.
+    pub fn address(&self, offset: usize) -> u64 {
+        self.base.as_ptr().addr() as u64 + offset as u64
+    }
+
     /// Copies `bytes` to `offset`.
     ///
     /// # Safety

@@ -29,12 +29,15 @@ unsafe impl Send for Memory {}
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// Only the atomics that are in use: two at the beginning of each line.
+    /// Only the atomics that are in use: at most five at the beginning of each line.
     pub fn new(words: usize, bytes: Range<usize>) -> Self {
         let lines = || (0..words).step_by(LINE);
         Self {
             start: bytes.start,
-            words: lines().flat_map(|line| [line, line + 8]).map(|at| (at, AtomicU64::default())).collect(),
+            words: lines()
+                .flat_map(|line| [0, 8, 16, 24, 32].map(|at| line + at))
+                .map(|at| (at, AtomicU64::default()))
+                .collect(),
             half_words: lines().map(|line| (line, AtomicU32::default())).collect(),
             bytes: bytes.clone().map(|_| UnsafeCell::new(0)).collect(),
             watch: bytes.step_by(WATCHED).map(|_| loom::cell::UnsafeCell::new(())).collect(),
@@ -47,6 +50,11 @@ impl Memory {
 
     pub fn half_word(&self, offset: usize) -> &AtomicU32 {
         &self.half_words[&offset]
+    }
+
+    /// No other process reads it.
+    pub fn address(&self, offset: usize) -> u64 {
+        offset as u64
     }
 
     /// # Safety

@@ -195,3 +195,41 @@ fn loom_an_end_is_given_out_once() {
         assert!(claimed ^ claim.join().unwrap());
     });
 }
+
+/// Data that is offered, and becomes something else when the offer has been withdrawn.
+#[test]
+fn loom_what_is_copied_after_an_offer_was_withdrawn_does_not_count() {
+    model(None, || {
+        let (mut producer, consumer) = ends(&segment(ALIGNMENT));
+        let data = Arc::new(AtomicUsize::new(1));
+        let offered = producer.offer(&[]);
+        let other = data.clone();
+        let writer = thread::spawn(move || {
+            drop(offered);
+            other.store(2, Ordering::Relaxed);
+        });
+        let copied = data.load(Ordering::Relaxed);
+        assert!(copied == 1 || consumer.is_withdrawn(1));
+        writer.join().unwrap();
+    });
+}
+
+#[test]
+fn loom_a_writer_that_sees_the_answer_sees_it_whole() {
+    model(None, || {
+        let (mut producer, mut consumer) = ends(&segment(ALIGNMENT));
+        let offer = producer.offer(&[]);
+        let read = Arc::new(AtomicUsize::new(0));
+        let other = read.clone();
+        let reader = thread::spawn(move || {
+            other.store(1, Ordering::Relaxed);
+            consumer.answer(1, Answer::Copied);
+        });
+        if producer.answer().unwrap() == Some(Answer::Copied) {
+            // The memory may be used again: it has been read.
+            assert_eq!(read.load(Ordering::Relaxed), 1);
+        }
+        drop(offer);
+        reader.join().unwrap();
+    });
+}

@@ -14,7 +14,13 @@ impl Segment {
     /// The writing end of `ring`. None if there is no such ring, or if the end was handed out before, through any
     /// mapping.
     pub fn producer(self: &Arc<Self>, ring: usize) -> Option<Producer> {
-        self.claim(ring, 0).then(|| Producer { segment: self.clone(), ring, written: 0, consumed: 0 })
+        self.claim(ring, 0).then(|| Producer {
+            segment: self.clone(),
+            ring,
+            written: 0,
+            consumed: 0,
+            offers: 0,
+        })
     }
 
     /// The reading end of `ring`. None if there is no such ring, or if the end was handed out before, through any
@@ -60,10 +66,12 @@ pub struct Corrupt;
 #[derive(Debug)]
 pub struct Producer {
     pub(super) segment: Arc<Segment>,
-    ring: usize,
+    pub(super) ring: usize,
     written: u64,
     /// The consumer's position when it was last read.
     consumed: u64,
+    /// The number of offers until now.
+    pub(super) offers: u64,
 }
 
 impl Producer {
@@ -111,7 +119,7 @@ impl Producer {
 #[derive(Debug)]
 pub struct Consumer {
     pub(super) segment: Arc<Segment>,
-    ring: usize,
+    pub(super) ring: usize,
     consumed: u64,
     /// The producer's position when it was last read.
     written: u64,

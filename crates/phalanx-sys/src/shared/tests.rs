@@ -111,3 +111,69 @@ fn sleepers_are_woken_and_miss_nothing() {
         }
     });
 }
+
+// Miri copies from no process.
+#[cfg(not(miri))]
+mod offers {
+    use super::*;
+
+    fn copied(consumer: &Consumer, length: usize) -> Vec<u8> {
+        let mut into = vec![0; length];
+        assert_eq!(consumer.copy_offered(std::process::id(), 0, &mut into).unwrap(), length);
+        into
+    }
+
+    #[test]
+    fn the_reader_copies_what_is_offered_and_answers() {
+        let (mut producer, mut consumer) = pair();
+        let pid = std::process::id();
+        for (number, answer) in [(1, Answer::Copied), (2, Answer::Refused), (3, Answer::Copied)] {
+            let bytes: Vec<u8> = (0..=255).cycle().skip(number as usize).take(100_000).collect();
+            let offer = producer.offer(&bytes);
+            assert_eq!((offer.number(), producer.answer()), (number, Ok(None)));
+            assert_eq!(copied(&consumer, bytes.len()), bytes);
+            let mut end = [0; 10];
+            assert_eq!(consumer.copy_offered(pid, 99_990, &mut end).unwrap(), 10);
+            assert_eq!(end, bytes[99_990..]);
+            assert!(consumer.is_kept(number, pid).unwrap());
+            consumer.answer(number, answer);
+            assert_eq!(producer.answer(), Ok(Some(answer)));
+        }
+    }
+
+    #[test]
+    fn what_is_copied_from_an_offer_that_was_withdrawn_does_not_count() {
+        let (mut producer, consumer) = pair();
+        let mut bytes = vec![1; 1000];
+        let offer = producer.offer(&bytes);
+        drop(offer);
+        bytes.fill(2);
+        assert_eq!(copied(&consumer, 1000), bytes);
+        assert!(!consumer.is_kept(1, std::process::id()).unwrap());
+    }
+
+    #[test]
+    fn a_process_that_has_not_this_memory_has_offered_nothing() {
+        let (mut producer, consumer) = pair();
+        let bytes = [1; 8];
+        let _offer = producer.offer(&bytes);
+        // As if another program ran in the process: something else is where the nonce was.
+        let nonce = (consumer.segment.memory.address(8), producer.segment.memory.address(8));
+        assert_ne!(nonce.0, nonce.1, "two mappings");
+        let place = FIELDS + POSITIONS + 24;
+        consumer.segment.memory.word(place).store(bytes.as_ptr().addr() as u64, Ordering::Relaxed);
+        assert!(!consumer.is_kept(1, std::process::id()).unwrap());
+        consumer.segment.memory.word(place).store(8, Ordering::Relaxed);
+        assert!(consumer.is_kept(1, std::process::id()).is_err(), "there is no memory");
+        let mut into = [0; 8];
+        assert!(consumer.copy_offered(u32::MAX, 0, &mut into).is_err(), "no process has this number");
+    }
+
+    #[test]
+    fn an_answer_to_no_offer_is_refused() {
+        let (producer, mut consumer) = pair();
+        assert_eq!(producer.answer(), Ok(Some(Answer::Copied)), "nothing is awaited");
+        consumer.answer(7, Answer::Copied);
+        assert_eq!(producer.answer(), Err(Corrupt));
+    }
+}

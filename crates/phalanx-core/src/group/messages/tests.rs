@@ -8,6 +8,7 @@ use crate::group::ProcessGroup;
 use crate::group::connect::TransportOptions;
 use crate::testing::groups_of;
 use crate::transport::TransportKind;
+use crate::transport::messages::OFFERED;
 
 const LIMIT: Duration = Duration::from_secs(20);
 const SHORT_TIMEOUT: Duration = Duration::from_millis(200);
@@ -92,6 +93,70 @@ fn short_messages_arrive_whole_in_the_line_of_their_header_or_behind_it() {
             }
         }
     });
+}
+
+#[test]
+fn long_messages_are_copied_once_and_go_through_the_ring_where_the_kernel_forbids_it() {
+    for may_copy in [true, false] {
+        let groups = groups(&[on("a"); 2]);
+        let text = |length: usize| -> Vec<u8> { (0..length).map(|at| (at % 251) as u8).collect() };
+        let lengths = [OFFERED - 1, OFFERED, OFFERED + 1, 3 * OFFERED + 12345];
+        let [sender, receiver] = &groups[..] else { panic!("two ranks") };
+        if !may_copy {
+            line(&receiver.inner.messages.shared.inbound, Rank::MAIN).unwrap().end().may_not_copy();
+        }
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                let sender = sender.with_timeout(LIMIT);
+                for length in lengths {
+                    sender.send(&text(length), Rank::new(1)).unwrap();
+                    let sent = Buffer::from_slice(&text(length));
+                    // What is called after a long message waits for it, and does not overtake it.
+                    let works = [
+                        P2pOp::send(sent, Rank::new(1)),
+                        P2pOp::send(Buffer::from_slice(&[7u8]), Rank::new(1)),
+                    ];
+                    let works = sender.batch_isend_irecv(works.into()).unwrap();
+                    works.into_iter().for_each(|work| drop(work.wait().unwrap()));
+                }
+                let end = line(&sender.inner.messages.shared.outbound, Rank::new(1)).unwrap().end();
+                assert_eq!(end.offers(), may_copy, "once refused, nothing is offered again");
+            });
+            let receiver = receiver.with_timeout(LIMIT);
+            for length in lengths {
+                let mut got = vec![0u8; length];
+                receiver.recv(&mut got, Rank::MAIN).unwrap();
+                assert!(got == text(length), "{length} bytes");
+                let got = receiver.irecv(Buffer::zeroed(DType::U8, length), Rank::MAIN).unwrap();
+                assert!(got.wait().unwrap().as_bytes() == text(length), "{length} bytes");
+                let mut after = [0u8];
+                receiver.recv(&mut after, Rank::MAIN).unwrap();
+                assert_eq!(after, [7]);
+            }
+        });
+    }
+}
+
+#[test]
+fn what_a_sender_has_given_up_is_not_received() {
+    let groups = groups(&[on("a"); 2]);
+    let [sender, receiver] = &groups[..] else { panic!("two ranks") };
+    let mut sent = vec![1u8; OFFERED];
+    let error = sender.with_timeout(SHORT_TIMEOUT).send(&sent, Rank::new(1)).unwrap_err();
+    assert!(error.is_timeout(), "{error}");
+    sent.fill(2);
+    // The end alone: the call would fail before it looks.
+    let header = receiver.inner.messages.shared.header(
+        Call::new(Operation::PointToPoint, DType::U8, OFFERED),
+        0,
+        OFFERED,
+    );
+    let mut frame = Receiving::new(Rank::new(1), header);
+    let mut got = vec![0u8; OFFERED];
+    let mut end = line(&receiver.inner.messages.shared.inbound, Rank::MAIN).unwrap().end();
+    for _ in 0..10 {
+        assert_ne!(end.pull(&mut frame, &mut got).unwrap(), Step::Done);
+    }
 }
 
 #[test]

@@ -4,10 +4,10 @@ use std::io::{self, ErrorKind, IoSliceMut};
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use phalanx_sys::shared::{ALIGNMENT, Consumer, Segment};
+use phalanx_sys::shared::{ALIGNMENT, Answer, Consumer, Segment};
 use rustix::event::PollFlags;
 
-use super::{CHUNK, HEAD, INLINE, LineEnd, Mailbox, Step, Stream, corrupt};
+use super::{CHUNK, COPIED, HEAD, INLINE, LineEnd, Mailbox, Step, Stream, corrupt};
 use crate::buffer::Buffer;
 use crate::error::Result;
 use crate::rank::Rank;
@@ -21,7 +21,12 @@ pub(crate) struct Inbound {
 
 enum Medium {
     Stream(Stream),
-    Ring { ring: Consumer, peer: Arc<Segment> },
+    Ring {
+        ring: Consumer,
+        peer: Arc<Segment>,
+        /// The peer's process.
+        pid: u32,
+    },
     Mailbox(Arc<Mailbox>),
 }
 
@@ -34,12 +39,14 @@ pub(crate) struct Receiving {
     header_filled: usize,
     /// Payload bytes already in the buffer.
     received: usize,
+    /// The number of the offer to copy the payload out of the peer's process, until it is answered.
+    offer: Option<u64>,
 }
 
 impl Receiving {
     /// The frame that `rank` expects from its own call.
     pub(crate) fn new(rank: Rank, expect: Header) -> Self {
-        Self { rank, expect, header: [0; HEADER], header_filled: 0, received: 0 }
+        Self { rank, expect, header: [0; HEADER], header_filled: 0, received: 0, offer: None }
     }
 
     fn check(&self, peer: Rank) -> Result<()> {
@@ -52,12 +59,20 @@ impl Inbound {
         Self { peer: stream.peer, medium: Medium::Stream(stream) }
     }
 
-    pub(super) fn ring(peer: Rank, ring: Consumer, segment: Arc<Segment>) -> Self {
-        Self { peer, medium: Medium::Ring { ring, peer: segment } }
+    pub(super) fn ring(peer: Rank, ring: Consumer, segment: Arc<Segment>, pid: u32) -> Self {
+        Self { peer, medium: Medium::Ring { ring, peer: segment, pid } }
     }
 
     pub(super) fn mailbox(peer: Rank, mailbox: Arc<Mailbox>) -> Self {
         Self { peer, medium: Medium::Mailbox(mailbox) }
+    }
+
+    /// As if the kernel did not allow copies from the peer.
+    #[cfg(test)]
+    pub(crate) fn may_not_copy(&mut self) {
+        if let Medium::Ring { pid, .. } = &mut self.medium {
+            *pid = u32::MAX;
+        }
     }
 
     /// Receives what has arrived into `into`, which is as long as the frame's payload.
@@ -65,9 +80,15 @@ impl Inbound {
         let before = frame.header_filled + frame.received;
         match &mut self.medium {
             Medium::Stream(stream) => pull_from_stream(stream, frame, into)?,
-            Medium::Ring { ring, peer } => {
+            Medium::Ring { ring, peer, pid } => {
                 pull_from_ring(ring, frame, into, self.peer)?;
-                if frame.header_filled + frame.received > before && ring.was_half_full() {
+                if let Some(number) = frame.offer {
+                    if let Some(answer) = copy_offered(ring, frame, into, (number, *pid)) {
+                        frame.offer = None;
+                        ring.answer(number, answer);
+                        peer.doorbell().ring();
+                    }
+                } else if frame.header_filled + frame.received > before && ring.was_half_full() {
                     peer.doorbell().ring();
                 }
             }
@@ -137,9 +158,14 @@ fn pull_from_ring(ring: &mut Consumer, frame: &mut Receiving, into: &mut [u8], p
         if into.len() <= INLINE {
             into.copy_from_slice(&head[HEADER..HEADER + into.len()]);
             frame.received = into.len();
+        } else if let Some(number) = head[HEADER..].first_chunk().map(|number| u64::from_le_bytes(*number)) {
+            frame.offer = (number > 0).then_some(number);
         }
         frame.check(peer)?;
         ring.consume(HEAD);
+    }
+    if frame.offer.is_some() {
+        return Ok(());
     }
     let rest = &mut into[frame.received..];
     let waiting = ring.peek(rest.len().next_multiple_of(ALIGNMENT).min(CHUNK)).map_err(corrupt)?;
@@ -150,6 +176,33 @@ fn pull_from_ring(ring: &mut Consumer, frame: &mut Receiving, into: &mut [u8], p
         frame.received += bytes;
     }
     Ok(())
+}
+
+/// Copies the next piece of an offered payload. The answer, when all has come, or when it cannot come in this way.
+fn copy_offered(
+    ring: &Consumer,
+    frame: &mut Receiving,
+    into: &mut [u8],
+    (number, pid): (u64, u32),
+) -> Option<Answer> {
+    let rest = &mut into[frame.received..];
+    let piece = rest.len().min(COPIED);
+    match ring.copy_offered(pid, frame.received, &mut rest[..piece]) {
+        Ok(copied) if copied > 0 => {
+            frame.received += copied;
+            if frame.received < into.len() {
+                return None;
+            }
+            if ring.is_kept(number, pid).is_ok_and(|kept| kept) {
+                return Some(Answer::Copied);
+            }
+        }
+        copied => {
+            tracing::debug!(?copied, "the kernel does not copy from the peer; messages go through the ring")
+        }
+    }
+    frame.received = 0;
+    Some(Answer::Refused)
 }
 
 impl LineEnd for Inbound {

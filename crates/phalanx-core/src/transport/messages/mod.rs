@@ -39,6 +39,11 @@ const HEAD: usize = HEADER.next_multiple_of(ALIGNMENT);
 const INLINE: usize = HEAD - HEADER;
 /// Bytes that are written to or read from a ring at once: the other end works on them meanwhile.
 const CHUNK: usize = 8 * 1024;
+/// Payloads of at least so many bytes are offered to the peer, which copies them out of this process: once, and not into a ring and out of it.
+/// Shorter ones are sooner through a ring, whose memory is in the caches.
+pub(crate) const OFFERED: usize = 1 << 20;
+/// Bytes that are copied at once out of another process. Between two copies deadlines are looked at, and other lines have their turn.
+const COPIED: usize = 1 << 20;
 
 /// One rank's ends of all its lines, by peer; none for itself.
 pub(crate) struct Messages {
@@ -106,7 +111,7 @@ impl Messages {
             let (outbound, inbound) = match link {
                 Some(link) => (
                     Outbound::ring(peer, link.outbound, link.peer.clone()),
-                    Inbound::ring(peer, link.inbound, link.peer),
+                    Inbound::ring(peer, link.inbound, link.peer, link.pid),
                 ),
                 None => (Outbound::stream(stream()), Inbound::stream(stream())),
             };

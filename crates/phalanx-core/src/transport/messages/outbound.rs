@@ -4,10 +4,10 @@ use std::io::{ErrorKind, IoSlice};
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use phalanx_sys::shared::{ALIGNMENT, Producer, Segment};
+use phalanx_sys::shared::{ALIGNMENT, Answer, Offer, Producer, Segment};
 use rustix::event::PollFlags;
 
-use super::{CHUNK, HEAD, INLINE, LineEnd, Mailbox, Notifier, Step, Stream, corrupt};
+use super::{CHUNK, HEAD, INLINE, LineEnd, Mailbox, Notifier, OFFERED, Step, Stream, corrupt};
 use crate::buffer::{AlignedBytes, Buffer};
 use crate::error::Result;
 use crate::rank::Rank;
@@ -21,8 +21,16 @@ pub(crate) struct Outbound {
 
 enum Medium {
     Stream(Stream),
-    Ring { ring: Producer, peer: Arc<Segment> },
-    Mailbox { mailbox: Arc<Mailbox>, peer: Arc<Notifier> },
+    Ring {
+        ring: Producer,
+        peer: Arc<Segment>,
+        /// Whether the peer may copy long payloads out of this process, as far as known.
+        offers: bool,
+    },
+    Mailbox {
+        mailbox: Arc<Mailbox>,
+        peer: Arc<Notifier>,
+    },
 }
 
 /// A frame that is being sent. Its payload is passed at each step, because it may belong to the caller.
@@ -33,13 +41,15 @@ pub(crate) struct Sending {
     sent: usize,
     /// Whether the bytes that a connection has accepted have left this process.
     is_out: bool,
+    /// Lets the peer copy the payload. It ends before whoever sends may use the payload's memory again.
+    offer: Option<Offer>,
 }
 
 impl Sending {
     pub(crate) fn new(header: Header) -> Self {
         let mut head = [0; HEAD];
         head[..HEADER].copy_from_slice(&header.encode());
-        Self { header, head, sent: 0, is_out: true }
+        Self { header, head, sent: 0, is_out: true, offer: None }
     }
 }
 
@@ -49,18 +59,24 @@ impl Outbound {
     }
 
     pub(super) fn ring(peer: Rank, ring: Producer, segment: Arc<Segment>) -> Self {
-        Self { peer, medium: Medium::Ring { ring, peer: segment } }
+        Self { peer, medium: Medium::Ring { ring, peer: segment, offers: true } }
     }
 
     pub(super) fn mailbox(peer: Rank, mailbox: Arc<Mailbox>, notifier: Arc<Notifier>) -> Self {
         Self { peer, medium: Medium::Mailbox { mailbox, peer: notifier } }
     }
 
+    /// Whether the peer may copy long payloads out of this process, as far as known.
+    #[cfg(test)]
+    pub(crate) fn offers(&self) -> bool {
+        matches!(self.medium, Medium::Ring { offers: true, .. })
+    }
+
     /// Sends `bytes`, which need not be a frame, or what there is room for.
     #[cfg(test)]
     pub(crate) fn push_raw(&mut self, bytes: &[u8]) {
         match &mut self.medium {
-            Medium::Ring { ring, peer } => {
+            Medium::Ring { ring, peer, .. } => {
                 ring.push(bytes).unwrap();
                 ring.publish();
                 peer.doorbell().ring();
@@ -88,8 +104,8 @@ impl Outbound {
                 push_to_stream(stream, frame, payload)?;
                 HEADER + payload.len()
             }
-            Medium::Ring { ring, peer } => {
-                push_to_ring(ring, frame, payload)?;
+            Medium::Ring { ring, peer, offers } => {
+                push_to_ring(ring, frame, payload, offers)?;
                 if frame.sent > before {
                     ring.publish();
                     peer.doorbell().ring();
@@ -139,7 +155,7 @@ fn ring_bytes(payload: &[u8]) -> usize {
 }
 
 /// Writes at most a chunk.
-fn push_to_ring(ring: &mut Producer, frame: &mut Sending, payload: &[u8]) -> Result<()> {
+fn push_to_ring(ring: &mut Producer, frame: &mut Sending, payload: &[u8], offers: &mut bool) -> Result<()> {
     const PADDING: [u8; ALIGNMENT] = [0; ALIGNMENT];
     if payload.len() <= INLINE {
         frame.head[HEADER..HEADER + payload.len()].copy_from_slice(payload);
@@ -147,8 +163,21 @@ fn push_to_ring(ring: &mut Producer, frame: &mut Sending, payload: &[u8]) -> Res
         return Ok(());
     }
     let end = HEAD + payload.len();
+    if frame.sent == 0 && frame.offer.is_none() && *offers && payload.len() >= OFFERED {
+        let offer = ring.offer(payload);
+        frame.head[HEADER..HEADER + size_of::<u64>()].copy_from_slice(&offer.number().to_le_bytes());
+        frame.offer = Some(offer);
+    }
     if frame.sent < HEAD {
         frame.sent += ring.push(&frame.head[frame.sent..]).map_err(corrupt)?;
+    }
+    if frame.sent == HEAD && frame.offer.is_some() {
+        match ring.answer().map_err(corrupt)? {
+            None => return Ok(()),
+            Some(Answer::Copied) => frame.sent = ring_bytes(payload),
+            Some(Answer::Refused) => *offers = false,
+        }
+        frame.offer = None;
     }
     if (HEAD..end).contains(&frame.sent) {
         let rest = &payload[frame.sent - HEAD..];
@@ -184,7 +213,7 @@ impl LineEnd for Outbound {
         match &mut self.medium {
             Medium::Stream(stream) => stream.is_ready(),
             // An invalid state of the ring counts as ready: the next step returns the error.
-            Medium::Ring { ring, .. } => ring.room() != Ok(0),
+            Medium::Ring { ring, .. } => ring.answer() != Ok(None) && ring.room() != Ok(0),
             Medium::Mailbox { .. } => true,
         }
     }

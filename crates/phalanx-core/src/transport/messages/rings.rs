@@ -36,6 +36,8 @@ pub(crate) struct Rings {
 pub(crate) struct Link {
     /// The peer's memory, for its doorbell.
     pub peer: Arc<Segment>,
+    /// The peer's process.
+    pub pid: u32,
     pub inbound: Consumer,
     pub outbound: Producer,
 }
@@ -93,7 +95,7 @@ pub(crate) struct RingLending<'a> {
 }
 
 /// The rings into the members that this rank could map, by their index.
-pub(crate) struct Opened(Vec<Option<Arc<Segment>>>);
+pub(crate) struct Opened(Vec<Option<(Arc<Segment>, u32)>>);
 
 impl Opened {
     pub(crate) fn mapped(&self) -> Vec<bool> {
@@ -120,7 +122,8 @@ impl<'a> RingLending<'a> {
             let address = address.ok().filter(|_| self.lent.is_ok() && index != self.me)?;
             let peer = Segment::open(address.pid, address.descriptor, self.layout, address.nonce);
             let member = self.members.get(index)?;
-            peer.map_err(|error| tracing::debug!(rank = %member, %error, "messages go over TCP")).ok()
+            let peer = peer.map_err(|error| tracing::debug!(rank = %member, %error, "messages go over TCP"));
+            Some((peer.ok()?, address.pid))
         };
         Opened(addresses.into_iter().enumerate().map(open).collect())
     }
@@ -133,12 +136,12 @@ impl<'a> RingLending<'a> {
         for ((index, member), (peer, mapped)) in
             self.members.iter().enumerate().zip(opened.0.into_iter().zip(mapped))
         {
-            let (Some(peer), Some(true)) = (peer, mapped.get(self.me)) else { continue };
+            let (Some((peer, pid)), Some(true)) = (peer, mapped.get(self.me)) else { continue };
             let ends = own.consumer(index).zip(peer.producer(self.me));
             let missing = || Error::malformed(format!("an end of the rings with rank {member} is missing"));
             let (inbound, outbound) = ends.ok_or_else(missing)?;
             if let Some(link) = rings.links.get_mut(member.index()) {
-                *link = Some(Link { peer, inbound, outbound });
+                *link = Some(Link { peer, pid, inbound, outbound });
             }
         }
         Ok(Rings { own: Some(own), ..rings })
