@@ -129,7 +129,7 @@ impl ProcessGroup {
                 }
                 completer.complete(outcome);
             }),
-        );
+        )?;
         Ok(pending)
     }
 }

@@ -266,7 +266,7 @@ impl ProcessGroup {
         let messages = Messages::new(rank, generation, messages, health.clone(), local, trace.clone());
         let shared = partition.clone();
         let engine = Engine::new(rank, world, generation, transport, (partition, domain), health.clone());
-        let queue = WorkQueue::new(rank, engine, local)?;
+        let queue = WorkQueue::new(rank, engine, local);
         let inner = Inner {
             rank,
             world,

@@ -36,8 +36,9 @@ type IsOver = fn(&Error, &[Rank]) -> Option<Error>;
 ///
 /// A sub-group is a group like any other: it has connections, memory, threads and a failure of its own. It may be used
 /// from another thread at the same time as its parent, and after its parent is dropped. Its ranks count from
-/// 0; [`global_rank`](Self::global_rank) translates. Each one costs a rank up to three open files for every other member, two
-/// threads (three among more than 16 ranks), and another one from the first asynchronous message on.
+/// 0; [`global_rank`](Self::global_rank) translates. Each one costs a rank up to three open files for every other member, one
+/// thread (two among more than 16 ranks), another one from the first asynchronous collective on, and one more from the first asynchronous message
+/// on.
 ///
 /// A sub-group uses the store of the first group: as long as sub-groups are made, the process that
 /// serves it (the launcher, or rank 0) must run. When its ranks are connected they remove what they have written there.

@@ -1,7 +1,7 @@
 //! The work queue of a group: it runs one operation at a time, in the order of the calls.
 //!
 //! Blocking calls run on the caller's own thread, with the caller's own memory; asynchronous calls run on the group's
-//! worker thread. A ticket decides whose turn it is, so both kinds keep one order.
+//! worker thread, which is started by the first of them. A ticket decides whose turn it is, so both kinds keep one order.
 //!
 //! A blocking call borrows the caller's memory (`all_reduce(&mut [T])`). Another thread could only use that with unsafe
 //! code or a copy. Handing it to a worker and back would also cost two wake-ups, several times as long as the operation
@@ -32,7 +32,10 @@ pub(super) type Task = Box<dyn FnOnce(&mut Engine) + Send>;
 pub(super) struct WorkQueue {
     health: Arc<Health>,
     shared: Arc<QueueShared>,
-    worker: Option<JoinHandle<()>>,
+    /// The worker's name, and what it needs to know.
+    name: String,
+    local: LocalRank,
+    worker: Mutex<Option<JoinHandle<()>>>,
 }
 
 struct QueueShared {
@@ -53,7 +56,7 @@ struct QueueState {
 }
 
 impl WorkQueue {
-    pub(super) fn new(rank: Rank, engine: Engine, local: LocalRank) -> Result<Self> {
+    pub(super) fn new(rank: Rank, engine: Engine, local: LocalRank) -> Self {
         let health = engine.health();
         let state = QueueState {
             engine: Some(Box::new(engine)),
@@ -64,15 +67,7 @@ impl WorkQueue {
         };
         let shared =
             Arc::new(QueueShared { state: Mutex::new(state), changed: Condvar::new(), due: Condvar::new() });
-        let served = shared.clone();
-        let worker = std::thread::Builder::new()
-            .name(format!("phalanx-comm-{rank}"))
-            .spawn(move || {
-                keep_apart(local);
-                served.serve();
-            })
-            .map_err(|error| Error::not_started("the communication worker could not be started", error))?;
-        Ok(Self { health, shared, worker: Some(worker) })
+        Self { health, shared, name: format!("phalanx-comm-{rank}"), local, worker: Mutex::new(None) }
     }
 
     /// Runs `operation` here, after all operations called before it. If `timeout` ends first, the group fails.
@@ -85,13 +80,34 @@ impl WorkQueue {
     }
 
     /// Queues `task` for the worker, as soon as there is room. If `timeout` ends first, the group fails.
-    pub(super) fn submit(&self, timeout: &Timeout, task: Task) {
+    ///
+    /// # Errors
+    /// If there is no worker yet, and it cannot be started. The group has failed then: the other ranks have this call, too.
+    pub(super) fn submit(&self, timeout: &Timeout, task: Task) -> Result<()> {
+        self.start_worker().map_err(|error| self.health.fail(error))?;
         let mut state = self.shared.state.lock();
         self.wait(&mut state, timeout, |state| state.tasks.len() < CAPACITY);
         let ticket = state.next_ticket;
         state.next_ticket += 1;
         state.tasks.push_back((ticket, task));
         self.shared.wake_next(state);
+        Ok(())
+    }
+
+    /// Starts the worker, unless there is one.
+    fn start_worker(&self) -> Result<()> {
+        let mut worker = self.worker.lock();
+        if worker.is_some() {
+            return Ok(());
+        }
+        let (served, local) = (self.shared.clone(), self.local);
+        let thread = std::thread::Builder::new().name(self.name.clone()).spawn(move || {
+            keep_apart(local);
+            served.serve();
+        });
+        let failed = |error| Error::not_started("the communication worker could not be started", error);
+        *worker = Some(thread.map_err(failed)?);
+        Ok(())
     }
 
     /// Waits until `ready`. An operation before this one may have a later deadline. If `timeout` ends first, the group
@@ -132,7 +148,7 @@ impl Drop for WorkQueue {
     fn drop(&mut self) {
         self.shared.state.lock().closed = true;
         self.shared.due.notify_one();
-        if let Some(worker) = self.worker.take()
+        if let Some(worker) = self.worker.get_mut().take()
             && worker.thread().id() != std::thread::current().id()
         {
             // Panics of tasks are caught where they run; there is nothing to pass on.

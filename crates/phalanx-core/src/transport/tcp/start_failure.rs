@@ -230,26 +230,46 @@ fn failure(mut bytes: &[u8]) -> Option<Notice> {
     None
 }
 
-/// Waits while this rank accepts higher ranks, until `finished` is closed at its other end. Fails if another rank has
-/// failed, or if the rank that is `missing` is frozen or no longer listens.
+/// Waits while a thread of this rank accepts higher ranks, until `finished` is closed at its other end. Fails as [`Watch::look`] does.
 pub(super) fn watch(
-    config: &MeshConfig<'_>,
-    host: &str,
-    (addresses, below): (&[Address], &[Pair]),
+    watch: &mut Watch<'_>,
+    below: &[Pair],
     missing: &AtomicUsize,
     finished: &Receiver<()>,
     deadline: Deadline,
 ) -> Result<()> {
-    let (mut listening, mut probe) = (ListenProbe::default(), StopProbe::new(config));
-    let mut reminders = Reminders::new();
     let mut looked = Instant::now();
     look_until(|| finished.try_recv() == Err(TryRecvError::Disconnected));
     while finished.recv_timeout(interrupt::at_most(POLL_INTERVAL)) == Err(RecvTimeoutError::Timeout) {
         interrupt::check()?;
-        if looked.elapsed() < POLL_INTERVAL {
-            continue;
+        if looked.elapsed() >= POLL_INTERVAL {
+            looked = Instant::now();
+            watch.look(below, missing, deadline)?;
         }
-        looked = Instant::now();
+    }
+    Ok(())
+}
+
+/// What a rank that accepts higher ranks looks at meanwhile.
+pub(super) struct Watch<'a> {
+    config: &'a MeshConfig<'a>,
+    host: &'a str,
+    /// By rank.
+    addresses: &'a [Address],
+    listening: ListenProbe,
+    probe: StopProbe<'a>,
+    reminders: Reminders,
+}
+
+impl<'a> Watch<'a> {
+    pub(super) fn new(config: &'a MeshConfig<'a>, host: &'a str, addresses: &'a [Address]) -> Self {
+        let (listening, probe, reminders) = (ListenProbe::default(), StopProbe::new(config), Reminders::new());
+        Self { config, host, addresses, listening, probe, reminders }
+    }
+
+    /// Fails if another rank has failed, such as one of those `below`, or if the rank that is `missing` is frozen or no longer listens.
+    pub(super) fn look(&mut self, below: &[Pair], missing: &AtomicUsize, deadline: Deadline) -> Result<()> {
+        let Self { config, host, addresses, .. } = *self;
         // The connections before the store: if rank 0 dies with the store that it serves, they show which rank is gone.
         for ((peer, address), pair) in config.world.ranks().zip(addresses).zip(below) {
             pair.control.as_ref().map_or(Ok(()), |control| check_peer(peer, &address.host, control))?;
@@ -257,17 +277,17 @@ pub(super) fn watch(
         let until = deadline.at_most(LAST_MESSAGE_TIMEOUT);
         check(config, host, until)?;
         let peer = missing.load(Ordering::Relaxed);
-        let Some(address) = addresses.get(peer) else { continue };
-        reminders.remind(|| {
+        let Some(address) = addresses.get(peer) else { return Ok(()) };
+        self.reminders.remind(|| {
             let host = &address.host;
             format!("rank {} waits for rank {peer} ({host}), which has come, to connect with it", config.rank)
         });
-        probe.check(Rank::new(peer as u32), until)?;
-        if listening.is_gone(peer, address.socket) {
-            return Err(gone(Rank::new(peer as u32), address));
+        self.probe.check(Rank::new(peer as u32), until)?;
+        match self.listening.is_gone(peer, address.socket) {
+            true => Err(gone(Rank::new(peer as u32), address)),
+            false => Ok(()),
         }
     }
-    Ok(())
 }
 
 /// Looks whether a rank still listens, as it does until it is connected with this one too. For it, a call is a foreign connection that is
