@@ -21,6 +21,9 @@ const PIECE: u64 = 1 << 20;
 
 /// An empty file, which no process can run as a program: a host may refuse all others (`vm.memfd_noexec=2`). Linux before 6.3 knows
 /// neither this nor that setting.
+///
+/// # Errors
+/// If the system makes none, as for want of descriptors.
 pub fn anonymous(name: &str) -> io::Result<OwnedFd> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     match memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL) {
