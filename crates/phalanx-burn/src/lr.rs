@@ -105,7 +105,8 @@ pub fn cosine_with_warmup(peak: f64, warmup: usize, steps: usize) -> Result<Modu
     if warmup >= steps {
         return Err(Error::invalid_argument(format!(
             "a warm-up of {warmup} steps is not over after {steps}"
-        )));
+        ))
+        .with_remedy("give fewer steps of warm-up than steps in all"));
     }
     let rise = match warmup {
         0 => None,

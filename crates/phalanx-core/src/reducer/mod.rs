@@ -307,8 +307,9 @@ impl Reducer {
     fn between_steps(&self) -> Result<()> {
         if self.state.in_backward() {
             return Err(Error::invalid_argument(
-                "the state of a communication hook is saved and loaded between steps",
-            ));
+                "the state of a communication hook is asked for in the middle of a step",
+            )
+            .with_remedy("save and load it between steps"));
         }
         Ok(())
     }
