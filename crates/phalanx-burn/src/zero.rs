@@ -11,7 +11,7 @@ use phalanx::{Caller, Communicator, Error, Rank, Result, WorldSize};
 use crate::gradients::Synced;
 use crate::parameters::Parameter;
 use crate::state::{Begun, moments};
-use crate::{Ddp, alike, optimizer};
+use crate::{Ddp, optimizer};
 
 /// The first stage of ZeRO (Rajbhandari et al., 2020): each rank keeps the optimizer's state of its own part of the
 /// parameters, receives the averages of their gradients, updates them, and sends them to the others. PyTorch's
@@ -67,8 +67,8 @@ impl ZeroRedundancyOptimizer {
         let mine = ddp.parameters().iter().zip(&owners).filter(|(_, owner)| **owner == ddp.rank());
         let own = mine.map(|(parameter, _)| parameter.id).collect();
         ddp.shard(owners)?;
+        ddp.compare_optimizers(&optimizer, Caller::ZeroNew)?;
         let group = ddp.group().in_call(Caller::ZeroNew);
-        alike::check(&optimizer, (ddp.model(), ddp.parameters()), &group)?;
         optimizer::check_states(&optimizer, &group, ddp.parameters())?;
         let inner = optimizer::restricted(optimizer, ddp.parameters(), &own);
         // The others go on, and wait for this rank's part.

@@ -31,7 +31,7 @@ use crate::ddp::Averaging;
 use crate::gradients::{Synced, SyncedGradients};
 use crate::parallel::refuse_divided;
 use crate::parameters::Select;
-use crate::{Ddp, DdpOptions, PeriodicModelAverager, alike, optimizer};
+use crate::{Ddp, DdpOptions, PeriodicModelAverager, optimizer};
 
 /// The most bytes of a scheduler's position that a rank accepts from another.
 const MAX_POSITION_BYTES: usize = 1 << 20;
@@ -169,8 +169,6 @@ pub struct TrainState<M, T = ()> {
     options: DdpOptions,
     /// The group outside of the loop.
     alone: ProcessGroup,
-    /// Whether the ranks have compared their optimizers' settings since the state has entered a group of an elastic job.
-    is_compared: bool,
 }
 
 impl<M: Module, T> TrainState<M, T> {
@@ -185,18 +183,7 @@ impl<M: Module, T> TrainState<M, T> {
         let alone = ProcessGroup::alone()?;
         let (model, options) = (Ddp::new(model, &alone)?, DdpOptions::default());
         let (name, scheduler, averager) = (String::new(), None, None);
-        Ok(Self {
-            model,
-            optimizer,
-            scheduler,
-            averager,
-            progress,
-            steps: 0,
-            name,
-            options,
-            alone,
-            is_compared: true,
-        })
+        Ok(Self { model, optimizer, scheduler, averager, progress, steps: 0, name, options, alone })
     }
 
     /// Makes [`scheduled_step`](Self::scheduled_step) use the learning rates of `scheduler`, which is saved and loaded
@@ -304,15 +291,10 @@ impl<M: Module, T> TrainState<M, T> {
             return Ok(());
         }
         verify_description(&group, "number of steps", &self.steps.to_string())?;
-        self.check_optimizer(&group)?;
+        self.model.compare_optimizers(&self.optimizer, Caller::DdpNew)?;
         // Of all tensors: one that is frozen by now may have moments.
         self.optimizer = optimizer::from_rank(&self.optimizer, &group, Rank::MAIN, self.model.state())?;
         Ok(())
-    }
-
-    /// An error on every rank if the ranks' optimizers do not do the same to parameters.
-    fn check_optimizer(&self, group: &dyn Communicator) -> Result<()> {
-        alike::check(&self.optimizer, (self.model.model(), self.model.parameters()), group)
     }
 
     /// Saves under names that begin with `name` and a dot, so that other states can be saved beside it.
@@ -730,8 +712,8 @@ impl<M: Module, T: Serialize + DeserializeOwned> State for TrainState<M, T> {
     }
 
     fn enter(&mut self, group: &ProcessGroup) -> Result<()> {
-        // The state of the optimizer is the same by now. Its settings are the program's, which may set them in the loop.
-        self.is_compared = false;
+        // The state of the optimizer is the same by now. Its settings are the program's, which may set them in the loop: the first step, or
+        // the first commit, compares them.
         self.model.enter(group, &self.options)
     }
 
@@ -744,9 +726,8 @@ impl<M: Module, T: Serialize + DeserializeOwned> State for TrainState<M, T> {
     }
 
     fn agree(&mut self) -> Result<()> {
-        if !self.is_compared {
-            self.check_optimizer(&self.model.group().in_call(Caller::ElasticCommit))?;
-            self.is_compared = true;
+        if !self.model.has_compared() {
+            self.model.compare_optimizers(&self.optimizer, Caller::ElasticCommit)?;
         }
         self.model.agree()
     }

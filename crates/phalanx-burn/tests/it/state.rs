@@ -712,6 +712,16 @@ fn ranks_whose_optimizers_differ_are_refused() {
         training.optimizer = first.clone();
         training.agree().unwrap();
     });
+    // So does the first step, in a loop that has not committed yet.
+    run(2, |group| {
+        let mut training = fresh(if group.rank().is_main() { first } else { second });
+        training.enter(&group).unwrap();
+        let loss = training.model.forward(|model| model.loss(samples(0, 4))).unwrap();
+        let gradients = training.model.backward(&loss).unwrap();
+        let error = training.step(0.1, gradients).unwrap_err();
+        assert!(error.is_mismatch() && error.to_string().contains("the optimizer of rank 1"), "{error}");
+        assert_eq!(training.steps(), 0);
+    });
 }
 
 #[test]

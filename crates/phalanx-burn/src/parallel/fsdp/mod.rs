@@ -414,14 +414,13 @@ impl<M: Module> Fsdp<M> {
         gradients: impl Synced,
     ) -> Result<()> {
         if !self.is_compared {
-            let Exchanges { group, replicas, .. } = &*self.exchanges;
             let pieces = (self.model(), self.ddp.parameters());
             // The piece of a single rank is the whole parameter.
             if self.exchanges.ranks() > 1 {
                 check_elementwise(optimizer, pieces, &HashMap::new(), "Fsdp::clip_grad_norm")?;
             }
-            alike::check(optimizer, pieces, group)?;
-            alike::check(optimizer, pieces, replicas)?;
+            // Replicas compare in the step of their Ddp.
+            alike::check(optimizer, pieces, &self.exchanges.group)?;
             self.is_compared = true;
         }
         let began = Instant::now();
