@@ -24,6 +24,7 @@
 //! [`SupervisedTraining`]: burn::train::SupervisedTraining
 
 mod average;
+mod drift;
 mod exchange;
 pub(crate) mod loaders;
 mod outputs;
@@ -70,6 +71,10 @@ use crate::DdpOptions;
 /// - **Early stopping** is decided by rank 0, from the metrics of all. **An interruption** of any rank ends all.
 /// - **A failure** of any rank ends the training of all: [`LearningResult::error`] has the cause on every rank, that of
 ///   the lowest rank if several fail.
+///
+/// - **Settings.** All ranks give the same: the same optimizer, scheduler, numbers of epochs and samples, and the same checkpoint to resume from.
+///   The numbers are compared at the beginning. Burn's learner shows neither its optimizer nor its scheduler, so the ranks compare after each
+///   epoch what these have made of the parameters. A difference ends the training of all.
 ///
 /// A model's `step` must run backward once, on the whole model. The number of steps in an epoch is that of the rank
 /// with the fewest batches.
