@@ -97,6 +97,8 @@ pub struct Ddp<M> {
     is_elementwise: bool,
     /// Whether the ranks have found their optimizers alike since the model has come into this group. The same on every rank.
     is_compared: bool,
+    /// Whether an elastic job gives all ranks the same state of the optimizer.
+    has_common_state: bool,
     /// The memory for broadcasting buffers, and for averaging the model.
     packed_buffers: Packed,
     packed_weights: Packed,
@@ -181,6 +183,7 @@ impl<M: Module> Ddp<M> {
             is_of_stages: false,
             is_elementwise: false,
             is_compared: false,
+            has_common_state: false,
             packed_buffers: Packed::default(),
             packed_weights: Packed::default(),
             loaded_hook: LoadedHook::default(),
@@ -358,11 +361,12 @@ impl<M: Module> Ddp<M> {
     /// | | |
     /// |---|---|
     /// | what the optimizers do to parameters: their kinds, betas, decay, momentum, clipping | in the first step of each `Ddp`, and of an elastic job's state in each group; in [`TrainState::with_group`](crate::TrainState::with_group), [`ZeroRedundancyOptimizer::new`](crate::ZeroRedundancyOptimizer::new) and [`Fsdp::step`](crate::parallel::fsdp::Fsdp::step); when an uneven [`join`](Self::join) ends |
-    /// | their states | in `ZeroRedundancyOptimizer::new`; `TrainState::with_group` and an uneven `join` give every rank the same |
+    /// | of which parameters they have a state, and after how many steps | in the first step of each `Ddp`, and in `ZeroRedundancyOptimizer::new`; `TrainState::with_group`, an elastic job and an uneven `join` give every rank the same state |
     /// | learning rates, and optimizers that are exchanged later | never: [`replicas_identical`](Self::replicas_identical) says whether replicas have drifted apart |
     ///
     /// # Errors
-    /// On every rank, and it ends nothing: if the ranks' optimizers do not do the same to parameters.
+    /// On every rank, and it ends nothing: if the ranks' optimizers do not do the same to parameters, or some have a state that others have not, as
+    /// one that has loaded a record alone.
     ///
     /// If the gradients are those of another `Ddp`, such as a generator's, or of this one before its state was loaded
     /// or it changed its group. After a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) was made for this
@@ -393,6 +397,7 @@ impl<M: Module> Ddp<M> {
         let gradients = gradients.synced().of(&self.token).map_err(|error| self.fail(error))?;
         self.check_elementwise(optimizer)?;
         if !self.is_compared {
+            self.compare_states(optimizer)?;
             self.compare_optimizers(optimizer, Caller::DdpStep)?;
         }
         let (trace, begin) = (self.group.trace(), Instant::now());

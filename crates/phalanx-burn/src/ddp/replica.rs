@@ -112,6 +112,15 @@ impl<M: Module> Ddp<M> {
         Ok(())
     }
 
+    /// An error on every rank if some optimizers have a state that others have not: parameters would drift apart without an error.
+    pub(super) fn compare_states(&self, optimizer: &ModuleOptimizer) -> Result<()> {
+        if self.has_common_state || self.engine.sink().is_none() {
+            return Ok(());
+        }
+        let group = self.group.in_call(Caller::DdpStep);
+        optimizer::check_states(optimizer, &group, &self.inventory.parameters)
+    }
+
     /// Whether the ranks have compared their optimizers in this group.
     pub(crate) fn has_compared(&self) -> bool {
         self.is_compared

@@ -353,6 +353,11 @@ impl<M: Module, T> TrainState<M, T> {
         gradients: impl Synced,
     ) -> Result<()> {
         self.model.step(&mut self.optimizer, learning_rate, gradients)?;
+        self.count_step()
+    }
+
+    /// Counts a step that the optimizer has done, and averages the model if that is due.
+    fn count_step(&mut self) -> Result<()> {
         self.steps += 1;
         if let Some(averager) = &mut self.averager {
             averager.step(&mut self.model)?;
@@ -364,15 +369,17 @@ impl<M: Module, T> TrainState<M, T> {
     /// own).
     ///
     /// # Errors
-    /// If there is no [scheduler](Self::with_scheduler), and as [`Ddp::step`].
+    /// If there is no [scheduler](Self::with_scheduler), and as [`step`](Self::step). The scheduler goes on with a step that was done, and with no other.
     pub fn scheduled_step(&mut self, gradients: impl Synced) -> Result<f64> {
-        let Some(scheduler) = &mut self.scheduler else {
+        let Some(mut scheduler) = self.scheduler.clone() else {
             return Err(Error::invalid_argument("this TrainState has no learning-rate scheduler")
                 .with_remedy("give it one by with_scheduler, or a learning rate to `step`"));
         };
         let rate = scheduler.step();
         let base = rate.base();
-        self.step(rate, gradients)?;
+        self.model.step(&mut self.optimizer, rate, gradients)?;
+        self.scheduler = Some(scheduler);
+        self.count_step()?;
         Ok(base)
     }
 
