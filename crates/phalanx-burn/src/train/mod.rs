@@ -77,8 +77,9 @@ use crate::DdpOptions;
 ///   The numbers are compared at the beginning. Burn's learner shows neither its optimizer nor its scheduler, so the ranks compare after each
 ///   epoch what these have made of the parameters. A difference ends the training of all.
 ///
-/// A model's `step` must run backward once, on the whole model. The number of steps in an epoch is that of the rank
-/// with the fewest batches.
+/// A model's `step` must run backward once, on the whole model. It sees no gradients, which are on their way to the average then: what
+/// clips or changes them belongs into the optimizer, or into [`TrainStep::optimize`], which gets the averages. The number of steps in an
+/// epoch is that of the rank with the fewest batches.
 #[derive(Clone)]
 pub struct DdpStrategy {
     group: ProcessGroup,

@@ -114,6 +114,34 @@ impl InferenceStep for Net {
     }
 }
 
+/// Adds to the gradients by hand.
+#[derive(Module, Debug)]
+struct ByHand {
+    net: Net,
+}
+
+impl TrainStep for ByHand {
+    type Input = Batch;
+    type Output = RegressionOutput;
+
+    fn step(&self, batch: Batch) -> TrainOutput<RegressionOutput> {
+        let output = self.net.output(batch);
+        let mut trained = TrainOutput::new(self, output.loss.backward(), output);
+        let bias = self.net.head.bias.as_ref().unwrap();
+        trained.grads.register(bias.id, Tensor::<1>::ones([1], &device().inner()));
+        trained
+    }
+}
+
+impl InferenceStep for ByHand {
+    type Input = Batch;
+    type Output = RegressionOutput;
+
+    fn step(&self, batch: Batch) -> RegressionOutput {
+        self.net.output(batch)
+    }
+}
+
 /// `order` says which sample of the data comes where.
 fn data(order: &[usize]) -> InMemDataset<Sample> {
     let sample = |i: &usize| {
@@ -353,6 +381,27 @@ fn ranks_that_train_otherwise_are_an_error_on_every_rank() {
         });
         for error in errors {
             assert!(error.contains(expected), "{what}: {error}");
+        }
+    }
+}
+
+#[test]
+fn gradients_that_a_step_makes_by_hand_are_refused() {
+    for parts in [None, Some(2)] {
+        for error in run(2, |group| {
+            let folder = tempfile::tempdir().unwrap();
+            let mut training =
+                SupervisedTraining::new(folder.path(), loader(&distributed(2, 4), 4), loader(&[5, 6], 2))
+                    .with_application_logger(None)
+                    .with_training_strategy(DdpStrategy::new(&group).into());
+            if let Some(parts) = parts {
+                training = training.grads_accumulation(parts);
+            }
+            let model = ByHand { net: Net::new(false) };
+            let result = training.launch(Learner::new(model, SgdConfig::new().init(), 0.1));
+            result.error.expect("an error on every rank").to_string()
+        }) {
+            assert!(error.contains("has not computed") && error.contains("TrainStep::optimize"), "{error}");
         }
     }
 }
