@@ -8,6 +8,7 @@ use crate::common::{Mlp, Watched, device, distance, floats, is_in_memory, run, s
 use burn::module::{Module, Param, ParamGroup};
 use burn::nn::{BatchNorm, BatchNormConfig, DropoutConfig, Linear, LinearConfig};
 use burn::optim::SgdConfig;
+use burn::optim::momentum::MomentumConfig;
 use burn::tensor::{Distribution, Tensor};
 use phalanx::join::JoinGroup;
 use phalanx::reducer::ReducerOptions;
@@ -320,6 +321,50 @@ fn replicas_that_drifted_apart_are_noticed() {
         (same, ddp.replicas_identical().unwrap())
     });
     assert_eq!(drifted, [(true, false); 2]);
+}
+
+#[test]
+fn ranks_whose_optimizers_differ_are_refused_in_the_first_step_and_may_go_on_with_the_same() {
+    let sgd =
+        |decay: f64| SgdConfig::new().with_momentum(Some(MomentumConfig::new().with_momentum(decay))).init();
+    let gradients = |ddp: &mut Ddp<Mlp>| {
+        let loss = ddp.forward(|model| model.loss(samples(0, 4))).unwrap();
+        ddp.backward(&loss).unwrap()
+    };
+    run(3, |group| {
+        let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
+        let before = floats(ddp.model());
+        let mut own = sgd(if group.rank().index() == 2 { 0.8 } else { 0.9 });
+        let averages = gradients(&mut ddp);
+        let error = ddp.step(&mut own, 0.1, averages).unwrap_err();
+        assert!(error.is_mismatch() && error.to_string().contains("the optimizer of rank 2"), "{error}");
+        assert_eq!(floats(ddp.model()), before);
+        let mut same = sgd(0.9);
+        for _ in 0..2 {
+            let averages = gradients(&mut ddp);
+            ddp.step(&mut same, 0.1, averages).unwrap();
+        }
+        assert!(ddp.replicas_identical().unwrap());
+    });
+}
+
+#[test]
+fn an_optimizer_that_has_a_state_on_one_rank_alone_is_refused_in_the_first_step() {
+    let start = Mlp::new(&[8, 3]);
+    run(2, |group| {
+        let mut optimizer = SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init();
+        let mut steps = |group: &ProcessGroup| {
+            let mut ddp = Ddp::new(start.clone(), group).unwrap();
+            let loss = ddp.forward(|model| model.loss(samples(0, 4))).unwrap();
+            let gradients = ddp.backward(&loss).unwrap();
+            ddp.step(&mut optimizer, 0.1, gradients)
+        };
+        if group.rank().is_main() {
+            steps(&ProcessGroup::alone().unwrap()).unwrap();
+        }
+        let error = steps(&group).unwrap_err();
+        assert!(error.is_mismatch() && error.to_string().contains("have different states"), "{error}");
+    });
 }
 
 #[test]
