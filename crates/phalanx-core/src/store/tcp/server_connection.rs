@@ -7,7 +7,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use phalanx_proto::store::server::{Answer, StoreServer, WaitId};
+use phalanx_proto::store::server::{Answer, StoreServer, Then, WaitId};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::sync::oneshot;
 use tokio::time::timeout;
@@ -90,15 +90,15 @@ struct Parked {
     shared: Rc<RefCell<Shared>>,
     id: WaitId,
     woken: oneshot::Receiver<()>,
-    /// The keys whose values it gets when the wait is over.
-    wanted: Vec<Vec<u8>>,
+    /// What follows when the wait is over.
+    then: Then,
 }
 
 impl Parked {
-    fn new(cell: &Rc<RefCell<Shared>>, id: WaitId, wanted: Vec<Vec<u8>>) -> Self {
+    fn new(cell: &Rc<RefCell<Shared>>, id: WaitId, then: Then) -> Self {
         let (done, woken) = oneshot::channel();
         cell.borrow_mut().parked.insert(id, done);
-        Self { shared: Rc::clone(cell), id, woken, wanted }
+        Self { shared: Rc::clone(cell), id, woken, then }
     }
 }
 
@@ -137,7 +137,7 @@ impl Connection {
                 Answer::Bytes(bytes) => self.write(&bytes).await?,
                 Answer::Values(values) => self.write_values(Vec::new(), values).await?,
                 Answer::Waited(values) => self.write_values(vec![WAIT_DONE], values).await?,
-                Answer::Wait { id, wanted } => self.wait(Parked::new(&self.shared, id, wanted)).await?,
+                Answer::Wait { id, then } => self.wait(Parked::new(&self.shared, id, then)).await?,
             }
         }
         Ok(())
@@ -172,7 +172,13 @@ impl Connection {
         };
         match next {
             None => {
-                let values = self.shared.borrow().server.values(&parked.wanted);
+                let values = {
+                    let mut shared = self.shared.borrow_mut();
+                    let values = shared.server.finish(&parked.then);
+                    // What was changed may be what others wait for.
+                    shared.wake();
+                    values.map_err(|refusal| invalid(refusal.to_string()))?
+                };
                 self.write_values(vec![WAIT_DONE], values).await
             }
             Some(Some(byte)) if byte == Op::CancelWait as u8 => {
