@@ -338,6 +338,7 @@ impl MembershipState {
             return;
         }
         let cause = running.root_cause();
+        let departure = cause.as_ref().and_then(|cause| running.departure_behind(cause));
         let staying = running.members.iter().filter(|member| !member.gone);
         let mut waiting: Vec<Node> = staying.map(|member| member.node.clone()).collect();
         waiting.append(&mut self.waiting);
@@ -346,6 +347,7 @@ impl MembershipState {
             self.settings.map_or((1, 0), |settings| (settings.min_nodes, settings.max_restarts));
         if let Some(cause) = cause {
             let enough = self.waiting.len() >= least as usize;
+            let cause = departure.filter(|_| enough).unwrap_or(cause);
             let costs = cause.costs_a_restart(enough);
             if costs.is_none_or(|costs| costs && self.restarts == most) {
                 self.phase = Phase::Over(JobEnd::Failed(cause));
@@ -563,6 +565,18 @@ impl Running {
             _ => None,
         };
         root_cause(&self.causes, blamed).cloned()
+    }
+
+    /// The node that has left, as it was told to, if the failure of a worker, `cause`, may come from that: workers fail when those of another
+    /// node go, and the log may have that first. A worker that others have seen fail is a cause of its own, unless it was that node's.
+    fn departure_behind(&self, cause: &Cause) -> Option<Cause> {
+        let Cause::Worker(failure) = cause else { return None };
+        let is_blamed = self
+            .causes
+            .iter()
+            .any(|other| matches!(other, Cause::Worker(other) if other.blames == Some(failure.rank)));
+        let mut departures = self.causes.iter().filter(|other| other.costs_a_restart(true) == Some(false));
+        departures.find(|node| !is_blamed || self.concerns(node, failure.rank)).cloned()
     }
 
     /// Whether it is about `rank`.

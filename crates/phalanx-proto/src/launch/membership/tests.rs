@@ -290,6 +290,45 @@ fn a_newcomer_costs_no_restart() {
 }
 
 #[test]
+fn a_node_that_leaves_costs_no_restart_whatever_is_heard_first() {
+    let (settings, term) = (settings(2, 3, 0), Departure::Signal(15));
+    let start = || joined(settings, [node(0, 1, None), node(1, 1, None), node(2, 1, None)]);
+    let end = |mut state: MembershipState| {
+        left(&mut state, 1, term.clone());
+        ended(&mut state, 0, false);
+        ended(&mut state, 2, false);
+        state
+    };
+    // The workers of other nodes fail without it, and say so before it has said that it leaves; some blame nobody, and some its worker. Or
+    // its own worker got the signal, too.
+    let reports: [&[(u64, u32, Option<u32>)]; 5] = [
+        &[(0, 0, None)],
+        &[(0, 0, None), (2, 2, None)],
+        &[(0, 0, Some(1)), (2, 2, Some(1))],
+        &[(1, 1, None), (0, 0, Some(1))],
+        &[(0, 0, Some(1)), (1, 1, None), (2, 2, None)],
+    ];
+    for report in reports {
+        let mut state = start();
+        report.iter().for_each(|(id, rank, blames)| failed(&mut state, *id, *rank, *blames));
+        let state = end(state);
+        assert_eq!((state.job_end(), state.restarts(), state.is_gathering()), (None, 0, true), "{report:?}");
+        let cause = Cause::Node { node: node(1, 1, None), node_rank: Some(1), why: term.clone() };
+        assert_eq!(state.last_cause(), Some(&cause), "{report:?}");
+    }
+    // A worker that the others have seen fail costs what it costs, whoever leaves then.
+    let mut state = start();
+    failed(&mut state, 2, 2, None);
+    failed(&mut state, 0, 0, Some(2));
+    assert_eq!(end(state).job_end(), Some(&JobEnd::Failed(Cause::Worker(failure(2, None)))));
+    // So does one where the nodes that stay are too few.
+    let settings = self::settings(3, 3, 1);
+    let mut state = joined(settings, [node(0, 1, None), node(1, 1, None), node(2, 1, None)]);
+    failed(&mut state, 0, 0, None);
+    assert_eq!(end(state).restarts(), 1);
+}
+
+#[test]
 fn workers_that_fail_because_others_have_ended_for_a_newcomer_cost_no_restart() {
     let settings = settings(2, 3, 0);
     let mut state = joined(settings, [node(0, 1, None), node(1, 1, None)]);
