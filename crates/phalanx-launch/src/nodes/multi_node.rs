@@ -81,7 +81,7 @@ impl<'a> MultiNode<'a> {
     pub(crate) fn new(job: &Job, cluster: &'a Cluster, run_id: String, refusals: &Refusals) -> Result<Self> {
         let me = NodeId(random::number()?);
         let (workers, node_rank) = (job.workers.get(), cluster.node_rank);
-        let process = process::own();
+        let (process, role) = (process::own(), job.role.clone());
         let node = move |serves_store| Node {
             id: me,
             host: host::name(),
@@ -89,6 +89,7 @@ impl<'a> MultiNode<'a> {
             node_rank,
             serves_store,
             process,
+            role: role.clone(),
         };
         // Only a node that does not serve the store can come again: the job ends with the one that does.
         let (again, max_restarts) = (node(false), job.restarts_allowed());
@@ -252,10 +253,13 @@ impl<'a> MultiNode<'a> {
             (RendezvousBackend::Store { host, .. }, None) => host.clone(),
             (_, _) => told,
         };
+        let (first_role_rank, role_world_size) = running.in_role(node_rank);
         let placement = Placement {
             restarts: self.view.state.restarts(),
             first_rank: running.members[node_rank].first_rank,
             world_size: WorldSize::new(running.world_size())?,
+            first_role_rank,
+            role_world_size,
             node: node_rank as u32,
             nodes: running.members.len() as u32,
             workers: running.members.iter().map(|member| member.node.workers).collect(),

@@ -98,13 +98,13 @@ pub enum Cause {
 }
 
 /// The version byte of a state.
-pub const STATE_VERSION: u8 = 1;
+pub const STATE_VERSION: u8 = 2;
 
 impl Machine for MembershipState {
     type Entry = Entry;
     type Id = NodeId;
 
-    const VERSION: u8 = 6;
+    const VERSION: u8 = 7;
     const PROCESS: &'static str = "launcher";
     const AUTHOR: &'static str = "another node's launcher";
     const READERS: u64 = 2;
@@ -543,6 +543,20 @@ impl Running {
     /// This node's rank among the nodes, if it takes part.
     pub fn node_rank(&self, id: NodeId) -> Option<usize> {
         self.members.iter().position(|member| member.node.id == id && !member.gone)
+    }
+
+    /// The rank of the first worker of the node with `node_rank` among the workers of its role, and their number.
+    pub fn in_role(&self, node_rank: usize) -> (u32, u32) {
+        let Some(own) = self.members.get(node_rank).map(|member| &member.node.role) else { return (0, 0) };
+        let count = |members: &[Member]| {
+            members
+                .iter()
+                .map(|member| &member.node)
+                .filter(|node| node.role == *own)
+                .map(|node| node.workers)
+                .sum::<u32>()
+        };
+        (count(&self.members[..node_rank]), count(&self.members))
     }
 
     /// The number of workers on all nodes.

@@ -17,6 +17,7 @@ fn node(id: u64, workers: u32, node_rank: Option<u32>) -> Node {
         node_rank,
         serves_store: id == 0,
         process: None,
+        role: "default".to_owned(),
     }
 }
 
@@ -58,6 +59,20 @@ fn node_ranks_are_those_asked_for_and_ranks_follow_the_workers() {
     let running = state.running().unwrap();
     let places: Vec<_> = running.members.iter().map(|member| (member.node.id.0, member.first_rank)).collect();
     assert_eq!((places, running.world_size()), (vec![(0, 0), (1, 2), (2, 5)], 6));
+}
+
+#[test]
+fn ranks_in_a_role_follow_the_workers_of_that_role() {
+    let role = |node: Node, role: &str| Node { role: role.to_owned(), ..node };
+    let nodes = [
+        role(node(0, 2, Some(0)), "trainer"),
+        role(node(1, 3, Some(1)), "reader"),
+        role(node(2, 1, Some(2)), "trainer"),
+        role(node(3, 2, Some(3)), "reader"),
+    ];
+    let state = joined(settings(4, 4, 0), nodes);
+    let running = state.running().unwrap();
+    assert_eq!([0, 1, 2, 3, 4].map(|node| running.in_role(node)), [(0, 3), (0, 5), (2, 3), (3, 5), (0, 0)]);
 }
 
 #[test]
