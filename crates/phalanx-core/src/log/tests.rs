@@ -263,7 +263,7 @@ impl Reader {
             let next = self.next();
             // All are there, or have been removed.
             match self.log.read(next, Deadline::now()).unwrap() {
-                Read::Entry(entry) => self.replica.apply(entry),
+                Read::Entry(entry) => self.replica.apply(next, entry),
                 Read::Compacted(state, index) => {
                     assert!(index > next);
                     self.replica.restore(state, index);
