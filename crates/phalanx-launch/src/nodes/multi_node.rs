@@ -75,6 +75,8 @@ pub(crate) struct MultiNode<'a> {
     join: Option<(Node, Settings)>,
     /// Until when it waits for the others to miss that launcher, which it cannot see.
     refused_until: Option<Instant>,
+    /// Whether it has said that it leaves.
+    has_left: bool,
 }
 
 impl<'a> MultiNode<'a> {
@@ -117,6 +119,7 @@ impl<'a> MultiNode<'a> {
             shown: None,
             join: Some((again, settings)),
             refused_until: None,
+            has_left: false,
         })
     }
 
@@ -290,8 +293,10 @@ impl<'a> MultiNode<'a> {
         Ok(None)
     }
 
-    fn leave(&self, why: Departure) {
-        self.handler.propose(Entry::Left { node: self.me, why });
+    fn leave(&mut self, why: Departure) {
+        if !std::mem::replace(&mut self.has_left, true) {
+            self.handler.propose(Entry::Left { node: self.me, why });
+        }
     }
 
     fn outcome(&self, job_end: &JobEnd) -> Outcome {
@@ -412,7 +417,10 @@ impl Nodes for MultiNode<'_> {
     fn after_attempt(&mut self, end: AttemptEnd, control: &mut Control<'_>) -> Result<AfterAttempt> {
         let Some(round) = self.round else { return Ok(AfterAttempt::Restart) };
         let succeeded = match end {
-            AttemptEnd::Interrupted(signal) => return Ok(AfterAttempt::Over(Outcome::Interrupted(signal))),
+            AttemptEnd::Interrupted(signal) => {
+                self.leave(Departure::Signal(signal.number()));
+                return Ok(AfterAttempt::Over(Outcome::Interrupted(signal)));
+            }
             AttemptEnd::Stopped => return Ok(AfterAttempt::Over(Outcome::Stopped)),
             AttemptEnd::Succeeded => true,
             AttemptEnd::Failed(..) | AttemptEnd::Elsewhere => false,
