@@ -562,6 +562,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("store");
         let store = FileStore::create(&path).unwrap();
+        store.set("there", b"before", soon()).unwrap();
         let file = File::open(&path).unwrap();
         rustix::fs::flock(&file, rustix::fs::FlockOperation::LockExclusive).unwrap();
         let error = store.set("a", b"1", Deadline::after(Duration::from_millis(30))).unwrap_err();
@@ -570,6 +571,12 @@ mod tests {
             error.is_timeout() && said.contains("set(\"a\")") && said.contains("held the lock"),
             "{said}"
         );
+        // Whoever only asks what is there does not need it.
+        let questions: [(&str, &[u8], &[u8]); 2] = [("there", b"?", b"?"), ("not there", b"?", b"?")];
+        assert_eq!(store.multi_compare_set(&questions, soon()).unwrap(), [&b"before"[..], b"?"]);
+        let change = [questions[0], ("not there", b"", b"")];
+        let soon_over = Deadline::after(Duration::from_millis(30));
+        assert!(store.multi_compare_set(&change, soon_over).unwrap_err().is_timeout());
         drop(file);
         store.set("a", b"1", soon()).unwrap();
     }
