@@ -574,7 +574,7 @@ mod tests {
         // Whoever only asks what is there does not need it.
         let questions: [(&str, &[u8], &[u8]); 2] = [("there", b"?", b"?"), ("not there", b"?", b"?")];
         assert_eq!(store.multi_compare_set(&questions, soon()).unwrap(), [&b"before"[..], b"?"]);
-        let change = [questions[0], ("not there", b"", b"")];
+        let change: [(&str, &[u8], &[u8]); 2] = [questions[0], ("not there", b"", b"")];
         let soon_over = Deadline::after(Duration::from_millis(30));
         assert!(store.multi_compare_set(&change, soon_over).unwrap_err().is_timeout());
         drop(file);
