@@ -273,7 +273,8 @@ impl Horovodrun {
             arguments.push("--blacklist-cooldown-range".into());
             arguments.extend(self.blacklist_cooldown_range);
             // Horovod starts hosts again, and their workers, as often as they fail; otherwise it leaves them out for good, as without this.
-            arguments.extend(["--max-restarts".into(), NO_LIMIT.into()]);
+            arguments.push("--max-restarts".into());
+            arguments.push(NO_LIMIT.into());
         }
         arguments.push("--".into());
         arguments.extend(self.program);

@@ -339,6 +339,8 @@ impl MembershipState {
         }
         let cause = running.root_cause();
         let departure = cause.as_ref().and_then(|cause| running.departure_behind(cause));
+        // Somebody has ended a node, or it cannot go on: whatever has failed beside that, nobody takes its place.
+        let is_called_off = running.causes.iter().any(|cause| cause.costs_a_restart(false).is_none());
         let staying = running.members.iter().filter(|member| !member.gone);
         let mut waiting: Vec<Node> = staying.map(|member| member.node.clone()).collect();
         waiting.append(&mut self.waiting);
@@ -349,7 +351,7 @@ impl MembershipState {
             let enough = self.waiting.len() >= least as usize;
             let cause = departure.filter(|_| enough).unwrap_or(cause);
             let costs = cause.costs_a_restart(enough);
-            if costs.is_none_or(|costs| costs && self.restarts == most) {
+            if costs.is_none_or(|costs| costs && self.restarts == most) || (is_called_off && !enough) {
                 self.phase = Phase::Over(JobEnd::Failed(cause));
                 return;
             }

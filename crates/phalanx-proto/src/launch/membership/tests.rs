@@ -403,8 +403,15 @@ fn where_no_launcher_serves_the_log_the_first_node_may_go() {
 #[test]
 fn a_node_that_is_told_to_end_may_be_replaced_and_one_that_is_interrupted_ends_the_job() {
     let (term, interrupt) = (15, 2);
-    for (signal, max_restarts, goes_on) in [(term, 1, true), (term, 0, false), (interrupt, 1, false)] {
+    let cases = [(term, 1, true), (term, 0, false), (interrupt, 1, false)];
+    // Also if a worker has failed before.
+    for ((signal, max_restarts, goes_on), fails) in
+        cases.into_iter().flat_map(|case| [(case, false), (case, true)])
+    {
         let mut state = joined(settings(2, 2, max_restarts), [node(0, 1, Some(0)), node(1, 1, Some(1))]);
+        if fails {
+            failed(&mut state, 0, 0, None);
+        }
         left(&mut state, 1, Departure::Signal(signal));
         ended(&mut state, 0, false);
         assert_eq!((state.is_gathering(), state.job_end().is_none()), (goes_on, goes_on));
