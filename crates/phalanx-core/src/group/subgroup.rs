@@ -12,7 +12,6 @@ use super::connect::keys_of;
 use super::{Backend, GroupConfig, Identity, ProcessGroup};
 use crate::caller::Caller;
 use crate::deadline::Deadline;
-use crate::domain::Partition;
 use crate::error::{Error, Kind, Result};
 use crate::hash::fnv1a;
 use crate::rank::Rank;
@@ -109,10 +108,7 @@ impl ProcessGroup {
             )
         })?;
         let (rank, world) = (Rank::new(place as u32), WorldSize::new(members.len() as u32)?);
-        let index = |rank: usize| members.get(rank).copied().unwrap_or(Rank::MAIN);
-        let shares =
-            |one: usize, other: usize| self.inner.partition.domain_of(index(one)).contains(&index(other));
-        let partition = Partition::of(members.len(), shares);
+        let partition = self.inner.partition.part(members);
         let failed_before = self.watched_failure();
         // Who was lost does not come. Members that live can go on without it.
         let lost = failed_before.as_ref().filter(|cause| cause.kind() == Kind::PeerFailed);
@@ -265,10 +261,12 @@ impl ProcessGroup {
         Ok(all.as_chunks().0.to_vec())
     }
 
-    /// The error if lists differ, the same on every rank. It shows the lists of rank 0 and of `other`.
+    /// The error if lists differ, the same on every rank. It shows the lists of rank 0 and of `other`. The ranks exchange as much of
+    /// each list as an error shows: all of them would be as much as the square of the ranks.
     fn differing_lists(&self, ranks: &[Rank], records: &[[i64; RECORD]], other: usize) -> Result<Error> {
         let longest = records.iter().map(|record| record[0]).max().unwrap_or(0).max(0) as usize;
-        let longest = longest.min(self.world_size().count());
+        // One more than is shown tells that there are more.
+        let longest = longest.min(SHOWN + 1);
         let mut own = vec![i64::MAX; longest];
         own.iter_mut().zip(ranks).for_each(|(place, rank)| *place = i64::from(rank.get()));
         let mut all = vec![0i64; longest * records.len()];
