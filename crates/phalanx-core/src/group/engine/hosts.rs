@@ -223,13 +223,13 @@ impl Engine {
     /// Executes `plan` between the hosts, on elements from `start` on, if this rank is a leader.
     fn across(
         &mut self,
-        leaders: &Leaders,
+        leaders: &Leaders<'_>,
         (call, sequence): (Call, Sequence),
         plan: Plan,
         (data, start): (&mut [u8], usize),
         timeout: &Timeout,
     ) -> Result<()> {
-        if !leaders.has(self.rank) {
+        if leaders.of(leaders.host) != self.rank {
             return Ok(());
         }
         let plan = leaders.translate(plan, start);
