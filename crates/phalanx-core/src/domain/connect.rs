@@ -63,7 +63,7 @@ pub(crate) fn decline(config: &MeshConfig<'_>, deadline: Deadline) -> Result<()>
 
 /// The keys under which `rank` writes to the store while it lends its memory, or declines.
 pub(crate) fn keys_of(rank: Rank) -> Vec<String> {
-    [ARENA, REACH].map(|topic| bootstrap::key(topic, rank)).into()
+    [ARENA, REACH].into_iter().flat_map(|topic| bootstrap::keys_of(topic, rank)).collect()
 }
 
 /// What this rank knows about the memory of all ranks.
