@@ -205,6 +205,12 @@ fn malformed(topic: &str, error: postcard::Error) -> Error {
     Error::malformed(format!("the store holds a malformed message on {topic}")).with_source(error)
 }
 
+/// For `phalanx::fuzzing`: decodes what a rank has gathered.
+#[cfg(any(test, fuzzing, feature = "fuzzing"))]
+pub(super) fn fuzz(bytes: &[u8]) -> bool {
+    decode::<Vec<Vec<u8>>>("gathered", bytes).is_ok()
+}
+
 #[cfg(test)]
 mod tests {
     use std::net::Ipv4Addr;
