@@ -4,12 +4,13 @@ use std::time::Duration;
 
 use super::*;
 use crate::ProcessGroup;
+use crate::buffer::Buffer;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::group::{Connected, TransportOptions, connect};
 use crate::health::Heartbeat;
 use crate::store::{MemoryStore, Store};
-use crate::testing::{Fabric, run};
+use crate::testing::{Fabric, groups_of, run};
 use crate::transport::bootstrap::Starting;
 use crate::transport::{MeshConfig, TransportKind};
 use crate::world_size::WorldSize;
@@ -242,6 +243,38 @@ fn a_domain_reduces_into_shares_and_collects_them() {
             });
         }
     });
+}
+
+#[test]
+fn unequal_parts_are_gathered_among_hosts_with_different_numbers_of_ranks() {
+    let one_stripe = ["a", "b", "a", "c", "b", "a"];
+    let (two_stripes, three) = (["a", "b", "c", "c", "b", "a"], ["a", "a", "b", "a", "b", "b", "a"]);
+    for hosts in [&one_stripe[..], &two_stripes, &three] {
+        let on = |host: &&'static str| TransportOptions { host: Some(*host), ..TransportOptions::default() };
+        let options: Vec<_> = hosts.iter().map(on).collect();
+        let groups = groups_of(&options, Credentials::none()).unwrap();
+        let counts: Vec<usize> = (0..hosts.len()).map(|rank| [3, 0, 20_001, 1, 700][rank % 5]).collect();
+        thread::scope(|scope| {
+            for group in &groups {
+                let (group, counts) = (group.with_timeout(LIMIT), &counts);
+                scope.spawn(move || {
+                    let (total, rank) = (counts.iter().sum(), group.rank().index());
+                    let start: usize = counts[..rank].iter().sum();
+                    for registered in [true, false] {
+                        let mut buffer = match registered {
+                            true => group.alloc(crate::DType::I32, total).unwrap(),
+                            false => Buffer::zeroed(crate::DType::I32, total),
+                        };
+                        let own = &mut buffer.as_mut_slice::<i32>().unwrap()[start..start + counts[rank]];
+                        own.iter_mut().zip(start as i32..).for_each(|(place, value)| *place = value);
+                        let gathered = group.all_gather_v_in_place_async(buffer, counts).unwrap().wait();
+                        let gathered = gathered.unwrap();
+                        assert!(gathered.as_slice::<i32>().unwrap().iter().copied().eq(0..total as i32));
+                    }
+                });
+            }
+        });
+    }
 }
 
 #[test]

@@ -6,7 +6,8 @@
 
 use std::ops::Range;
 
-use super::{Plan, Recv, Send, Step};
+use super::ring::all_gather_parts;
+use super::{Counts, Plan, Recv, Send, Step};
 use crate::rank::Rank;
 use crate::world_size::WorldSize;
 
@@ -14,6 +15,8 @@ use crate::world_size::WorldSize;
 /// is found beforehand.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hierarchy {
+    /// The ranks of each host, in the same order on every rank.
+    ranks: Vec<Vec<Rank>>,
     /// The number of hosts.
     hosts: WorldSize,
     /// Each rank's host, by rank.
@@ -61,6 +64,7 @@ impl Hierarchy {
             ranks.iter().for_each(|rank| host_of[rank.index()] = Rank::new(index as u32));
         }
         Some(Self {
+            ranks: hosts.to_vec(),
             hosts: WorldSize::new(hosts.len() as u32).ok()?,
             host_of,
             firsts: at(0),
@@ -85,6 +89,40 @@ impl Hierarchy {
     /// One leader of each host: `root` on its own host, and the first rank on every other host.
     pub fn leaders(&self, root: Rank) -> Leaders<'_> {
         self.led_by(&self.firsts, Some((root, self.host_of(root))))
+    }
+
+    /// The number of hosts.
+    pub fn hosts(&self) -> WorldSize {
+        self.hosts
+    }
+
+    /// The ranks of a host, in order.
+    pub fn ranks_of(&self, host: Rank) -> &[Rank] {
+        self.ranks.get(host.index()).map_or(&[], Vec::as_slice)
+    }
+
+    /// An `all_gather_v` between the hosts, when each rank has the parts of all ranks of its host: what this rank does if it owns one of [as
+    /// many stripes as there can be](Self::most_stripes). In each turn every owner passes the part of one rank of each host around the ring.
+    pub fn all_gather_v(&self, counts: &Counts) -> Option<(Leaders<'_>, Plan)> {
+        let (stripe, leaders) = self.owned(self.most_stripes)?;
+        let turn = |turn: usize| {
+            let part = |host: usize| self.part(counts, turn, Rank::new(host as u32), stripe);
+            all_gather_parts(leaders.host, leaders.hosts, part)
+        };
+        Some((leaders, (0..self.turns()).flat_map(turn).collect()))
+    }
+
+    /// The turns of such an exchange.
+    pub fn turns(&self) -> usize {
+        self.ranks.iter().map(Vec::len).max().unwrap_or(0).div_ceil(self.most_stripes.max(1))
+    }
+
+    /// The part of `host` that the owner of `stripe` passes on in this `turn`. Empty if the host has no more ranks, or if there is no
+    /// such stripe.
+    pub fn part(&self, counts: &Counts, turn: usize, host: Rank, stripe: usize) -> Range<usize> {
+        let place = (stripe < self.most_stripes).then_some(turn * self.most_stripes + stripe);
+        let rank = place.and_then(|place| self.ranks_of(host).get(place));
+        rank.map_or(0..0, |rank| counts.of(rank.index()))
     }
 
     /// The host of `rank`, as a rank of the world of hosts.
@@ -218,6 +256,9 @@ mod tests {
             let owned = hierarchy.owned(stripes).map(|(stripe, leaders)| (stripe, all(leaders)));
             let expected = || (place, hosts.iter().map(|ranks| ranks[place]).collect::<Vec<_>>());
             prop_assert_eq!(owned, (place < stripes).then(expected));
+            for host in hierarchy.hosts().ranks() {
+                prop_assert_eq!(hierarchy.ranks_of(host), &hosts[host.index()][..]);
+            }
         }
     }
 }
