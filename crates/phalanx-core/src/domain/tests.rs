@@ -258,7 +258,7 @@ fn unequal_parts_are_gathered_among_hosts_with_different_numbers_of_ranks() {
             for group in &groups {
                 let (group, counts) = (group.with_timeout(LIMIT), &counts);
                 scope.spawn(move || {
-                    let (total, rank) = (counts.iter().sum(), group.rank().index());
+                    let (total, rank) = (counts.iter().sum::<usize>(), group.rank().index());
                     let start: usize = counts[..rank].iter().sum();
                     for registered in [true, false] {
                         let mut buffer = match registered {
