@@ -12,7 +12,6 @@ use super::connect::keys_of;
 use super::{Backend, GroupConfig, Identity, ProcessGroup};
 use crate::caller::Caller;
 use crate::deadline::Deadline;
-use crate::domain::Partition;
 use crate::error::{Error, Kind, Result};
 use crate::hash::fnv1a;
 use crate::rank::Rank;
@@ -109,10 +108,7 @@ impl ProcessGroup {
             )
         })?;
         let (rank, world) = (Rank::new(place as u32), WorldSize::new(members.len() as u32)?);
-        let index = |rank: usize| members.get(rank).copied().unwrap_or(Rank::MAIN);
-        let shares =
-            |one: usize, other: usize| self.inner.partition.domain_of(index(one)).contains(&index(other));
-        let partition = Partition::of(members.len(), shares);
+        let partition = self.inner.partition.part(members);
         let failed_before = self.watched_failure();
         // Who was lost does not come. Members that live can go on without it.
         let lost = failed_before.as_ref().filter(|cause| cause.kind() == Kind::PeerFailed);
