@@ -265,7 +265,9 @@ impl Ddp {
     /// If the exchange fails.
     pub fn replicas_identical(&self) -> Result<bool> {
         let group = self.group.in_call(Caller::DdpReplicasIdentical);
-        self.or_end(tensors::identical(&group, &tensors::handles(&self.inventory.parameters)))
+        let identical = tensors::identical(&group, &tensors::handles(&self.inventory.parameters));
+        // What was read is computed.
+        self.or_end(identical.and_then(|identical| self.check_settled().map(|()| identical)))
     }
 
     /// The bytes of all buffers in which gradients were sent, counted once for each operation.

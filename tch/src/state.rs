@@ -12,7 +12,7 @@ use phalanx::reducer::ParameterSpec;
 use phalanx::reducer::hooks::{HookState, PeriodicModelAverager};
 use phalanx::sampler::ElasticSampler;
 use phalanx::state::{StateReader, StateWriter};
-use phalanx::{Error, ProcessGroup, Rank, Result, WorldSize};
+use phalanx::{Communicator as _, Error, ProcessGroup, Rank, Result, WorldSize};
 use phalanx_nccl::DeviceGroup;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -173,8 +173,14 @@ impl<T> TrainState<T> {
         nccl: Option<phalanx_nccl::Communicator>,
         ranks: WorldSize,
     ) -> Result<Self> {
-        self.ddp.check_nothing_held()?;
-        let (hook, is_absent) = (self.ddp.hook_state()?, self.ddp.loaded_hook.is_absent());
+        let left = self.ddp.check_nothing_held().and_then(|()| self.ddp.check_left());
+        // The other ranks wait in the new group.
+        let hook = left.and_then(|()| self.ddp.hook_state()).inspect_err(|error| {
+            if handle.world_size() != WorldSize::ONE {
+                handle.abort(error.clone());
+            }
+        })?;
+        let is_absent = self.ddp.loaded_hook.is_absent();
         self.ddp = self.ddp.again(handle, nccl, &self.options)?;
         let own_remains = self.ddp.world_size() == ranks;
         self.ddp.load_hook(hook.map(|hook| if own_remains { hook } else { hook.without_own() }))?;

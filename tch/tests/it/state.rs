@@ -156,6 +156,8 @@ fn gradients_of_a_step_that_is_not_over_are_in_no_state_and_do_not_outlive_a_loa
             assert!(training.model.store.trainable_variables().iter().all(|one| !one.grad().defined()));
             training.state.save(&mut Parts::default()).unwrap();
             hold(&mut training);
+            // The error ends the group, also for a rank that has not come so far.
+            let _met = group.barrier();
             refused(training.state.with_group(&group).map(drop));
         });
     }
