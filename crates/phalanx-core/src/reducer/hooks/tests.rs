@@ -373,6 +373,64 @@ fn a_state_is_loaded_without_a_look_at_the_last_one_and_one_that_cannot_be_read_
     });
 }
 
+/// Panics where this says so.
+struct Panics(&'static str);
+
+impl Panics {
+    fn at(&self, place: &str) {
+        assert!(self.0 != place, "the hook's own");
+    }
+}
+
+impl CommHook for Panics {
+    fn describe(&self) -> String {
+        "panics".into()
+    }
+
+    fn start(&mut self, group: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
+        AllReduce.start(group, bucket)
+    }
+
+    fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+        Ok(())
+    }
+
+    fn state(&self) -> Result<HookState> {
+        self.at("state");
+        Ok(HookState::default().number("step", 1))
+    }
+
+    fn keeps_state(&self) -> Result<bool> {
+        self.at("keeps_state");
+        Ok(true)
+    }
+
+    fn load(&mut self, _: HookState) -> Result<()> {
+        self.at("load");
+        Ok(())
+    }
+}
+
+#[test]
+fn a_panic_of_a_hook_in_a_save_or_a_load_is_an_error_that_ends_the_group() {
+    type Call = fn(&HookedReducer<()>, HookState) -> Result<()>;
+    let calls: [(&str, Call); 4] = [
+        ("state", |hooked, _| LoadedHook::default().state(Some(hooked)).map(drop)),
+        ("state", |hooked, _| LoadedHook::default().common_state(Some(hooked)).map(drop)),
+        ("keeps_state", |hooked, saved| check_hook(Some(hooked), Some(&saved))),
+        ("load", |hooked, saved| LoadedHook::default().load(Some(hooked), Some(saved))),
+    ];
+    for (place, call) in calls {
+        run(2, |group| {
+            let saved = reducer(group.clone(), Panics("nowhere")).hook_state().unwrap();
+            let hooked = HookedReducer::new(reducer(group.clone(), Panics(place)), ());
+            let error = call(&hooked, saved).unwrap_err().to_string();
+            assert!(error.contains("the hook's own"), "{place}: {error}");
+            assert!(hooked.check().is_err() && group.failure().is_some(), "{place}");
+        });
+    }
+}
+
 #[test]
 fn what_checkpoints_say_of_a_hook_stays_the_same() {
     let power = PowerSgd::new(PowerSgdOptions::default().rank(2).orthogonalization_epsilon(0.5)).unwrap();
