@@ -62,6 +62,11 @@ impl Family {
 }
 
 impl ProcessGroup {
+    /// Whether both were made from the same first group: its ranks are the global ranks of both.
+    pub(crate) fn is_related(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.inner.config.family, &other.inner.config.family)
+    }
+
     /// Until the value is dropped, this rank is in a section that takes long, as all ranks know: calls that wait for it are not
     /// reported.
     #[doc(hidden)]

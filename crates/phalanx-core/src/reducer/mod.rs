@@ -55,7 +55,7 @@ pub use sync::{StateTensor, broadcast_state, broadcast_state_from};
 pub use verify::{broadcast_bytes, verify_description, verify_state, verify_state_on};
 
 use self::bucket::Bucket;
-use self::hooks::{AllReduce, CommHook, HookLabel, HookState, Metered};
+use self::hooks::{AllReduce, BuiltInHook, CommHook, HookLabel, HookState, Metered};
 use self::plan::BucketPlan;
 use self::state::ReducerState;
 use self::step_times::StepTimer;
@@ -214,7 +214,8 @@ impl Reducer {
     /// what the [built-in](CommHook::built_in) `hook` does, or `hook` itself if it works [there](CommHook::is_elsewhere). All ranks call it together.
     ///
     /// # Errors
-    /// On every rank, if the ranks' hooks or their settings differ; if `hook` cannot average gradients where they lie.
+    /// On every rank, if the ranks' hooks or their settings differ, or the ranks of a smaller group ([`PostLocalSgd::subgroup`](hooks::PostLocalSgd::subgroup));
+    /// if `hook` cannot average gradients where they lie.
     pub fn register_hook(&mut self, hook: Box<dyn CommHook>) -> Result<()> {
         self.state.check_replayable(false, hook.is_stateless())?;
         let replaces = hook.is_elsewhere() == self.elsewhere;
@@ -231,7 +232,16 @@ impl Reducer {
         let description = vec![("communication hook".to_owned(), hook.describe())];
         let contract = Contract { parameters: Vec::new(), options: description, device: None, plan_hash: 0 };
         let group = self.group.in_call(Caller::DdpRegisterCommHook);
-        verify::verify(&*group, &contract).map_err(|error| self.abort(error))?;
+        let verified = verify::verify(&*group, &contract).and_then(|()| match hook.built_in() {
+            // All ranks have this hook.
+            Some(BuiltInHook::PostLocalSgd(local)) => {
+                local.process_group().map_or(Ok(()), |part| verify::verify_parts(&*group, &part))
+            }
+            Some(BuiltInHook::AllReduce | BuiltInHook::Compressed(_) | BuiltInHook::PowerSgd(_)) | None => {
+                Ok(())
+            }
+        });
+        verified.map_err(|error| self.abort(error))?;
         if replaces {
             self.hook = hook;
         }
