@@ -31,6 +31,7 @@ mod elsewhere;
 mod hooked;
 pub mod hooks;
 mod identical;
+mod optimizer_steps;
 mod replay;
 mod sharding;
 mod step_times;
@@ -49,6 +50,7 @@ use std::time::{Duration, Instant};
 
 pub use hooked::{HookedReducer, panicked};
 pub use identical::states_identical;
+pub use optimizer_steps::OptimizerSteps;
 pub use phalanx_proto::reducer::{ParameterSpec, ReducerOptions, StepWeight, check_weight, check_weight_sum};
 pub use step_times::StepTime;
 pub use sync::{StateTensor, broadcast_state, broadcast_state_from};
@@ -374,7 +376,8 @@ impl Reducer {
         self.trace.complete(Track::Backward, "backward", self.began, backward_end, &[]);
         let end = Instant::now();
         self.trace.complete(Track::Backward, "wait for gradients", backward_end, end, &[]);
-        self.timer.step(&*self.group, backward_end, end);
+        let compared = self.timer.step(&*self.group, backward_end, end);
+        compared.map_err(|error| self.abort(error))?;
         self.divide_by_weights().inspect_err(|_| self.state.emptied())
     }
 
@@ -388,6 +391,16 @@ impl Reducer {
     /// than it does, at most every ten minutes.
     pub fn step_times(&self) -> &[StepTime] {
         self.timer.times()
+    }
+
+    /// An optimizer has changed the model by the averages of this step. The ranks compare what all steps had in `rates`, a learning rate for each group of
+    /// parameters, and in `settings`, every 32 steps together with the [step times](Self::step_times). Nothing waits for that. If they differ, it is an error
+    /// of a later [`finish`](Self::finish), which ends the reducer on every rank. Steps whose averages are not over all ranks
+    /// ([`CommHook::averages_over_all`]) are each rank's own, and are not compared.
+    pub fn stepped(&mut self, rates: impl IntoIterator<Item = f64>, settings: impl IntoIterator<Item = f64>) {
+        if self.hook.averages_over_all() {
+            self.timer.optimizer().step(rates, settings);
+        }
     }
 
     /// Some of the time between two steps went by in a collective outside of the reducer, such as a broadcast of buffers: it
