@@ -59,6 +59,20 @@ impl Default for DdpOptions {
 /// For an evaluation call [`evaluate`](Self::evaluate).
 ///
 /// All ranks must make the same calls in the same order; if a group detects a difference, it fails on every rank.
+///
+/// # What ranks compare
+///
+/// | what | when |
+/// |---|---|
+/// | names, shapes, types and ties of all variables; the [options](DdpOptions) and the order of gradients | [`new`](Self::new), and each new group of a [`TrainState`](crate::TrainState) |
+/// | communication hooks and their settings | [`register_comm_hook`](Self::register_comm_hook) |
+/// | an optimizer's rules and groups, and the number of steps | [`TrainState::with_group`](crate::TrainState::with_group) and its relatives |
+/// | rules and learning rates of all steps | every 32 steps of [`TrainState::step`](crate::TrainState::step); the error comes in a later [`backward`](Self::backward), and rates may differ by rounding |
+/// | everything that is saved | each commit of an elastic job |
+/// | the parameters themselves | [`replicas_identical`](Self::replicas_identical) |
+///
+/// Nothing is compared of an optimizer that is stepped by itself, [`Optimizer`](crate::Optimizer) or one of tch's, as in PyTorch: with other settings on one
+/// rank the replicas drift apart. Nor are steps whose gradients are not averaged over all ranks.
 #[doc(alias("DistributedDataParallel", "DDP"))]
 pub struct Ddp {
     variables: Shared,
@@ -303,6 +317,13 @@ impl Ddp {
             None => "nothing",
             Some(sink) if sink.is_on_device() => "NCCL",
             Some(_) => "the group",
+        }
+    }
+
+    /// `optimizer` has changed the model by the averages, with these learning rates.
+    pub(crate) fn stepped(&self, learning_rates: &[f64], optimizer: &crate::Optimizer) {
+        if let Some(sink) = &self.sink {
+            sink.with_reducer(|reducer| reducer.stepped(learning_rates.iter().copied(), optimizer.numbers()));
         }
     }
 

@@ -253,10 +253,12 @@ impl<T> TrainState<T> {
 
     /// [`Optimizer::step`], counted, and an average of the model if an [averager](Self::with_averager) finds it due.
     ///
+    /// The ranks [compare](Ddp#what-ranks-compare) their rules and learning rates.
+    ///
     /// # Errors
     /// As [`Optimizer::step`] and [`Ddp::average_parameters`]; if a trainable variable has a gradient, and the optimizer was made without it.
     pub fn step(&mut self, learning_rate: f64) -> Result<()> {
-        self.counted(|optimizer| optimizer.step(learning_rate))
+        self.step_groups(&vec![learning_rate; self.optimizer.rules().len()])
     }
 
     /// As [`step`](Self::step), by [`Optimizer::step_groups`].
@@ -264,12 +266,9 @@ impl<T> TrainState<T> {
     /// # Errors
     /// As [`step`](Self::step) and [`Optimizer::step_groups`].
     pub fn step_groups(&mut self, learning_rates: &[f64]) -> Result<()> {
-        self.counted(|optimizer| optimizer.step_groups(learning_rates))
-    }
-
-    fn counted(&mut self, step: impl FnOnce(&mut Optimizer) -> Result<()>) -> Result<()> {
         self.optimizer.check_trains(self.ddp.variables())?;
-        step(&mut self.optimizer)?;
+        self.optimizer.step_groups(learning_rates)?;
+        self.ddp.stepped(learning_rates, &self.optimizer);
         self.steps += 1;
         if let Some(averager) = &mut self.averager {
             averager.step(&mut self.ddp)?;
