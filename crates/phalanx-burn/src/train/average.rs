@@ -38,7 +38,7 @@ impl<M: LearnerModel> Average<M> {
     /// Warns if a training goes on with a hook that keeps something from step to step: Burn's checkpoints do not have it.
     pub fn warn_of_a_new_hook(&self, starting_epoch: usize) -> Result<()> {
         let Some(sink) = self.engine.sink() else { return Ok(()) };
-        let hook = sink.hooked().with_hook(|reducer| reducer.hook_state())?;
+        let hook = sink.hooked().ask(|reducer| reducer.hook_state())?;
         if !hook.is_empty() {
             phalanx::warn(format_args!(
                 "the training goes on in epoch {starting_epoch}, and the communication hook {} begins anew: Burn's checkpoints do not have \

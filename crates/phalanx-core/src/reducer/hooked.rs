@@ -55,9 +55,9 @@ impl<S> HookedReducer<S> {
         unless_panic(|| look(reducer, state)).unwrap_or_else(Err).map_err(|error| reducer.abort(error))
     }
 
-    /// Passes the reducer to `look`, also after a failure, for what a communication hook says or takes between steps. An error of that ends nothing, and a
-    /// panic ends the reducer and the group.
-    pub fn with_hook<T>(&self, look: impl FnOnce(&mut Reducer) -> Result<T>) -> Result<T> {
+    /// Passes the reducer to `look`, also after a failure. An error of `look` ends nothing; a panic ends the reducer and the group, since what it
+    /// has left half done, such as a hook's state, must not be used.
+    pub fn ask<T>(&self, look: impl FnOnce(&mut Reducer) -> Result<T>) -> Result<T> {
         let (reducer, _) = &mut *self.0.lock();
         unless_panic(|| look(reducer)).unwrap_or_else(|panic| Err(reducer.abort(panic)))
     }
@@ -67,7 +67,7 @@ impl<S> HookedReducer<S> {
         look(&mut self.0.lock().1)
     }
 
-    /// Passes the reducer to `look`, also after a failure. Where that has the communication hook do something: [`with_hook`](Self::with_hook).
+    /// Passes the reducer to `look`, also after a failure.
     pub fn with_reducer<T>(&self, look: impl FnOnce(&mut Reducer) -> T) -> T {
         look(&mut self.0.lock().0)
     }
