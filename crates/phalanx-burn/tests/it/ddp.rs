@@ -309,20 +309,6 @@ fn a_handle_that_leads_to_another_group_by_now_is_refused() {
 }
 
 #[test]
-fn replicas_that_drifted_apart_are_noticed() {
-    let drifted = run(2, |group| {
-        let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
-        let same = ddp.replicas_identical().unwrap();
-        let loss = ddp.forward(|model| model.loss(samples(0, 4))).unwrap();
-        let gradients = ddp.backward(&loss).unwrap();
-        ddp.step(&mut SgdConfig::new().init(), 0.1 * (1.0 + f64::from(group.rank().get())), gradients)
-            .unwrap();
-        (same, ddp.replicas_identical().unwrap())
-    });
-    assert_eq!(drifted, [(true, false); 2]);
-}
-
-#[test]
 fn other_learning_rates_on_one_rank_are_an_error_on_every_rank() {
     for (rate, said) in [(0.01, None), (0.02, Some("was 0.01 on rank 0, and 0.02 on rank 1"))] {
         let errors = run(2, |group| {
@@ -340,6 +326,20 @@ fn other_learning_rates_on_one_rank_are_an_error_on_every_rank() {
             assert!(error.iter().zip(said).all(|(error, said)| error.contains(said)), "{error:?}");
         }
     }
+}
+
+#[test]
+fn replicas_that_drifted_apart_are_noticed() {
+    let drifted = run(2, |group| {
+        let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
+        let same = ddp.replicas_identical().unwrap();
+        let loss = ddp.forward(|model| model.loss(samples(0, 4))).unwrap();
+        let gradients = ddp.backward(&loss).unwrap();
+        ddp.step(&mut SgdConfig::new().init(), 0.1 * (1.0 + f64::from(group.rank().get())), gradients)
+            .unwrap();
+        (same, ddp.replicas_identical().unwrap())
+    });
+    assert_eq!(drifted, [(true, false); 2]);
 }
 
 #[test]
