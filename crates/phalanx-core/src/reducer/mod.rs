@@ -362,7 +362,7 @@ impl Reducer {
     /// [`find_unused_parameters`](ReducerOptions::find_unused_parameters) such a parameter counts as zero, and so it does
     /// with [`static_graph`](ReducerOptions::static_graph) if it got none in the first step. On every rank also if an
     /// averaging failed; then, if gradients are [kept](Self::keep_gradients), they can be averaged [again](Self::replay) in
-    /// another group.
+    /// another group. On every rank, if optimizers have [differed](Self::stepped) in earlier steps.
     pub fn finish(&mut self) -> Result<()> {
         self.state.check_backward("no backward pass was begun that could be finished")?;
         let backward_end = Instant::now();
