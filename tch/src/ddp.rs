@@ -219,7 +219,7 @@ impl Ddp {
     /// If an element is infinite or not a number, so is the norm, on every rank alike; the gradients are then left alone.
     ///
     /// # Errors
-    /// If `max_norm` is not a positive number.
+    /// If `max_norm` is not a positive number; or if a call of [NCCL](Self::with_nccl)'s has failed.
     #[doc(alias = "clip_grad_norm_")]
     pub fn clip_grad_norm(&self, max_norm: f64) -> Result<f64> {
         adapter::check_max_norm(max_norm)?;
@@ -236,6 +236,8 @@ impl Ddp {
             true => norm_of(&gradients, |gradient| gradient.f_norm_scalaropt_dtype(2.0, Kind::Double))?,
             false => norm,
         };
+        // What was read is computed.
+        self.or_end(self.check_settled())?;
         if let Some(factor) = adapter::clip_factor(norm, max_norm) {
             for mut gradient in tensors::own_gradients(&self.inventory.parameters)? {
                 drop(gradient.f_mul_scalar_(factor).map_err(torch)?);
