@@ -46,7 +46,7 @@ use super::{check_elementwise, refuse_divided};
 use crate::ddp::{one_more, scaled};
 use crate::gradients::{Synced, SyncedGradients};
 use crate::parameters::{Inventory, Parameter, Select};
-use crate::{Ddp, DdpOptions, Scalar, alike, clip, lr, replicas};
+use crate::{Ddp, DdpOptions, Scalar, alike, clip, replicas};
 
 /// A model of whose parameters, gradients and optimizer's state each rank has a shard: PyTorch's `FullyShardedDataParallel`.
 ///
@@ -431,7 +431,7 @@ impl<M: Module> Fsdp<M> {
         let rates: ModuleLearningRate = learning_rate.into();
         self.ddp.step(optimizer, rates.clone(), gradients)?;
         self.exchanges.record(Track::Optimizer, "optimizer", began);
-        self.steps.step(lr::of_each(&rates, self.ddp.parameters()), []);
+        self.steps.step(crate::lr::of_each(&rates, self.ddp.parameters()), []);
         self.steps.verify(&self.exchanges.group)
     }
 
