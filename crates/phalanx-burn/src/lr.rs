@@ -11,7 +11,7 @@ use crate::parameters::Parameter;
 
 /// The learning rate of each of these parameters.
 pub(crate) fn of_each(rates: &ModuleLearningRate, parameters: &[Parameter]) -> impl Iterator<Item = f64> {
-    parameters.iter().map(|one| rates.lr_from_param(one.id, Some(&one.name)))
+    parameters.iter().map(move |one| rates.lr_from_param(one.id, Some(&one.name)))
 }
 
 /// How the learning rate depends on the number of ranks.
