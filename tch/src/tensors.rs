@@ -483,6 +483,10 @@ pub(crate) fn handles(tensors: &[Named]) -> Vec<Tensor> {
     tensors.iter().map(|one| one.tensor.shallow_clone()).collect()
 }
 
+/// What libtorch's errors of a device have: of the runtime, of the driver, and of the libraries for it.
+const DEVICE_ERRORS: &[&str] =
+    &["CUDA error", "CUDA driver error", "CUBLAS_STATUS", "CUDNN_STATUS", "CUSOLVER_STATUS", "CUFFT_"];
+
 /// An error of libtorch's, without the stack that follows in further lines. Where memory or the device is to blame, it is this rank's alone: the other
 /// ranks of an elastic job go on. All others are the program's, which is the same on every rank.
 pub(crate) fn torch(error: tch::TchError) -> Error {
@@ -490,7 +494,7 @@ pub(crate) fn torch(error: tch::TchError) -> Error {
     let says = |words: &[&str]| words.iter().any(|words| text.contains(words));
     let kind = if says(&["out of memory", "not enough memory"]) {
         Error::out_of_memory
-    } else if says(&["CUDA error", "CUBLAS_STATUS", "CUDNN_STATUS"]) {
+    } else if says(DEVICE_ERRORS) {
         Error::aborted
     } else {
         Error::invalid_argument
@@ -551,6 +555,10 @@ mod tests {
         assert!(is_a_peers("CUDA out of memory. Tried to allocate 20.00 GiB.\nException raised from malloc"));
         assert!(is_a_peers("DefaultCPUAllocator: not enough memory: you tried to allocate 1 bytes."));
         assert!(is_a_peers("CUDA error: an illegal memory access was encountered"));
+        assert!(is_a_peers("CUDA driver error: unknown error"));
+        assert!(is_a_peers(
+            "cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate(handle)`"
+        ));
         assert!(!is_a_peers("The size of tensor a (2) must match the size of tensor b (3)"));
     }
 }
