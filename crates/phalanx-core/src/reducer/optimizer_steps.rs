@@ -121,8 +121,11 @@ mod tests {
     use super::*;
     use crate::reducer::fake;
 
+    /// The rate of each step of a rank, and its setting.
+    type Taken<'a> = (&'a [f64], f64);
+
     /// What ranks with these rates and settings find out.
-    fn compared(ranks: &[(&[f64], f64)]) -> Option<String> {
+    fn compared(ranks: &[Taken<'_>]) -> Option<String> {
         let numbers = ranks.iter().map(|(rates, setting)| {
             let mut steps = OptimizerSteps::default();
             rates.iter().for_each(|rate| steps.step([*rate, 0.1], [0.9, *setting]));
@@ -137,7 +140,7 @@ mod tests {
         assert_eq!(compared(&[(rates, 0.01), (rates, 0.01), (rates, 0.01)]), None);
         assert_eq!(compared(&[(rates, 0.01), (&[0.1, 0.2, 0.3 + 1e-15], 0.01)]), None);
         assert_eq!(compared(&[(&[], 0.01), (&[], 0.01)]), None);
-        let differing: [([(&[f64], f64); 3], &str); 5] = [
+        let differing: [([Taken<'_>; 3], &str); 5] = [
             ([(rates, 0.01), (rates, 0.01), (&[0.1, 0.2, 0.4], 0.01)], "0.3 on rank 0, and 0.4 on rank 2"),
             ([(rates, 0.01), (&[0.2, 0.1, 0.3], 0.01), (rates, 0.01)], "0.3 on rank 0, and 0.3 on rank 1"),
             (
