@@ -72,7 +72,8 @@ impl Default for DdpOptions {
 /// | the parameters themselves | [`replicas_identical`](Self::replicas_identical) |
 ///
 /// Nothing is compared of an optimizer that is stepped by itself, [`Optimizer`](crate::Optimizer) or one of tch's, as in PyTorch: with other settings on one
-/// rank the replicas drift apart. Nor are steps whose gradients are not averaged over all ranks.
+/// rank the replicas drift apart. Nor are steps whose gradients are not averaged over all ranks; and those of an elastic job that has gone on without a worker
+/// that died, until others join.
 #[doc(alias("DistributedDataParallel", "DDP"))]
 pub struct Ddp {
     variables: Shared,
