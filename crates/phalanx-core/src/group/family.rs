@@ -55,6 +55,12 @@ impl Family {
         }
     }
 
+    /// Whether a group has failed with such a cause.
+    fn has_failed(&self, is_cause: impl Fn(&Error) -> bool) -> bool {
+        let healths: Vec<Arc<Health>> = self.healths.lock().iter().filter_map(Weak::upgrade).collect();
+        healths.iter().any(|health| health.first().get().is_some_and(&is_cause))
+    }
+
     fn members(&self) -> Vec<Arc<Inner>> {
         // Not under the lock: if one of them is dropped here, its threads are waited for.
         self.groups.lock().iter().filter_map(Weak::upgrade).collect()
@@ -116,7 +122,12 @@ impl ProcessGroup {
         let is_cause = |own: &Error| {
             (own.rank(), own.host()) == (cause.rank(), cause.host()) && cause.cause().contains(own.cause())
         };
-        let members = self.inner.config.family.members();
+        let family = &self.inner.config.family;
+        // Mostly none has, and no group is held here.
+        if !family.has_failed(is_cause) {
+            return cause;
+        }
+        let members = family.members();
         let mut others = members.iter().filter(|member| !Arc::ptr_eq(member, &self.inner));
         let Some(failed) = others.find(|member| member.health.first().get().is_some_and(is_cause)) else {
             return cause;
