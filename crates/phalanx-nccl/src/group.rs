@@ -183,11 +183,6 @@ impl DeviceGroup {
                 .with_remedy("name each device once: NCCL has one rank for each"));
         }
         let world = WorldSize::new(u32::try_from(devices.len()).unwrap_or(u32::MAX))?;
-        // Between devices of one process NCCL may have a kernel read and write the memory of a call on another device. It opens memory of no pool by
-        // itself; at an address of a pool that is not open to its device a kernel fails.
-        for device in devices {
-            devices.iter().try_for_each(|peer| device.reach_pool_of(peer))?;
-        }
         let (hosts, siblings) = (ProcessGroup::in_process(world)?, Arc::new(Siblings::default()));
         thread::scope(|scope| {
             let start = |(host, device): (ProcessGroup, &Device)| {

@@ -16,7 +16,7 @@ impl Device {
     /// Lets what runs on this device reach the memory of `peer` directly, over NVLink or PCI Express, for as long as both are open. Without
     /// it the driver may take copies between the two through the host's memory. Once it is on, it stays on, for all that this process has on
     /// them; the other direction is a call of its own. NCCL needs none of this: it sees to its own transports, and
-    /// [`DeviceGroup::of_devices`](crate::DeviceGroup::of_devices) opens the pools to it.
+    /// [`Communicator::new`](crate::Communicator::new) opens the pools to it.
     ///
     /// Memory of a pool has an access of its own. This opens the pool that is the current one of `peer`, from which a [`DeviceBuffer`] is taken:
     /// the default pool, unless another library has set one (`cuDeviceSetMemPool`). If one is set later, call this again.
