@@ -29,6 +29,7 @@ pub(crate) use self::weights::{one_more, scaled};
 use crate::clip;
 use crate::gradients::{Handover, ModelToken, Synced, SyncedGradients, averages};
 use crate::hook;
+use crate::lr;
 use crate::packed::Packed;
 use crate::parallel::{check_parts, of_stages, refuse_parts};
 use crate::parameters::{Inventory, Parameter, Select};
@@ -401,9 +402,15 @@ impl<M: Module> Ddp<M> {
             self.compare_optimizers(optimizer, Caller::DdpStep)?;
         }
         let (trace, begin) = (self.group.trace(), Instant::now());
+        let rates: ModuleLearningRate = learning_rate.into();
         // Moved and not cloned, so that the optimizer can change parameters in place.
-        let model = self.model.take().map(|model| optimizer.step(learning_rate, model, gradients));
+        let model = self.model.take().map(|model| optimizer.step(rates.clone(), model, gradients));
         self.model = model.map(|model| self.inventory.ties.retie(model));
+        if let Some(sink) = self.engine.sink() {
+            // Burn's optimizers do not say what their settings are.
+            let rates = lr::of_each(&rates, &self.inventory.parameters);
+            sink.with_reducer(|reducer| reducer.stepped(rates, []));
+        }
         let end = Instant::now();
         trace.complete(Track::Optimizer, "optimizer", begin, end, &[]);
         if let Some(began) = self.step_began.take() {

@@ -310,6 +310,26 @@ fn a_handle_that_leads_to_another_group_by_now_is_refused() {
 }
 
 #[test]
+fn other_learning_rates_on_one_rank_are_an_error_on_every_rank() {
+    for (rate, said) in [(0.01, None), (0.02, Some("was 0.01 on rank 0, and 0.02 on rank 1"))] {
+        let errors = run(2, |group| {
+            let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
+            let mut optimizer = SgdConfig::new().init();
+            let mut step = || {
+                let loss = ddp.forward(|model| model.loss(samples(0, 4)))?;
+                let gradients = ddp.backward(&loss)?;
+                ddp.step(&mut optimizer, if group.rank().is_main() { 0.01 } else { rate }, gradients)
+            };
+            (0..70).find_map(|_| step().err()).map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), said.is_some(), "{error:?}");
+            assert!(error.iter().zip(said).all(|(error, said)| error.contains(said)), "{error:?}");
+        }
+    }
+}
+
+#[test]
 fn replicas_that_drifted_apart_are_noticed() {
     let drifted = run(2, |group| {
         let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();

@@ -31,7 +31,7 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::Tensor;
-use phalanx::reducer::{ReducerOptions, StepWeight, check_weight_sum};
+use phalanx::reducer::{OptimizerSteps, ReducerOptions, StepWeight, check_weight_sum};
 use phalanx::trace::Track;
 use phalanx::{Error, Rank, ReduceOp, Result, adapter};
 
@@ -128,6 +128,8 @@ pub struct Fsdp<M> {
     accumulated: StepWeight,
     /// Whether the optimizer of the first step has been found to treat each element by itself, and to be that of all ranks.
     is_compared: bool,
+    /// The learning rates of the steps that the ranks have not compared yet.
+    steps: OptimizerSteps,
 }
 
 /// The memory and the traffic of a rank: see [`Fsdp::bytes`].
@@ -189,7 +191,8 @@ impl<M: Module> Fsdp<M> {
         }
         let parameters = Arc::new(parameters);
         let (exchanges, accumulated) = (exchanges.clone(), StepWeight::Nothing);
-        Ok(Self { ddp, exchanges, units: numbers, order, parameters, accumulated, is_compared: false })
+        let (is_compared, steps) = (false, OptimizerSteps::default());
+        Ok(Self { ddp, exchanges, units: numbers, order, parameters, accumulated, is_compared, steps })
     }
 
     /// Runs `pass` on the model, so that a [`backward`](Self::backward) of its result computes gradients.
@@ -389,12 +392,12 @@ impl<M: Module> Fsdp<M> {
     }
 
     /// Lets `optimizer` change this rank's shards by `gradients` from [`backward`](Self::backward). It communicates nothing but in the first step, in
-    /// which the ranks compare their optimizers.
+    /// which the ranks compare their optimizers, and after every 32 steps, when they compare the learning rates of these.
     ///
     /// # Errors
     /// If an exchange has failed, or the gradients are those of another model. In the first step, and on every rank, if there are several shards
     /// and the optimizer does not treat each element by itself, as LAMB and Burn's clipping by norm do not; or if the optimizers do not do the
-    /// same to parameters: if they are of several kinds, or their betas, decay or momentum differ. Learning rates are not compared. Each of
+    /// same to parameters: if they are of several kinds, or their betas, decay or momentum differ. After 32 steps, if learning rates differ. Each of
     /// these ends the groups.
     pub fn step(
         &mut self,
@@ -425,9 +428,11 @@ impl<M: Module> Fsdp<M> {
             self.is_compared = true;
         }
         let began = Instant::now();
-        self.ddp.step(optimizer, learning_rate, gradients)?;
+        let rates: ModuleLearningRate = learning_rate.into();
+        self.ddp.step(optimizer, rates.clone(), gradients)?;
         self.exchanges.record(Track::Optimizer, "optimizer", began);
-        Ok(())
+        self.steps.step(crate::lr::of_each(&rates, self.ddp.parameters()), []);
+        self.steps.verify(&self.exchanges.group)
     }
 
     /// The mean of all ranks' `value`, such as a loss, the same on every rank. All ranks call it together.
