@@ -405,7 +405,7 @@ mod tests {
             let requests = decode(&bytes).unwrap();
             let wire: Vec<Vec<u8>> = keys.iter().map(|key| format!("/{key}").into_bytes()).collect();
             prop_assert_eq!(&requests[0].strings, &wire);
-            prop_assert_eq!(&requests[1].strings, &vec![b"/k".to_vec(), value, Vec::new()]);
+            prop_assert_eq!(&requests[1].strings, &vec![b"/k".to_vec(), value.clone(), Vec::new()]);
             prop_assert_eq!(requests[2].int, amount);
             let changes = [&b"/k"[..], "/é".as_bytes(), &value, b"", b"/", b"", &value].map(<[u8]>::to_vec).to_vec();
             prop_assert_eq!(&requests[3], &Request { op: Op::CompareSetAfter, strings: changes, int: 0 });
