@@ -4,8 +4,8 @@
     bench/report.py FOLDER            the targets: met, missed, not measured
     bench/report.py FOLDER --write    also puts the tables and plots of FOLDER into docs
 
-FOLDER has a file PART.txt for each part that was run, and what the part's command wrote beside it. On the page, what stands between
-`<!-- bench/all PART -->` and `<!-- end -->` is a part's: machine, date, commit, command and what the command printed. Parts that were not run,
+FOLDER has a file PART.txt for each part that was run, and a folder PART.files with what the part's command wrote. On the page, what stands
+between `<!-- bench/all PART -->` and `<!-- end -->` is a part's: machine, date, commit, command and what the command printed. Parts that were not run,
 or failed, stay as they are, and so does all other text.
 """
 
@@ -54,6 +54,11 @@ class Part:
         if not ended:
             raise Missing("interrupted")
         return Part(about, output)
+
+
+def files(folder: Path, part: str) -> Path:
+    """Where a part's command has written."""
+    return folder / f"{part}.files"
 
 
 def lines_of_json(text: str) -> list[dict]:
@@ -150,11 +155,12 @@ def table_of_steps(part: Part) -> str:
 # Collectives
 
 
-def rows_of_peers(folder: Path, file: str) -> dict[tuple[str, int, int], dict[str, tuple[float, bool]]]:
+def rows_of_peers(part: Part, folder: Path) -> dict[tuple[str, int, int], dict[str, tuple[float, bool]]]:
     """By collective, ranks and bytes: each program's time in microseconds, and whether it is a limit and no library."""
-    path = folder / file
+    name = part.about["part"]
+    path = files(folder, name) / f"{name}.json"
     if not path.exists():
-        raise Missing(f"{file} was not written")
+        raise Missing(f"{path.name} was not written")
     found: dict = {}
     for row in lines_of_json(path.read_text()):
         key = row["collective"], row["ranks"], row["bytes"]
@@ -162,23 +168,20 @@ def rows_of_peers(folder: Path, file: str) -> dict[tuple[str, int, int], dict[st
     return found
 
 
-def quickest_peer(file: str) -> Callable[[Part, Path], Values]:
-    def values(_: Part, folder: Path) -> Values:
-        found = []
-        for (collective, ranks, size), times in rows_of_peers(folder, file).items():
-            peers = [time for name, (time, limit) in times.items() if not limit and not name.lower().startswith("phalanx")]
-            if peers and "Phalanx, shm" in times:
-                found.append((f"{collective} of {readable(size)}, {ranks} ranks", min(peers) / times["Phalanx, shm"][0]))
-        return found
-
-    return values
+def quickest_peer(part: Part, folder: Path) -> Values:
+    found = []
+    for (collective, ranks, size), times in rows_of_peers(part, folder).items():
+        peers = [time for name, (time, limit) in times.items() if not limit and not name.lower().startswith("phalanx")]
+        if peers and "Phalanx, shm" in times:
+            found.append((f"{collective} of {readable(size)}, {ranks} ranks", min(peers) / times["Phalanx, shm"][0]))
+    return found
 
 
-def beside_limit(file: str, name: str, limit: str, most: int | None = None) -> Callable[[Part, Path], Values]:
-    def values(_: Part, folder: Path) -> Values:
+def beside_limit(name: str, limit: str, most: int | None = None) -> Callable[[Part, Path], Values]:
+    def values(part: Part, folder: Path) -> Values:
         return [
             (readable(size), times[name][0] / times[limit][0])
-            for (_, _, size), times in rows_of_peers(folder, file).items()
+            for (_, _, size), times in rows_of_peers(part, folder).items()
             if name in times and limit in times and (most is None or size <= most)
         ]
 
@@ -279,26 +282,26 @@ TARGETS = [
     Target("a step of two ranks: PyTorch's DDP / ours", "scaling", lambda part: beside_pytorch(part, "step_ms"), at_least=1),
     Target("a step of two ranks / the slower of two that train alone", "scaling", cost_of_ddp, at_most=1.05),
     *(
-        Target(f"{what}: the quickest peer / ordinary memory", part, quickest_peer(file), at_least=0.95, needs_folder=True)
-        for what, part, file in (
-            ("all_reduce, two ranks", "peers-2", "peers-2.json"),
-            ("all_reduce, four ranks", "peers-4", "peers-4.json"),
-            ("all_reduce, eight ranks", "peers-8", "peers-8.json"),
-            ("all_reduce beside all peers", "peers-all", "peers-all.json"),
-            ("other collectives, two ranks", "collectives", "collectives.json"),
+        Target(f"{what}: the quickest peer / ordinary memory", part, quickest_peer, at_least=0.95, needs_folder=True)
+        for what, part in (
+            ("all_reduce, two ranks", "peers-2"),
+            ("all_reduce, four ranks", "peers-4"),
+            ("all_reduce, eight ranks", "peers-8"),
+            ("all_reduce beside all peers", "peers-all"),
+            ("other collectives, two ranks", "collectives"),
         )
     ),
     Target(
         "all_reduce, two ranks: ordinary memory / a bare loop that copies too",
         "peers-2",
-        beside_limit("peers-2.json", "Phalanx, shm", "bare loop that copies"),
+        beside_limit("Phalanx, shm", "bare loop that copies"),
         at_most=2,
         needs_folder=True,
     ),
     Target(
         "all_reduce over TCP on one host / bare sockets, up to 4 KiB",
         "peers-all",
-        beside_limit("peers-all.json", "Phalanx, tcp", "bare sockets", 4096),
+        beside_limit("Phalanx, tcp", "bare sockets", 4096),
         at_most=1.3,
         needs_folder=True,
     ),
@@ -388,10 +391,11 @@ def rewritten(page: str, folder: Path) -> tuple[str, list[str]]:
 def write(folder: Path) -> None:
     page, done = rewritten(PAGE.read_text(), folder)
     PAGE.write_text(page)
-    plots = [name for part, name in PLOTS.items() if part in done and (folder / name).exists()]
-    for name in plots:
-        shutil.copyfile(folder / name, PAGE.with_name(name))
-    print(f"{PAGE.name} has the tables of {', '.join(done) or 'no part'} now, and the plots {', '.join(plots) or '(none)'}")
+    plots = [plot for part, name in PLOTS.items() if part in done and (plot := files(folder, part) / name).exists()]
+    for plot in plots:
+        shutil.copyfile(plot, PAGE.with_name(plot.name))
+    shown = ", ".join(plot.name for plot in plots)
+    print(f"{PAGE.name} has the tables of {', '.join(done) or 'no part'} now, and the plots {shown or '(none)'}")
     left = sorted(path.stem for path in folder.glob("*.txt") if path.stem not in done)
     if left:
         print(f"not on the page: {', '.join(left)}")

@@ -33,7 +33,7 @@ from pathlib import Path
 RANKS = 3
 MARK = "phalanx-startup "
 # Beginnings of what a store understands: its own greeting, a rank's, and those of PyTorch's clients.
-BEGINNINGS = [b"", b"PHXS\x01\0\0\0", b"PHXH\x03\0\x01\0", b"\0\xce\xf7\x85\x3c", b"\0\xce\xf7\x85\x3c\x06\xff\xff\xff\xff"]
+BEGINNINGS = [b"", b"PHXS\x01\0\0\0", b"PHXH\x04\0\x01\0", b"\0\xce\xf7\x85\x3c", b"\0\xce\xf7\x85\x3c\x06\xff\xff\xff\xff"]
 CASES = {"alone": (0, False), "key": (1000, True), "tls": (400, False)}
 # Seconds.
 START_LIMIT, BETWEEN = 60, 1 / 500

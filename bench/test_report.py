@@ -90,7 +90,8 @@ class Folder(unittest.TestCase):
     def test_a_peer_that_is_quicker_is_found_among_the_peers_alone(self) -> None:
         rows = [("bare loop", 1.0, True), ("Phalanx, shm", 10.0, False), ("Phalanx, tcp", 2.0, False), ("gloo", 9.0, False), ("MPICH", 20.0, False)]
         lines = [{"name": name, "collective": "all_reduce", "ranks": 2, "bytes": 4096, "time_us": time, "limit": limit} for name, time, limit in rows]
-        (self.folder / "peers-2.json").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (self.folder / "peers-2.files").mkdir()
+        (self.folder / "peers-2.files/peers-2.json").write_text("".join(json.dumps(line) + "\n" for line in lines))
         self.part("peers-2", "")
         line = self.report()["all_reduce, two ranks: the quickest peer / ordinary memory"]
         self.assertIn("all_reduce of 4 KiB, 2 ranks 0.90 (1 of 1)", line)
@@ -193,16 +194,23 @@ class All(unittest.TestCase):
 
     def test_what_an_earlier_run_has_left_is_not_gone_on_with(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            # In place of cargo, which the part starts.
+            # In place of cargo, which the part starts. It leaves a checkpoint, as a training does, from which another start would go on.
             cargo = Path(folder) / "cargo"
-            cargo.write_text('#!/bin/sh\n[ ! -e "$out/zero-2.json" ]\n')
+            cargo.write_text('#!/bin/sh\n[ "$(ls "$out")" = "" ] && mkdir -p "$out/run/checkpoints"\n')
             cargo.chmod(0o755)
             out = Path(folder) / "out"
-            out.mkdir()
-            (out / "zero-2.json").write_text("{}\n")
-            done = self.all("--out", str(out), "zero-2", PATH=f"{folder}:{os.environ['PATH']}")
-            self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-            self.assertTrue((out / "zero-2.txt").read_text().endswith("\n# ended\n"))
+            # What is not a part's stays.
+            (out / "zero-2").mkdir(parents=True)
+            for _ in range(2):
+                done = self.all("--out", str(out), "zero-2", PATH=f"{folder}:{os.environ['PATH']}")
+                self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+                self.assertTrue((out / "zero-2.txt").read_text().endswith("\n# ended\n"))
+                self.assertTrue((out / "zero-2.files/run/checkpoints").is_dir())
+            self.assertTrue((out / "zero-2").is_dir())
+
+    def test_no_part_takes_programs_that_cargo_has_not_built(self) -> None:
+        for part, command in COMMANDS.items():
+            self.assertNotIn("target/release", command, f"{part}: cargo builds into CARGO_TARGET_DIR, if it is set")
 
 
 if __name__ == "__main__":

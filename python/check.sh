@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the wheel and installs it into a virtual environment, and runs our tests, PyTorch's own and what is built on torch.distributed with it.
-# PHALANX_TEST_PYTHON names a Python with torch, numpy, pytest, expecttest, accelerate, transformers and lightning; pip brings maturin.
+# PHALANX_TEST_PYTHON names a Python with torch, numpy, pytest, expecttest, accelerate, transformers, lightning, deepspeed, torchft and
+# pytorch-ignite; pip brings maturin. A test that is skipped is shown with its reason.
 set -euo pipefail
 cd "$(dirname "$0")"
 python=${PHALANX_TEST_PYTHON:-python3}
@@ -24,7 +25,7 @@ PHALANX_AS_GLOO=1 "$python" -c 'import torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 print("gloo is", type(dist.group.WORLD).__module__)
 assert type(dist.group.WORLD).__module__.startswith("phalanx_torch")'
-"$python" -m pytest -q -p no:cacheprovider ../tests
+"$python" -m pytest -q -rs -p no:cacheprovider ../tests
 "$python" ../run_torch_tests.py
 "$python" ../tests/frameworks.py
 "$python" ../tests/trainers.py

@@ -53,7 +53,7 @@ OMP_NUM_THREADS=1 cargo test --locked --tests
 (
     on_stand_in
     OMP_NUM_THREADS=1 cargo test --locked --test it --test jobs
-    cargo test --locked --lib over_nccl_ -- --ignored
+    ../.ci/ran cargo test --locked --lib over_nccl_ -- --ignored
 )
 # The benchmark works; its figures are for those who ask for them.
 ./compare.py --steps 1 resnet

@@ -5,6 +5,7 @@ All that is installed lies in one folder (target/peers if not told otherwise), w
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -138,16 +139,35 @@ def phalanx(transport: str, memory: str) -> Callable[[Case], Start]:
     return start
 
 
+def newer_source(package: Path) -> Path | None:
+    """The latest source of phalanx_torch, if it was changed after `package` was installed: its times would be an earlier commit's."""
+    root = PHALANX_TORCH.parent
+    lock = PHALANX_TORCH / "Cargo.lock"
+    crates = [root / "crates" / name / "src" for name in re.findall(r'^name = "(phalanx[\w-]*)"$', lock.read_text(), re.MULTILINE)]
+    folders = [PHALANX_TORCH / "src", PHALANX_TORCH / "phalanx_torch", *crates]
+    sources = [file for folder in folders for file in folder.rglob("*") if file.suffix in (".rs", ".py")]
+    latest = max([lock, *sources], key=lambda file: file.stat().st_mtime)
+    # pip gives files the time of the installation.
+    library = next(package.glob("_native*.so"), None)
+    return None if library and library.stat().st_mtime >= latest.stat().st_mtime else latest
+
+
+def python_package(case: Case, environment: Path, name: str) -> None:
+    """Fails unless the package is there, and, if it is ours, no older than this tree."""
+    package, again = next(environment.glob("lib/python*/site-packages")) / name, f"python bench/peers/setup.py --folder {case.folder}"
+    if not package.exists():
+        raise Missing(f"{package} is missing: {again}")
+    if name == "phalanx_torch" and (source := newer_source(package)):
+        raise Missing(f"{package} is older than {source}: {again} --peers phalanx-torch,phalanx-arrays")
+
+
 def pytorch(by: str) -> Callable[[Case], Start]:
     def start(case: Case) -> Start:
         where = installed(case, "torch", "bin/python")
-        packages = next(where.glob("lib/python*/site-packages"))
         if by in ("deepspeed", "vllm"):
             case.only("all_reduce")
         if by != "gloo":
-            package = packages / ("phalanx_torch" if by == "phalanx" else by)
-            if not package.exists():
-                raise Missing(f"{package} is missing: python bench/peers/setup.py --folder {case.folder}")
+            python_package(case, where, "phalanx_torch" if by == "phalanx" else by)
         if by == "vllm" and not avx512():
             raise Missing("its shared-memory operators need AVX-512, which this processor does not have")
         command = [str(where / "bin/python"), str(HERE / "pytorch.py"), "--by", by, "--ranks", str(case.ranks)]
@@ -187,16 +207,14 @@ def pypi_open_mpi(case: Case) -> Start:
 def mpi4py(case: Case) -> Start:
     case.only("all_reduce")
     where = installed(case, "ompi", "bin/mpirun")
-    if not next(where.glob("lib/python*/site-packages/mpi4py"), None):
-        raise Missing(f"mpi4py is missing in {where}: python bench/peers/setup.py --folder {case.folder}")
+    python_package(case, where, "mpi4py")
     return open_mpi(case, f"{where}/bin/mpirun", f"{where}/bin/python", str(HERE / "arrays.py"), "mpi4py")
 
 
 def phalanx_arrays(case: Case) -> Start:
     case.only("all_reduce")
     where = installed(case, "torch", "bin/python")
-    if not next(where.glob("lib/python*/site-packages/phalanx_torch"), None):
-        raise Missing(f"phalanx_torch is missing in {where}: python bench/peers/setup.py --folder {case.folder}")
+    python_package(case, where, "phalanx_torch")
     command = [f"{where}/bin/python", str(HERE / "arrays.py"), "phalanx", "--ranks", str(case.ranks), *case.listed()]
     return Start(command, {"PHALANX_TRANSPORT": "shm"})
 

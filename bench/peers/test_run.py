@@ -15,6 +15,7 @@ import unittest
 from pathlib import Path
 from unittest import mock
 
+import peers
 import run
 from peers import PEERS, Case, Missing, Peer, Start
 
@@ -153,6 +154,30 @@ class Runs(unittest.TestCase):
         text, code = self.run_with("--rounds", "1", "--peers", "good", "--append")
         self.assertEqual(code, 1)
         self.assertIn("a faster one", text)
+
+
+class Package(unittest.TestCase):
+    def test_a_package_that_is_older_than_its_sources_is_not_timed(self) -> None:
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(peers, "PHALANX_TORCH", Path(folder) / "python"):
+            files = ["python/Cargo.lock", "python/src/lib.rs", "python/phalanx_torch/work.py", "crates/phalanx-core/src/group/work.rs"]
+            others = ["crates/phalanx-burn/src/lib.rs", "python/phalanx_torch/__pycache__/work.pyc"]
+            package = Path(folder) / "torch/lib/python3.11/site-packages/phalanx_torch"
+            for number, name in enumerate([*files, *others, str(package / "_native.abi3.so")]):
+                path = Path(folder) / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text('[[package]]\nname = "phalanx-core"\n' if number == 0 else "")
+                os.utime(path, (1000, 1000))
+            case = Case("all_reduce", 2, 4, 64, 16, Path(folder))
+            peers.python_package(case, Path(folder) / "torch", "phalanx_torch")
+            for name in others:
+                os.utime(Path(folder) / name, (2000, 2000))
+            peers.python_package(case, Path(folder) / "torch", "phalanx_torch")
+            for name in files:
+                with self.subTest(name):
+                    os.utime(Path(folder) / name, (2000, 2000))
+                    with self.assertRaisesRegex(Missing, f"phalanx_torch is older than .*{name}: .*setup.py .*--peers phalanx-torch"):
+                        peers.python_package(case, Path(folder) / "torch", "phalanx_torch")
+                    os.utime(Path(folder) / name, (1000, 1000))
 
 
 if __name__ == "__main__":

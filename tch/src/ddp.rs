@@ -59,6 +59,21 @@ impl Default for DdpOptions {
 /// For an evaluation call [`evaluate`](Self::evaluate).
 ///
 /// All ranks must make the same calls in the same order; if a group detects a difference, it fails on every rank.
+///
+/// # What ranks compare
+///
+/// | what | when |
+/// |---|---|
+/// | names, shapes, types and ties of all variables; the [options](DdpOptions) and the order of gradients | [`new`](Self::new), and each new group of a [`TrainState`](crate::TrainState) |
+/// | communication hooks and their settings | [`register_comm_hook`](Self::register_comm_hook) |
+/// | an optimizer's rules and groups, and the number of steps | [`TrainState::with_group`](crate::TrainState::with_group) and its relatives |
+/// | rules and learning rates of all steps | every 32 steps of [`TrainState::step`](crate::TrainState::step); the error comes in a later [`backward`](Self::backward), and rates may differ by rounding |
+/// | everything that is saved | each commit of an elastic job |
+/// | the parameters themselves | [`replicas_identical`](Self::replicas_identical) |
+///
+/// Nothing is compared of an optimizer that is stepped by itself, [`Optimizer`](crate::Optimizer) or one of tch's, as in PyTorch: with other settings on one
+/// rank the replicas drift apart. Nor are steps whose gradients are not averaged over all ranks; and those of an elastic job that has gone on without a worker
+/// that died, until others join.
 #[doc(alias("DistributedDataParallel", "DDP"))]
 pub struct Ddp {
     variables: Shared,
@@ -205,7 +220,7 @@ impl Ddp {
     /// If an element is infinite or not a number, so is the norm, on every rank alike; the gradients are then left alone.
     ///
     /// # Errors
-    /// If `max_norm` is not a positive number.
+    /// If `max_norm` is not a positive number; or if a call of [NCCL](Self::with_nccl)'s has failed.
     #[doc(alias = "clip_grad_norm_")]
     pub fn clip_grad_norm(&self, max_norm: f64) -> Result<f64> {
         adapter::check_max_norm(max_norm)?;
@@ -222,6 +237,8 @@ impl Ddp {
             true => norm_of(&gradients, |gradient| gradient.f_norm_scalaropt_dtype(2.0, Kind::Double))?,
             false => norm,
         };
+        // What was read is computed.
+        self.or_end(self.check_settled())?;
         if let Some(factor) = adapter::clip_factor(norm, max_norm) {
             for mut gradient in tensors::own_gradients(&self.inventory.parameters)? {
                 drop(gradient.f_mul_scalar_(factor).map_err(torch)?);
@@ -265,7 +282,9 @@ impl Ddp {
     /// If the exchange fails.
     pub fn replicas_identical(&self) -> Result<bool> {
         let group = self.group.in_call(Caller::DdpReplicasIdentical);
-        self.or_end(tensors::identical(&group, &tensors::handles(&self.inventory.parameters)))
+        let identical = tensors::identical(&group, &tensors::handles(&self.inventory.parameters));
+        // What was read is computed.
+        self.or_end(identical.and_then(|identical| self.check_settled().map(|()| identical)))
     }
 
     /// The bytes of all buffers in which gradients were sent, counted once for each operation.
@@ -301,6 +320,13 @@ impl Ddp {
             None => "nothing",
             Some(sink) if sink.is_on_device() => "NCCL",
             Some(_) => "the group",
+        }
+    }
+
+    /// `optimizer` has changed the model by the averages, with these learning rates.
+    pub(crate) fn stepped(&self, learning_rates: &[f64], optimizer: &crate::Optimizer) {
+        if let Some(sink) = &self.sink {
+            sink.with_reducer(|reducer| reducer.stepped(learning_rates.iter().copied(), optimizer.numbers()));
         }
     }
 

@@ -372,6 +372,14 @@ impl OnDevice {
         failure.map_or(Ok(()), Err)
     }
 
+    /// Waits for the calls that have been made so far, and returns the failure of one.
+    pub fn await_calls(&self) -> Result<()> {
+        if self.waits {
+            return Ok(());
+        }
+        self.communicators().iter().try_for_each(await_calls)
+    }
+
     /// The communicators by which calls of this step may have been made: that of all ranks, and that of a smaller group.
     fn communicators(&self) -> Vec<Communicator> {
         let subgroup = lock(&self.state).subgroup.clone();
@@ -406,9 +414,7 @@ impl OnDevice {
 
     /// Waits for the calls of a smaller group that is `left`: nobody would hear later that one has failed.
     fn await_calls_of_left(&self, left: Option<Communicator>) -> Result<()> {
-        let Some(nccl) = left.filter(|_| !self.waits) else { return Ok(()) };
-        nccl.stream().synchronize(Deadline::after(nccl.timeout()))?;
-        nccl.failure().map_or(Ok(()), Err)
+        left.filter(|_| !self.waits).as_ref().map_or(Ok(()), await_calls)
     }
 
     pub fn bytes(&self) -> u64 {
@@ -667,6 +673,12 @@ impl OnDevice {
             then()
         })
     }
+}
+
+/// Waits for what has been called so far, and returns the failure of a call.
+fn await_calls(nccl: &Communicator) -> Result<()> {
+    let waited = nccl.stream().synchronize(Deadline::after(nccl.timeout()));
+    nccl.failure().map_or(waited, Err)
 }
 
 /// What NCCL reads of one rank, and where it writes the parts of all.

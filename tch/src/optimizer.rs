@@ -339,6 +339,11 @@ impl Optimizer {
         rules.collect::<Vec<_>>().join("; ")
     }
 
+    /// Its rules as they travel, one behind the other.
+    pub(crate) fn numbers(&self) -> Vec<f64> {
+        self.rules.iter().flat_map(|rule| rule.numbers()).collect()
+    }
+
     /// What ranks compare of its parameters: also in which groups they are.
     pub(crate) fn contract(&self) -> Vec<ParameterSpec> {
         let mut contract = Inventory::specs(&self.parameters);
@@ -355,8 +360,7 @@ impl Optimizer {
 
     /// Takes over the rules and the state of rank `root`.
     pub(crate) fn adopt(&mut self, group: &dyn Communicator, root: Rank) -> Result<()> {
-        let mine: Vec<f64> = self.rules.iter().flat_map(|rule| rule.numbers()).collect();
-        let theirs = group.broadcast_async(Buffer::from_slice(&mine), root)?.wait()?;
+        let theirs = group.broadcast_async(Buffer::from_slice(&self.numbers()), root)?.wait()?;
         for (rule, numbers) in self.rules.iter_mut().zip(theirs.as_slice::<f64>()?.chunks(NUMBERS)) {
             let theirs = Rule::of_numbers(numbers).filter(|theirs| theirs.fields() == rule.fields());
             *rule = theirs.ok_or_else(|| {

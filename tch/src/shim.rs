@@ -97,7 +97,25 @@ fn outcome(error: *mut c_char) -> Result<()> {
         phx_free(error);
         text
     };
-    Err(Error::invalid_argument(format!("libtorch: {text}")))
+    Err(error_of(&text))
+}
+
+/// What libtorch's errors of a device have: of the runtime, of the driver, and of the libraries for it.
+const DEVICE_ERRORS: &[&str] =
+    &["CUDA error", "CUDA driver error", "CUBLAS_STATUS", "CUDNN_STATUS", "CUSOLVER_STATUS", "CUFFT_"];
+
+/// The error that libtorch describes by `text`, of which a stack may follow in further lines. Where memory or the device is to blame, it is this rank's
+/// alone: the other ranks of an elastic job go on. All others are the program's, which is the same on every rank.
+pub(crate) fn error_of(text: &str) -> Error {
+    let says = |words: &[&str]| words.iter().any(|words| text.contains(words));
+    let kind = if says(&["out of memory", "not enough memory", "there is no memory", "bad_alloc"]) {
+        Error::out_of_memory
+    } else if says(DEVICE_ERRORS) {
+        Error::aborted
+    } else {
+        Error::invalid_argument
+    };
+    kind(format!("libtorch: {}", text.lines().next().unwrap_or("an error without a message")))
 }
 
 /// A value of Rust's for the shim to keep, and how it drops it.

@@ -128,6 +128,12 @@ impl Sink {
         self.0.with_state(|deliveries| deliveries.on_device.as_ref().map_or(Ok(()), |one| one.check()))
     }
 
+    /// Waits for the calls of NCCL's that have been made so far, and returns the failure of one.
+    pub fn await_calls(&self) -> Result<()> {
+        // Not under the lock: a hook may need it meanwhile.
+        self.on_device().map_or(Ok(()), |on_device| on_device.await_calls())
+    }
+
     /// The model runs forward. Returns the failure of an earlier backward pass, if there was one.
     pub fn forward(&self) -> Result<()> {
         self.0.attempt(|_, deliveries| deliveries.await_backward(true))

@@ -12,7 +12,7 @@ use phalanx::reducer::ParameterSpec;
 use phalanx::reducer::hooks::{HookState, PeriodicModelAverager};
 use phalanx::sampler::ElasticSampler;
 use phalanx::state::{StateReader, StateWriter};
-use phalanx::{Error, ProcessGroup, Rank, Result, WorldSize};
+use phalanx::{Communicator as _, Error, ProcessGroup, Rank, Result, WorldSize};
 use phalanx_nccl::DeviceGroup;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -173,8 +173,14 @@ impl<T> TrainState<T> {
         nccl: Option<phalanx_nccl::Communicator>,
         ranks: WorldSize,
     ) -> Result<Self> {
-        self.ddp.check_nothing_held()?;
-        let (hook, is_absent) = (self.ddp.hook_state()?, self.ddp.loaded_hook.is_absent());
+        let left = self.ddp.check_nothing_held().and_then(|()| self.ddp.check_left());
+        // The other ranks wait in the new group.
+        let hook = left.and_then(|()| self.ddp.hook_state()).inspect_err(|error| {
+            if handle.world_size() != WorldSize::ONE {
+                handle.abort(error.clone());
+            }
+        })?;
+        let is_absent = self.ddp.loaded_hook.is_absent();
         self.ddp = self.ddp.again(handle, nccl, &self.options)?;
         let own_remains = self.ddp.world_size() == ranks;
         self.ddp.load_hook(hook.map(|hook| if own_remains { hook } else { hook.without_own() }))?;
@@ -247,10 +253,12 @@ impl<T> TrainState<T> {
 
     /// [`Optimizer::step`], counted, and an average of the model if an [averager](Self::with_averager) finds it due.
     ///
+    /// The ranks [compare](Ddp#what-ranks-compare) their rules and learning rates.
+    ///
     /// # Errors
     /// As [`Optimizer::step`] and [`Ddp::average_parameters`]; if a trainable variable has a gradient, and the optimizer was made without it.
     pub fn step(&mut self, learning_rate: f64) -> Result<()> {
-        self.counted(|optimizer| optimizer.step(learning_rate))
+        self.step_groups(&vec![learning_rate; self.optimizer.rules().len()])
     }
 
     /// As [`step`](Self::step), by [`Optimizer::step_groups`].
@@ -258,12 +266,9 @@ impl<T> TrainState<T> {
     /// # Errors
     /// As [`step`](Self::step) and [`Optimizer::step_groups`].
     pub fn step_groups(&mut self, learning_rates: &[f64]) -> Result<()> {
-        self.counted(|optimizer| optimizer.step_groups(learning_rates))
-    }
-
-    fn counted(&mut self, step: impl FnOnce(&mut Optimizer) -> Result<()>) -> Result<()> {
         self.optimizer.check_trains(self.ddp.variables())?;
-        step(&mut self.optimizer)?;
+        self.optimizer.step_groups(learning_rates)?;
+        self.ddp.stepped(learning_rates, &self.optimizer);
         self.steps += 1;
         if let Some(averager) = &mut self.averager {
             averager.step(&mut self.ddp)?;

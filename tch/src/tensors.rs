@@ -483,20 +483,9 @@ pub(crate) fn handles(tensors: &[Named]) -> Vec<Tensor> {
     tensors.iter().map(|one| one.tensor.shallow_clone()).collect()
 }
 
-/// An error of libtorch's, without the stack that follows in further lines. Where memory or the device is to blame, it is this rank's alone: the other
-/// ranks of an elastic job go on. All others are the program's, which is the same on every rank.
+/// An error of libtorch's, without the stack that follows in further lines.
 pub(crate) fn torch(error: tch::TchError) -> Error {
-    let text = error.to_string();
-    let says = |words: &[&str]| words.iter().any(|words| text.contains(words));
-    let kind = if says(&["out of memory", "not enough memory"]) {
-        Error::out_of_memory
-    } else if says(&["CUDA error", "CUBLAS_STATUS", "CUDNN_STATUS"]) {
-        Error::aborted
-    } else {
-        Error::invalid_argument
-    };
-    kind(format!("libtorch: {}", text.lines().next().unwrap_or("an error without a message")))
-        .with_source(error)
+    shim::error_of(&error.to_string()).with_source(error)
 }
 
 #[cfg(test)]
@@ -551,6 +540,11 @@ mod tests {
         assert!(is_a_peers("CUDA out of memory. Tried to allocate 20.00 GiB.\nException raised from malloc"));
         assert!(is_a_peers("DefaultCPUAllocator: not enough memory: you tried to allocate 1 bytes."));
         assert!(is_a_peers("CUDA error: an illegal memory access was encountered"));
+        assert!(is_a_peers("std::bad_alloc"));
+        assert!(is_a_peers("CUDA driver error: unknown error"));
+        assert!(is_a_peers(
+            "cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate(handle)`"
+        ));
         assert!(!is_a_peers("The size of tensor a (2) must match the size of tensor b (3)"));
     }
 }

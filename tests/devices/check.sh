@@ -116,7 +116,7 @@ tests() {
     shift 2
     while [ "$1" != -- ]; do targets+=("$1"); shift; done
     if [ -z "$programs" ]; then
-        cargo test --locked -p phalanx-burn "${lightly[@]}" --features "$features" "${targets[@]}" "$@" || failed=1
+        .ci/ran cargo test --locked -p phalanx-burn "${lightly[@]}" --features "$features" "${targets[@]}" "$@" || failed=1
     elif [ -n "$only_build" ]; then
         mkdir -p "$programs/$device"
         local target=${targets[-1]} built
@@ -124,7 +124,7 @@ tests() {
             sed -n 's/.*"executable":"\([^"]*\/'"$target"'-[^"]*\)".*/\1/p' | tail -n 1)
         cp "$built" "$program"
     else
-        "$program" "${@:2}" || failed=1
+        .ci/ran "$program" "${@:2}" || failed=1
     fi
 }
 for device in "${devices[@]}"; do

@@ -155,7 +155,8 @@ impl LocalState {
             return Err(error);
         }
         if self.every == 0 {
-            return Err(Error::invalid_argument("workers that come together every 0 steps take no step"));
+            return Err(Error::invalid_argument("LocalUpdates with an interval of 0 steps")
+                .with_remedy("give the number of steps after which the workers come together: 1 or more"));
         }
         let (rank, peer) = (group.rank(), |index: usize| Rank::new(index as u32));
         if let Some((other, cause)) = all
@@ -282,11 +283,12 @@ impl LocalUpdates {
     /// is not done, and parameters and state are what they were before it.
     pub fn step(&mut self, parameters: &mut [f32]) -> Result<Option<u64>> {
         if self.state.elements != parameters.len() {
-            return Err(Error::invalid_argument(format!(
-                "there were {} parameters, and now there are {}",
+            let cause = format!(
+                "LocalUpdates was made with {} parameters, and this step has {}",
                 self.state.elements,
                 parameters.len()
-            )));
+            );
+            return Err(Error::invalid_argument(cause).with_remedy("give the same parameters in each step"));
         }
         let steps = self.state.steps + 1;
         let bytes = match steps.is_multiple_of(self.state.every) {

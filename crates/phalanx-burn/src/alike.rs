@@ -38,16 +38,25 @@ pub(crate) fn check<M: Module>(
         return Ok(());
     }
     // The others wait for this rank.
-    let abort = |error: &Error| group.abort(error.clone());
-    let own = made(optimizer, (model, parameters), group.rank()).inspect_err(abort)?;
-    let bytes: &[u8] = bytemuck::cast_slice(&own);
-    let main = broadcast_bytes(group, Rank::MAIN, bytes, MAX_BYTES).inspect_err(abort)?;
+    let own =
+        made(optimizer, (model, parameters), group.rank()).inspect_err(|error| group.abort(error.clone()))?;
+    first_other(&own, TOLERANCE, group)?.map_or(Ok(()), |rank| Err(differs(rank)))
+}
+
+/// The first rank that has other numbers than rank 0, on every rank. Those of ranks that are alike differ by `tolerance` at most, of 1 or of what is
+/// larger. All ranks of `group` call it together.
+pub(crate) fn first_other(own: &[f32], tolerance: f32, group: &dyn Communicator) -> Result<Option<Rank>> {
+    if group.world_size() == WorldSize::ONE {
+        return Ok(None);
+    }
+    let main = broadcast_bytes(group, Rank::MAIN, bytemuck::cast_slice(own), MAX_BYTES)
+        .inspect_err(|error| group.abort(error.clone()))?;
     let main = main.as_bytes().chunks_exact(size_of::<f32>()).map(bytemuck::pod_read_unaligned::<f32>);
     let main: Vec<f32> = main.collect();
-    let mine = if is_same(&main, &own) { i64::MAX } else { i64::from(group.rank().get()) };
+    let mine = if are_near(&main, own, tolerance) { i64::MAX } else { i64::from(group.rank().get()) };
     let first = group.all_reduce_async(Buffer::from_slice(&[mine]), ReduceOp::Min)?.wait()?;
     let first = first.as_slice::<i64>()?.first().copied().and_then(|rank| u32::try_from(rank).ok());
-    first.map_or(Ok(()), |rank| Err(differs(Rank::new(rank))))
+    Ok(first.map(Rank::new))
 }
 
 /// The error for the optimizer of `rank`, which makes something else than rank 0's.
@@ -62,14 +71,15 @@ pub(crate) fn differs(rank: Rank) -> Error {
 
 /// Whether two ranks' optimizers have [made] the same.
 pub(crate) fn is_same(one: &[f32], other: &[f32]) -> bool {
-    one.len() == other.len() && one.iter().zip(other).all(|(one, other)| are_near(*one, *other))
+    are_near(one, other, TOLERANCE)
 }
 
-fn are_near(one: f32, other: f32) -> bool {
-    match one.is_finite() && other.is_finite() {
-        true => (one - other).abs() <= TOLERANCE * one.abs().max(other.abs()).max(1.0),
+fn are_near(one: &[f32], other: &[f32], tolerance: f32) -> bool {
+    let is_near = |(one, other): (&f32, &f32)| match one.is_finite() && other.is_finite() {
+        true => (one - other).abs() <= tolerance * one.abs().max(other.abs()).max(1.0),
         false => one.is_finite() == other.is_finite(),
-    }
+    };
+    one.len() == other.len() && one.iter().zip(other).all(is_near)
 }
 
 /// What the optimizer of this `rank` makes of small parameters in place of the model's. If it panics with them, a single NaN, as any other one that

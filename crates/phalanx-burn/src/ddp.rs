@@ -29,6 +29,7 @@ pub(crate) use self::weights::{one_more, scaled};
 use crate::clip;
 use crate::gradients::{Handover, ModelToken, Synced, SyncedGradients, averages};
 use crate::hook;
+use crate::lr;
 use crate::packed::Packed;
 use crate::parallel::{check_parts, of_stages, refuse_parts};
 use crate::parameters::{Inventory, Parameter, Select};
@@ -95,6 +96,10 @@ pub struct Ddp<M> {
     is_of_stages: bool,
     /// Whether the optimizer of the first step has been found to treat each element of divided layers by itself.
     is_elementwise: bool,
+    /// Whether the ranks have found their optimizers alike since the model has come into this group. The same on every rank.
+    is_compared: bool,
+    /// Whether an elastic job gives all ranks the same state of the optimizer.
+    has_common_state: bool,
     /// The memory for broadcasting buffers, and for averaging the model.
     packed_buffers: Packed,
     packed_weights: Packed,
@@ -178,6 +183,8 @@ impl<M: Module> Ddp<M> {
             sharded: false,
             is_of_stages: false,
             is_elementwise: false,
+            is_compared: false,
+            has_common_state: false,
             packed_buffers: Packed::default(),
             packed_weights: Packed::default(),
             loaded_hook: LoadedHook::default(),
@@ -346,14 +353,23 @@ impl<M: Module> Ddp<M> {
         Ok(clip::scale(self.model(), gradients, max_norm, squares))
     }
 
-    /// Lets `optimizer` change the model by `gradients` from [`backward`](Self::backward). It communicates nothing.
+    /// Lets `optimizer` change the model by `gradients` from [`backward`](Self::backward). It communicates nothing but in the first step, in
+    /// which the ranks compare their optimizers: all ranks take that one together.
     ///
-    /// All ranks give it the same optimizer, with the same settings and state, and the same learning rate. As nothing is compared here, replicas
-    /// drift apart otherwise: [`replicas_identical`](Self::replicas_identical) says whether they have. The optimizers of
-    /// [`TrainState::with_group`](crate::TrainState::with_group), [`ZeroRedundancyOptimizer::new`](crate::ZeroRedundancyOptimizer::new) and
-    /// [`Fsdp::step`](crate::parallel::fsdp::Fsdp::step) are compared.
+    /// All ranks give it the same optimizer, with the same settings and state, and the same learning rate. Otherwise replicas drift apart. What is
+    /// compared, and when:
+    ///
+    /// | | |
+    /// |---|---|
+    /// | what the optimizers do to parameters: their kinds, betas, decay, momentum, clipping | in the first step of each `Ddp`, and of an elastic job's state in each group; in [`TrainState::with_group`](crate::TrainState::with_group), [`ZeroRedundancyOptimizer::new`](crate::ZeroRedundancyOptimizer::new) and [`Fsdp::step`](crate::parallel::fsdp::Fsdp::step); when an uneven [`join`](Self::join) ends |
+    /// | of which parameters they have a state, and after how many steps | in the first step of each `Ddp`, and in `ZeroRedundancyOptimizer::new`; `TrainState::with_group`, an elastic job and an uneven `join` give every rank the same state |
+    /// | learning rates | every 32 steps; differences by rounding are none |
+    /// | optimizers that are exchanged later | never: [`replicas_identical`](Self::replicas_identical) says whether replicas have drifted apart |
     ///
     /// # Errors
+    /// On every rank, and it ends nothing: if the ranks' optimizers do not do the same to parameters, or some have a state that others have not, as
+    /// one that has loaded a record alone.
+    ///
     /// If the gradients are those of another `Ddp`, such as a generator's, or of this one before its state was loaded
     /// or it changed its group. After a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) was made for this
     /// `Ddp`: then no rank has all gradients, and only that optimizer may step. In the first step, if layers are
@@ -382,10 +398,20 @@ impl<M: Module> Ddp<M> {
     ) -> Result<()> {
         let gradients = gradients.synced().of(&self.token).map_err(|error| self.fail(error))?;
         self.check_elementwise(optimizer)?;
+        if !self.is_compared {
+            self.compare_states(optimizer)?;
+            self.compare_optimizers(optimizer, Caller::DdpStep)?;
+        }
         let (trace, begin) = (self.group.trace(), Instant::now());
+        let rates: ModuleLearningRate = learning_rate.into();
         // Moved and not cloned, so that the optimizer can change parameters in place.
-        let model = self.model.take().map(|model| optimizer.step(learning_rate, model, gradients));
+        let model = self.model.take().map(|model| optimizer.step(rates.clone(), model, gradients));
         self.model = model.map(|model| self.inventory.ties.retie(model));
+        if let Some(sink) = self.engine.sink() {
+            // Burn's optimizers do not say what their settings are.
+            let rates = lr::of_each(&rates, &self.inventory.parameters);
+            sink.with_reducer(|reducer| reducer.stepped(rates, []));
+        }
         let end = Instant::now();
         trace.complete(Track::Optimizer, "optimizer", begin, end, &[]);
         if let Some(began) = self.step_began.take() {

@@ -67,7 +67,7 @@
 //! - **[`Ddp::evaluate`]** runs on the model without autodiff, with rank 0's buffers on every rank.
 //! - **[`Ddp::backward`]** hands each gradient to the [reducer](phalanx::reducer) as soon as it is finished, while the
 //!   layers below are still computing theirs. Set `PHALANX_TRACE=trace.json` and open the file in a trace viewer to see it.
-//! - **[`Ddp::step`]** is local.
+//! - **[`Ddp::step`]** is local, but for the first, in which the ranks compare their optimizers.
 //!
 //! The gradient is the average over ranks: with a mean as the loss and equal batches, it is that of the whole batch. With unequal
 //! batches [`Ddp::backward_weighted`] gives that of the whole batch.

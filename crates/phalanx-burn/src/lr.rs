@@ -2,10 +2,17 @@
 
 use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
 use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
-use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
+use burn::lr_scheduler::module_lr_scheduler::{ModuleLearningRate, ModuleLrScheduler};
 use burn::lr_scheduler::sequential::SequentialLrSchedulerConfig;
 use burn::lr_scheduler::{DynLrScheduler, LrScheduler, LrSchedulerConfig, LrSchedulerRecord};
 use phalanx::{Error, Result, WorldSize};
+
+use crate::parameters::Parameter;
+
+/// The learning rate of each of these parameters.
+pub(crate) fn of_each(rates: &ModuleLearningRate, parameters: &[Parameter]) -> impl Iterator<Item = f64> {
+    parameters.iter().map(move |one| rates.lr_from_param(one.id, Some(&one.name)))
+}
 
 /// How the learning rate depends on the number of ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -105,7 +112,8 @@ pub fn cosine_with_warmup(peak: f64, warmup: usize, steps: usize) -> Result<Modu
     if warmup >= steps {
         return Err(Error::invalid_argument(format!(
             "a warm-up of {warmup} steps is not over after {steps}"
-        )));
+        ))
+        .with_remedy("give fewer steps of warm-up than steps in all"));
     }
     let rise = match warmup {
         0 => None,

@@ -65,7 +65,8 @@ impl Inventory {
         let mut visitor = Stock::default();
         module.visit(&mut visitor);
         let Some(device) = visitor.device else {
-            return Err(Error::invalid_argument("the model has no parameters"));
+            return Err(Error::invalid_argument("the model has no parameters")
+                .with_remedy("give a model whose fields are layers or parameters"));
         };
         device::check(&device)?;
         if !device.is_autodiff() {

@@ -110,23 +110,39 @@ impl HostAccess for Cube {
     }
 }
 
-/// The type in which Burn's `dtype` is sent.
+/// The type in which Burn's `dtype` is sent and saved.
 pub(crate) fn dtype(dtype: BurnDType) -> Result<DType> {
+    sent(dtype).ok_or_else(|| {
+        Error::invalid_argument(format!("tensors of type {dtype:?} do not travel between ranks"))
+            .with_remedy(INSTEAD)
+    })
+}
+
+/// The same for the tensor `name`, which an error names.
+pub(crate) fn dtype_of(name: &str, dtype: BurnDType) -> Result<DType> {
+    sent(dtype).ok_or_else(|| {
+        Error::invalid_argument(format!(
+            "`{name}` is of type {dtype:?}: tensors of that type are neither sent to other ranks nor saved"
+        ))
+        .with_remedy(INSTEAD)
+    })
+}
+
+const INSTEAD: &str = "cast it, or leave it out of the module";
+
+fn sent(dtype: BurnDType) -> Option<DType> {
     match dtype {
-        BurnDType::F64 => Ok(DType::F64),
-        BurnDType::F32 | BurnDType::Flex32 => Ok(DType::F32),
-        BurnDType::F16 => Ok(DType::F16),
-        BurnDType::BF16 => Ok(DType::BF16),
-        BurnDType::I64 | BurnDType::U64 => Ok(DType::I64),
-        BurnDType::I32 | BurnDType::U32 => Ok(DType::I32),
-        BurnDType::U8 | BurnDType::I8 => Ok(DType::U8),
-        BurnDType::Bool(_) if dtype.size() == 1 => Ok(DType::U8),
+        BurnDType::F64 => Some(DType::F64),
+        BurnDType::F32 | BurnDType::Flex32 => Some(DType::F32),
+        BurnDType::F16 => Some(DType::F16),
+        BurnDType::BF16 => Some(DType::BF16),
+        BurnDType::I64 | BurnDType::U64 => Some(DType::I64),
+        BurnDType::I32 | BurnDType::U32 => Some(DType::I32),
+        BurnDType::U8 | BurnDType::I8 => Some(DType::U8),
+        BurnDType::Bool(_) if dtype.size() == 1 => Some(DType::U8),
         // As some devices store them.
-        BurnDType::Bool(_) if dtype.size() == 4 => Ok(DType::I32),
-        other => {
-            Err(Error::invalid_argument(format!("tensors of type {other:?} do not travel between ranks"))
-                .with_remedy("cast it, or leave it out of the module"))
-        }
+        BurnDType::Bool(_) if dtype.size() == 4 => Some(DType::I32),
+        _ => None,
     }
 }
 
@@ -255,7 +271,10 @@ mod tests {
 
     #[test]
     fn quantized_tensors_are_refused() {
-        assert!(dtype(BurnDType::QFloat(Default::default())).unwrap_err().is_invalid_argument());
+        let quantized = BurnDType::QFloat(Default::default());
+        assert!(dtype(quantized).unwrap_err().is_invalid_argument());
+        let error = dtype_of("head.weight", quantized).unwrap_err();
+        assert!(error.is_invalid_argument() && error.to_string().contains("`head.weight`"), "{error}");
     }
 
     fn address<const D: usize>(tensor: &Tensor<D>) -> usize {

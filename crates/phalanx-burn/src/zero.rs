@@ -11,7 +11,7 @@ use phalanx::{Caller, Communicator, Error, Rank, Result, WorldSize};
 use crate::gradients::Synced;
 use crate::parameters::Parameter;
 use crate::state::{Begun, moments};
-use crate::{Ddp, alike, optimizer};
+use crate::{Ddp, optimizer};
 
 /// The first stage of ZeRO (Rajbhandari et al., 2020): each rank keeps the optimizer's state of its own part of the
 /// parameters, receives the averages of their gradients, updates them, and sends them to the others. PyTorch's
@@ -60,15 +60,15 @@ impl ZeroRedundancyOptimizer {
     ///
     /// # Errors
     /// If the state cannot be read. On every rank, if the optimizers do not do the same to parameters: if they are of several kinds, or their betas,
-    /// decay, momentum or clipping differ. Each rank would update its part of one model in another way. Learning rates are not compared. On every
-    /// rank, too, if some have a state of a parameter that others do not have, or after another number of steps.
+    /// decay, momentum or clipping differ. Each rank would update its part of one model in another way. Learning rates are
+    /// compared every 32 steps. On every rank, too, if some have a state of a parameter that others do not have, or after another number of steps.
     pub fn new<M: Module>(optimizer: ModuleOptimizer, ddp: &mut Ddp<M>) -> Result<Self> {
         let owners = assign_owners(ddp.parameters(), ddp.world_size());
         let mine = ddp.parameters().iter().zip(&owners).filter(|(_, owner)| **owner == ddp.rank());
         let own = mine.map(|(parameter, _)| parameter.id).collect();
         ddp.shard(owners)?;
+        ddp.compare_optimizers(&optimizer, Caller::ZeroNew)?;
         let group = ddp.group().in_call(Caller::ZeroNew);
-        alike::check(&optimizer, (ddp.model(), ddp.parameters()), &group)?;
         optimizer::check_states(&optimizer, &group, ddp.parameters())?;
         let inner = optimizer::restricted(optimizer, ddp.parameters(), &own);
         // The others go on, and wait for this rank's part.
@@ -130,8 +130,13 @@ impl ZeroRedundancyOptimizer {
     /// ```
     ///
     /// # Errors
-    /// If the state cannot be read, or as [`Snapshot::tensor`] and [`Snapshot::value`].
+    /// If the state cannot be read; in the middle of a step, where gradients of [`Ddp::backward_no_sync`] would be missing; or as
+    /// [`Snapshot::tensor`] and [`Snapshot::value`].
     pub fn save<M: Module>(&self, ddp: &Ddp<M>, snapshot: &mut Snapshot, name: &str) -> Result<()> {
+        ddp.check_nothing_held()?;
+        if ddp.rank().is_main() {
+            snapshot.value(&ranks_of(name), &ddp.world_size().get())?;
+        }
         let index = format!("{name}-{}", ddp.rank());
         moments::save(&self.inner, ddp.parameters(), snapshot, (&index, name))
     }
@@ -143,7 +148,12 @@ impl ZeroRedundancyOptimizer {
     /// If it does not exist, cannot be read, or is that of another model or optimizer; the state is then unchanged. A checkpoint after a
     /// step above 0 without anything of an optimizer is that of another one, unless this one keeps nothing.
     pub fn load<M: Module>(&mut self, ddp: &Ddp<M>, saved: &Saved, name: &str) -> Result<()> {
-        let indexes = (0..saved.world_size()).map(|rank| format!("{name}-{rank}"));
+        // The ranks of the Ddp may be a part of those that have made the checkpoint, which earlier versions have counted.
+        let ranks = match saved.part_names().any(|part| part == ranks_of(name)) {
+            true => saved.value::<u32>(&ranks_of(name))?,
+            false => saved.world_size(),
+        };
+        let indexes = (0..ranks).map(|rank| format!("{name}-{rank}"));
         let is_own = |index: usize| {
             let parameter = ddp.parameters().get(index);
             // A missing tensor means another model, which is an error.
@@ -166,6 +176,11 @@ impl ZeroRedundancyOptimizer {
     pub fn own_elements<M: Module>(&self, ddp: &Ddp<M>) -> usize {
         ddp.parameters().iter().filter(|parameter| self.own.contains(&parameter.id)).map(elements).sum()
     }
+}
+
+/// The name under which it is saved among how many ranks a state is divided.
+fn ranks_of(name: &str) -> String {
+    format!("{name}-ranks")
 }
 
 fn elements(parameter: &Parameter) -> usize {

@@ -189,9 +189,12 @@ fn has_own(hook: &HookState) -> bool {
 /// What the hook keeps, in a step of which every rank saves its part in `group`.
 ///
 /// # Errors
-/// If the ranks' models differ: the hook lets ranks train by themselves. If the ranks keep other tensors of their own, or are others than `group`'s.
+/// If the ranks' models differ: the hook lets ranks train by themselves. If the ranks keep other tensors of their own, or are others than `group`'s. If
+/// what it keeps cannot be read, which ends `group`.
 fn checked_hook<S: TrainingState>(state: &S, group: &ProcessGroup) -> Result<Option<HookState>> {
-    let Some(hook) = state.hook_state()? else { return Ok(None) };
+    // The others go on, and wait for this rank.
+    let hook = state.hook_state().inspect_err(|error| group.abort(error.clone()))?;
+    let Some(hook) = hook else { return Ok(None) };
     if hook.is_empty() {
         return Ok(Some(hook));
     }
@@ -262,6 +265,14 @@ mod tests {
         parameter: usize,
         /// How often all that the hook keeps was read.
         reads: AtomicUsize,
+        /// Whether it cannot be read.
+        is_lost: bool,
+    }
+
+    impl Kept {
+        fn new(group: ProcessGroup, parameter: usize) -> Self {
+            Self { group, parameter, reads: AtomicUsize::new(0), is_lost: false }
+        }
     }
 
     impl TrainingState for Kept {
@@ -277,6 +288,9 @@ mod tests {
 
         fn hook_state(&self) -> Result<Option<HookState>> {
             self.reads.fetch_add(1, Ordering::Relaxed);
+            if self.is_lost {
+                return Err(Error::aborted("the device is lost"));
+            }
             let loss = self.group.rank().get() as f32;
             Ok(Some(HookState::default().own("loss", self.parameter, vec![loss; 2])))
         }
@@ -310,7 +324,7 @@ mod tests {
     fn a_checkpoint_reads_what_a_hook_keeps_once_and_a_commit_only_what_ranks_have_in_common() {
         let folder = tempfile::tempdir().unwrap();
         let group = ProcessGroup::alone().unwrap();
-        let state = Kept { group: group.clone(), parameter: 1, reads: AtomicUsize::new(0) };
+        let state = Kept::new(group.clone(), 1);
         save_common(&state, &mut Parts::default(), 0).unwrap();
         assert_eq!(state.reads.load(Ordering::Relaxed), 0);
         let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
@@ -326,6 +340,24 @@ mod tests {
     }
 
     #[test]
+    fn a_hook_that_cannot_be_read_on_one_rank_is_an_error_on_every_rank() {
+        let groups = ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap();
+        let errors = std::thread::scope(|scope| {
+            let ranks: Vec<_> = groups
+                .into_iter()
+                .map(|group| {
+                    scope.spawn(move || {
+                        let state = Kept { is_lost: group.rank() != Rank::MAIN, ..Kept::new(group, 0) };
+                        checked_hook(&state, &state.group).unwrap_err().to_string()
+                    })
+                })
+                .collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
+        });
+        assert!(errors.iter().all(|error| error.contains("the device is lost")), "{errors:?}");
+    }
+
+    #[test]
     fn ranks_whose_hooks_keep_other_tensors_are_refused_and_others_are_gathered_by_rank() {
         for parameters in [[1, 1], [0, 1]] {
             let groups = ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap();
@@ -334,7 +366,7 @@ mod tests {
                 .zip(parameters)
                 .map(|(group, parameter)| {
                     std::thread::spawn(move || {
-                        let state = Kept { group, parameter, reads: AtomicUsize::new(0) };
+                        let state = Kept::new(group, parameter);
                         checked_hook(&state, &state.group)?
                             .map(|hook| own_of_all(&hook, &state.group))
                             .transpose()

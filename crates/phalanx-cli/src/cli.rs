@@ -136,7 +136,7 @@ Environment of a worker:
   GROUP_RANK, GROUP_WORLD_SIZE
       the rank of this machine, and the number of machines
   ROLE_NAME, ROLE_RANK, ROLE_WORLD_SIZE
-      the role (--role), and rank and number of workers again
+      the role (--role), and rank and number of workers among those of that role
   MASTER_ADDR, MASTER_PORT
       where the store is
   TORCHELASTIC_RESTART_COUNT, TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_RUN_ID, TORCHELASTIC_USE_AGENT_STORE
@@ -192,7 +192,7 @@ pub(crate) struct Run {
     #[arg(long, env = "PET_STANDALONE", hide_env_values = true, value_parser = FalseyValueParser::new())]
     pub(crate) standalone: bool,
 
-    /// The workers' role, for their ROLE_NAME
+    /// The role of this node's workers, for their ROLE_NAME, ROLE_RANK and ROLE_WORLD_SIZE
     #[arg(long, value_name = "NAME", env = "PET_ROLE", hide_env_values = true, default_value = "default")]
     pub(crate) role: String,
 

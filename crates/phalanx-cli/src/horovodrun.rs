@@ -16,6 +16,9 @@ pub(crate) const NAME: &str = "horovodrun";
 /// Tells the launcher to set Horovod's variables for workers beside its own.
 const MARK: &str = "PHALANX_HOROVODRUN";
 
+/// More restarts than any job has.
+const NO_LIMIT: &str = "1000000";
+
 const MANUAL: &str = "\
 This is `phalanx run` under horovodrun's options, also as a link to phalanx with the name horovodrun. Workers see HOROVOD_RANK, \
 HOROVOD_SIZE, HOROVOD_LOCAL_RANK, HOROVOD_LOCAL_SIZE, HOROVOD_CROSS_RANK and HOROVOD_CROSS_SIZE beside the variables of `phalanx run`, \
@@ -132,7 +135,8 @@ pub(crate) struct Horovodrun {
     #[arg(long, value_name = "SECONDS")]
     elastic_timeout: Option<OsString>,
 
-    /// How long a host is left out of an elastic job after it was lost
+    /// How long a host is left out of an elastic job after it was lost; then it is started again. Without this option, neither hosts nor
+    /// workers are started again
     #[arg(long, num_args = 2, value_names = ["MIN", "MAX"])]
     blacklist_cooldown_range: Vec<OsString>,
 
@@ -268,6 +272,9 @@ impl Horovodrun {
         if !self.blacklist_cooldown_range.is_empty() {
             arguments.push("--blacklist-cooldown-range".into());
             arguments.extend(self.blacklist_cooldown_range);
+            // Horovod starts hosts again, and their workers, as often as they fail; otherwise it leaves them out for good, as without this.
+            arguments.push("--max-restarts".into());
+            arguments.push(NO_LIMIT.into());
         }
         arguments.push("--".into());
         arguments.extend(self.program);
@@ -401,7 +408,7 @@ mod tests {
         let elastic = "horovodrun -p 22 --verbose -np 8 --min-np 4 --max-num-proc 12 --host-discovery-script ./h --slots 2 \
                        --blacklist-cooldown-range 1 9 --reset-limit 3 --output-filename out x";
         let expected = "run --num-proc 8 --ssh-port 22 --min-np 4 --max-np 12 --reset-limit 3 --host-discovery-script ./h \
-                        --slots 2 --log-dir out --tee 3 --blacklist-cooldown-range 1 9 -- x";
+                        --slots 2 --log-dir out --tee 3 --blacklist-cooldown-range 1 9 --max-restarts 1000000 -- x";
         assert_eq!(translated(elastic).0, expected);
     }
 

@@ -411,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    #[ignore = "needs python3"]
+    #[ignore = "needs python3: .ci/full runs it"]
     fn a_program_in_python_compiles() {
         let place = tempfile::tempdir().unwrap();
         for (name, library) in [("tensors", Library::Torch), ("arrays", Library::Numpy)] {

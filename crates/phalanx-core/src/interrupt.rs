@@ -20,6 +20,8 @@ thread_local! {
     static CHECK: Cell<Option<InterruptCheck>> = const { Cell::new(None) };
     /// When the next check is due; none before the first wait.
     static DUE: Cell<Option<Instant>> = const { Cell::new(None) };
+    /// Whether the check runs now.
+    static RUNS: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Runs `body`, and makes `check` about every [`INTERRUPT_INTERVAL`] while the calls of this thread in `body` wait for peers in collectives
@@ -28,6 +30,9 @@ thread_local! {
 ///
 /// Calls that another thread carries out, such as those that return a [`Work`](crate::Work), are not checked. The start of a group is checked
 /// where this thread waits for a store or for another rank, and not in all waits.
+///
+/// The call in which `check` is made goes on when it has returned. So `check` must not wait for anything that comes after that call; a collective of
+/// a group that is in another call is refused. It may [abort](crate::ProcessGroup::abort) the group.
 pub fn interruptible<R>(check: InterruptCheck, body: impl FnOnce() -> R) -> R {
     checked_by(Some(check), body)
 }
@@ -63,9 +68,17 @@ pub(crate) fn check() -> Result<()> {
     if is_first {
         return Ok(());
     }
+    let ran = RUNS.replace(true);
     // A panic would take this thread out of the order in which calls run.
-    catch_unwind(check)
+    let outcome = catch_unwind(check);
+    RUNS.set(ran);
+    outcome
         .unwrap_or_else(|_| Err(Error::aborted("the check of `interruptible` has panicked on this thread")))
+}
+
+/// Whether this thread is in its check, and so in a wait.
+pub(crate) fn is_checking() -> bool {
+    RUNS.get()
 }
 
 /// Makes the check in a wait whose errors are the system's; [`cause`] gives its error back.

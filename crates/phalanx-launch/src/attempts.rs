@@ -10,7 +10,7 @@ use super::event::{Event, Observer};
 use super::exit::{Outcome, Report};
 use super::job::Job;
 use super::key_file::KeyFile;
-use super::nodes::{AfterAttempt, AgentNode, Gathered, MultiNode, Nodes, SingleNode};
+use super::nodes::{AfterAttempt, AgentNode, AttemptEnd, Gathered, MultiNode, Nodes, SingleNode};
 use super::refusals::Refused;
 use super::supervisor;
 use crate::error::{Error, Result};
@@ -66,7 +66,15 @@ pub(super) fn run(job: &Job, observer: &mut dyn Observer) -> Result<Report> {
         report.nodes = placement.nodes;
         report.restarts = placement.restarts;
         report.replacements += attempt.replacements;
-        match nodes.after_attempt(attempt.end, &mut control)? {
+        // Whoever has sent it while the workers were being ended wants no other attempt.
+        let end = match (attempt.end, attempt.late_signal) {
+            (AttemptEnd::Failed(..), Some(signal)) if placement.restarts < job.restarts_allowed() => {
+                AttemptEnd::Interrupted(signal)
+            }
+            (AttemptEnd::Elsewhere, Some(signal)) => AttemptEnd::Interrupted(signal),
+            (end, _) => end,
+        };
+        match nodes.after_attempt(end, &mut control)? {
             AfterAttempt::Restart => {}
             AfterAttempt::Over(outcome) => break outcome,
         }

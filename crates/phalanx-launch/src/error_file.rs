@@ -10,7 +10,7 @@ use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use rustix::fs::{MemfdFlags, memfd_create};
+use phalanx_sys::memfd::anonymous;
 use serde_json::Value;
 
 use crate::worker_error::Ended;
@@ -44,7 +44,7 @@ pub(super) enum ErrorFile {
 impl ErrorFile {
     /// An empty file; none if the system has no memory files.
     pub(super) fn create() -> Option<Self> {
-        Some(Self::Memory(memfd_create("phalanx-error", MemfdFlags::CLOEXEC).ok()?.into()))
+        Some(Self::Memory(anonymous("phalanx-error").ok()?.into()))
     }
 
     /// Where the worker finds it.

@@ -58,7 +58,7 @@ pub struct Job {
     local_rank_option: Option<(OsString, usize)>,
     variables: Vec<(OsString, OsString)>,
     pub(super) workers: WorldSize,
-    role: String,
+    pub(super) role: String,
     master_addr: Option<String>,
     master_port: u16,
     grace: Duration,

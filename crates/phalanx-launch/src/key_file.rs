@@ -7,7 +7,8 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 
-use rustix::fs::{MemfdFlags, Mode, SealFlags, fchmod, fcntl_add_seals, memfd_create};
+use phalanx_sys::memfd::anonymous;
+use rustix::fs::{Mode, SealFlags, fchmod, fcntl_add_seals};
 
 use crate::error::{Error, Result};
 use crate::key::JobKey;
@@ -26,8 +27,7 @@ impl KeyFile {
     }
 
     fn write(key: &JobKey) -> io::Result<Self> {
-        let mut file: File =
-            memfd_create("phalanx-job-key", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?.into();
+        let mut file = File::from(anonymous("phalanx-job-key")?);
         fchmod(&file, Mode::RUSR | Mode::WUSR)?;
         key.write_to(&mut file)?;
         fcntl_add_seals(&file, SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL)?;

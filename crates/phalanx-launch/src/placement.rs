@@ -12,6 +12,9 @@ pub(super) struct Placement {
     /// The rank of this node's first worker; the others have the next ranks.
     pub first_rank: u32,
     pub world_size: WorldSize,
+    /// The rank of this node's first worker among those of its role, and their number.
+    pub first_role_rank: u32,
+    pub role_world_size: u32,
     /// This node's rank among the nodes (`GROUP_RANK`), and their number.
     pub node: u32,
     pub nodes: u32,
@@ -53,6 +56,8 @@ impl Placement {
             group_world_size: self.nodes,
             cross: self.cross(local),
             role_name: role.to_owned(),
+            role_rank: self.first_role_rank + local,
+            role_world_size: self.role_world_size,
             master_addr: self.master_addr.clone(),
             master_port: self.master_port,
             restart_count: Generation(self.restarts.into()),
@@ -73,6 +78,8 @@ mod tests {
             restarts: 0,
             first_rank: 0,
             world_size: WorldSize::ONE,
+            first_role_rank: 0,
+            role_world_size: 1,
             node,
             nodes: 3,
             workers: workers.into(),

@@ -45,6 +45,8 @@ pub(super) struct Attempt {
     pub(super) exits: Vec<Exit>,
     /// How often a worker was replaced.
     pub(super) replacements: u32,
+    /// The signal that this process got while the workers were being ended for another reason.
+    pub(super) late_signal: Option<Signal>,
 }
 
 /// Starts the workers at `placement`, and watches them to their end.
@@ -84,7 +86,8 @@ pub(super) fn run(
     supervisor.start_workers()?;
     supervisor.watch()?;
     let replacements = supervisor.replacements.as_ref().map_or(0, |replacements| replacements.count().0);
-    Ok(Attempt { end: supervisor.end(), exits: supervisor.policy.exits(), replacements })
+    let late_signal = supervisor.policy.late_signal();
+    Ok(Attempt { end: supervisor.end(), exits: supervisor.policy.exits(), replacements, late_signal })
 }
 
 struct Supervisor<'a, 'b> {

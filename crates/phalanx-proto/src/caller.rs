@@ -125,6 +125,8 @@ callers! {
     DdpBuffersIdentical = 55, "Ddp::buffers_identical";
     /// A saved state of which each rank has a part.
     TrainStateCheckpoint = 56, "TrainState::checkpoint";
+    /// The first step of an adapter's optimizer in a group, in which ranks compare theirs.
+    DdpStep = 57, "Ddp::step";
     /// PyTorch's average of integers, which its backend makes of a sum.
     IntegerAverage = 60, "ReduceOp.AVG of integers";
     /// A call with tensors of `int16`: a type that collectives see as another one.
@@ -191,6 +193,7 @@ impl Caller {
                 | Self::DdpBackwardWeighted
                 | Self::AllGather
                 | Self::DdpClipGradNorm
+                | Self::DdpStep
                 | Self::ZeroStep
                 | Self::SyncBatchNorm
                 | Self::Join

@@ -5,6 +5,7 @@
 //! - [`folder`]: the wait for the names in a folder to be on the disk.
 //! - [`guard`]: child processes that cannot outlive the process that started them, nor can their own children.
 //! - [`inherited`]: descriptors that a parent process has left open for this one.
+//! - [`memfd`]: anonymous files, which are memory of the processes that have them open.
 //! - [`open`]: files whose paths come from elsewhere, opened without waiting for the other end of a pipe.
 //! - [`parts`]: memory with several owners, each of a part.
 //! - [`shared`]: rings in memory that several processes map, and a doorbell that wakes sleeping threads.
@@ -45,7 +46,7 @@ pub mod inherited;
 #[cfg(all(target_os = "linux", not(loom)))]
 pub mod interface;
 #[cfg(all(target_os = "linux", not(loom)))]
-mod memfd;
+pub mod memfd;
 #[cfg(all(target_os = "linux", not(loom)))]
 pub mod open;
 #[cfg(all(target_os = "linux", not(loom)))]

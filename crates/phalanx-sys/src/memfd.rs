@@ -12,12 +12,25 @@ use rustix::fs::{
     FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals, ftruncate,
     memfd_create,
 };
-use rustix::io::retry_on_intr;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::process::{Resource, getrlimit};
 
 /// Bytes that are allocated in one call. A signal ends an allocation and undoes it, so a large one might never end
 /// where signals are frequent, as under a profiler.
 const PIECE: u64 = 1 << 20;
+
+/// An empty file, which no process can run as a program: a host may refuse all others (`vm.memfd_noexec=2`). Linux before 6.3 knows
+/// neither this nor that setting.
+///
+/// # Errors
+/// If the system makes none, as for want of descriptors.
+pub fn anonymous(name: &str) -> io::Result<OwnedFd> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    match memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL) {
+        Err(Errno::INVAL) => Ok(memfd_create(name, flags)?),
+        made => Ok(made?),
+    }
+}
 
 /// A file of `bytes`, none of them allocated yet. Its size is sealed.
 pub(crate) fn create(name: &str, bytes: u64) -> io::Result<OwnedFd> {
@@ -25,7 +38,7 @@ pub(crate) fn create(name: &str, bytes: u64) -> io::Result<OwnedFd> {
     if size_limit().is_some_and(|limit| limit < bytes) {
         return Err(io::Error::other("the limit on the size of files (`ulimit -f`) is too low"));
     }
-    let fd = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+    let fd = anonymous(name)?;
     ftruncate(&fd, bytes)?;
     fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)?;
     Ok(fd)
@@ -70,4 +83,19 @@ pub(crate) fn open(name: &str, pid: u32, descriptor: i32, bytes: u64) -> io::Res
         return Err(io::Error::other("it is not a segment of this job"));
     }
     Ok(file)
+}
+
+// Miri has no anonymous files.
+#[cfg(not(miri))]
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_file_is_a_program_where_the_kernel_can_tell() {
+        let can_tell = memfd_create("asked", MemfdFlags::CLOEXEC | MemfdFlags::NOEXEC_SEAL).is_ok();
+        let seals = fcntl_get_seals(create("made", 4096).unwrap()).unwrap();
+        assert!(seals.contains(SealFlags::SHRINK | SealFlags::GROW));
+        assert_eq!(seals.contains(SealFlags::EXEC), can_tell);
+    }
 }

@@ -96,7 +96,12 @@ impl Figures {
 
 fn main() -> Result<()> {
     let options = Options::parse();
-    ensure!(options.replicas > 0, "there must be a replica");
+    let Options { replicas, batch_size, steps, .. } = options;
+    ensure!(replicas > 0 && steps > 0, "--replicas and --steps are 1 or more");
+    ensure!(
+        batch_size > 0 && batch_size.is_multiple_of(replicas),
+        "--batch-size {batch_size} cannot be divided among {replicas} replicas: take a multiple of {replicas}"
+    );
     ensure!(
         matches!(options.device, Kind::Flex | Kind::Cuda),
         "the devices are flex or cuda, and not {}",

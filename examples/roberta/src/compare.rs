@@ -41,10 +41,10 @@ pub struct CompareOptions {
     #[arg(long, value_name = "JSONL")]
     pub keep: Option<PathBuf>,
     /// Passes over the training texts in each timing
-    #[arg(long, default_value_t = 2)]
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..))]
     epochs: u64,
     /// Texts in a step of one device
-    #[arg(long, default_value_t = 16)]
+    #[arg(long, default_value_t = 16, value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..))]
     batch_size: usize,
     /// Learning rate at the end of the warm-up
     #[arg(long, default_value_t = 1e-4)]

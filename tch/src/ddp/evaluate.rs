@@ -25,10 +25,11 @@ impl Ddp {
     /// ([`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd)): call [`average_parameters`](Self::average_parameters) before.
     ///
     /// # Errors
-    /// If the exchange of buffers fails.
+    /// If the exchange of buffers fails; or if a call of [NCCL](Self::with_nccl)'s has failed, for which this waits: the parameters are worth nothing then.
     #[doc(alias = "eval")]
     pub fn evaluate<T>(&mut self, pass: impl FnOnce() -> T) -> Result<T> {
         let (begin, buffers) = (Instant::now(), self.inventory.buffers());
+        self.or_end(self.await_settled())?;
         let mut own = Vec::new();
         if let Some(sink) = self.sink.as_ref().filter(|_| !buffers.is_empty()) {
             sink.call(|_| Ok(()))?;

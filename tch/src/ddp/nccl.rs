@@ -33,8 +33,8 @@ impl Ddp {
     /// ```
     ///
     /// When [`backward`](Self::backward) returns, the averages are queued: what libtorch queues on the current stream from then on waits for
-    /// them. A call that fails after that is the error of the next [`backward`](Self::backward), collective or save of a state, and the steps
-    /// since are worth nothing, as with PyTorch.
+    /// them. A call that fails after that is the error of the next [`backward`](Self::backward), [`evaluate`](Self::evaluate), collective, save of a
+    /// state or change of the group, and the steps since are worth nothing, as with PyTorch.
     ///
     /// `find_unused_parameters`, `static_graph`, [`backward_no_sync`](Self::backward_no_sync) and clipping work as everywhere. So does
     /// [`backward_weighted`](Self::backward_weighted), whose weights go through the host's group. If one rank calls
@@ -93,6 +93,19 @@ impl Ddp {
     /// The failure of a call of NCCL's that nobody has waited for: what has been computed since is worth nothing.
     pub(crate) fn check_settled(&self) -> Result<()> {
         self.sink.as_ref().map_or(Ok(()), |sink| sink.check_settled())
+    }
+
+    /// Waits for the calls of NCCL's that nobody has waited for, and returns the failure of one.
+    pub(super) fn await_settled(&self) -> Result<()> {
+        self.sink.as_ref().map_or(Ok(()), |sink| sink.await_calls())
+    }
+
+    /// The same before the group is left: nobody would hear of it later. A failure that the program has got from a call already is no other one.
+    pub(crate) fn check_left(&self) -> Result<()> {
+        match self.hooked().is_some_and(|hooked| hooked.check().is_err()) {
+            true => Ok(()),
+            false => self.await_settled(),
+        }
     }
 }
 

@@ -156,8 +156,37 @@ fn gradients_of_a_step_that_is_not_over_are_in_no_state_and_do_not_outlive_a_loa
             assert!(training.model.store.trainable_variables().iter().all(|one| !one.grad().defined()));
             training.state.save(&mut Parts::default()).unwrap();
             hold(&mut training);
+            // The error ends the group, also for a rank that has not come so far.
+            let _met = group.barrier();
             refused(training.state.with_group(&group).map(drop));
         });
+    }
+}
+
+#[test]
+fn other_rules_or_learning_rates_on_one_rank_are_an_error_on_every_rank() {
+    let other = Rule::AdamW { betas: (0.9, 0.999), epsilon: 1e-8, weight_decay: 0.0 };
+    for (rate, rule, said) in [
+        (0.01, Rule::ADAMW, None),
+        (0.02, Rule::ADAMW, Some("the last one was 0.01 on rank 0, and 0.02 on rank 1")),
+        (0.01, other, Some("the optimizer of rank 1 has other settings than that of rank 0")),
+    ] {
+        let errors = run(2, |group| {
+            let mut training = Training::new(Rule::ADAMW).with_group(&group);
+            let is_main = group.rank().is_main();
+            training.state.optimizer.set_rule(if is_main { Rule::ADAMW } else { rule }).unwrap();
+            let mut step = |step: usize| {
+                let loss = training.loss(step)?;
+                training.state.optimizer.zero_grad()?;
+                training.state.ddp.backward(&loss)?;
+                training.state.step(if is_main { 0.01 } else { rate })
+            };
+            (0..70).find_map(|number| step(number).err()).map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), said.is_some(), "{error:?}");
+            assert!(error.iter().zip(said).all(|(error, said)| error.contains(said)), "{error:?}");
+        }
     }
 }
 

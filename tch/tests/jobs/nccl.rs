@@ -95,6 +95,12 @@ pub const ON_STAND_IN: &[(&str, fn())] = &[
     ("a_smaller_group_is_left_when_its_calls_have_succeeded", || {
         job_with("subgroup left", 3, |job, _| job.variable("STANDIN_NCCL_FAULT", "error:1:1"));
     }),
+    ("what_a_smaller_group_has_not_averaged_is_evaluated_by_nobody", || {
+        job_with("subgroup evaluated", 3, |job, _| job.variable("STANDIN_NCCL_FAULT", "error:1:1"));
+    }),
+    ("what_a_smaller_group_has_not_averaged_goes_to_no_other_group", || {
+        job_with("subgroup moved", 3, |job, _| job.variable("STANDIN_NCCL_FAULT", "error:1:1"));
+    }),
     ("power_sgd_among_devices_of_several_models_is_refused", || job(OTHER_MODELS, 2)),
     // The current device of the program's thread is the first one.
     ("a_model_may_be_on_another_device_than_the_current_one", || job("second device", 2)),
@@ -213,6 +219,8 @@ pub fn play(case: &str) -> Result<()> {
         "subgroup fails" => subgroup_fails(&group),
         "subgroup fails late" => subgroup_fails_late(&group),
         "subgroup left" => subgroup_left(&group),
+        "subgroup evaluated" => subgroup_evaluated(&group),
+        "subgroup moved" => subgroup_moved(&group),
         "own hook panics" => own_hook_panics(&group),
         "own hook" => own_hook(&group),
         "own hook state" => own_hook_state(&group),
@@ -1335,6 +1343,45 @@ fn subgroup_left(group: &ProcessGroup) -> Result<()> {
     // Rank 2 hears of it in a call of all ranks.
     let trained = if group.rank().index() == 2 { trained.and_then(|()| group.barrier()) } else { trained };
     let error = trained.unwrap_err().to_string();
+    assert!(error.contains("the stand-in was told to fail"), "{error}");
+    Ok(())
+}
+
+/// The same call fails, and the model is evaluated.
+fn subgroup_evaluated(group: &ProcessGroup) -> Result<()> {
+    let group = &group.split(Some(0), 0)?.unwrap();
+    let smaller = group.split(Some(group.rank().get() / 2), 0)?.unwrap();
+    let model = Mlp::new(&[8, 32, 3]);
+    let mut ddp = Ddp::with_nccl(&model.store, &devices(group)?, DdpOptions::default())?;
+    ddp.register_comm_hook(PostLocalSgd::new(0).subgroup(smaller))?;
+    let mut optimizer = Optimizer::new(&model.store, Rule::sgd(0.9))?;
+    before_an_error(group);
+    let evaluated = train_step(&model, &mut ddp, &mut optimizer, 0)
+        .and_then(|()| ddp.evaluate(|| model.loss(samples(0, 4)).double_value(&[])));
+    // Rank 2, whose calls have not failed, hears of it in a call of all ranks.
+    let evaluated = evaluated.map(drop);
+    let evaluated =
+        if group.rank().index() == 2 { evaluated.and_then(|()| group.barrier()) } else { evaluated };
+    let error = evaluated.unwrap_err().to_string();
+    assert!(error.contains("the stand-in was told to fail"), "{error}");
+    Ok(())
+}
+
+/// The same call fails, and the state goes on over the host's memory.
+fn subgroup_moved(group: &ProcessGroup) -> Result<()> {
+    let group = &group.split(Some(0), 0)?.unwrap();
+    let smaller = group.split(Some(group.rank().get() / 2), 0)?.unwrap();
+    let model = Mlp::new(&[8, 32, 3]);
+    let optimizer = Optimizer::new(&model.store, Rule::sgd(0.9))?;
+    let mut state = TrainState::new(&model.store, optimizer, ())?.with_nccl(&devices(group)?)?;
+    state.ddp.register_comm_hook(PostLocalSgd::new(0).subgroup(smaller))?;
+    before_an_error(group);
+    let trained = state.ddp.forward(|| model.loss(samples(0, 4))).and_then(|loss| {
+        state.ddp.backward(&loss)?;
+        state.step(0.01)
+    });
+    let moved = trained.and_then(|()| state.with_group(group)).map(drop);
+    let error = moved.unwrap_err().to_string();
     assert!(error.contains("the stand-in was told to fail"), "{error}");
     Ok(())
 }

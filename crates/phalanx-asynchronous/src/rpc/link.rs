@@ -192,10 +192,10 @@ impl Link {
         self.turn.lock()
     }
 
-    /// Whether a call of the peer is being answered.
+    /// How many calls of the peer are being answered.
     #[cfg(test)]
-    pub(super) fn is_answering(&self) -> bool {
-        self.state.lock().answering > 0
+    pub(super) fn answers_on_the_way(&self) -> usize {
+        self.state.lock().answering
     }
 
     /// `group` is the group of the two.

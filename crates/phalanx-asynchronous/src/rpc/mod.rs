@@ -11,9 +11,9 @@
 //! 2. *A call waits only for calls at its own depth, and for calls inside these.* A handler that calls is one deeper than the
 //!    call that it serves, on whatever rank. Each depth has places of its own in the windows. At the last depth nothing may
 //!    call, so calls there end; so do those around them, depth by depth. A -> B -> A -> B is no exception.
-//! 3. *Handlers that wait for calls leave their thread's place to others* ([`Pool`](pool)), so a call that has been admitted
-//!    always finds a thread when those that run end. Deeper calls have a thread first, so that few wait at a time. There are never
-//!    more threads than places in the windows.
+//! 3. *Handlers that wait for calls, or that send, leave their thread's place to others* ([`Pool`](pool)), so a call that has been
+//!    admitted always finds a thread when those that run end. Deeper calls have a thread first, so that few wait at a time. There are
+//!    never more threads than places in the windows. A rank that receives slowly delays nobody else.
 //!
 //! A program can still cause a deadlock: with a handler that holds a lock during a call, that waits for a call that no rank has
 //! made yet, or that calls from another thread, which counts as depth 0.
@@ -219,7 +219,8 @@ impl RpcBuilder {
     }
 
     /// The number of handlers that run at once; 16 if it is not set, as in PyTorch. Those that wait for calls of their own are not
-    /// counted, nor are functions of [`on_lost`](Self::on_lost). Threads are started when they are needed.
+    /// counted, nor are those whose answer is being sent, nor functions of [`on_lost`](Self::on_lost). Threads are started when they
+    /// are needed.
     #[doc(alias = "num_worker_threads")]
     #[must_use]
     pub fn threads(self, threads: usize) -> Self {
@@ -536,7 +537,7 @@ impl Shared {
         let head = Head { kind, depth, name: name.len() as u16, call, object, length: bytes };
         let sent = match to == self.rank {
             true => self.accept(to, head, crate::buffer::Buffer::from_slice(&payload)),
-            false => link.send(&head, &payload, deadline),
+            false => Pool::waiting(|| link.send(&head, &payload, deadline)),
         };
         match sent {
             Ok(()) => Ok(work),

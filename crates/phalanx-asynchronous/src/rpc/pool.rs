@@ -23,9 +23,9 @@ struct Current {
     is_counted: bool,
 }
 
-/// Runs jobs, at most `limit` at a time. A job that waits for a call of its own does not count while it waits, so that
-/// jobs which others wait for always find a thread. Deeper jobs come first: threads of other ranks wait for them, and each job that
-/// begins before them may be one more that waits, with a thread.
+/// Runs jobs, at most `limit` at a time. A job that waits for a call of its own, or for a peer that receives slowly, does not count
+/// while it waits, so that jobs which others wait for always find a thread. Deeper jobs come first: threads of other ranks wait for
+/// them, and each job that begins before them may be one more that waits, with a thread.
 pub(super) struct Pool {
     limit: usize,
     name: String,
@@ -41,7 +41,7 @@ struct PoolState {
     queues: [VecDeque<Job>; DEPTHS],
     /// Threads that wait for a job.
     idle: usize,
-    /// Threads with a job that does not wait for a call.
+    /// Threads with a job that does not wait.
     running: usize,
     closed: bool,
 }
@@ -82,11 +82,9 @@ impl Pool {
 
     /// Wakes or starts a thread for the next job, if one may run. The caller holds the lock.
     fn employ(self: &Arc<Self>, state: &PoolState) {
-        if !state.may_run(self.limit) {
-            return;
-        }
+        let startable = state.startable(self.limit);
         // If no thread can be started, the job waits for one of the existing ones.
-        if state.idle >= state.waiting() || self.spawn().is_err() {
+        if startable > 0 && (state.idle >= startable || self.spawn().is_err()) {
             self.changed.notify_one();
         }
     }
@@ -137,7 +135,7 @@ impl Pool {
         CURRENT.with_borrow(|current| current.as_ref().map_or(0, |current| current.depth + 1))
     }
 
-    /// Waits with `wait`, for a call. If this thread runs a job, another may run meanwhile.
+    /// Waits with `wait`, for a call or a peer. If this thread runs a job, another may run meanwhile.
     pub(super) fn waiting<R>(wait: impl FnOnce() -> R) -> R {
         let Some(Current { pool, is_counted, .. }) = CURRENT.with_borrow(Clone::clone) else { return wait() };
         if !is_counted {
@@ -190,18 +188,15 @@ impl PoolState {
         queue.push_back(job);
     }
 
-    /// How many jobs have no thread yet.
-    fn waiting(&self) -> usize {
-        self.internal.len() + self.queues.iter().map(VecDeque::len).sum::<usize>()
-    }
-
-    fn may_run(&self, limit: usize) -> bool {
-        !self.internal.is_empty() || self.running < limit && self.waiting() > 0
+    /// How many jobs have no thread yet, and may begin.
+    fn startable(&self, limit: usize) -> usize {
+        let queued = self.queues.iter().map(VecDeque::len).sum::<usize>();
+        self.internal.len() + queued.min(limit.saturating_sub(self.running))
     }
 
     /// The next job, if one may run.
     fn next(&mut self, limit: usize) -> Option<Job> {
-        if !self.may_run(limit) {
+        if self.startable(limit) == 0 {
             return None;
         }
         let deepest = || self.queues.iter_mut().rev().find_map(VecDeque::pop_front);
@@ -244,6 +239,18 @@ mod tests {
         }
         drop(end);
         pool.close();
+    }
+
+    #[test]
+    fn jobs_that_may_not_begin_need_no_threads() {
+        let mut state = PoolState { running: 1, ..Default::default() };
+        for is_internal in [false, false, false, true] {
+            state.push(Job { depth: 0, is_internal, run: Box::new(|| ()) });
+        }
+        assert_eq!([1, 2, 9].map(|limit| state.startable(limit)), [1, 2, 4]);
+        // Some that have waited run again.
+        state.running = 5;
+        assert_eq!(state.startable(2), 1);
     }
 
     #[test]

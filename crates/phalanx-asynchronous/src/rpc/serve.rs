@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use super::link::{Link, release, shut_down};
 use super::objects::Value;
+use super::pool::Pool;
 use super::registry::{Function, HANDLER, Pledge, caught};
 use super::remote::is_builtin;
 use super::{FAREWELL_TIMEOUT, Shared};
@@ -177,7 +178,7 @@ impl Shared {
         };
         let head = Head { call: head.call, length: payload.len() as u64, ..Head::plain(kind) };
         // If it cannot be sent, the connection has failed, which the caller sees too.
-        let _ = link.deliver(&head, &payload);
+        let _ = Pool::waiting(|| link.deliver(&head, &payload));
         link.has_answered();
     }
 

@@ -8,8 +8,12 @@ const LIMIT: Duration = Duration::from_secs(60);
 
 /// Runs `rank` on two ranks of this process.
 fn two(rank: impl Fn(ProcessGroup) + Sync) {
+    several(2, rank);
+}
+
+fn several(ranks: u32, rank: impl Fn(ProcessGroup) + Sync) {
     std::thread::scope(|scope| {
-        for group in ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap() {
+        for group in ProcessGroup::in_process(WorldSize::new(ranks).unwrap()).unwrap() {
             scope.spawn(|| rank(group));
         }
     });
@@ -244,9 +248,44 @@ fn an_answer_waits_for_its_turn_as_long_as_the_connection_stands() {
         } else {
             let (link, turn) = (rpc.shared.link(peer).unwrap(), rpc.occupy(peer).unwrap());
             group.barrier().unwrap();
-            eventually("the handler has returned", || link.is_answering());
+            eventually("the handler has returned", || link.answers_on_the_way() > 0);
             std::thread::sleep(timeout + timeout / 10);
             drop(turn);
+        }
+        rpc.shutdown().unwrap();
+    });
+}
+
+#[test]
+fn answers_on_the_way_to_a_slow_rank_delay_no_calls_of_others() {
+    several(3, |group| {
+        let calls = 3;
+        let rpc = Rpc::builder().threads(1).handler("now", |_, ()| Ok(3u8)).start(&group).unwrap();
+        let slow = Rank::new(1);
+        match group.rank() {
+            Rank::MAIN => {
+                // As if a long message to it were under way.
+                let (link, turn) = (rpc.shared.link(slow).unwrap(), rpc.occupy(slow).unwrap());
+                group.barrier().unwrap();
+                eventually("its calls are being answered", || link.answers_on_the_way() == calls);
+                assert_eq!(rpc.call::<_, u8>(Rank::MAIN, "now", &()).unwrap(), 3, "its own call");
+                // The third rank's call has been answered.
+                group.barrier().unwrap();
+                assert_eq!(link.answers_on_the_way(), calls);
+                drop(turn);
+            }
+            rank if rank == slow => {
+                group.barrier().unwrap();
+                let call = |_| rpc.call_async::<_, u8>(Rank::MAIN, "now", &()).unwrap();
+                let pending: Vec<_> = (0..calls).map(call).collect();
+                group.barrier().unwrap();
+                pending.into_iter().for_each(|call| assert_eq!(call.wait().unwrap(), 3));
+            }
+            _ => {
+                group.barrier().unwrap();
+                assert_eq!(rpc.call::<_, u8>(Rank::MAIN, "now", &()).unwrap(), 3);
+                group.barrier().unwrap();
+            }
         }
         rpc.shutdown().unwrap();
     });

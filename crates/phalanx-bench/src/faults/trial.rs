@@ -128,6 +128,8 @@ impl Trial {
             cross: (0, 1),
             group_world_size: 1,
             role_name: "default".into(),
+            role_rank: rank.get(),
+            role_world_size: world,
             master_addr: "127.0.0.1".into(),
             master_port: port,
             restart_count: Generation(0),

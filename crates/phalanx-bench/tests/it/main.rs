@@ -87,7 +87,9 @@ fn what_nccl_has_computes_what_it_should_on_devices() {
     ] {
         let output = on_devices(&[collective, "--nproc-per-node", "3", "--dtype", "bf16"]);
         assert!(output.status.success(), "{collective}: {}", String::from_utf8_lossy(&output.stderr));
-        for row in rows(&output) {
+        let rows = rows(&output);
+        assert!(!rows.is_empty(), "{collective}");
+        for row in rows {
             assert_eq!((&row["wrong"], &row["name"]), (&0.into(), &"Phalanx, cuda".into()), "{row}");
         }
     }

@@ -46,7 +46,8 @@ pub(super) struct Replica<M> {
 impl<M: Module> Replicas<M> {
     pub fn new(model: M, devices: Vec<Device>) -> Result<Self> {
         let Some(main) = devices.first() else {
-            return Err(Error::invalid_argument("data parallelism needs a device"));
+            return Err(Error::invalid_argument("the list of devices is empty")
+                .with_remedy("give one device or more, such as Device::flex().autodiff()"));
         };
         if let Some(plain) = devices.iter().find(|device| !device.is_autodiff()) {
             return Err(Error::invalid_argument(format!("{plain:?} is a device without autodiff"))
@@ -118,7 +119,9 @@ impl<M: Module> Replicas<M> {
     pub fn scatter<I: Scatter>(&mut self, input: I) -> Result<Vec<(Replica<M>, I)>> {
         let ranges = scatter::parts(input.samples()?, self.devices.len());
         if ranges.is_empty() {
-            return Err(Error::invalid_argument("a batch without samples cannot be divided"));
+            return Err(
+                Error::invalid_argument("the batch has no samples").with_remedy("leave out empty batches")
+            );
         }
         let Self {
             devices,

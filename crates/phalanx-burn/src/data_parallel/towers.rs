@@ -105,7 +105,8 @@ impl<M: Module> TowerGradients<M> {
         let Some(gradients) = gradients.into_iter().collect() else {
             return Err(Error::invalid_argument(
                 "the loss does not depend on any parameter that needs a gradient",
-            ));
+            )
+            .with_remedy("compute it from the model that the closure gets"));
         };
         Ok((mean, self.replicas.reduce(GradientsParams::new(), gradients)?))
     }

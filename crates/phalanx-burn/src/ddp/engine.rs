@@ -180,7 +180,7 @@ fn spec(parameter: &Parameter) -> Result<ParameterSpec> {
     Ok(ParameterSpec::new(
         parameter.name.as_str(),
         parameter.shape.as_slice(),
-        tensor_bytes::dtype(parameter.dtype)?,
+        tensor_bytes::dtype_of(&parameter.name, parameter.dtype)?,
     ))
 }
 

@@ -180,7 +180,8 @@ impl<M: Module> Ddp<M> {
         self.engine = engine;
         self.accumulated = StepWeight::Nothing;
         self.token = ModelToken::default();
-        (self.buffers_stale, self.sharded) = (false, false);
+        (self.buffers_stale, self.sharded, self.is_compared) = (false, false, false);
+        self.has_common_state = true;
         // The memory belongs to the previous group.
         (self.packed_buffers, self.packed_weights) = (Packed::default(), Packed::default());
     }

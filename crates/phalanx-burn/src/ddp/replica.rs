@@ -93,10 +93,37 @@ impl<M: Module> Ddp<M> {
         let model = replicas::from_rank(model, &group, root, Select::All)?;
         self.model = Some(self.inventory.ties.retie(model));
         self.buffers_stale = false;
-        alike::check(optimizer, (self.model(), &self.inventory.parameters), &group)?;
+        self.compare_optimizers(optimizer, Caller::Join)?;
         // Of all tensors: one that is frozen by now may have moments.
         *optimizer = optimizer::from_rank(optimizer, &group, root, &self.inventory.state)?;
         Ok(())
+    }
+
+    /// An error on every rank unless the ranks' optimizers do the same to parameters. If they do, the next step compares nothing.
+    ///
+    /// Survivors of a failure that [follow](Self::follow) each other have compared before, or none of them has.
+    pub(crate) fn compare_optimizers(&mut self, optimizer: &ModuleOptimizer, caller: Caller) -> Result<()> {
+        if self.engine.sink().is_some() {
+            let (group, begin) = (self.group.in_call(caller), Instant::now());
+            alike::check(optimizer, (self.model(), &self.inventory.parameters), &group)?;
+            self.waited_since(begin);
+        }
+        self.is_compared = true;
+        Ok(())
+    }
+
+    /// An error on every rank if some optimizers have a state that others have not: parameters would drift apart without an error.
+    pub(super) fn compare_states(&self, optimizer: &ModuleOptimizer) -> Result<()> {
+        if self.has_common_state || self.engine.sink().is_none() {
+            return Ok(());
+        }
+        let group = self.group.in_call(Caller::DdpStep);
+        optimizer::check_states(optimizer, &group, &self.inventory.parameters)
+    }
+
+    /// Whether the ranks have compared their optimizers in this group.
+    pub(crate) fn has_compared(&self) -> bool {
+        self.is_compared
     }
 
     /// Floats that forward passes may change.

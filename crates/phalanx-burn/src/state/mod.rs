@@ -1,9 +1,11 @@
 //! A model, its optimizer, and everything else that the next step depends on, as one value: for elastic jobs and for
 //! checkpoints.
 
+mod elastic;
 pub(crate) mod fit;
 pub(crate) mod model;
 pub(crate) mod moments;
+mod saved;
 mod schedule;
 mod storage;
 
@@ -12,26 +14,18 @@ use std::fmt;
 use burn::lr_scheduler::module_lr_scheduler::{ModuleLearningRate, ModuleLrScheduler};
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
-use burn::tensor::Tensor;
-use phalanx::checkpoint::training::{self, TrainingState};
-use phalanx::checkpoint::{Checkpoints, Saved, Snapshot};
-use phalanx::elastic::{Context, Parts, State, Step};
+use phalanx::elastic::Parts;
 use phalanx::join::{JoinGroup, JoinOptions};
-use phalanx::reducer::hooks::HookState;
 use phalanx::reducer::{broadcast_bytes, verify_description};
 use phalanx::sampler::ElasticSampler;
-use phalanx::state::{StateReader, StateWriter};
 use phalanx::{Caller, Communicator, Error, ProcessGroup, Rank, Result, WorldSize};
-use serde::Serialize;
-use serde::de::DeserializeOwned;
 
 pub(crate) use self::fit::Begun;
 pub(crate) use self::storage::Layout;
 use crate::ddp::Averaging;
-use crate::gradients::{Synced, SyncedGradients};
+use crate::gradients::Synced;
 use crate::parallel::refuse_divided;
-use crate::parameters::Select;
-use crate::{Ddp, DdpOptions, PeriodicModelAverager, alike, optimizer};
+use crate::{Ddp, DdpOptions, PeriodicModelAverager, optimizer};
 
 /// The most bytes of a scheduler's position that a rank accepts from another.
 const MAX_POSITION_BYTES: usize = 1 << 20;
@@ -45,7 +39,7 @@ const MAX_POSITION_BYTES: usize = 1 << 20;
 ///
 /// # In an elastic job
 ///
-/// It is a [`State`], for [`phalanx::elastic::run`], like Horovod's `TorchState(model, optimizer, epoch=0)`. Inside the
+/// It is a [`State`](phalanx::elastic::State), for [`phalanx::elastic::run`], like Horovod's `TorchState(model, optimizer, epoch=0)`. Inside the
 /// loop [`model`](Self::model) averages gradients over the current group; before and after the loop it is in a world of
 /// one.
 ///
@@ -137,7 +131,7 @@ const MAX_POSITION_BYTES: usize = 1 << 20;
 ///
 /// # Two networks
 ///
-/// Networks that train in turns have a state each, with their own [names](Self::named); a [`State`] of the program
+/// Networks that train in turns have a state each, with their own [names](Self::named); a [`State`](phalanx::elastic::State) of the program
 /// calls both in each of its methods.
 ///
 /// # Limits
@@ -169,8 +163,6 @@ pub struct TrainState<M, T = ()> {
     options: DdpOptions,
     /// The group outside of the loop.
     alone: ProcessGroup,
-    /// Whether the ranks have compared their optimizers' settings since the state has entered a group of an elastic job.
-    is_compared: bool,
 }
 
 impl<M: Module, T> TrainState<M, T> {
@@ -185,18 +177,7 @@ impl<M: Module, T> TrainState<M, T> {
         let alone = ProcessGroup::alone()?;
         let (model, options) = (Ddp::new(model, &alone)?, DdpOptions::default());
         let (name, scheduler, averager) = (String::new(), None, None);
-        Ok(Self {
-            model,
-            optimizer,
-            scheduler,
-            averager,
-            progress,
-            steps: 0,
-            name,
-            options,
-            alone,
-            is_compared: true,
-        })
+        Ok(Self { model, optimizer, scheduler, averager, progress, steps: 0, name, options, alone })
     }
 
     /// Makes [`scheduled_step`](Self::scheduled_step) use the learning rates of `scheduler`, which is saved and loaded
@@ -304,15 +285,10 @@ impl<M: Module, T> TrainState<M, T> {
             return Ok(());
         }
         verify_description(&group, "number of steps", &self.steps.to_string())?;
-        self.check_optimizer(&group)?;
+        self.model.compare_optimizers(&self.optimizer, Caller::DdpNew)?;
         // Of all tensors: one that is frozen by now may have moments.
         self.optimizer = optimizer::from_rank(&self.optimizer, &group, Rank::MAIN, self.model.state())?;
         Ok(())
-    }
-
-    /// An error on every rank if the ranks' optimizers do not do the same to parameters.
-    fn check_optimizer(&self, group: &dyn Communicator) -> Result<()> {
-        alike::check(&self.optimizer, (self.model.model(), self.model.parameters()), group)
     }
 
     /// Saves under names that begin with `name` and a dot, so that other states can be saved beside it.
@@ -328,7 +304,7 @@ impl<M: Module, T> TrainState<M, T> {
     /// # Errors
     /// As [`Ddp::new`]. On every rank, if the optimizers do not do the same to parameters: if they are of several kinds,
     /// or their betas, decay, momentum or clipping differ. An optimizer that is exchanged later is not compared before an uneven
-    /// [`join`](Self::join) ends, and learning rates are not. On every rank, too, if the numbers of [steps](Self::steps) differ, as after a
+    /// [`join`](Self::join) ends, and learning rates are every 32 steps. On every rank, too, if the numbers of [steps](Self::steps) differ, as after a
     /// checkpoint that one rank alone has loaded: [`progress`](Self::progress) would differ, too.
     pub fn with_group(self, group: &ProcessGroup) -> Result<Self> {
         let shared = self.model.group().clone();
@@ -371,6 +347,11 @@ impl<M: Module, T> TrainState<M, T> {
         gradients: impl Synced,
     ) -> Result<()> {
         self.model.step(&mut self.optimizer, learning_rate, gradients)?;
+        self.count_step()
+    }
+
+    /// Counts a step that the optimizer has done, and averages the model if that is due.
+    fn count_step(&mut self) -> Result<()> {
         self.steps += 1;
         if let Some(averager) = &mut self.averager {
             averager.step(&mut self.model)?;
@@ -382,15 +363,17 @@ impl<M: Module, T> TrainState<M, T> {
     /// own).
     ///
     /// # Errors
-    /// If there is no [scheduler](Self::with_scheduler), and as [`Ddp::step`].
+    /// If there is no [scheduler](Self::with_scheduler), and as [`step`](Self::step). The scheduler goes on with a step that was done, and with no other.
     pub fn scheduled_step(&mut self, gradients: impl Synced) -> Result<f64> {
-        let Some(scheduler) = &mut self.scheduler else {
+        let Some(mut scheduler) = self.scheduler.clone() else {
             return Err(Error::invalid_argument("this TrainState has no learning-rate scheduler")
                 .with_remedy("give it one by with_scheduler, or a learning rate to `step`"));
         };
         let rate = scheduler.step();
         let base = rate.base();
-        self.step(rate, gradients)?;
+        self.model.step(&mut self.optimizer, rate, gradients)?;
+        self.scheduler = Some(scheduler);
+        self.count_step()?;
         Ok(base)
     }
 
@@ -467,288 +450,13 @@ impl<M: Module> TrainState<M, ElasticSampler> {
     /// The indices of this rank's samples of the next step, at most `batch`; none at the end of the epoch. It is
     /// [`ElasticSampler::next_batch`] for the ranks of the [model](Self::model)'s group.
     ///
-    /// In an elastic job call the sampler itself, with [`Context::rank`] and [`Context::world_size`]: there the rank
-    /// may change between steps.
+    /// In an elastic job call the sampler itself, with [`Context::rank`](phalanx::elastic::Context::rank) and
+    /// [`Context::world_size`](phalanx::elastic::Context::world_size): there the rank may change between steps.
     ///
     /// Ranks whose batch may be [empty](phalanx::sampler::Tail) must not run backward without data: choose
     /// [`Tail::Repeat`](phalanx::sampler::Tail::Repeat) or [`Tail::Drop`](phalanx::sampler::Tail::Drop).
     pub fn next_batch(&mut self, batch: usize) -> Option<Vec<usize>> {
         self.progress.next_batch(batch, self.model.rank(), self.model.world_size())
-    }
-}
-
-impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
-    /// [`Ddp::backward`] as a [step](Context::step) of an elastic job: if a worker dies in it, the others average their
-    /// gradients again, and none goes back to the last commit. `loss` is that of one [`forward`](Ddp::forward) of
-    /// `context.state.model`, or of several; distribute its data by [`Context::rank`] and [`Context::world_size`].
-    ///
-    /// The average is over the ranks that are not [missing](Step::missing), each with the same weight.
-    ///
-    /// All go back, through the error and `?`, if a survivor's gradients are lost: it was cut off in an exchange of a
-    /// [`SyncBatchNorm`](crate::SyncBatchNorm), or while buckets were rebuilt in the second step. Also if a survivor
-    /// had taken over rank 0's buffers for the next step already, and as [`Context::step`] says.
-    ///
-    /// It takes memory for another copy of all gradients, and the time to make it, but only if workers can change.
-    ///
-    /// # Errors
-    /// As [`Ddp::backward`] and [`Context::step`].
-    pub fn backward<const D: usize>(
-        context: &mut Context<'_, Self>,
-        loss: &Tensor<D>,
-    ) -> Result<Step<SyncedGradients>> {
-        Self::averaged(context, loss, None)
-    }
-
-    /// [`Ddp::backward_weighted`] as a step of an elastic job, as [`backward`](Self::backward): the average is over the samples of the
-    /// ranks that are not [missing](Step::missing).
-    ///
-    /// # Errors
-    /// As [`Ddp::backward_weighted`] and [`Context::step`].
-    pub fn backward_weighted<const D: usize>(
-        context: &mut Context<'_, Self>,
-        loss: &Tensor<D>,
-        weight: f64,
-    ) -> Result<Step<SyncedGradients>> {
-        Self::averaged(context, loss, Some(weight))
-    }
-
-    fn averaged<const D: usize>(
-        context: &mut Context<'_, Self>,
-        loss: &Tensor<D>,
-        weight: Option<f64>,
-    ) -> Result<Step<SyncedGradients>> {
-        if !context.is_elastic() {
-            return context.step(|state, _| state.model.synchronised(loss, weight));
-        }
-        let (mut is_first, mut has_gradients) = (true, false);
-        context.step(|state, group| {
-            if has_gradients {
-                return state.model.replay(group);
-            }
-            if !std::mem::take(&mut is_first) {
-                state.model.follow(group)?; // Connecting was cut off.
-            }
-            state.model.connect()?;
-            has_gradients = true;
-            state.model.backward_replayable(loss, weight)
-        })
-    }
-
-    /// Resumes from the newest of `checkpoints`; returns whether there was one. All ranks call it together.
-    ///
-    /// # Errors
-    /// As [`Checkpoints::newest`] and [`load_from`](Self::load_from).
-    pub fn resume(&mut self, checkpoints: &Checkpoints) -> Result<bool>
-    where
-        T: 'static,
-    {
-        let saved = checkpoints.newest()?;
-        saved.map_or(Ok(false), |saved| self.load_from(&saved).map(|()| true))
-    }
-
-    /// Saves all of it as the checkpoint after [`steps`](Self::steps). All ranks call it together; rank 0 writes, while training
-    /// continues.
-    ///
-    /// Of a hook that keeps something for each rank, as PowerSGD does, rank 0 gets all ranks' parts, each of the size of the gradients:
-    /// [`checkpoint_sharded`](Self::checkpoint_sharded) needs no memory for them.
-    ///
-    /// # Errors
-    /// As [`Checkpoints::save`] and [`save_to`](Self::save_to). On every rank, if the ranks train by themselves and their models differ.
-    pub fn checkpoint(&self, checkpoints: &Checkpoints) -> Result<()> {
-        training::checkpoint(self, checkpoints)
-    }
-
-    /// As [`checkpoint`](Self::checkpoint), with the work divided: as a [sharded](Checkpoints::save_sharded) checkpoint, in which
-    /// rank 0 writes the model and the progress, and all ranks write the tensors of the optimizer's state in turns, each of them
-    /// once. With AdamW these are two thirds of the bytes. [`resume`](Self::resume) reads it on any number of ranks.
-    ///
-    /// Every rank must see the folder, and goes through the state to find its tensors. If the checkpoint has more in it, call
-    /// [`save_shard_to`](Self::save_shard_to).
-    ///
-    /// # Errors
-    /// As [`Checkpoints::save_sharded`] and [`save_shard_to`](Self::save_shard_to).
-    #[doc(alias = "torch.distributed.checkpoint")]
-    pub fn checkpoint_sharded(&self, checkpoints: &Checkpoints) -> Result<()> {
-        let group = checkpoints.group();
-        checkpoints.save_sharded(self.steps, |snapshot| self.save_shard_to(snapshot, group))
-    }
-
-    /// Saves this rank's share of it in a sharded checkpoint that may have more in it, such as a second state, or the part that each rank
-    /// has of a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer). Every rank calls it, and first, in the closure of
-    /// [`save_sharded`](Checkpoints::save_sharded); `group` is that of the checkpoints.
-    ///
-    /// ```
-    /// # use burn::nn::Linear;
-    /// # use phalanx::Result;
-    /// # use phalanx::checkpoint::Checkpoints;
-    /// # use phalanx_burn::{TrainState, ZeroRedundancyOptimizer};
-    /// # fn save(checkpoints: &Checkpoints, step: u64, state: &TrainState<Linear>, optimizer: &ZeroRedundancyOptimizer) -> Result<()> {
-    /// checkpoints.save_sharded(step, |snapshot| { // `state.steps()` does not count the steps of another optimizer
-    ///     state.save_shard_to(snapshot, checkpoints.group())?;
-    ///     optimizer.save(&state.model, snapshot, "zero")
-    /// })
-    /// # }
-    /// ```
-    ///
-    /// # Errors
-    /// If a tensor or the progress cannot be written. On every rank, if the ranks train by themselves and their models differ.
-    pub fn save_shard_to(&self, snapshot: &mut Snapshot, group: &ProcessGroup) -> Result<()> {
-        training::save_shard_to(self, snapshot, group)
-    }
-
-    /// Saves all of it in a checkpoint, for [`Checkpoints::save`](phalanx::checkpoint::Checkpoints::save).
-    ///
-    /// Running statistics, which each rank has for itself between a step and the next, are those of the rank that writes,
-    /// which the others take over anyway.
-    ///
-    /// # Errors
-    /// If a tensor or the progress cannot be written. If a communication hook keeps something for each rank, as PowerSGD does: one rank
-    /// cannot save that.
-    pub fn save_to(&self, snapshot: &mut Snapshot) -> Result<()> {
-        training::save_to(self, snapshot)
-    }
-
-    /// Loads what [`save_to`](Self::save_to) has saved. Every rank calls it with the result of
-    /// [`Checkpoints::newest`](phalanx::checkpoint::Checkpoints::newest).
-    ///
-    /// # Errors
-    /// If the checkpoint is of another model, or has or lacks what this state lacks or has ([`is_mismatch`](phalanx::Error::is_mismatch));
-    /// or if its `progress` is not of this type `T`, or is an [`ElasticSampler`] of another order than this one
-    /// ([`check_resumes`](ElasticSampler::check_resumes)). Nothing is changed then.
-    pub fn load_from(&mut self, saved: &Saved) -> Result<()>
-    where
-        T: 'static,
-    {
-        training::check_progress(&self.progress, saved, &format!("{}progress", self.name))?;
-        if !self.read(saved)? {
-            self.model.loaded_hook.mark_absent();
-        }
-        Ok(())
-    }
-
-    /// Gives whether something that a communication hook keeps was among it.
-    fn read(&mut self, reader: &impl StateReader) -> Result<bool> {
-        let steps = reader.value(&format!("{}steps", self.name))?;
-        let progress = reader.value(&format!("{}progress", self.name))?;
-        let name = format!("{}scheduler", self.name);
-        let kind = ("a learning-rate scheduler", "scheduler");
-        let scheduler = match &self.scheduler {
-            Some(scheduler) if reader.is_saved(&name, true, kind)? => {
-                Some(schedule::load(scheduler, reader, &name)?)
-            }
-            here => reader.is_saved(&name, here.is_some(), kind).map(|_| None)?,
-        };
-        let name = format!("{}averager", self.name);
-        let averaged: Option<u64> =
-            match reader.is_saved(&name, self.averager.is_some(), ("a model averager", "averager"))? {
-                true => Some(reader.value(&name)?),
-                false => None,
-            };
-        let hook = training::load_hook(self, reader)?;
-        self.model.check_hook(hook.as_ref())?;
-        let has_hook = hook.as_ref().is_some_and(|hook| !hook.is_empty());
-        let elements = model::read(self.model.state(), reader, &format!("{}model", self.name))?;
-        let name = format!("{}optimizer", self.name);
-        let parts = ([name.clone()], name.as_str());
-        let model = (self.model.model(), self.model.state());
-        let begun = Begun::after(steps);
-        let optimizer = moments::load(&self.optimizer, model, reader, begun, parts, |_| true)?;
-        self.model.load_hook(hook)?;
-        // Deferred updates of forward passes would overwrite the loaded values.
-        self.model.settle_buffers();
-        self.model.map(|model| model::loaded(model, Select::All, elements));
-        (self.optimizer, self.scheduler) = (optimizer, scheduler);
-        if let (Some(averager), Some(steps)) = (&mut self.averager, averaged) {
-            averager.resume_at(steps);
-        }
-        (self.steps, self.progress) = (steps, progress);
-        Ok(has_hook)
-    }
-}
-
-impl<M: Module, T: Serialize + DeserializeOwned> TrainingState for TrainState<M, T> {
-    const AVERAGE: &'static str = "state.model.average_parameters()";
-
-    fn steps(&self) -> u64 {
-        self.steps
-    }
-
-    fn place(&self) -> (Rank, WorldSize) {
-        (self.model.rank(), self.model.world_size())
-    }
-
-    fn hook_state(&self) -> Result<Option<HookState>> {
-        self.model.hook_state()
-    }
-
-    fn common_hook_state(&self) -> Result<Option<HookState>> {
-        self.model.common_hook_state()
-    }
-
-    fn hook_name(&self) -> String {
-        format!("{}hook", self.name)
-    }
-
-    fn parameter_names(&self) -> Vec<&str> {
-        self.model.parameters().iter().map(|parameter| parameter.name.as_str()).collect()
-    }
-
-    fn replicas_identical(&self) -> Result<bool> {
-        self.model.replicas_identical()
-    }
-
-    fn check_nothing_held(&self) -> Result<()> {
-        self.model.check_nothing_held()
-    }
-
-    fn write(&self, writer: &mut impl StateWriter) -> Result<()> {
-        self.model.check_nothing_held()?;
-        self.model.settle_buffers();
-        let model = (self.model.model(), Select::All);
-        model::save(model, self.model.state(), writer, &format!("{}model", self.name))?;
-        let optimizer = format!("{}optimizer", self.name);
-        moments::save(&self.optimizer, self.model.state(), writer, (&optimizer, &optimizer))?;
-        if let Some(scheduler) = &self.scheduler {
-            schedule::save(scheduler, writer, &format!("{}scheduler", self.name))?;
-        }
-        if let Some(averager) = &self.averager {
-            writer.value(&format!("{}averager", self.name), &averager.steps())?;
-        }
-        writer.value(&format!("{}steps", self.name), &self.steps)?;
-        writer.value(&format!("{}progress", self.name), &self.progress)
-    }
-}
-
-impl<M: Module, T: Serialize + DeserializeOwned> State for TrainState<M, T> {
-    fn save(&self, parts: &mut Parts) -> Result<()> {
-        // What each rank has of its own is no part of a state that all have in common.
-        training::save_common(self, parts, 0)
-    }
-
-    fn load(&mut self, parts: &Parts) -> Result<()> {
-        self.read(parts).map(|_| ())
-    }
-
-    fn enter(&mut self, group: &ProcessGroup) -> Result<()> {
-        // The state of the optimizer is the same by now. Its settings are the program's, which may set them in the loop.
-        self.is_compared = false;
-        self.model.enter(group, &self.options)
-    }
-
-    fn follow(&mut self, group: &ProcessGroup) -> Result<bool> {
-        self.model.follow(group)
-    }
-
-    fn leave(&mut self) {
-        self.model.leave(&self.alone);
-    }
-
-    fn agree(&mut self) -> Result<()> {
-        if !self.is_compared {
-            self.check_optimizer(&self.model.group().in_call(Caller::ElasticCommit))?;
-            self.is_compared = true;
-        }
-        self.model.agree()
     }
 }
 

@@ -53,7 +53,7 @@ pub(crate) fn read<'a>(
     let (here, saved) = (entries(tensors), reader.value::<Vec<Entry>>(prefix)?);
     compare(&here, &saved)?;
     let tensor = |Entry { name, layout }: &Entry| {
-        reader.tensor(&format!("{prefix}.{name}"), tensor_bytes::dtype(layout.dtype)?, &layout.shape)
+        reader.tensor(&format!("{prefix}.{name}"), tensor_bytes::dtype_of(name, layout.dtype)?, &layout.shape)
     };
     here.iter().map(tensor).collect()
 }
@@ -107,7 +107,7 @@ impl<T: StateWriter> Saver<'_, T> {
         let (Some(entry), Ok(())) = (self.entries.next(), &self.outcome) else { return };
         let name = format!("{}.{}", self.prefix, entry.name);
         let Layout { dtype, shape } = &entry.layout;
-        self.outcome = tensor_bytes::dtype(*dtype)
+        self.outcome = tensor_bytes::dtype_of(&entry.name, *dtype)
             .and_then(|dtype| elements(&mut |bytes| self.writer.tensor(&name, dtype, shape, bytes)));
     }
 }

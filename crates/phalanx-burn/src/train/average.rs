@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::train::{LearnerModel, TrainOutput, TrainStep};
-use phalanx::Result;
 use phalanx::join::JoinGroup;
+use phalanx::{Error, Result};
 
 use super::DdpStrategy;
 use crate::ddp::{Averaging, Engine};
@@ -38,7 +38,7 @@ impl<M: LearnerModel> Average<M> {
     /// Warns if a training goes on with a hook that keeps something from step to step: Burn's checkpoints do not have it.
     pub fn warn_of_a_new_hook(&self, starting_epoch: usize) -> Result<()> {
         let Some(sink) = self.engine.sink() else { return Ok(()) };
-        let hook = sink.with_reducer(|reducer| reducer.hook_state())?;
+        let hook = sink.hooked().ask(|reducer| reducer.hook_state())?;
         if !hook.is_empty() {
             phalanx::warn(format_args!(
                 "the training goes on in epoch {starting_epoch}, and the communication hook {} begins anew: Burn's checkpoints do not have \
@@ -57,7 +57,7 @@ impl<M: LearnerModel> Average<M> {
     ) -> Result<TrainOutput<<M as TrainStep>::Output>> {
         let Engine::Together { sink, .. } = &self.engine else { return Ok(TrainStep::step(model, input)) };
         sink.start(Delivery::Now, None, None)?;
-        let item = self.hooked_step(sink, model, input);
+        let item = self.hooked_step(sink, model, input)?;
         Ok(TrainOutput { grads: self.finish(sink, model)?, item })
     }
 
@@ -72,7 +72,7 @@ impl<M: LearnerModel> Average<M> {
             Engine::Together { sink, .. } => {
                 let sink = sink.clone();
                 sink.set_delivery(Delivery::Hold)?;
-                let item = self.hooked_step(&sink, model, input);
+                let item = self.hooked_step(&sink, model, input)?;
                 sink.set_delivery(Delivery::Ignore)?;
                 Ok(item)
             }
@@ -106,10 +106,18 @@ impl<M: LearnerModel> Average<M> {
         sink: &Arc<Sink>,
         model: &M,
         input: <M as TrainStep>::Input,
-    ) -> <M as TrainStep>::Output {
+    ) -> Result<<M as TrainStep>::Output> {
         let Inventory { device, indices, .. } = &self.inventory;
         let hooked = hook::hooked(model, device, indices, Arc::new(Pass(sink.clone())));
-        TrainStep::step(&hooked, input).item
+        let TrainOutput { grads, item } = TrainStep::step(&hooked, input);
+        // Backward has left none of its own.
+        if !grads.is_empty() {
+            return Err(Error::invalid_argument(
+                "TrainStep::step gives gradients that its backward pass through the model has not computed: the averages would lack them",
+            )
+            .with_remedy("compute all of the loss with the model, and change gradients in TrainStep::optimize, which gets the averages"));
+        }
+        Ok(item)
     }
 
     fn finish(&self, sink: &Sink, model: &M) -> Result<GradientsParams> {

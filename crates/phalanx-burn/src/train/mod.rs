@@ -24,6 +24,7 @@
 //! [`SupervisedTraining`]: burn::train::SupervisedTraining
 
 mod average;
+mod drift;
 mod exchange;
 pub(crate) mod loaders;
 mod outputs;
@@ -65,14 +66,20 @@ use crate::DdpOptions;
 ///   otherwise. A validation is always that of rank 0's model.
 /// - **Metrics** are those of all ranks' samples: in each step rank 0 alone gets all outputs, merges them, and computes
 ///   the metrics of the whole. The trait [`Outputs`] does that; Burn's own outputs implement it.
-/// - **Dashboard, logs and checkpoints** are written by rank 0 alone. All ranks must get the same directory, and be
-///   able to read it: to resume from a checkpoint, each rank reads it.
+/// - **Dashboard, metrics' logs and checkpoints** are written by rank 0 alone. All ranks must get the same directory, and be
+///   able to read it: to resume from a checkpoint, each rank reads it. Burn's application log, `experiment.log`, has the lines of all ranks:
+///   `.with_application_logger(None)` on the others leaves it to rank 0.
 /// - **Early stopping** is decided by rank 0, from the metrics of all. **An interruption** of any rank ends all.
 /// - **A failure** of any rank ends the training of all: [`LearningResult::error`] has the cause on every rank, that of
 ///   the lowest rank if several fail.
 ///
-/// A model's `step` must run backward once, on the whole model. The number of steps in an epoch is that of the rank
-/// with the fewest batches.
+/// - **Settings.** All ranks give the same: the same optimizer, scheduler, numbers of epochs and samples, and the same checkpoint to resume from.
+///   The numbers are compared at the beginning. Burn's learner shows neither its optimizer nor its scheduler, so the ranks compare after each
+///   epoch what these have made of the parameters. A difference ends the training of all.
+///
+/// A model's `step` must run backward once, on the whole model. It sees no gradients, which are on their way to the average then: what
+/// clips or changes them belongs into the optimizer, or into [`TrainStep::optimize`], which gets the averages. The number of steps in an
+/// epoch is that of the rank with the fewest batches.
 #[derive(Clone)]
 pub struct DdpStrategy {
     group: ProcessGroup,

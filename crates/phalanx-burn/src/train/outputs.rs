@@ -75,7 +75,7 @@ fn concatenated_ints<const D: usize>(
 }
 
 /// The mean of all ranks' tensors number `index`, such as losses, weighted by the number of rows of the rank's tensor
-/// number `samples`.
+/// number `samples`. A rank whose tensor has no rows does not count, and may have a loss that is no number.
 ///
 /// # Errors
 /// If a rank has no such tensors, or `index` is not one number on each.
@@ -90,12 +90,16 @@ pub fn mean_of(
         let (Some(value), Some(rows)) = (tensors.get(index), tensors.get(samples)) else {
             return Err(missing(index));
         };
-        let rows = rows.shape().first().copied().unwrap_or(0) as f64;
+        let rows = rows.shape().first().copied().unwrap_or(0);
+        // The mean over no samples is no number, and counts for nothing.
+        if rows == 0 {
+            continue;
+        }
         let (1, Some(value)) = (value.num_elements(), value.iter::<f64>().next()) else {
             return Err(Error::mismatch("a rank's loss is not one number"));
         };
-        sum += rows * value;
-        count += rows;
+        sum += rows as f64 * value;
+        count += rows as f64;
     }
     Ok(Tensor::from_data([sum / count], device))
 }
@@ -160,5 +164,23 @@ impl Outputs for SequenceOutput {
             targets: concatenated_ints(&ranks, 2, device)?,
             predictions: predicted.then(|| concatenated_ints(&ranks, 3, device)).transpose()?,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_without_samples_does_not_count_in_a_mean() {
+        let device = Device::flex();
+        let output = |loss: f32, rows: usize| {
+            vec![TensorData::from([loss]), TensorData::new(vec![0.0f32; 3 * rows], [rows, 3])]
+        };
+        let mean = |ranks: &[Vec<TensorData>]| mean_of(ranks, 0, 1, &device).unwrap().into_scalar::<f32>();
+        assert_eq!(mean(&[output(4.0, 1), output(f32::NAN, 0), output(1.0, 2)]), 2.0);
+        // As in one process: the mean of nothing, and a loss that is no number.
+        assert!(mean(&[output(f32::NAN, 0)]).is_nan());
+        assert!(mean(&[output(f32::NAN, 1), output(1.0, 1)]).is_nan());
     }
 }

@@ -12,10 +12,12 @@ use burn::train::{
     SupervisedTrainingEventProcessor, TrainLoader, TrainStep, TrainingComponents, TrainingError,
     TrainingItem, ValidLoader,
 };
+use phalanx::reducer::verify_description;
 use phalanx::{Error, ProcessGroup, Rank, Result};
 
 use super::DdpStrategy;
 use super::average::Average;
+use super::drift;
 use super::exchange;
 use super::loaders::{self, Purpose};
 use super::outputs::Outputs;
@@ -69,6 +71,15 @@ where
 
         let data = Data::<M>::of(train, self.strategy)?;
         let valid_total = loaders::items(valid, Purpose::Validation)?;
+        for (what, own) in [
+            ("first epoch", starting_epoch),
+            ("number of epochs", self.components.num_epochs),
+            ("number of batches for a step", self.components.grad_accumulation.unwrap_or(1)),
+            ("number of own training samples", data.share),
+            ("number of validation samples", valid_total),
+        ] {
+            verify_description(self.group, what, &own.to_string())?;
+        }
         let (rank, ranks) = (self.group.rank().index(), self.group.world_size().count());
         let bound = |rank: usize| rank * valid_total / ranks;
         let valid =
@@ -80,6 +91,7 @@ where
             let trained = self.train_epoch(data.of_epoch(epoch, self.strategy), epoch, &mut average);
             self.tie(&average);
             trained?;
+            drift::check(&self.learner.model(), &average.inventory.indices, epoch, self.group)?;
             self.train_event(|| LearnerEvent::EndSplit(epoch));
             if self.should_stop()? {
                 // The models that the ranks return are the same.
@@ -289,6 +301,13 @@ impl<'a, M: LearnerModel> Data<'a, M> {
         let shards = strategy.living_shards();
         let lengths: Vec<_> = shards.iter().map(|shard| shard.len()).collect();
         let (share, stretches) = match lengths.is_empty() {
+            true if items > 0 && items < ranks => {
+                let cause = format!(
+                    "the training loader has {items} samples for {ranks} ranks: none would be trained"
+                );
+                let remedy = "start fewer ranks, or make the loader of what DdpStrategy::sampled gives, which repeats samples";
+                return Err(Error::invalid_argument(cause).with_remedy(remedy));
+            }
             true => (items / ranks, ranks),
             false if lengths.contains(&items) => (items, 1),
             false => {

@@ -333,6 +333,22 @@ fn gradients_from_before_a_load_or_another_group_are_refused() {
 }
 
 #[test]
+fn a_step_that_is_refused_leaves_the_scheduler_where_it_is() {
+    let scheduler = LinearLrSchedulerConfig::new(0.1, 0.01, 10).init().unwrap();
+    let mut training = fresh(&SgdConfig::new().init()).with_scheduler(scheduler);
+    let gradients = |training: &mut Training| {
+        let loss = training.model.forward(|model| model.loss(samples(0, 4))).unwrap();
+        training.model.backward(&loss).unwrap()
+    };
+    let foreign = gradients(&mut fresh(&SgdConfig::new().init()));
+    assert!(training.scheduled_step(foreign).unwrap_err().is_invalid_argument());
+    assert_eq!(training.steps(), 0);
+    let own = gradients(&mut training);
+    let first = training.scheduled_step(own).unwrap();
+    assert!((first - 0.1).abs() < 1e-9 && training.steps() == 1, "{first}");
+}
+
+#[test]
 fn options_hold_wherever_they_are_given() {
     let grouped = |options_first: bool| {
         run(2, |group| {
@@ -711,6 +727,16 @@ fn ranks_whose_optimizers_differ_are_refused() {
         assert!(error.is_mismatch() && error.to_string().contains("the optimizer of rank 1"), "{error}");
         training.optimizer = first.clone();
         training.agree().unwrap();
+    });
+    // So does the first step, in a loop that has not committed yet.
+    run(2, |group| {
+        let mut training = fresh(if group.rank().is_main() { first } else { second });
+        training.enter(&group).unwrap();
+        let loss = training.model.forward(|model| model.loss(samples(0, 4))).unwrap();
+        let gradients = training.model.backward(&loss).unwrap();
+        let error = training.step(0.1, gradients).unwrap_err();
+        assert!(error.is_mismatch() && error.to_string().contains("the optimizer of rank 1"), "{error}");
+        assert_eq!(training.steps(), 0);
     });
 }
 

@@ -13,6 +13,7 @@ use burn::data::dataset::{Dataset, DatasetError, InMemDataset};
 use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::SgdConfig;
+use burn::optim::momentum::MomentumConfig;
 use burn::tensor::{Device, Tensor, TensorData};
 use burn::train::logger::InMemoryMetricLogger;
 use burn::train::metric::LossMetric;
@@ -110,6 +111,34 @@ impl InferenceStep for Net {
 
     fn step(&self, batch: Batch) -> RegressionOutput {
         self.output(batch)
+    }
+}
+
+/// Adds to the gradients by hand.
+#[derive(Module, Debug)]
+struct ByHand {
+    net: Net,
+}
+
+impl TrainStep for ByHand {
+    type Input = Batch;
+    type Output = RegressionOutput;
+
+    fn step(&self, batch: Batch) -> TrainOutput<RegressionOutput> {
+        let output = self.net.output(batch);
+        let mut trained = TrainOutput::new(self, output.loss.backward(), output);
+        let bias = self.net.head.bias.as_ref().unwrap();
+        trained.grads.register(bias.id, Tensor::<1>::ones([1], &device().inner()));
+        trained
+    }
+}
+
+impl InferenceStep for ByHand {
+    type Input = Batch;
+    type Output = RegressionOutput;
+
+    fn step(&self, batch: Batch) -> RegressionOutput {
+        self.net.output(batch)
     }
 }
 
@@ -319,6 +348,76 @@ fn models_that_differ_end_the_training_of_every_rank() {
         let error = result.error.unwrap().to_string();
         assert!(error.contains("norm") || error.contains("parameter"), "{error}");
     });
+}
+
+#[test]
+fn ranks_that_train_otherwise_are_an_error_on_every_rank() {
+    let order: Vec<usize> = (0..TRAIN).collect();
+    for (what, expected) in [
+        ("epochs", "the number of epochs of rank 0 is 3, and that of rank 1 is 4"),
+        ("parts", "the number of batches for a step of rank 0 is 1, and that of rank 1 is 2"),
+        ("samples", "the number of own training samples of rank 0 is 12, and that of rank 1 is 3"),
+        ("validation", "the number of validation samples of rank 0 is 2, and that of rank 1 is 3"),
+        ("rate", "after epoch 1 the parameters of rank 1 are others than those of rank 0"),
+        ("momentum", "after epoch 1 the parameters of rank 1 are others than those of rank 0"),
+    ] {
+        let errors = run(2, |group| {
+            let is_other = |name: &str| name == what && !group.rank().is_main();
+            let folder = tempfile::tempdir().unwrap();
+            let train_loader = loader(&order[..if is_other("samples") { TRAIN / 2 } else { TRAIN }], 4);
+            let valid_loader = loader(&order[..if is_other("validation") { 3 } else { 2 }], 2);
+            let mut training = SupervisedTraining::new(folder.path(), train_loader, valid_loader)
+                .with_application_logger(None)
+                .num_epochs(if is_other("epochs") { EPOCHS + 1 } else { EPOCHS })
+                .with_training_strategy(DdpStrategy::new(&group).into());
+            if is_other("parts") {
+                training = training.grads_accumulation(2);
+            }
+            let momentum = is_other("momentum").then(MomentumConfig::new);
+            let rate: f64 = if is_other("rate") { 0.2 } else { 0.1 };
+            let learner =
+                Learner::new(Net::new(false), SgdConfig::new().with_momentum(momentum).init(), rate);
+            training.launch(learner).error.expect("an error on every rank").to_string()
+        });
+        for error in errors {
+            assert!(error.contains(expected), "{what}: {error}");
+        }
+    }
+}
+
+#[test]
+fn gradients_that_a_step_makes_by_hand_are_refused() {
+    for parts in [None, Some(2)] {
+        for error in run(2, |group| {
+            let folder = tempfile::tempdir().unwrap();
+            let mut training =
+                SupervisedTraining::new(folder.path(), loader(&distributed(2, 4), 4), loader(&[5, 6], 2))
+                    .with_application_logger(None)
+                    .with_training_strategy(DdpStrategy::new(&group).into());
+            if let Some(parts) = parts {
+                training = training.grads_accumulation(parts);
+            }
+            let model = ByHand { net: Net::new(false) };
+            let result = training.launch(Learner::new(model, SgdConfig::new().init(), 0.1));
+            result.error.expect("an error on every rank").to_string()
+        }) {
+            assert!(error.contains("has not computed") && error.contains("TrainStep::optimize"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn fewer_samples_than_ranks_are_refused() {
+    for error in run(3, |group| {
+        let folder = tempfile::tempdir().unwrap();
+        let training = SupervisedTraining::new(folder.path(), loader(&[1, 2], 2), loader(&[5, 6, 7], 2))
+            .with_application_logger(None)
+            .with_training_strategy(DdpStrategy::new(&group).into());
+        let result = training.launch(Learner::new(Net::new(false), SgdConfig::new().init(), 0.1));
+        result.error.expect("an error on every rank").to_string()
+    }) {
+        assert!(error.contains("2 samples for 3 ranks"), "{error}");
+    }
 }
 
 #[test]

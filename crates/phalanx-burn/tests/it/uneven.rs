@@ -324,3 +324,25 @@ fn an_optimizer_that_one_rank_alone_has_exchanged_in_a_join_is_an_error_on_every
     }
     run(2, |group| attempt(&group, 0).unwrap());
 }
+
+#[test]
+fn a_rank_that_has_had_no_data_in_the_first_join_steps_with_the_others_in_the_next() {
+    let start = Mlp::new(&[8, 16, 3]);
+    run(2, |group| {
+        let rank = group.rank().index();
+        let (mut ddp, mut optimizer) = (Ddp::new(start.clone(), &group).unwrap(), sgd());
+        // In the first, rank 1 has nobody to compare its optimizer with; at its end both have compared.
+        for steps in [2 * rank, 2] {
+            ddp.join(&mut optimizer, JoinOptions::default(), |ddp, optimizer| {
+                for number in 0..steps {
+                    let loss = ddp.forward(|model| model.loss(batch(0, number, rank)))?;
+                    let gradients = ddp.backward(&loss)?;
+                    ddp.step(optimizer, LEARNING_RATE, gradients)?;
+                }
+                Ok(())
+            })
+            .unwrap();
+        }
+        assert!(ddp.replicas_identical().unwrap());
+    });
+}

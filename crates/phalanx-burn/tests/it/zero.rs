@@ -7,6 +7,7 @@ use burn::optim::{AdafactorConfig, AdamWConfig, ModuleOptimizer, OptimizerRecord
 use burn::tensor::Bytes;
 use parking_lot::Mutex;
 use phalanx::checkpoint::Checkpoints;
+use phalanx::mesh::DeviceMesh;
 use phalanx::reducer::ReducerOptions;
 use phalanx::reducer::hooks::Compressed;
 use phalanx::testing::{self, Fabric};
@@ -152,6 +153,53 @@ fn any_number_of_ranks_goes_on_with_what_any_number_has_saved() {
             assert!(whole.is_some() && wholes[0] == whole, "{ranks} to {world}");
         }
     }
+}
+
+#[test]
+fn the_state_of_replicas_that_are_some_of_the_ranks_is_saved_and_loaded() {
+    let folder = tempfile::tempdir().unwrap();
+    // Two models of two replicas each, in one checkpoint.
+    run(4, |group| {
+        let mesh = DeviceMesh::new(&group, &[("model", 2), ("data", 2)]).unwrap();
+        let name = format!("optimizer-of-{}", mesh.coordinate("model").unwrap());
+        let mut ddp = Ddp::new(Mlp::new(&WIDTHS), mesh.group("data").unwrap()).unwrap();
+        let adamw = || AdamWConfig::new().init();
+        let mut zero = ZeroRedundancyOptimizer::new(adamw(), &mut ddp).unwrap();
+        for step in 0..3 {
+            let averages = gradients(&mut ddp, step);
+            zero.step(&mut ddp, 0.01, averages).unwrap();
+        }
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        checkpoints.save_sharded(3, |snapshot| zero.save(&ddp, snapshot, &name)).unwrap();
+        checkpoints.finish().unwrap();
+        let saved = checkpoints.newest().unwrap().unwrap();
+        let whole = |zero: &ZeroRedundancyOptimizer, ddp: &Ddp<Mlp>| {
+            zero.consolidate(ddp, Rank::MAIN).unwrap().map(|whole| content(&whole))
+        };
+        let expected = whole(&zero, &ddp);
+        let mut ddp = Ddp::new(ddp.into_model(), mesh.group("data").unwrap()).unwrap();
+        let mut again = ZeroRedundancyOptimizer::new(adamw(), &mut ddp).unwrap();
+        again.load(&ddp, &saved, &name).unwrap();
+        assert_eq!(whole(&again, &ddp), expected);
+    });
+}
+
+#[test]
+fn gradients_that_are_held_would_be_missing_in_a_saved_state() {
+    let folder = tempfile::tempdir().unwrap();
+    run(1, |group| {
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let mut ddp = Ddp::new(Mlp::new(&WIDTHS), &group).unwrap();
+        let zero = ZeroRedundancyOptimizer::new(AdamWConfig::new().init(), &mut ddp).unwrap();
+        let loss = ddp.forward(|model| model.loss(samples(0, 4))).unwrap();
+        ddp.backward_no_sync(&loss).unwrap();
+        let save = |ddp: &Ddp<Mlp>| checkpoints.save(1, |snapshot| zero.save(ddp, snapshot, "optimizer"));
+        let error = save(&ddp).unwrap_err().to_string();
+        assert!(error.contains("in the middle of a step"), "{error}");
+        ddp.drop_accumulated();
+        save(&ddp).unwrap();
+        checkpoints.finish().unwrap();
+    });
 }
 
 #[test]

@@ -1,9 +1,16 @@
 //! Interfaces and addresses, and the one that the ranks would use.
 
 use std::fs;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::time::Duration;
+
+use phalanx::Deadline;
+use phalanx::store::resolve;
 
 use super::finding::Report;
+
+/// How long the look-up of the store's name may take.
+const RESOLVE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Addresses reserved for documentation: no packet goes there, but the kernel tells which route it would take.
 const OUTSIDE: [IpAddr; 2] =
@@ -19,7 +26,16 @@ pub(super) fn look(report: &mut Report, store: Option<&str>) {
     report.note("addresses", shown(&addresses, is_told));
     let (used, why) = match store {
         Some(store) => {
-            let targets: Vec<_> = store.to_socket_addrs().map(Iterator::collect).unwrap_or_default();
+            let targets = match resolve(store, Deadline::after(RESOLVE_TIMEOUT)) {
+                Ok(targets) => targets,
+                Err(error) => {
+                    return report.bad(
+                        "interface",
+                        format!("no address of {store} is known: {error}"),
+                        "is the host's name right, and does `getent hosts` know it here?",
+                    );
+                }
+            };
             (way_to(targets), format!("it leads to the store at {store}"))
         }
         None => {
@@ -29,11 +45,9 @@ pub(super) fn look(report: &mut Report, store: Option<&str>) {
     };
     let Some(used) = used else {
         return match store {
-            Some(store) => report.bad(
-                "interface",
-                format!("none leads to {store}"),
-                "is the host's name right, and known here?",
-            ),
+            Some(store) => {
+                report.bad("interface", format!("none leads to {store}"), "is there a route to its address?")
+            }
             None => report.advise(
                 "interface",
                 "none leads to other machines",

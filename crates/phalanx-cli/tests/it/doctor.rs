@@ -39,6 +39,18 @@ fn a_machine_that_runs_these_tests_is_well() {
     }
 }
 
+#[test]
+fn a_name_without_an_address_is_said_to_have_none() {
+    // No such name can exist: RFC 6761.
+    let output = doctor(&["--json", "--store", "nowhere.invalid:29500"], &[]);
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let interface = finding(&report, "interface");
+    let said = interface["text"].as_str().unwrap();
+    assert!(said.starts_with("no address of nowhere.invalid:29500 is known: "), "{said}");
+    assert_eq!(interface["verdict"], "bad", "{report}");
+    assert_eq!(output.status.code(), Some(1), "{report}");
+}
+
 /// On the stand-ins for libcuda and libnccl, which are no GPU.
 #[test]
 fn libraries_and_devices_are_found_where_the_variables_say() {

@@ -68,6 +68,25 @@ fn two_nodes_make_one_world_with_a_store() {
 }
 
 #[test]
+fn a_role_counts_its_own_workers() {
+    let port = free_port();
+    let start = |rank, role| {
+        let options = ["--nproc-per-node", "2", "--role", role];
+        node(rank, &port, &options, "echo $ROLE_NAME $ROLE_RANK/$ROLE_WORLD_SIZE").spawn().unwrap()
+    };
+    let nodes = [start("0", "trainer"), start("1", "reader")];
+    let expected = [["[0] trainer 0/2", "[1] trainer 1/2"], ["[2] reader 0/2", "[3] reader 1/2"]];
+    for (child, expected) in nodes.into_iter().zip(expected) {
+        let (code, out, err) = end(child);
+        assert_eq!(
+            (code, sorted_lines(out.as_bytes())),
+            (Some(0), expected.map(str::to_owned).to_vec()),
+            "{err}"
+        );
+    }
+}
+
+#[test]
 fn a_group_spans_the_nodes_and_comes_together_again_after_a_failure() {
     let port = free_port();
     let script = format!("{SUM} && exit $((RANK == 3 && TORCHELASTIC_RESTART_COUNT == 0 ? 7 : 0))");

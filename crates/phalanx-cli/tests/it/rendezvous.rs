@@ -46,8 +46,10 @@ impl Node {
 /// The rank, the world and the round; then it ends if there is a file of this name, and waits if there is none.
 const WORKER: &str = "echo $RANK of $WORLD_SIZE at $MASTER_ADDR, $TORCHELASTIC_RESTART_COUNT; until [ -e go ]; do sleep 0.05; done";
 
-/// The launchers of two nodes, of which either is lost; the other goes on alone, with a store of its own.
-fn either_node_may_be_lost(options: &[&str], jobs: [&str; 2]) {
+/// The launchers of two nodes, of which either is lost; the other goes on alone, with a store of its own. Returns what that one has said in
+/// the second job.
+fn either_node_may_be_lost(options: &[&str], jobs: [&str; 2]) -> String {
+    let mut said = String::new();
     for (first_is_lost, job) in [true, false].into_iter().zip(jobs) {
         let folder = tempfile::tempdir().unwrap();
         let common =
@@ -72,7 +74,9 @@ fn either_node_may_be_lost(options: &[&str], jobs: [&str; 2]) {
         let (code, err) = left.end();
         assert!(code == Some(0) && err.contains("has not been heard of"), "{err}");
         lost.end();
+        said = err;
     }
+    said
 }
 
 #[test]
@@ -87,10 +91,12 @@ fn in_a_file_either_node_may_be_lost() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("meeting");
     // What the first of the two jobs leaves behind does not keep the second from beginning.
-    either_node_may_be_lost(
+    let said = either_node_may_be_lost(
         &["--rdzv-backend", "file", "--rdzv-endpoint", path.to_str().unwrap()],
         ["job", "job"],
     );
+    // And whoever waits for that is told why.
+    assert!(said.contains("meeting is there already"), "{said}");
 }
 
 #[test]
@@ -107,12 +113,14 @@ fn a_group_spans_nodes_that_meet_in_etcd() {
 #[test]
 fn where_nothing_answers_the_end_point_is_named() {
     let options = ["--nnodes", "2", "--rdzv-backend", "etcd", "--rdzv-endpoint", "127.0.0.1:1"];
-    let conf = ["--rdzv-conf", "join_timeout=5"];
+    let conf = ["--rdzv-conf", "join_timeout=8"];
     let (code, err) = Node::start(phalanx(&[&options[..], &conf].concat(), "echo never")).end();
     assert!(
         code == Some(1) && err.contains("127.0.0.1:1") && err.contains("does this host reach it?"),
         "{err}"
     );
+    // Nobody waits long without a word.
+    assert!(err.contains("waits for an answer of etcd at 127.0.0.1:1"), "{err}");
     let (code, err) = Node::start(phalanx(&["--nnodes", "2", "--rdzv-backend", "file"], "echo never")).end();
     assert!(code == Some(2) && err.contains("needs --rdzv-endpoint"), "{err}");
 }

@@ -1,10 +1,13 @@
 //! `phalanx run`: restarts, logs and the format of the output.
 
 use std::fs;
+use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use crate::support::{LIMIT, SUM, SUMS, free_port, output, phalanx, sorted_lines, text};
+use rustix::process::Signal;
+
+use crate::support::{LIMIT, SUM, SUMS, free_port, limit, output, phalanx, send, sorted_lines, text};
 
 /// The one entry of `folder`.
 fn only(folder: &Path) -> PathBuf {
@@ -39,6 +42,34 @@ fn restarts_run_out_and_the_last_life_says_why() {
     let err = text(&output.stderr);
     let (_, report) = err.split_once("The first failure").unwrap();
     assert!(report.contains("life 1") && report.contains("1 restart") && !report.contains("life 0"), "{err}");
+}
+
+#[test]
+fn a_signal_that_comes_before_a_restart_ends_the_job() {
+    // Rank 0 fails when rank 1 is ready. That one is asked to end, says so, and goes on.
+    let script = "life=$TORCHELASTIC_RESTART_COUNT; echo life $life; \
+                  [ $RANK = 0 ] && { until [ -e ready ]; do sleep 0.05; done; exit 3; }; \
+                  trap 'echo asked >&2' TERM; touch ready; while :; do sleep 0.05; done";
+    let cases: [&[&str]; 2] = [&[], &["--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=0.2"]];
+    for nodes in cases {
+        let folder = tempfile::tempdir().unwrap();
+        let port = free_port();
+        let options = ["--nproc-per-node", "2", "--max-restarts", "2", "--master-port", &port];
+        let mut command = phalanx(&[&options[..], nodes].concat(), script);
+        command.current_dir(folder.path());
+        let mut launcher = command.spawn().unwrap();
+        limit(&launcher);
+        let mut err = BufReader::new(launcher.stderr.take().unwrap());
+        let mut said = String::new();
+        while !said.contains("[1] asked") {
+            assert!(err.read_line(&mut said).unwrap() > 0, "rank 1 was not asked to end: {said}");
+        }
+        send(&launcher, Signal::INT);
+        err.read_to_string(&mut said).unwrap();
+        let output = launcher.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(130), "{said}");
+        assert_eq!(sorted_lines(&output.stdout), ["[0] life 0", "[1] life 0"], "{said}");
+    }
 }
 
 #[test]

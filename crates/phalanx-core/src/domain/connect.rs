@@ -1,5 +1,8 @@
 //! Determines which ranks can reach each other's memory. All ranks take part.
 //!
+//! Each tells all where its memory is, and on which host. Then each maps that of the ranks of its host alone, and tells all whose it
+//! could map. So what a rank tells does not grow with the number of hosts, and every rank knows all domains.
+//!
 //! Neither a host's name nor a process number identifies anything: hosts have equal names, and processes in different
 //! containers equal numbers. Memory is tried among processes of one boot of the kernel, and a random number in it must
 //! be the one that its owner has written to the store.
@@ -11,7 +14,7 @@ use phalanx_sys::arena::{Arena, Mapping, total_memory};
 use phalanx_sys::control_block::ControlBlock;
 use serde::{Deserialize, Serialize};
 
-use super::{Domain, Partition, Peers};
+use super::{Domain, Partition, Peers, Reach};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::health::Health;
@@ -20,9 +23,8 @@ use crate::random;
 use crate::rank::Rank;
 use crate::transport::MeshConfig;
 use crate::transport::bootstrap::{self, Starting};
-use crate::world_size::WorldSize;
 
-/// With more ranks, each would have too little of a staging window.
+/// The most ranks of a domain. With more, each would have too little of a staging window.
 const MOST: usize = 256;
 /// Keys of what ranks write to the store: where their memory is, and whose memory they can map.
 const ARENA: &str = "arena";
@@ -41,22 +43,27 @@ pub(crate) struct Address {
 
 /// A rank's memory. None if the rank was configured to use TCP; an error text if it cannot have any.
 pub(crate) type Lent = Result<Option<Address>, String>;
-/// For each rank of the host, by rank, why its memory cannot be mapped; an empty text if it can.
-pub(crate) type Reach = Vec<String>;
 
-/// The mapped arenas, by rank.
-pub(crate) struct Mapped(Vec<Result<Arc<Mapping>, String>>);
+/// What the ranks have lent, with the memory of this rank's host as this rank has mapped it.
+pub(crate) struct Mapped {
+    /// By rank.
+    lent: Vec<Lent>,
+    /// Which ranks may share memory, as far as their addresses tell. The same on every rank.
+    candidates: Partition,
+    /// The arenas of the ranks with which this one may, in their order; or why they cannot be mapped.
+    arenas: Vec<Result<Arc<Mapping>, String>>,
+}
 
 /// Tells the others that this rank was configured to use TCP. Then no rank uses shared memory, since all must plan
 /// alike.
 pub(crate) fn decline(config: &MeshConfig<'_>, deadline: Deadline) -> Result<()> {
-    bootstrap::publish::<Lent>(config, ARENA, &Ok(None), deadline)?;
-    bootstrap::publish::<Reach>(config, REACH, &Vec::new(), deadline)
+    // Whose memory it could map it need not tell: nobody asks then.
+    bootstrap::publish::<Lent>(config, ARENA, &Ok(None), deadline)
 }
 
 /// The keys under which `rank` writes to the store while it lends its memory, or declines.
 pub(crate) fn keys_of(rank: Rank) -> Vec<String> {
-    [ARENA, REACH].map(|topic| bootstrap::key(topic, rank)).into()
+    [ARENA, REACH].into_iter().flat_map(|topic| bootstrap::keys_of(topic, rank)).collect()
 }
 
 /// What this rank knows about the memory of all ranks.
@@ -98,16 +105,15 @@ pub(crate) fn join(
     starting: &Starting,
     deadline: Deadline,
 ) -> Result<Joined> {
-    let world = config.world.count();
-    // Nothing is exchanged then: what each would say of each other would be as much as the square of the ranks.
-    if let Err(reason) = check_room(world) {
-        return Ok(Joined { reason: Some(reason), ..Joined::alone(world) });
-    }
-    let own = Lending::new(host, world).filled();
-    let lent: Vec<Lent> = bootstrap::exchange(config, starting, ARENA, &own.address(), deadline)?;
-    let mapped = own.map(config.rank, &lent);
-    let reach: Vec<Reach> = bootstrap::exchange(config, starting, REACH, &mapped.reach(), deadline)?;
-    Ok(own.settle(config.rank, config.world, &lent, &mapped, &reach))
+    let own = Lending::new(host, config.world.count()).filled();
+    let lent = bootstrap::exchange(config, starting, ARENA, &own.address(), deadline)?;
+    let mapped = own.map(config.rank, lent);
+    let reach = match mapped.candidates.is_alone() {
+        // As all ranks know: there is nothing to tell.
+        true => Vec::new(),
+        false => bootstrap::exchange(config, starting, REACH, &mapped.reach(), deadline)?,
+    };
+    Ok(own.settle(config.rank, &mapped, &reach))
 }
 
 /// The memory of this rank that the others may map.
@@ -129,69 +135,110 @@ impl Lending {
         self.0.as_ref().map(|(_, address)| Some(address.clone())).map_err(Clone::clone)
     }
 
-    /// Maps what the others have `lent`, by rank.
-    pub(crate) fn map(&self, rank: Rank, lent: &[Lent]) -> Mapped {
-        Mapped(map_all(rank, self.0.as_ref().map(|(arena, _)| arena), lent))
+    /// Maps the memory of the ranks of this host, when all know what each has `lent`, by rank.
+    pub(crate) fn map(&self, rank: Rank, lent: Vec<Lent>) -> Mapped {
+        let candidates = candidates(&lent);
+        let map = |member: &Rank| -> Result<Arc<Mapping>, String> {
+            let (own, _) = self.0.as_ref().map_err(Clone::clone)?;
+            if *member == rank {
+                return Ok(own.mapping().clone());
+            }
+            let Some(Ok(Some(address))) = lent.get(member.index()) else {
+                return Err(format!("rank {member} has lent no memory"));
+            };
+            let bytes =
+                usize::try_from(address.bytes).map_err(|_| format!("rank {member} has too much memory"))?;
+            Arena::open(address.pid, address.descriptor, bytes, address.nonce)
+                .map_err(|error| format!("the memory of rank {member} cannot be mapped: {error}"))
+        };
+        let arenas = candidates.domain_of(rank).iter().map(map).collect();
+        Mapped { lent, candidates, arenas }
     }
 
-    /// The domains of all ranks, when all know whose memory each can map.
-    pub(crate) fn settle(
-        self,
-        rank: Rank,
-        world: WorldSize,
-        lent: &[Lent],
-        mapped: &Mapped,
-        reach: &[Reach],
-    ) -> Joined {
-        settle(self.0, (rank, world), lent, &mapped.0, reach)
+    /// The domains of all ranks, when all know whose memory each can map; `reach` is by rank.
+    pub(crate) fn settle(self, rank: Rank, mapped: &Mapped, reach: &[Reach]) -> Joined {
+        let has = |one: Rank, index: usize| reach.get(one.index()).is_some_and(|reach| reach.has(index));
+        let partition = mapped
+            .candidates
+            .refine(|members, one, other| has(members[one], other) && has(members[other], one));
+        // A rank that is alone in its world may have no memory.
+        let is_whole = partition.is_one() && self.0.is_ok();
+        let reason = if is_whole { None } else { mapped.reason(reach) };
+
+        let members = partition.domain_of(rank);
+        let candidates = mapped.candidates.domain_of(rank);
+        let arena = |member: &Rank| mapped.arenas.get(candidates.binary_search(member).ok()?)?.clone().ok();
+        let mappings = members.iter().filter_map(arena).collect();
+        let me = members.iter().position(|member| *member == rank);
+        let own = self.0.ok().filter(|_| members.len() > 1 || partition.is_one());
+        let shared = own.and_then(|(arena, _)| {
+            let control_block = ControlBlock::new(arena.clone(), mappings, me?)?;
+            (control_block.members() == members.len()).then_some((arena, control_block))
+        });
+        Joined { partition, shared, reason }
     }
 }
 
 impl Mapped {
     /// Whose memory this rank can map.
     pub(crate) fn reach(&self) -> Reach {
-        self.0.iter().map(|mapping| mapping.as_ref().err().cloned().unwrap_or_default()).collect()
+        Reach::new(self.arenas.iter().map(|arena| arena.as_ref().err().map(String::as_str)))
+    }
+
+    /// Why not all ranks share memory: what keeps the first two from it that do not.
+    fn reason(&self, reach: &[Reach]) -> Option<String> {
+        if let Some(declined) = self.lent.iter().position(|lent| matches!(lent, Ok(None))) {
+            return Some(format!("rank {declined}: it was told to use TCP"));
+        }
+        let ranks = 0..self.lent.len() as u32;
+        // If nothing keeps the first rank from sharing memory with all others, there are no more than have room in one domain.
+        let mut pairs = ranks.clone().flat_map(|one| ranks.clone().map(move |other| (one, other)));
+        pairs.find_map(|(one, other)| {
+            let obstacle = self.obstacle(Rank::new(one), Rank::new(other), reach)?;
+            Some(format!("rank {one}: {obstacle}"))
+        })
+    }
+
+    /// Why `one` has not mapped the memory of `other`.
+    fn obstacle(&self, one: Rank, other: Rank, reach: &[Reach]) -> Option<String> {
+        let host = |rank: Rank| match self.lent.get(rank.index()) {
+            Some(Ok(Some(address))) => Ok(&address.host),
+            Some(Err(reason)) => Err(reason.as_str()),
+            Some(Ok(None)) | None => Err("lent no memory"),
+        };
+        let (own, others) = match (host(one), host(other)) {
+            (Err(reason), _) => return Some(reason.to_owned()),
+            (_, Err(reason)) => return Some(format!("rank {other} has {reason}")),
+            (Ok(own), Ok(others)) => (own, others),
+        };
+        if own != others {
+            return Some(format!("rank {other} is on another host"));
+        }
+        let Ok(index) = self.candidates.domain_of(one).binary_search(&other) else {
+            return Some(format!(
+                "at most {MOST} ranks of a host share memory, and rank {other} is in another part of it"
+            ));
+        };
+        let told = reach.get(one.index());
+        told.filter(|_| one != other).and_then(|reach| reach.obstacle(index)).map(str::to_owned)
     }
 }
 
-fn settle(
-    own: Result<(Arc<Arena>, Address), String>,
-    (rank, world): (Rank, WorldSize),
-    lent: &[Lent],
-    mapped: &[Result<Arc<Mapping>, String>],
-    reach: &[Reach],
-) -> Joined {
-    if let Some(declined) = lent.iter().position(|lent| matches!(lent, Ok(None))) {
-        let reason = Some(format!("rank {declined}: it was told to use TCP"));
-        return Joined { reason, ..Joined::alone(world.count()) };
+/// Which ranks may share memory, as far as they have told where it is. All come to the same result.
+fn candidates(lent: &[Lent]) -> Partition {
+    // All must plan alike, and who was told to use TCP knows nothing of the others' memory.
+    if lent.iter().any(|lent| matches!(lent, Ok(None))) {
+        return Partition::alone(lent.len());
     }
-    let obstacle = |one: usize, other: usize| match reach.get(one).and_then(|reach| reach.get(other)) {
-        Some(reason) if reason.is_empty() => None,
-        Some(reason) => Some(format!("rank {one}: {reason}")),
-        None => Some(format!("rank {one} reported nothing about the memory of rank {other}")),
-    };
-    let partition =
-        Partition::of(world.count(), |one, other| obstacle(one, other).or(obstacle(other, one)).is_none());
-    let mut pairs = world.ranks().flat_map(|one| world.ranks().map(move |other| (one, other)));
-    let reason = pairs.find_map(|(one, other)| obstacle(one.index(), other.index()));
-
-    let members = partition.domain_of(rank);
-    let mappings = members.iter().filter_map(|member| mapped.get(member.index())?.clone().ok()).collect();
-    let me = members.iter().position(|member| *member == rank);
-    let shared = own.ok().filter(|_| members.len() > 1 || partition.is_one()).and_then(|(arena, _)| {
-        let control_block = ControlBlock::new(arena.clone(), mappings, me?)?;
-        (control_block.members() == members.len()).then_some((arena, control_block))
-    });
-    Joined { partition, shared, reason }
+    Partition::by_host(lent.iter().map(|lent| Some(lent.as_ref().ok()?.as_ref()?.host.as_str())), MOST)
 }
 
 /// An arena of this rank, and its address.
 fn lend(host: Option<&str>, world: usize) -> Result<(Arc<Arena>, Address), String> {
-    check_room(world)?;
     let nonce = random::number().map_err(|error| error.to_string())?;
     // As large as the host's memory, if there are enough addresses.
     let bytes = total_memory().and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(usize::MAX);
-    let arena = Arena::create_unfilled(bytes, world, nonce).map_err(no_memory)?;
+    let arena = Arena::create_unfilled(bytes, world.min(MOST), nonce).map_err(no_memory)?;
     let host = match host {
         Some(host) => host.to_owned(),
         None => {
@@ -203,39 +250,8 @@ fn lend(host: Option<&str>, world: usize) -> Result<(Arc<Arena>, Address), Strin
     Ok((arena, Address { host, pid, descriptor, bytes, nonce }))
 }
 
-/// An error if a control block has no room for so many ranks. All come to the same result.
-fn check_room(world: usize) -> Result<(), String> {
-    match world > MOST {
-        true => Err(format!("{world} ranks are too many for one control block")),
-        false => Ok(()),
-    }
-}
-
 fn no_memory(error: io::Error) -> String {
     format!("no shared memory: {error}")
-}
-
-fn map_all(
-    rank: Rank,
-    own: Result<&Arc<Arena>, &String>,
-    lent: &[Lent],
-) -> Vec<Result<Arc<Mapping>, String>> {
-    let host = lent.get(rank.index()).and_then(|lent| Some(&lent.as_ref().ok()?.as_ref()?.host));
-    let map = |(peer, lent): (usize, &Lent)| {
-        let own = own.map_err(Clone::clone)?;
-        if peer == rank.index() {
-            return Ok(own.mapping().clone());
-        }
-        let address = lent.as_ref().map_err(|reason| format!("rank {peer} has {reason}"))?;
-        let address = address.as_ref().ok_or_else(|| format!("rank {peer} was told to use TCP"))?;
-        if Some(&address.host) != host {
-            return Err(format!("rank {peer} is on another host"));
-        }
-        let bytes = usize::try_from(address.bytes).map_err(|_| format!("rank {peer} has too much memory"))?;
-        Arena::open(address.pid, address.descriptor, bytes, address.nonce)
-            .map_err(|error| format!("the memory of rank {peer} cannot be mapped: {error}"))
-    };
-    lent.iter().enumerate().map(map).collect()
 }
 
 /// The error if all ranks were configured to share memory and cannot.

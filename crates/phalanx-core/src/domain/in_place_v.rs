@@ -23,12 +23,24 @@ impl Domain {
         counts: &Counts,
         timeout: &Timeout,
     ) -> Result<()> {
-        self.compare_counts(call, sequence, counts, timeout)?;
-        let (bytes, size) = (data.len(), call.dtype.size());
+        self.compare_counts((call, sequence), counts, timeout)?;
+        let size = call.dtype.size();
         let part = |index: usize| {
             let range = counts.of(index);
             range.start * size..range.end * size
         };
+        self.on_parts((call, sequence), data, part, timeout)
+    }
+
+    /// The same on a `part` of `data` for each member. All members have the same parts.
+    pub(crate) fn on_parts(
+        &mut self,
+        (call, sequence): (Call, Sequence),
+        data: &mut [u8],
+        part: impl Fn(usize) -> Range<usize>,
+        timeout: &Timeout,
+    ) -> Result<()> {
+        let bytes = data.len();
         let gathers = call.operation == Operation::AllGatherVInPlace;
         self.on_data((call, sequence), data, self.control_block.members(), timeout, |operation, job| {
             match operation.protocol() {
@@ -47,17 +59,16 @@ impl Domain {
                         },
                     )
                 }
-                Protocol::Small | Protocol::Staged if gathers => staged::collect(operation, job, part),
-                Protocol::Small | Protocol::Staged => staged::reduce(operation, job, job.fold(), part),
+                Protocol::Small | Protocol::Staged if gathers => staged::collect(operation, job, &part),
+                Protocol::Small | Protocol::Staged => staged::reduce(operation, job, job.fold(), &part),
             }
         })
     }
 
     /// An error on every rank if the counts differ: otherwise ranks would take each other's elements for their own.
-    fn compare_counts(
+    pub(crate) fn compare_counts(
         &mut self,
-        call: Call,
-        sequence: Sequence,
+        (call, sequence): (Call, Sequence),
         counts: &Counts,
         timeout: &Timeout,
     ) -> Result<()> {

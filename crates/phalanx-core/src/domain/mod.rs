@@ -28,18 +28,19 @@ use std::cell::Cell;
 use std::ops::Range;
 use std::sync::Arc;
 
-use phalanx_proto::domain::{encoded_call, partition};
+use phalanx_proto::domain::{encoded_call, partition, reach};
 use phalanx_sys::arena::Arena;
 use phalanx_sys::control_block::{ControlBlock, Protocol, Unregistered};
 
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub use self::connect::fuzz;
-pub(crate) use self::connect::{Joined, Lending, Lent, Mapped, Reach, decline, join, keys_of, refused};
+pub(crate) use self::connect::{Joined, Lending, Lent, Mapped, decline, join, keys_of, refused};
 use self::encoded_call::EncodedCall;
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub use self::encoded_call::fuzz as fuzz_encoded_call;
 pub(crate) use self::monitored_barrier::absent;
 pub(crate) use self::partition::Partition;
+pub(crate) use self::reach::Reach;
 use self::routes::{Routes, Uneven};
 use crate::collective::Memory;
 use crate::collective::ReduceOp;

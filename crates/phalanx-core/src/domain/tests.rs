@@ -4,12 +4,13 @@ use std::time::Duration;
 
 use super::*;
 use crate::ProcessGroup;
+use crate::buffer::Buffer;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::group::{Connected, TransportOptions, connect};
 use crate::health::Heartbeat;
 use crate::store::{MemoryStore, Store};
-use crate::testing::{Fabric, run};
+use crate::testing::{Fabric, groups_of, run};
 use crate::transport::bootstrap::Starting;
 use crate::transport::{MeshConfig, TransportKind};
 use crate::world_size::WorldSize;
@@ -52,12 +53,73 @@ fn connected(hosts: &[&str], kind: Option<TransportKind>) -> Vec<Result<Connecte
 }
 
 #[test]
-fn more_ranks_than_a_control_block_takes_exchange_nothing() {
-    let (store, world) = (MemoryStore::new(), WorldSize::new(257).unwrap());
-    let config = config(&store, Rank::MAIN, world);
-    let joined = join(&config, Some("a"), &Starting::default(), Deadline::now()).unwrap();
-    assert_eq!((joined.partition.domains().len(), store.num_keys(Deadline::after(LIMIT)).unwrap()), (257, 0));
-    assert!(joined.reason.unwrap().contains("257 ranks are too many"));
+fn more_ranks_than_a_domain_takes_share_memory_within_their_hosts() {
+    const WORLD: usize = 264;
+    let ranks: Vec<Rank> = (0..WORLD as u32).map(Rank::new).collect();
+    let lend = |rank: &Rank| Some(Lending::new(Some(&format!("host {}", rank.get() / 8)), WORLD));
+    let mut lending: Vec<Option<Lending>> = ranks.iter().map(lend).collect();
+    let mut lent: Vec<Lent> = lending.iter().flatten().map(Lending::address).collect();
+    // A rank has no memory. Another one has gone before its memory was mapped, and tells nothing.
+    lent[8] = Err("none, as the test says".to_owned());
+    lending[16] = None;
+    let tell = |(rank, own): (&Rank, &Option<Lending>)| match own {
+        Some(own) => own.map(*rank, lent.clone()).reach(),
+        None => Reach::default(),
+    };
+    let reach: Vec<Reach> = ranks.iter().zip(&lending).map(tell).collect();
+
+    let mut partitions = Vec::new();
+    for (rank, expected) in [(0, 0..8), (9, 9..16), (23, 17..24), (263, 256..264)] {
+        let rank = Rank::new(rank);
+        let own = lending[rank.index()].take().unwrap();
+        let mapped = own.map(rank, lent.clone());
+        let joined = own.settle(rank, &mapped, &reach);
+        assert!(
+            joined.reason.as_ref().unwrap().starts_with("rank 0: rank 8 has none"),
+            "{:?}",
+            joined.reason
+        );
+        let health = Health::among(rank, vec!["here".to_owned(); WORLD], None);
+        let (partition, domain, _) = joined.into_domain(rank, &health);
+        let domain = domain.unwrap();
+        assert!(!domain.is_world() && domain.peers.members == partition.domain_of(rank));
+        assert!(domain.peers.members.iter().map(|member| member.get()).eq(expected));
+        partitions.push(partition);
+    }
+    assert!(partitions.windows(2).all(|pair| pair[0] == pair[1]));
+    assert_eq!(partitions[0].domains().len(), 33 + 2);
+    for alone in [8, 16].map(Rank::new) {
+        assert_eq!(partitions[0].domain_of(alone), [alone]);
+    }
+}
+
+#[test]
+fn a_host_with_more_ranks_than_a_domain_takes_has_several_and_says_so() {
+    const WORLD: usize = 258;
+    let own = Lending::new(Some("a"), WORLD);
+    let mapped = own.map(Rank::MAIN, vec![own.address(); WORLD]);
+    let joined = own.settle(Rank::MAIN, &mapped, &vec![Reach::new([None; WORLD / 2]); WORLD]);
+    assert!(joined.partition.domains().iter().map(Vec::len).eq([WORLD / 2; 2]));
+    let reason = joined.reason.unwrap();
+    assert!(reason.contains("at most 256 ranks of a host share memory, and rank 129"), "{reason}");
+}
+
+#[test]
+fn ranks_that_are_alone_on_their_hosts_tell_only_where_their_memory_is() {
+    let (store, world) = (MemoryStore::new(), WorldSize::new(2).unwrap());
+    thread::scope(|scope| {
+        for rank in world.ranks() {
+            let store = &store;
+            scope.spawn(move || {
+                let (config, host) = (config(store, rank, world), rank.to_string());
+                let starting = Starting::default();
+                let joined = join(&config, Some(&host), &starting, Deadline::after(LIMIT)).unwrap();
+                assert!(joined.partition.is_alone());
+                assert_eq!(joined.reason.unwrap(), "rank 0: rank 1 is on another host");
+            });
+        }
+    });
+    assert_eq!(store.num_keys(Deadline::after(LIMIT)).unwrap(), world.count());
 }
 
 #[test]
@@ -181,6 +243,38 @@ fn a_domain_reduces_into_shares_and_collects_them() {
             });
         }
     });
+}
+
+#[test]
+fn unequal_parts_are_gathered_among_hosts_with_different_numbers_of_ranks() {
+    let one_stripe = ["a", "b", "a", "c", "b", "a"];
+    let (two_stripes, three) = (["a", "b", "c", "c", "b", "a"], ["a", "a", "b", "a", "b", "b", "a"]);
+    for hosts in [&one_stripe[..], &two_stripes, &three] {
+        let on = |host: &&'static str| TransportOptions { host: Some(*host), ..TransportOptions::default() };
+        let options: Vec<_> = hosts.iter().map(on).collect();
+        let groups = groups_of(&options, Credentials::none()).unwrap();
+        let counts: Vec<usize> = (0..hosts.len()).map(|rank| [3, 0, 20_001, 1, 700][rank % 5]).collect();
+        thread::scope(|scope| {
+            for group in &groups {
+                let (group, counts) = (group.with_timeout(LIMIT), &counts);
+                scope.spawn(move || {
+                    let (total, rank) = (counts.iter().sum::<usize>(), group.rank().index());
+                    let start: usize = counts[..rank].iter().sum();
+                    for registered in [true, false] {
+                        let mut buffer = match registered {
+                            true => group.alloc(crate::DType::I32, total).unwrap(),
+                            false => Buffer::zeroed(crate::DType::I32, total),
+                        };
+                        let own = &mut buffer.as_mut_slice::<i32>().unwrap()[start..start + counts[rank]];
+                        own.iter_mut().zip(start as i32..).for_each(|(place, value)| *place = value);
+                        let gathered = group.all_gather_v_in_place_async(buffer, counts).unwrap().wait();
+                        let gathered = gathered.unwrap();
+                        assert!(gathered.as_slice::<i32>().unwrap().iter().copied().eq(0..total as i32));
+                    }
+                });
+            }
+        });
+    }
 }
 
 #[test]

@@ -328,6 +328,8 @@ fn what_a_launcher_sets_is_what_a_worker_reads() {
         group_world_size: 2,
         cross: (0, 1),
         role_name: "default".into(),
+        role_rank: 1,
+        role_world_size: 2,
         master_addr: "10.0.0.1".into(),
         master_port: 29500,
         restart_count: Generation(2),
@@ -344,6 +346,7 @@ fn what_a_launcher_sets_is_what_a_worker_reads() {
     assert_eq!(names.map(value), [Some("3"), Some("4"), Some("1"), Some("2")]);
     assert_eq!(["HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"].map(value), [Some("0"), Some("1")]);
     let pairs: Vec<(&str, &str)> = variables.iter().map(|(k, v)| (*k, v.as_str())).collect();
+    assert!(pairs.contains(&("ROLE_RANK", "1")) && pairs.contains(&("ROLE_WORLD_SIZE", "2")));
     assert!(pairs.contains(&("RAYON_NUM_THREADS", "1")) && pairs.contains(&("PYTHONUNBUFFERED", "1")));
     assert_eq!(worker.variables_given(|name| name == "PYTHONUNBUFFERED").len(), 18);
     let env = parse(&pairs).unwrap().unwrap();

@@ -27,6 +27,10 @@ pub struct WorkerEnv {
     pub cross: (u32, u32),
     /// The role's name; torchrun's is `default`.
     pub role_name: String,
+    /// The worker's rank among those of its role.
+    pub role_rank: u32,
+    /// The number of workers of its role.
+    pub role_world_size: u32,
     /// The store's address.
     pub master_addr: String,
     /// The store's port.
@@ -58,9 +62,9 @@ impl WorkerEnv {
             ("LOCAL_WORLD_SIZE", self.local_world_size.to_string()),
             ("GROUP_RANK", self.group_rank.to_string()),
             ("GROUP_WORLD_SIZE", self.group_world_size.to_string()),
-            ("ROLE_RANK", self.rank.to_string()),
+            ("ROLE_RANK", self.role_rank.to_string()),
             ("ROLE_NAME", self.role_name.clone()),
-            ("ROLE_WORLD_SIZE", self.world_size.to_string()),
+            ("ROLE_WORLD_SIZE", self.role_world_size.to_string()),
             ("MASTER_ADDR", self.master_addr.clone()),
             ("MASTER_PORT", self.master_port.to_string()),
             ("TORCHELASTIC_RESTART_COUNT", self.restart_count.0.to_string()),

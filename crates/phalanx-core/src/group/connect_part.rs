@@ -29,10 +29,6 @@ use crate::transport::messages::{Opened, RingAddress, RingLending, Rings};
 use crate::transport::tcp::Announcement;
 use crate::wire::hello::JobId;
 
-/// The longest reason that a rank tells why it cannot map memory.
-const MAX_REASON: usize = 500;
-/// The reason for the memory of other ranks, after the first.
-const LIKEWISE: &str = "it cannot map the memory of others";
 /// The most members of a list that an error shows.
 const SHOWN: usize = 16;
 
@@ -59,35 +55,13 @@ struct Announced {
     rings: Option<RingAddress>,
 }
 
-/// Which memory of the others a rank could map, as it tells them.
+/// Which memory of the others a rank could map, as it tells them: some bytes, however many others there are.
 #[derive(Serialize, Deserialize)]
 struct Mappable {
-    /// Why not that of the first rank whose memory it could not map.
-    reason: String,
-    /// Of which ranks not: a bit for each, the lowest of the first byte for rank 0.
-    missing: Vec<u8>,
-    /// Whose rings it could map, by index in the domain.
+    /// Whose arenas of its host.
+    memory: Reach,
+    /// Whose rings, by index in the domain.
     rings: Vec<bool>,
-}
-
-impl Mappable {
-    fn new(reach: &Reach, rings: Vec<bool>) -> Self {
-        let first = reach.iter().find(|reason| !reason.is_empty()).map_or("", String::as_str);
-        let reason = first[..first.floor_char_boundary(MAX_REASON)].to_owned();
-        let mut missing = vec![0; reach.len().div_ceil(8)];
-        for (rank, _) in reach.iter().enumerate().filter(|(_, reason)| !reason.is_empty()) {
-            missing[rank / 8] |= 1u8 << (rank % 8);
-        }
-        Self { reason, missing, rings }
-    }
-
-    fn reach(&self, world: usize) -> Reach {
-        let is_missing =
-            |rank: usize| self.missing.get(rank / 8).is_none_or(|bits| bits >> (rank % 8) & 1 == 1);
-        let mut reason = if self.reason.is_empty() { LIKEWISE } else { self.reason.as_str() };
-        let of = |rank| if is_missing(rank) { std::mem::replace(&mut reason, LIKEWISE) } else { "" };
-        (0..world).map(of).map(str::to_owned).collect()
-    }
 }
 
 /// The number of the group `name` of ranks whose group has `number`. It tells groups apart; what keeps others out is the job key.
@@ -135,16 +109,19 @@ pub(super) fn connect_part(
         && processors::suffice_for((options.local_world_size as usize).max(world.count()));
     let map = || {
         let all = announced.get().map_or(&[][..], Vec::as_slice);
-        let lent: Vec<Lent> = all.iter().map(|one| one.memory.clone().unwrap_or(Ok(None))).collect();
         let address = |member: &Rank| {
             let rings = all.get(member.index()).and_then(|one| one.rings.clone());
             rings.unwrap_or_else(|| Err("it has none".to_owned()))
         };
-        let arenas = memory.as_ref().map(|memory| memory.map(rank, &lent));
+        let arenas = memory.as_ref().map(|memory| {
+            memory.map(rank, all.iter().map(|one| one.memory.clone().unwrap_or(Ok(None))).collect())
+        });
         let opened = rings.as_ref().map(|rings| rings.open(domain.iter().map(address).collect()));
-        let reach = arenas.as_ref().map(Mapped::reach).unwrap_or_default();
-        let own = Mappable::new(&reach, opened.as_ref().map(Opened::mapped).unwrap_or_default());
-        let _ = mapped.set((lent, arenas, opened));
+        let own = Mappable {
+            memory: arenas.as_ref().map(Mapped::reach).unwrap_or_default(),
+            rings: opened.as_ref().map(Opened::mapped).unwrap_or_default(),
+        };
+        let _ = mapped.set((arenas, opened));
         postcard::to_stdvec(&own).map_err(malformed)
     };
     let announcement = Announcement { own: bytes, read: &read, then: shares.then_some(&map) };
@@ -153,17 +130,18 @@ pub(super) fn connect_part(
     let mesh = promptly(is_prompt, connect)?;
     let told = mesh.told.clone();
     let share = move || -> Result<Shared> {
-        let (Some(memory), Some((lent, Some(arenas), opened))) = (memory, mapped.into_inner()) else {
+        let (Some(memory), Some((Some(arenas), opened))) = (memory, mapped.into_inner()) else {
             return Ok((Joined::alone(world.count()), Rings::none(world.count())));
         };
         let all: Vec<Mappable> =
             told.iter().map(|bytes| postcard::from_bytes(bytes).map_err(malformed)).collect::<Result<_>>()?;
-        let reach: Vec<Reach> = all.iter().map(|one| one.reach(world.count())).collect();
-        let joined = memory.settle(rank, world, &lent, &arenas, &reach);
+        let (reach, linked): (Vec<Reach>, Vec<Vec<bool>>) =
+            all.into_iter().map(|one| (one.memory, one.rings)).unzip();
+        let joined = memory.settle(rank, &arenas, &reach);
         let (Some(rings), Some(opened)) = (rings, opened) else {
             return Ok((joined, Rings::none(world.count())));
         };
-        let of = |member: &Rank| all.get(member.index()).map(|one| one.rings.clone()).unwrap_or_default();
+        let of = |member: &Rank| linked.get(member.index()).cloned().unwrap_or_default();
         let linked: Vec<Vec<bool>> = domain.iter().map(of).collect();
         Ok((joined, rings.link(world.count(), opened, &linked)?))
     };
@@ -206,22 +184,6 @@ mod tests {
     use crate::wire::control::MAX_TOLD;
 
     #[test]
-    fn a_rank_tells_whose_memory_it_can_map_and_why_not() {
-        let reach: Reach =
-            ["", "rank 1 is on another host", "", "rank 3 has none", ""].map(str::to_owned).into();
-        let told = postcard::to_stdvec(&Mappable::new(&reach, vec![true, false])).unwrap();
-        let heard: Mappable = postcard::from_bytes(&told).unwrap();
-        assert_eq!(heard.reach(5), ["", "rank 1 is on another host", "", LIKEWISE, ""]);
-        assert_eq!(heard.rings, [true, false]);
-        // One that tells of fewer ranks than there are can map no others.
-        assert_eq!(heard.reach(9)[8], LIKEWISE);
-        let none: Mappable =
-            postcard::from_bytes(&postcard::to_stdvec(&Mappable::new(&Vec::new(), Vec::new())).unwrap())
-                .unwrap();
-        assert!(none.reach(2).iter().all(|reason| !reason.is_empty()));
-    }
-
-    #[test]
     fn what_a_rank_announces_is_short_and_tells_long_lists_apart() {
         let announced = |last: u32| {
             let members: Vec<Rank> = (0..1000).chain([last]).map(Rank::new).collect();
@@ -237,8 +199,9 @@ mod tests {
 
     #[test]
     fn what_the_ranks_of_a_large_job_tell_fits_into_a_message() {
-        let reach: Reach = vec!["\u{1d11e}".repeat(1000); 8192];
-        let told = postcard::to_stdvec(&Mappable::new(&reach, vec![true; 256])).unwrap();
+        let reason = "\u{1d11e}".repeat(1000);
+        let own = Mappable { memory: Reach::new([Some(reason.as_str()); 256]), rings: vec![true; 256] };
+        let told = postcard::to_stdvec(&own).unwrap();
         assert!(told.len() <= MAX_TOLD, "{}", told.len());
     }
 }

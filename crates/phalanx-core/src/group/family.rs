@@ -55,6 +55,12 @@ impl Family {
         }
     }
 
+    /// Whether a group has failed with such a cause.
+    fn has_failed(&self, is_cause: impl Fn(&Error) -> bool) -> bool {
+        let healths: Vec<Arc<Health>> = self.healths.lock().iter().filter_map(Weak::upgrade).collect();
+        healths.iter().any(|health| health.first().get().is_some_and(&is_cause))
+    }
+
     fn members(&self) -> Vec<Arc<Inner>> {
         // Not under the lock: if one of them is dropped here, its threads are waited for.
         self.groups.lock().iter().filter_map(Weak::upgrade).collect()
@@ -62,6 +68,11 @@ impl Family {
 }
 
 impl ProcessGroup {
+    /// Whether both were made from the same first group: its ranks are the global ranks of both.
+    pub(crate) fn is_related(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.inner.config.family, &other.inner.config.family)
+    }
+
     /// Until the value is dropped, this rank is in a section that takes long, as all ranks know: calls that wait for it are not
     /// reported.
     #[doc(hidden)]
@@ -99,15 +110,45 @@ impl ProcessGroup {
         for member in self.inner.config.family.members() {
             if !Arc::ptr_eq(&member, &self.inner) {
                 member.aborted.store(true, Ordering::Relaxed);
-                member.health.fail(self.failure_for(&member, &cause));
+                member.health.fail(self.inner.failure_for(&member, &cause));
             }
         }
     }
 
+    /// `cause` with the numbers that ranks have in this group, if it is the failure of another group of this rank, as of a smaller one whose ranks have other
+    /// numbers: else a rank that has nothing to do with it would be blamed.
+    pub(super) fn in_own_numbers(&self, cause: Error) -> Error {
+        let Some(rank) = cause.rank() else { return cause };
+        let is_cause = |own: &Error| {
+            (own.rank(), own.host()) == (cause.rank(), cause.host()) && cause.cause().contains(own.cause())
+        };
+        let family = &self.inner.config.family;
+        // Mostly none has, and no group is held here.
+        if !family.has_failed(is_cause) {
+            return cause;
+        }
+        let members = family.members();
+        let mut others = members.iter().filter(|member| !Arc::ptr_eq(member, &self.inner));
+        let Some(failed) = others.find(|member| member.health.first().get().is_some_and(is_cause)) else {
+            return cause;
+        };
+        let here = |rank| self.group_rank(failed.config.global(rank));
+        if [Some(rank), cause.peer()].into_iter().flatten().all(|rank| here(rank) == Some(rank)) {
+            return cause;
+        }
+        let error = failed.failure_for(&self.inner, &cause);
+        match here(rank) {
+            Some(rank) => error.at(rank, self.inner.health.host(rank)),
+            None => error,
+        }
+    }
+}
+
+impl Inner {
     /// This group's failure as that of `other`, in which ranks have other numbers.
-    fn failure_for(&self, other: &Inner, cause: &Error) -> Error {
+    fn failure_for(&self, other: &Self, cause: &Error) -> Error {
         let text = format!("another group of this rank has failed: {}", cause.clone().without_remedy());
-        let global = |peer| self.inner.config.global(peer);
+        let global = |peer| self.config.global(peer);
         let member = |peer| other.world.ranks().find(|rank| other.config.global(*rank) == global(peer));
         let error = match cause.peer().and_then(member) {
             Some(peer) => Error::new(cause.kind(), text).with_peer(peer),
@@ -116,5 +157,36 @@ impl ProcessGroup {
             None => Error::new(cause.kind(), text),
         };
         cause.remedy().into_iter().fold(error, Error::with_remedy)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rank::Rank;
+    use crate::world_size::WorldSize;
+
+    #[test]
+    fn the_failure_of_a_smaller_group_blames_the_same_rank_in_the_whole_one() {
+        let groups = ProcessGroup::in_process(WorldSize::new(4).unwrap()).unwrap();
+        std::thread::scope(|scope| {
+            for group in groups {
+                scope.spawn(move || {
+                    let part = group.new_group(&[Rank::new(2), Rank::new(3)]).unwrap();
+                    match (group.rank().get(), &part) {
+                        (3, Some(part)) => part.abort(Error::aborted("the fault of the test")),
+                        (2, Some(part)) => {
+                            let error = part.barrier().unwrap_err();
+                            assert_eq!(error.rank(), Some(Rank::new(1)), "{error}");
+                            group.abort(error);
+                        }
+                        _ => {}
+                    }
+                    let error = group.barrier().unwrap_err();
+                    assert_eq!(error.rank(), Some(Rank::new(3)), "{error}");
+                    assert!(error.to_string().contains("the fault of the test"), "{error}");
+                });
+            }
+        });
     }
 }

@@ -379,7 +379,7 @@ impl ProcessGroup {
     /// Ends the group on every rank: pending and later operations fail with `cause`.
     pub fn abort(&self, cause: Error) {
         self.inner.aborted.store(true, Ordering::Relaxed);
-        self.inner.health.fail(cause);
+        self.inner.health.fail(self.in_own_numbers(cause));
         // The program knows it.
         self.inner.health.note_returned();
     }

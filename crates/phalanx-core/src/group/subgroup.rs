@@ -12,7 +12,6 @@ use super::connect::keys_of;
 use super::{Backend, GroupConfig, Identity, ProcessGroup};
 use crate::caller::Caller;
 use crate::deadline::Deadline;
-use crate::domain::Partition;
 use crate::error::{Error, Kind, Result};
 use crate::hash::fnv1a;
 use crate::rank::Rank;
@@ -110,10 +109,7 @@ impl ProcessGroup {
             )
         })?;
         let (rank, world) = (Rank::new(place as u32), WorldSize::new(members.len() as u32)?);
-        let index = |rank: usize| members.get(rank).copied().unwrap_or(Rank::MAIN);
-        let shares =
-            |one: usize, other: usize| self.inner.partition.domain_of(index(one)).contains(&index(other));
-        let partition = Partition::of(members.len(), shares);
+        let partition = self.inner.partition.part(members);
         let failed_before = self.watched_failure();
         // Who was lost does not come. Members that live can go on without it.
         let lost = failed_before.as_ref().filter(|cause| cause.kind() == Kind::PeerFailed);
@@ -254,7 +250,7 @@ impl ProcessGroup {
         let records = group.exchange_records([ranks.len() as i64, digest(ranks)])?;
         *number += 1;
         if let Some(other) = records.iter().position(|record| *record != records[0]) {
-            return Err(group.differing_lists(ranks, &records, other)?);
+            return Err(group.differing_lists(ranks, Rank::new(other as u32))?);
         }
         Ok(format!("group/{}", *number - 1))
     }
@@ -267,25 +263,23 @@ impl ProcessGroup {
     }
 
     /// The error if lists differ, the same on every rank. It shows the lists of rank 0 and of `other`.
-    fn differing_lists(&self, ranks: &[Rank], records: &[[i64; RECORD]], other: usize) -> Result<Error> {
-        let longest = records.iter().map(|record| record[0]).max().unwrap_or(0).max(0) as usize;
-        let longest = longest.min(self.world_size().count());
-        let mut own = vec![i64::MAX; longest];
-        own.iter_mut().zip(ranks).for_each(|(place, rank)| *place = i64::from(rank.get()));
-        let mut all = vec![0i64; longest * records.len()];
-        self.all_gather(&own, &mut all)?;
-        let list = |rank: usize| {
-            let list = all.iter().skip(rank * longest).take(longest).filter(|rank| **rank != i64::MAX);
+    fn differing_lists(&self, ranks: &[Rank], other: Rank) -> Result<Error> {
+        let list_of = |rank| -> Result<String> {
+            // One more than is shown says whether there are more.
+            let mut list = [i64::MAX; SHOWN + 1];
+            list.iter_mut().zip(ranks).for_each(|(place, rank)| *place = i64::from(rank.get()));
+            self.broadcast(&mut list, rank)?;
+            let list = list.iter().filter(|rank| **rank != i64::MAX);
             let names: Vec<String> = list.clone().take(SHOWN).map(i64::to_string).collect();
             let more = if list.count() > SHOWN { ", .." } else { "" };
-            format!("[{}{more}]", names.join(", "))
+            Ok(format!("[{}{more}]", names.join(", ")))
         };
         Ok(Error::mismatch(format!(
             "the ranks disagree on the new group: rank 0 asks for {}, rank {other} for {}",
-            list(0),
-            list(other)
+            list_of(Rank::MAIN)?,
+            list_of(other)?
         ))
-        .with_peer(Rank::new(other as u32))
+        .with_peer(other)
         .with_remedy(
             "every rank must call new_group with the same ranks, also those that are not among them",
         ))
@@ -400,6 +394,29 @@ mod tests {
                 });
             }
         });
+    }
+
+    #[test]
+    fn of_long_lists_that_differ_only_the_beginnings_are_sent() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("t.json");
+        let trace = Trace::to_file(&path, Rank::MAIN);
+        let world = WorldSize::new(20).unwrap();
+        let groups = ProcessGroup::in_process_in(Default::default(), world, &trace).unwrap();
+        std::thread::scope(|scope| {
+            for group in groups {
+                scope.spawn(move || {
+                    let left_out = if group.rank() == Rank::new(7) { 17 } else { 18 };
+                    let list: Vec<Rank> = world.ranks().filter(|rank| rank.get() != left_out).collect();
+                    let said = group.new_group(&list).unwrap_err().to_string();
+                    assert!(said.contains("rank 0 asks for [0, 1, 2, 3,"), "{said}");
+                    assert!(said.contains(", 15, ..], rank 7 for [0, 1, 2, 3,"), "{said}");
+                });
+            }
+        });
+        trace.flush();
+        let calls = std::fs::read_to_string(path).unwrap();
+        assert!(calls.contains("17 x i64") && !calls.contains("19 x i64"), "{calls}");
     }
 
     /// Runs `rank` on threads of a group that has met in a store, with that store.

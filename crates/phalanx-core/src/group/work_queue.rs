@@ -74,6 +74,13 @@ impl WorkQueue {
     pub(super) fn run<R>(&self, timeout: &Timeout, operation: impl FnOnce(&mut Engine) -> R) -> Result<R> {
         let mut state = self.shared.state.lock();
         let ticket = state.next_ticket;
+        // An operation before this one may be that of this thread, which goes on only when its check has returned.
+        if state.serving != ticket && interrupt::is_checking() {
+            return Err(Error::invalid_argument(
+                "the check of `interruptible` calls a collective of a group that is in another call",
+            )
+            .with_remedy("let the check set a flag, and make the call when the other one has returned"));
+        }
         state.next_ticket += 1;
         self.wait(&mut state, timeout, |state| state.serving == ticket);
         self.shared.with_engine(state, operation)

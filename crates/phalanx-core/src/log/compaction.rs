@@ -38,7 +38,7 @@ use std::time::{Duration, Instant};
 
 use phalanx_proto::log::mac::Verified;
 
-use super::{Fetched, Log, Machine, Read, Turn, key, keyless, line_key};
+use super::{Fetched, Log, Machine, Read, Turn, key, keyless, line_key, questions, those_there};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 
@@ -48,8 +48,6 @@ pub(crate) const STRIDE: u64 = 64;
 pub(super) const BASE: &str = "base";
 /// What the base never is.
 pub(super) const NO_BASE: &[u8] = b"?";
-/// What no entry is.
-const NO_ENTRY: &[u8] = b"?";
 /// The longest part of a state.
 pub(super) const PART: usize = 1 << 20;
 /// The most parts of a state.
@@ -159,6 +157,7 @@ impl<M: Machine> Log<M> {
     pub(super) fn fetch_compacted(
         &self,
         index: u64,
+        later: &[String],
         deadline: Deadline,
         go_on: &mut dyn FnMut() -> Result<Turn>,
     ) -> Result<Fetched<M>> {
@@ -174,17 +173,18 @@ impl<M: Machine> Log<M> {
         };
         let asked = key(index);
         let asked = [asked.as_str(), BASE];
-        let found = if self.has_base.load(Ordering::Relaxed) {
-            self.store.set_and_get(&[], &asked, deadline, &mut watch)
-        } else {
+        let mut changes = questions(later);
+        if !self.has_base.load(Ordering::Relaxed) {
             // The same request makes the base, if the log is new.
-            let mut made = |_: &[Vec<u8>]| {
-                self.has_base.store(true, Ordering::Relaxed);
-                Ok(())
-            };
-            let change = (BASE, &b""[..], &b"0"[..]);
-            self.store.compare_set_and_get(&[change], &asked, deadline, &mut made, &mut watch)
+            changes.push((BASE, b"", b"0"));
+        }
+        let mut followers = Vec::new();
+        let mut note = |answers: &[Vec<u8>]| {
+            self.has_base.store(true, Ordering::Relaxed);
+            followers = those_there(answers.get(..later.len()).unwrap_or_default());
+            Ok(())
         };
+        let found = self.store.compare_set_and_get(&changes, &asked, deadline, &mut note, &mut watch);
         let found = match found {
             Ok(found) => Some(found),
             Err(error) if error.is_timeout() => {
@@ -198,7 +198,8 @@ impl<M: Machine> Log<M> {
         if let Some([entry, base]) = found.and_then(|found| <[Vec<u8>; 2]>::try_from(found).ok())
             && number::<M>(&base)? <= index
         {
-            return Ok(Fetched::Entry(entry));
+            // The base moves forward only: what was there after this entry before that counts as well.
+            return Ok(Fetched::Entries(std::iter::once(entry).chain(followers).collect()));
         }
         let (state, next) = answer::<M, _>(|deadline| self.begin(deadline))?;
         if next <= index {
@@ -281,11 +282,9 @@ impl<M: Machine> Log<M> {
         let heartbeats_of = M::COMPACTION.and_then(|compaction| compaction.heartbeats_of);
         let Some(heartbeats_of) = heartbeats_of else { return Ok(Vec::new()) };
         let keys: Vec<String> = entries.clone().map(key).collect();
-        // This changes nothing, and does not wait for what has been removed before.
-        let changes: Vec<(&str, &[u8], &[u8])> =
-            keys.iter().map(|key| (key.as_str(), NO_ENTRY, NO_ENTRY)).collect();
-        let found = self.store.multi_compare_set(&changes, deadline)?;
-        let named = entries.zip(found).filter_map(|(index, bytes)| match self.decode_at(index, &bytes) {
+        // This does not wait for what has been removed before.
+        let found = self.store.multi_compare_set(&questions(&keys), deadline)?;
+        let named = entries.zip(found).filter_map(|(index, bytes)| match self.decode(index, &bytes) {
             Ok(Read::Entry(entry)) => heartbeats_of(&entry),
             // It is not there, or nobody of this job has written it.
             Ok(Read::Forged | Read::Compacted(..)) | Err(_) => None,

@@ -17,9 +17,13 @@
 //!
 //! A writer tries the first place that it does not know to be taken. If many try that at once, one gets it. If the others all went on to the
 //! next place, one of them would get that, and so on: `n` writers would make `n * n / 2` requests. So they stand in line: `line/<n>` gives each
-//! its turn, and each waits until the one before it has written. That is four requests a writer. The line is no reservation. A place is
+//! its turn, and each writes when the one before it has written. That is three or four requests a writer. The line is no reservation. A place is
 //! written when the one before it is, whoever wrote that, so no writer that dies leaves a hole. Whoever has waited in vain for a second leaves
-//! the line, and tries as if it had just come.
+//! the line, and tries as if it had just come. A store that a launcher serves makes each write of the line itself, as soon as the one before it
+//! is there ([`multi_compare_set_after`](crate::store::Store::multi_compare_set_after)). So a line costs three round trips, however long it is.
+//!
+//! A reader asks for the next entry, and in the same request for those that are there after it (`AHEAD`). So whoever is behind
+//! needs a few round trips to read what many have written at once, and not one for each entry.
 //!
 //! [`Log`] appends, reads and compacts. A [`Participant`] runs its threads: one or two read the log into the replica, another
 //! sends this process's heartbeats, appends the processes that have become silent, and compacts the log if that is this process's task.
@@ -60,6 +64,13 @@ const LINE_TIMEOUT: Duration = Duration::from_secs(1);
 /// A longer line is nonsense in the store.
 const LONGEST_LINE: u64 = 1 << 20;
 
+/// What no entry is.
+const NO_ENTRY: &[u8] = b"?";
+
+/// How many entries a reader asks for, after the one that it waits for: first so many, and twice as many each time that all were there, up to
+/// the second number. So many fit into one packet of requests.
+const AHEAD: (u64, u64) = (16, 128);
+
 /// A log in a store. Several threads may append at once: the store gives the entries one order, and no thread waits longer
 /// than its own deadline because of another.
 pub struct Log<M> {
@@ -74,8 +85,8 @@ pub struct Log<M> {
 
 /// What the store has for an entry. Entries may be fetched out of their order, and are decoded in it.
 enum Fetched<M> {
-    /// Its bytes.
-    Entry(Vec<u8>),
+    /// Its bytes, and those of entries that follow it without a gap.
+    Entries(Vec<Vec<u8>>),
     /// The entry has been removed: the state after it, and the index of the next entry.
     Compacted(M, u64),
 }
@@ -127,9 +138,18 @@ impl<M: Machine> Log<M> {
             self.end.fetch_max(self.base(deadline)?, Ordering::Relaxed);
         }
         let mut index = self.end.load(Ordering::Relaxed);
+        // The place that this writer has found taken, if it waits in the line there.
+        let mut line: Option<u64> = None;
         loop {
             let signed = self.mac.sign(index, &entry);
-            let Written { before, found, base } = self.write(index, &signed, deadline)?;
+            let Some(Written { before, found, base }) =
+                self.write(index, &signed, line.is_some(), deadline)?
+            else {
+                // It leaves the line.
+                let next = line.take().map_or(index, |taken| taken + 1);
+                index = next.max(self.end.load(Ordering::Relaxed));
+                continue;
+            };
             self.end.fetch_max(base.max(index + 1), Ordering::Relaxed);
             if found == signed {
                 if before <= index || index == 0 {
@@ -139,91 +159,98 @@ impl<M: Machine> Log<M> {
                 self.store.delete_keys(&[&key(index)], deadline)?;
             }
             // Behind the base there is no line.
-            let next = if base > index { base } else { self.wait_in_line(index, deadline)? };
-            // This process's reader may have come further.
-            index = next.max(self.end.load(Ordering::Relaxed));
+            let next = if base > index { base } else { index + self.turn_in_line(index, deadline)? };
+            // This process's reader may have come further. Then the place before is known to be taken, as it is for the first in the line.
+            let end = self.end.load(Ordering::Relaxed);
+            line = (next > end).then_some(index);
+            index = next.max(end);
         }
     }
 
-    /// Writes `signed` at `index`, if nothing is there.
-    fn write(&self, index: u64, signed: &[u8], deadline: Deadline) -> Result<Written> {
-        let key = key(index);
-        if M::COMPACTION.is_none() {
-            let found = self.store.compare_set(&key, b"", signed, deadline)?;
-            return Ok(Written { before: 0, found, base: 0 });
-        }
-        let mut now = Vec::new();
-        let mut found = |values: &[Vec<u8>]| {
-            now = values.to_vec();
-            Ok(())
+    /// Writes `signed` at `index`, if nothing is there; if it `waits`, as soon as the place before is taken. None if that is not taken in
+    /// time, and nothing was written.
+    fn write(&self, index: u64, signed: &[u8], waits: bool, deadline: Deadline) -> Result<Option<Written>> {
+        let (key, before) = (key(index), key(index.saturating_sub(1)));
+        // The first and the last change nothing, and say where the log begins.
+        let begin = (BASE, NO_BASE, NO_BASE);
+        let changes = [begin, (key.as_str(), &b""[..], signed), begin];
+        let changes = if M::COMPACTION.is_some() { &changes[..] } else { &changes[1..2] };
+        let found = if waits {
+            let until = deadline.at_most(LINE_TIMEOUT);
+            self.store.multi_compare_set_after(&before, changes, until, deadline)?
+        } else {
+            Some(self.store.multi_compare_set(changes, deadline)?)
         };
-        // The first changes nothing, and says what is there.
-        let changes = [(BASE, NO_BASE, NO_BASE), (key.as_str(), &b""[..], signed)];
-        let values =
-            self.store.compare_set_and_get(&changes, &[BASE], deadline, &mut found, &mut || Ok(()))?;
-        let base = number::<M>(values.first().map_or(&[][..], Vec::as_slice))?;
-        let mut now = now.into_iter();
-        let before = number::<M>(&now.next().unwrap_or_default())?;
-        Ok(Written { before, found: now.next().unwrap_or_default(), base })
+        let Some(mut found) = found else { return Ok(None) };
+        if M::COMPACTION.is_none() {
+            return Ok(Some(Written { before: 0, found: found.pop().unwrap_or_default(), base: 0 }));
+        }
+        let [before, found, base] = <[Vec<u8>; 3]>::try_from(found).unwrap_or_default();
+        Ok(Some(Written { before: number::<M>(&before)?, found, base: number::<M>(&base)? }))
     }
 
-    /// Waits until those that have found the place `taken` before this writer have written. Returns the place to try next.
-    fn wait_in_line(&self, taken: u64, deadline: Deadline) -> Result<u64> {
+    /// Stands in line with those that have found the place `taken`. Returns this writer's turn, from 1 on: the place that is so far behind
+    /// is its to try, when the one before it is taken.
+    fn turn_in_line(&self, taken: u64, deadline: Deadline) -> Result<u64> {
         let turn = match self.store.add(&line_key(taken), 1, deadline) {
             // The store's answer is lost, as with the leader of an etcd cluster. A line only saves attempts.
-            Err(error) if error.is_timeout() && !deadline.has_passed() => return Ok(taken + 1),
+            Err(error) if error.is_timeout() && !deadline.has_passed() => return Ok(1),
             turn => turn?,
         };
-        // The first need not wait.
-        let Ok(turn @ 2..=LONGEST_LINE) = u64::try_from(turn) else { return Ok(taken + 1) };
-        let before = taken + turn - 1;
-        match self.store.wait(&[&key(before)], deadline.at_most(LINE_TIMEOUT)) {
-            // Whoever has written there has found all places before it taken.
-            Ok(()) => Ok(before + 1),
-            Err(error) if error.is_timeout() && !deadline.has_passed() => Ok(taken + 1),
-            Err(error) => Err(error),
-        }
+        Ok(u64::try_from(turn).ok().filter(|turn| (1..=LONGEST_LINE).contains(turn)).unwrap_or(1))
     }
 
     /// Reads the entry at `index`, and waits for it. A time-out means that it does not exist yet.
     #[cfg(any(test, fuzzing, feature = "fuzzing"))]
     pub fn read(&self, index: u64, deadline: Deadline) -> Result<Read<M>> {
-        let found = self.fetch(index, deadline, &mut || Ok(Turn::Next))?;
-        self.decode(index, found)
+        match self.fetch(index, 0, deadline, &mut || Ok(Turn::Next))? {
+            Fetched::Entries(found) => self.decode(index, found.first().map_or(&[][..], Vec::as_slice)),
+            Fetched::Compacted(state, next) => Ok(Read::Compacted(state, next)),
+        }
     }
 
-    /// Fetches the entry at `index`, and waits for it. While it waits it calls `go_on` several times a second; an error of that ends
-    /// the wait. Who waits for the next entry also asks whether it has been removed. The wait itself is one request: on a slow network a
-    /// wait in parts would never see its answer.
+    /// Fetches the entry at `index`, and waits for it; and up to `ahead` entries after it that are there when it asks. While it waits it calls
+    /// `go_on` several times a second; an error of that ends the wait. Who waits for the next entry also asks whether it has been removed. The
+    /// wait itself is one request: on a slow network a wait in parts would never see its answer.
     fn fetch(
         &self,
         index: u64,
+        ahead: u64,
         deadline: Deadline,
         go_on: &mut dyn FnMut() -> Result<Turn>,
     ) -> Result<Fetched<M>> {
+        let later: Vec<String> = (1..=ahead).map(|more| key(index + more)).collect();
         let fetched = match M::COMPACTION {
-            Some(_) => self.fetch_compacted(index, deadline, go_on)?,
+            Some(_) => self.fetch_compacted(index, &later, deadline, go_on)?,
             None => {
-                let mut go_on = || go_on().map(drop);
-                let found = self.store.set_and_get(&[], &[&key(index)], deadline, &mut go_on)?;
-                Fetched::Entry(found.into_iter().next().unwrap_or_default())
+                let mut followers = Vec::new();
+                let mut note = |answers: &[Vec<u8>]| {
+                    followers = those_there(answers);
+                    Ok(())
+                };
+                let (asked, mut go_on) = (key(index), || go_on().map(drop));
+                let found = self.store.compare_set_and_get(
+                    &questions(&later),
+                    &[&asked],
+                    deadline,
+                    &mut note,
+                    &mut go_on,
+                )?;
+                let entry = found.into_iter().next().unwrap_or_default();
+                Fetched::Entries(std::iter::once(entry).chain(followers).collect())
             }
         };
         // A writer need not try the places before.
-        let next = if let Fetched::Compacted(_, next) = &fetched { *next } else { index + 1 };
+        let next = match &fetched {
+            Fetched::Entries(entries) => index + entries.len() as u64,
+            Fetched::Compacted(_, next) => *next,
+        };
         self.end.fetch_max(next, Ordering::Relaxed);
         Ok(fetched)
     }
 
     /// Decodes what was fetched for `index`. The error is about that entry alone: the entries before it count.
-    fn decode(&self, index: u64, fetched: Fetched<M>) -> Result<Read<M>> {
-        match fetched {
-            Fetched::Entry(bytes) => self.decode_at(index, &bytes),
-            Fetched::Compacted(state, next) => Ok(Read::Compacted(state, next)),
-        }
-    }
-
-    fn decode_at(&self, index: u64, bytes: &[u8]) -> Result<Read<M>> {
+    fn decode(&self, index: u64, bytes: &[u8]) -> Result<Read<M>> {
         match self.mac.verify(index, bytes) {
             Verified::Content(entry) => decode(M::VERSION, entry, M::AUTHOR).map(Read::Entry),
             Verified::Forged => Ok(Read::Forged),
@@ -236,6 +263,16 @@ impl<M: Machine> Log<M> {
 fn keyless<M: Machine>() -> Error {
     let cause = format!("the {}s of this job sign their entries with a key", M::PROCESS);
     Error::protocol(cause).with_remedy("give this one the same --job-key-file")
+}
+
+/// What asks for these entries, whether they are there or not, and changes nothing.
+fn questions(keys: &[String]) -> Vec<(&str, &[u8], &[u8])> {
+    keys.iter().map(|key| (key.as_str(), NO_ENTRY, NO_ENTRY)).collect()
+}
+
+/// The entries before the first that is not there.
+fn those_there(answers: &[Vec<u8>]) -> Vec<Vec<u8>> {
+    answers.iter().take_while(|answer| *answer != NO_ENTRY).cloned().collect()
 }
 
 /// The key of the entry at `index`.

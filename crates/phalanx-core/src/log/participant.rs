@@ -7,7 +7,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use super::replica::Concern;
-use super::{ENDED, Log, Machine, Read, Replica, Turn};
+use super::{AHEAD, ENDED, Fetched, Log, Machine, Read, Replica, Turn};
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
 use phalanx_proto::log::liveness::Liveness;
@@ -170,7 +170,7 @@ impl<M: Machine> Drop for Participant<M> {
 
 /// A reader's thread: it reads the entry `first`, and then every [`Machine::READERS`]th.
 fn read<M: Machine>(log: &Log<M>, replica: &Replica<M>, first: u64) {
-    let mut index = first;
+    let (mut index, mut ahead) = (first, AHEAD.0);
     loop {
         if replica.view().is_closing() {
             return;
@@ -184,18 +184,23 @@ fn read<M: Machine>(log: &Log<M>, replica: &Replica<M>, first: u64) {
                 Ordering::Greater => Err(Error::aborted("a later state has replaced the entry")),
             }
         };
-        match log.fetch(index, Deadline::after(READ_TIMEOUT), &mut go_on) {
-            Ok(fetched) => match next_after(replica, index) {
-                None => return,
-                // Only the reader whose turn it is takes something.
-                Some(next) if next == index => match log.decode(index, fetched) {
-                    Ok(Read::Entry(entry)) => replica.apply(entry),
-                    Ok(Read::Forged) => replica.skip(),
-                    Ok(Read::Compacted(state, next)) => replica.restore(state, next),
-                    Err(error) => return replica.lose(error),
-                },
-                Some(_) => {}
-            },
+        match log.fetch(index, ahead, Deadline::after(READ_TIMEOUT), &mut go_on) {
+            Ok(fetched) => {
+                if !wait_for_turn(replica, index) {
+                    return;
+                }
+                match fetched {
+                    Fetched::Compacted(state, next) => replica.restore(state, next),
+                    Fetched::Entries(entries) => {
+                        // All that it has asked for were there, and more may be.
+                        let is_behind = entries.len() as u64 > ahead;
+                        ahead = if is_behind { (2 * ahead).min(AHEAD.1) } else { AHEAD.0 };
+                        if let Err(error) = take(log, replica, index, &entries) {
+                            return replica.lose(error);
+                        }
+                    }
+                }
+            }
             Err(error) => {
                 let view = replica.view();
                 if view.is_closing() {
@@ -212,19 +217,34 @@ fn read<M: Machine>(log: &Log<M>, replica: &Replica<M>, first: u64) {
     }
 }
 
+/// Takes entries that follow each other from `index` on, except those that another reader has taken.
+fn take<M: Machine>(log: &Log<M>, replica: &Replica<M>, index: u64, entries: &[Vec<u8>]) -> Result<()> {
+    let next = replica.view().next;
+    for (index, bytes) in (index..).zip(entries).filter(|(index, _)| *index >= next) {
+        match log.decode(index, bytes) {
+            Ok(Read::Entry(entry)) => replica.apply(index, entry),
+            Ok(Read::Forged) => replica.skip(index),
+            Ok(Read::Compacted(state, next)) => replica.restore(state, next),
+            // What another reader has passed meanwhile is no concern of this one.
+            Err(_) if replica.view().next > index => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
 /// The first of a reader's indices, of which `index` is one and each `readers`th another, that is not before `next`.
 fn own_index(index: u64, next: u64, readers: u64) -> u64 {
     index + next.saturating_sub(index).next_multiple_of(readers)
 }
 
-/// Waits until all entries before `index` have been taken. Returns the index of the next entry: a later one if a state has taken the
-/// place of this one. None if it never will be its turn.
-fn next_after<M: Machine>(replica: &Replica<M>, index: u64) -> Option<u64> {
+/// Waits until all entries before `index` have been taken. `false` if it never will be its turn.
+fn wait_for_turn<M: Machine>(replica: &Replica<M>, index: u64) -> bool {
     let mut view = replica.view();
     while view.next < index && view.lost.is_none() && !view.is_closing() {
         replica.wait_until(&mut view, Instant::now() + READ_TIMEOUT);
     }
-    (view.next >= index).then_some(view.next)
+    view.next >= index
 }
 
 /// Asks until `deadline`, and once more, for as long, if this process stood still meanwhile: then it knows nothing of the store.

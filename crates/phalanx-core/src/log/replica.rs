@@ -88,9 +88,12 @@ impl<M: Machine> Replica<M> {
         self.changed.notify_all();
     }
 
-    /// Takes the next entry.
-    pub(super) fn apply(&self, entry: M::Entry) {
+    /// Takes the entry at `index`, if it is the next.
+    pub(super) fn apply(&self, index: u64, entry: M::Entry) {
         self.change(|view| {
+            if view.next != index {
+                return;
+            }
             let is_own = M::joining(&entry).is_some_and(|id| view.id() == Some(id));
             if let Err(why) = view.state.apply(entry)
                 && is_own
@@ -114,10 +117,13 @@ impl<M: Machine> Replica<M> {
         self.checkpoint.lock().take()
     }
 
-    /// Skips the next entry, which no process of this job has signed.
-    pub(super) fn skip(&self) {
+    /// Skips the entry at `index`, if it is the next. No process of this job has signed it.
+    pub(super) fn skip(&self, index: u64) {
         self.change(|view| {
-            let (index, process) = (view.next, M::PROCESS);
+            if view.next != index {
+                return;
+            }
+            let process = M::PROCESS;
             self.pass(view);
             view.warn(Concern::ForgedEntry, || {
                 format!(
@@ -128,9 +134,13 @@ impl<M: Machine> Replica<M> {
         });
     }
 
-    /// Goes on from a state that another process has written.
+    /// Goes on from a state that another process has written, unless this one has come further.
     pub(super) fn restore(&self, state: M, next: u64) {
-        self.change(|view| (view.state, view.next) = (state, next));
+        self.change(|view| {
+            if view.next <= next {
+                (view.state, view.next) = (state, next);
+            }
+        });
     }
 
     /// This process is about to join, under a number that it has not had before. What was said to it under another number does not count.

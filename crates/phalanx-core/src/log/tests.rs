@@ -193,6 +193,14 @@ macro_rules! pass_on {
                 self.calls.fetch_add(1, Ordering::Relaxed);
                 self.$access(deadline)?.$call($($name,)* deadline)
             })*
+
+            fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8], deadline: Deadline) -> Result<Vec<u8>> {
+                self.calls.fetch_add(1, Ordering::Relaxed);
+                // A reader asks so for what comes after the next entry.
+                let is_question = key.starts_with("log/") && expected == desired;
+                let store = if is_question { self.read(deadline)? } else { self.write(deadline)? };
+                store.compare_set(key, expected, desired, deadline)
+            }
         }
     };
 }
@@ -203,7 +211,6 @@ pass_on! {
     read wait(keys: &[&str]) -> ();
     read check(keys: &[&str]) -> bool;
     write add(key: &str, amount: i64) -> i64;
-    write compare_set(key: &str, expected: &[u8], desired: &[u8]) -> Vec<u8>;
     remove delete_key(key: &str) -> bool;
     read num_keys() -> usize;
     write append(key: &str, value: &[u8]) -> ();
@@ -256,7 +263,7 @@ impl Reader {
             let next = self.next();
             // All are there, or have been removed.
             match self.log.read(next, Deadline::now()).unwrap() {
-                Read::Entry(entry) => self.replica.apply(entry),
+                Read::Entry(entry) => self.replica.apply(next, entry),
                 Read::Compacted(state, index) => {
                     assert!(index > next);
                     self.replica.restore(state, index);
@@ -332,6 +339,85 @@ fn many_who_append_at_once_make_few_requests_each() {
     assert!(!shared.check(&[&key(WRITERS.into())], limit()).unwrap());
 }
 
+/// A store at the end of a network, as far as a reader of a log asks it: counts the requests that may wait.
+#[derive(Default)]
+struct Distant {
+    store: MemoryStore,
+    waits: AtomicUsize,
+}
+
+macro_rules! pass_on_to_distant {
+    ($($call:ident($($name:ident: $kind:ty),*) -> $result:ty;)*) => {
+        impl Store for Distant {
+            $(fn $call(&self, $($name: $kind,)* deadline: Deadline) -> Result<$result> {
+                self.store.$call($($name,)* deadline)
+            })*
+
+            fn compare_set_and_get(
+                &self,
+                changes: &[(&str, &[u8], &[u8])],
+                keys: &[&str],
+                deadline: Deadline,
+                found: &mut dyn FnMut(&[Vec<u8>]) -> Result<()>,
+                go_on: &mut dyn FnMut() -> Result<()>,
+            ) -> Result<Vec<Vec<u8>>> {
+                self.waits.fetch_add(1, Ordering::Relaxed);
+                self.store.compare_set_and_get(changes, keys, deadline, found, go_on)
+            }
+        }
+    };
+}
+
+pass_on_to_distant! {
+    set(key: &str, value: &[u8]) -> ();
+    get(key: &str) -> Vec<u8>;
+    wait(keys: &[&str]) -> ();
+    check(keys: &[&str]) -> bool;
+    add(key: &str, amount: i64) -> i64;
+    compare_set(key: &str, expected: &[u8], desired: &[u8]) -> Vec<u8>;
+    delete_key(key: &str) -> bool;
+    num_keys() -> usize;
+    append(key: &str, value: &[u8]) -> ();
+    multi_get(keys: &[&str]) -> Vec<Vec<u8>>;
+    multi_set(pairs: &[(&str, &[u8])]) -> ();
+}
+
+#[test]
+fn whoever_is_behind_reads_many_entries_with_each_request() {
+    const WORDS: u32 = 1000;
+    fn read_all<const COMPACTED: bool>() {
+        let distant = Arc::new(Distant::default());
+        let store = Arc::clone(&distant) as SharedStore;
+        let log = log::<COMPACTED>(&store);
+        (0..WORDS).for_each(|word| log.append(&Entry::Word(word), limit()).unwrap());
+        assert_eq!(distant.waits.load(Ordering::Relaxed), 0);
+        let (member, threads) = participant::<Heard<COMPACTED>>(&store, Mac::none());
+        wait_for(member.replica(), |view| view.next == u64::from(WORDS));
+        assert_eq!(member.replica().view().state.words, (0..WORDS).collect::<Vec<_>>());
+        member.close();
+        assert_eq!(threads.strong_count(), 0);
+        // Each of two readers asks for 17, 33, 65 and then 129 entries, and waits for one that does not come.
+        let most = 2 * (4 + u64::from(WORDS).div_ceil(AHEAD.1) + 1);
+        let waits = distant.waits.load(Ordering::Relaxed);
+        assert!(waits as u64 <= most, "{waits} requests for {WORDS} entries");
+    }
+    read_all::<false>();
+    read_all::<true>();
+}
+
+#[test]
+fn two_readers_that_fetch_the_same_entries_take_each_once() {
+    let replica = Replica::<Compacted>::new(|_| ());
+    for (index, word) in [(0, 0), (1, 1), (0, 0), (1, 1), (2, 2), (2, 2)] {
+        replica.apply(index, Entry::Word(word));
+    }
+    replica.skip(2);
+    let early = Compacted { words: vec![0], present: BTreeSet::new() };
+    replica.restore(early, 1);
+    let view = replica.view();
+    assert_eq!((view.next, &view.state.words[..]), (3, &[0, 1, 2][..]));
+}
+
 #[test]
 fn who_dies_in_the_line_holds_nobody_up_for_long_and_leaves_no_hole() {
     let store = memory();
@@ -354,13 +440,16 @@ fn who_dies_in_the_line_holds_nobody_up_for_long_and_leaves_no_hole() {
     // What is no turn is not waited for.
     for turn in [-5, 0, i64::MAX - 1] {
         store.set(&line_key(0), turn.to_string().as_bytes(), limit()).unwrap();
-        assert_eq!(log.wait_in_line(0, limit()).unwrap(), 1);
+        assert_eq!(log.turn_in_line(0, limit()).unwrap(), 1);
     }
     store.set(&line_key(0), b"4", limit()).unwrap();
-    // Whoever is late for its own deadline says so, and not that it has waited in a line.
+    assert_eq!(log.turn_in_line(0, limit()).unwrap(), 5);
+    // Whoever is late for its own deadline says so, and not that it has waited in a line. Nothing is written behind a hole.
     let short = Deadline::after(Duration::from_millis(50));
-    let error = log.wait_in_line(0, short).unwrap_err();
+    let error = log.write(5, b"word", true, short).err().unwrap();
     assert!(error.is_timeout(), "{error}");
+    assert!(log.write(5, b"word", true, limit()).unwrap().is_none());
+    assert!(!store.check(&["log/5"], limit()).unwrap());
 }
 
 #[test]
@@ -959,9 +1048,10 @@ fn a_place_in_a_line_whose_number_is_lost_is_not_waited_for() {
     let faulty = Arc::new(Faulty::default());
     let store: SharedStore = faulty.clone();
     let log = log::<false>(&store);
-    assert_eq!(log.wait_in_line(7, limit()).unwrap(), 8);
+    assert_eq!(log.turn_in_line(7, limit()).unwrap(), 1);
+    assert_eq!(log.turn_in_line(7, limit()).unwrap(), 2);
     faulty.set_fault(Some(Fault::Lost { left: 1 }));
-    assert_eq!(log.wait_in_line(7, limit()).unwrap(), 8);
+    assert_eq!(log.turn_in_line(7, limit()).unwrap(), 1);
 }
 
 #[test]

@@ -55,6 +55,13 @@ impl<S> HookedReducer<S> {
         unless_panic(|| look(reducer, state)).unwrap_or_else(Err).map_err(|error| reducer.abort(error))
     }
 
+    /// Passes the reducer to `look`, also after a failure. An error of `look` ends nothing; a panic ends the reducer and the group, since what it
+    /// has left half done, such as a hook's state, must not be used.
+    pub fn ask<T>(&self, look: impl FnOnce(&mut Reducer) -> Result<T>) -> Result<T> {
+        let (reducer, _) = &mut *self.0.lock();
+        unless_panic(|| look(reducer)).unwrap_or_else(|panic| Err(reducer.abort(panic)))
+    }
+
     /// Passes the adapter's state to `look`, also after a failure.
     pub fn with_state<T>(&self, look: impl FnOnce(&mut S) -> T) -> T {
         look(&mut self.0.lock().1)

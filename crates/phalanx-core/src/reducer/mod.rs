@@ -31,6 +31,7 @@ mod elsewhere;
 mod hooked;
 pub mod hooks;
 mod identical;
+mod optimizer_steps;
 mod replay;
 mod sharding;
 mod step_times;
@@ -49,13 +50,14 @@ use std::time::{Duration, Instant};
 
 pub use hooked::{HookedReducer, panicked};
 pub use identical::states_identical;
+pub use optimizer_steps::OptimizerSteps;
 pub use phalanx_proto::reducer::{ParameterSpec, ReducerOptions, StepWeight, check_weight, check_weight_sum};
 pub use step_times::StepTime;
 pub use sync::{StateTensor, broadcast_state, broadcast_state_from};
 pub use verify::{broadcast_bytes, verify_description, verify_state, verify_state_on};
 
 use self::bucket::Bucket;
-use self::hooks::{AllReduce, CommHook, HookLabel, HookState, Metered};
+use self::hooks::{AllReduce, BuiltInHook, CommHook, HookLabel, HookState, Metered};
 use self::plan::BucketPlan;
 use self::state::ReducerState;
 use self::step_times::StepTimer;
@@ -214,7 +216,8 @@ impl Reducer {
     /// what the [built-in](CommHook::built_in) `hook` does, or `hook` itself if it works [there](CommHook::is_elsewhere). All ranks call it together.
     ///
     /// # Errors
-    /// On every rank, if the ranks' hooks or their settings differ; if `hook` cannot average gradients where they lie.
+    /// On every rank, if the ranks' hooks or their settings differ, or the ranks of a smaller group ([`PostLocalSgd::subgroup`](hooks::PostLocalSgd::subgroup));
+    /// if `hook` cannot average gradients where they lie.
     pub fn register_hook(&mut self, hook: Box<dyn CommHook>) -> Result<()> {
         self.state.check_replayable(false, hook.is_stateless())?;
         let replaces = hook.is_elsewhere() == self.elsewhere;
@@ -231,7 +234,16 @@ impl Reducer {
         let description = vec![("communication hook".to_owned(), hook.describe())];
         let contract = Contract { parameters: Vec::new(), options: description, device: None, plan_hash: 0 };
         let group = self.group.in_call(Caller::DdpRegisterCommHook);
-        verify::verify(&*group, &contract).map_err(|error| self.abort(error))?;
+        let verified = verify::verify(&*group, &contract).and_then(|()| match hook.built_in() {
+            // All ranks have this hook.
+            Some(BuiltInHook::PostLocalSgd(local)) => {
+                local.process_group().map_or(Ok(()), |part| verify::verify_parts(&*group, &part))
+            }
+            Some(BuiltInHook::AllReduce | BuiltInHook::Compressed(_) | BuiltInHook::PowerSgd(_)) | None => {
+                Ok(())
+            }
+        });
+        verified.map_err(|error| self.abort(error))?;
         if replaces {
             self.hook = hook;
         }
@@ -307,8 +319,9 @@ impl Reducer {
     fn between_steps(&self) -> Result<()> {
         if self.state.in_backward() {
             return Err(Error::invalid_argument(
-                "the state of a communication hook is saved and loaded between steps",
-            ));
+                "the state of a communication hook is asked for in the middle of a step",
+            )
+            .with_remedy("save and load it between steps"));
         }
         Ok(())
     }
@@ -350,7 +363,7 @@ impl Reducer {
     /// [`find_unused_parameters`](ReducerOptions::find_unused_parameters) such a parameter counts as zero, and so it does
     /// with [`static_graph`](ReducerOptions::static_graph) if it got none in the first step. On every rank also if an
     /// averaging failed; then, if gradients are [kept](Self::keep_gradients), they can be averaged [again](Self::replay) in
-    /// another group.
+    /// another group. On every rank, if optimizers have [differed](Self::stepped) in earlier steps.
     pub fn finish(&mut self) -> Result<()> {
         self.state.check_backward("no backward pass was begun that could be finished")?;
         let backward_end = Instant::now();
@@ -364,7 +377,8 @@ impl Reducer {
         self.trace.complete(Track::Backward, "backward", self.began, backward_end, &[]);
         let end = Instant::now();
         self.trace.complete(Track::Backward, "wait for gradients", backward_end, end, &[]);
-        self.timer.step(&*self.group, backward_end, end);
+        let compared = self.timer.step(&*self.group, backward_end, end);
+        compared.map_err(|error| self.abort(error))?;
         self.divide_by_weights().inspect_err(|_| self.state.emptied())
     }
 
@@ -378,6 +392,16 @@ impl Reducer {
     /// than it does, at most every ten minutes.
     pub fn step_times(&self) -> &[StepTime] {
         self.timer.times()
+    }
+
+    /// An optimizer has changed the model by the averages of this step. The ranks compare what all steps had in `rates`, a learning rate for each group of
+    /// parameters, and in `settings`, every 32 steps together with the [step times](Self::step_times). Nothing waits for that. If they differ, it is an error
+    /// of a later [`finish`](Self::finish), which ends the reducer on every rank. Steps whose averages are not over all ranks
+    /// ([`CommHook::averages_over_all`]) are each rank's own, and are not compared.
+    pub fn stepped(&mut self, rates: impl IntoIterator<Item = f64>, settings: impl IntoIterator<Item = f64>) {
+        if self.hook.averages_over_all() {
+            self.timer.optimizer().step(rates, settings);
+        }
     }
 
     /// Some of the time between two steps went by in a collective outside of the reducer, such as a broadcast of buffers: it

@@ -1,20 +1,22 @@
 //! How long each rank takes for a step, and which rank holds up the others.
 //!
-//! The ranks exchange their times every [`WINDOW`] steps, in one small collective. No rank waits for it: the result is read after a
-//! later step, whose buckets come after it in the work queue.
+//! The ranks exchange their times every [`WINDOW`] steps, in one small collective, with what their [optimizers](super::optimizer_steps) have done in
+//! these. No rank waits for it: the result is read after a later step, whose buckets come after it in the work queue.
 
 use std::time::{Duration, Instant};
 
+use super::optimizer_steps::{self, OptimizerSteps, WINDOW};
 use crate::buffer::Buffer;
 use crate::caller::Caller;
 use crate::collective::ReduceOp;
+use crate::error::Result;
 use crate::group::{Communicator, Work};
 use crate::notice::warn;
 use crate::rank::Rank;
 use crate::world_size::WorldSize;
 
-/// The steps of which medians are taken.
-const WINDOW: usize = 32;
+/// How many numbers a rank tells: its times, and those of its optimizer.
+const NUMBERS: usize = 2 + optimizer_steps::NUMBERS;
 /// A rank is slow if its own time is at least [`SLOW`] times the median of all ranks and [`MIN_DELAY`] more, and if another rank waits
 /// longer than it by at least this [`SHARE`] of a step.
 const SLOW: f64 = 1.5;
@@ -45,7 +47,8 @@ pub(super) struct StepTimer {
     steps: usize,
     own: Vec<Duration>,
     wait: Vec<Duration>,
-    /// The times of all ranks, on their way.
+    optimizer: OptimizerSteps,
+    /// What all ranks tell, on its way.
     exchange: Option<Work>,
     /// By rank.
     times: Vec<StepTime>,
@@ -75,31 +78,42 @@ impl StepTimer {
         self.waited = self.waited.saturating_add(time);
     }
 
-    /// A step has ended.
-    pub(super) fn step(&mut self, group: &dyn Communicator, backward_end: Instant, end: Instant) {
+    /// The optimizer, whose steps are compared with those of the other ranks.
+    pub(super) fn optimizer(&mut self) -> &mut OptimizerSteps {
+        &mut self.optimizer
+    }
+
+    /// A step has ended. An error if the ranks' optimizers have differed in the last window.
+    pub(super) fn step(
+        &mut self,
+        group: &dyn Communicator,
+        backward_end: Instant,
+        end: Instant,
+    ) -> Result<()> {
         if self.is_stopped || group.world_size() == WorldSize::ONE {
-            return;
+            return Ok(());
         }
         let waited = std::mem::take(&mut self.waited);
         if let Some(last) = self.last.replace(end) {
             self.own.push(backward_end.saturating_duration_since(last).saturating_sub(waited));
             self.wait.push(end.saturating_duration_since(backward_end).saturating_add(waited));
         }
-        if self.exchange.as_ref().is_some_and(Work::is_completed) {
-            self.receive(group, end);
-        }
+        let is_here = self.exchange.as_ref().is_some_and(Work::is_completed);
+        let compared = if is_here { self.receive(group, end) } else { Ok(()) };
         self.steps += 1;
         if self.steps == WINDOW {
             self.tell(group);
         }
+        compared
     }
 
-    /// Begins to exchange the medians of this window.
+    /// Begins to exchange the medians of this window, and what the optimizers have done in it.
     fn tell(&mut self, group: &dyn Communicator) {
-        let mut all = vec![0.0; 2 * group.world_size().count()];
-        let place = 2 * group.rank().index();
+        let mut all = vec![0.0; NUMBERS * group.world_size().count()];
+        let place = NUMBERS * group.rank().index();
         all[place] = median(&mut self.own).as_secs_f64();
         all[place + 1] = median(&mut self.wait).as_secs_f64();
+        all[place + 2..place + NUMBERS].copy_from_slice(&self.optimizer.take());
         // Zeros and one number are added up. If the group has failed, the next step says so.
         let work =
             group.in_call(Caller::DdpBackward).all_reduce_async(Buffer::from_slice(&all), ReduceOp::Sum);
@@ -109,12 +123,14 @@ impl StepTimer {
         self.wait.clear();
     }
 
-    fn receive(&mut self, group: &dyn Communicator, now: Instant) {
-        let Some(Ok(all)) = self.exchange.take().map(Work::wait) else { return };
-        let Ok(all) = all.as_slice::<f64>() else { return };
+    fn receive(&mut self, group: &dyn Communicator, now: Instant) -> Result<()> {
+        // If the group has failed, the next step says so.
+        let Some(Ok(all)) = self.exchange.take().map(Work::wait) else { return Ok(()) };
+        let Ok(all) = all.as_slice::<f64>() else { return Ok(()) };
         let seconds = |seconds: f64| Duration::try_from_secs_f64(seconds).unwrap_or_default();
-        let times = all.as_chunks::<2>().0.iter();
-        self.times = times.map(|[own, wait]| StepTime { own: seconds(*own), wait: seconds(*wait) }).collect();
+        let ranks = all.as_chunks::<NUMBERS>().0.iter();
+        let time = |[own, wait, ..]: &[f64; NUMBERS]| StepTime { own: seconds(*own), wait: seconds(*wait) };
+        self.times = ranks.clone().map(time).collect();
         if group.rank().is_main()
             && let Some(straggler) = straggler(&self.times)
             && self.warned.is_none_or(|warned| now.saturating_duration_since(warned) >= WARNING_INTERVAL)
@@ -122,6 +138,7 @@ impl StepTimer {
             self.warned = Some(now);
             warn(straggler);
         }
+        optimizer_steps::compare(ranks.map(|[_, _, steps @ ..]| *steps))
     }
 }
 
@@ -214,12 +231,13 @@ mod tests {
             for step in 1..=WINDOW as u64 {
                 let end = begin + Duration::from_secs(10 * step);
                 timer.waited(waited);
-                timer.step(&*group, end - Duration::from_secs(1), end);
+                timer.step(&*group, end - Duration::from_secs(1), end).unwrap();
             }
             let exchanged = timer.exchange.take().unwrap().wait().unwrap();
-            exchanged.as_slice::<f64>().unwrap().to_vec()
+            let ranks = exchanged.as_slice::<f64>().unwrap().as_chunks::<NUMBERS>().0;
+            ranks.iter().map(|[own, wait, ..]| [*own, *wait]).collect::<Vec<_>>()
         });
-        assert_eq!(times, [[3.0, 7.0, 9.0, 1.0], [3.0, 7.0, 9.0, 1.0]]);
+        assert_eq!(times, [[[3.0, 7.0], [9.0, 1.0]], [[3.0, 7.0], [9.0, 1.0]]]);
     }
 
     #[test]
@@ -234,7 +252,7 @@ mod tests {
                 let wait = if group.rank() == Rank::new(1) { 0 } else { 8 };
                 now += Duration::from_secs(10);
                 together.wait(); // As the buckets' averages hold the ranks together.
-                timer.step(&*group, now - Duration::from_secs(wait), now);
+                timer.step(&*group, now - Duration::from_secs(wait), now).unwrap();
                 seen.push(timer.times().to_vec());
                 warned.extend(timer.warned.filter(|at| warned.last() != Some(at)));
             }
@@ -263,12 +281,12 @@ mod tests {
         fake::run(2, |group| {
             let mut timer = StepTimer::default();
             for _ in 0..5 + group.rank().index() {
-                timer.step(&*group, Instant::now(), Instant::now());
+                timer.step(&*group, Instant::now(), Instant::now()).unwrap();
             }
             timer.restart();
             for _ in 0..WINDOW {
                 assert_eq!(group.calls().len(), 0);
-                timer.step(&*group, Instant::now(), Instant::now());
+                timer.step(&*group, Instant::now(), Instant::now()).unwrap();
             }
             assert_eq!(group.calls().len(), 1);
         });

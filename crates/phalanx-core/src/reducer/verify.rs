@@ -9,9 +9,13 @@ use crate::buffer::Buffer;
 use crate::collective::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::group::Communicator;
+use crate::group::{Communicator, ProcessGroup};
+use crate::hash::fnv1a;
 use crate::rank::Rank;
+use crate::world_size::WorldSize;
 
+/// The most ranks of a list that an error shows.
+const SHOWN: usize = 16;
 /// The most that one rank may make another take for a description: specs of about a million parameters.
 const MAX_MESSAGE_BYTES: usize = 64 << 20;
 
@@ -112,6 +116,56 @@ pub(crate) fn verify_hash(group: &dyn Communicator, what: &str, hash: u64) -> Re
         Err(Error::mismatch(format!("the ranks computed different {what}"))
             .with_remedy("do all ranks run the same program?"))
     }
+}
+
+/// Compares the smaller groups of all ranks, of which `part` is this rank's: each of its ranks must be in the same one, or they wait for each other.
+pub(super) fn verify_parts(group: &dyn Communicator, part: &ProcessGroup) -> Result<()> {
+    let Some(whole) = group.process_group() else { return Ok(()) };
+    let members = members_of(part, &whole);
+    let digest = fnv1a(encode(&members)?) as i64;
+    let mut digests = group.alloc(DType::I64, group.world_size().count())?;
+    let own = digests.as_mut_slice::<i64>()?.get_mut(group.rank().index());
+    own.into_iter().for_each(|own| *own = digest);
+    let digests = group.all_gather_v_in_place_async(digests, &vec![1; group.world_size().count()])?.wait()?;
+    let digests = digests.as_slice::<i64>()?;
+    let is_elsewhere =
+        |member: &Option<u32>| member.is_none_or(|rank| digests.get(rank as usize) != Some(&digest));
+    let other = members.iter().copied().find(is_elsewhere);
+    let Some(rank) = first_rank(group, other.is_some())? else { return Ok(()) };
+    // Ranks without a difference do not use what they give here.
+    let (theirs, other) = share(group, rank, &(members.clone(), other.flatten()))?;
+    let other = match other {
+        Some(other) => {
+            let other = group.world_size().rank(other)?;
+            format!("that of rank {other} has {}", listed(&share(group, other, &members)?))
+        }
+        None => "one of them is not in the group of the Ddp".to_owned(),
+    };
+    let cause = format!("the smaller group of rank {rank} has {}, and {other}", listed(&theirs));
+    Err(Error::mismatch(cause).with_peer(rank).with_remedy(
+        "make the smaller groups by the same calls on every rank, such as one ProcessGroup::split",
+    ))
+}
+
+/// The ranks of `part` as those of `whole`, with None for what is not in that. Nothing is known of a group that was made otherwise, and one rank
+/// alone waits for nobody.
+fn members_of(part: &ProcessGroup, whole: &ProcessGroup) -> Vec<Option<u32>> {
+    if part.world_size() == WorldSize::ONE || !part.is_related(whole) {
+        return Vec::new();
+    }
+    let place = |rank: Rank| part.global_rank(rank).ok().and_then(|global| whole.group_rank(global));
+    part.world_size().ranks().map(|rank| place(rank).map(Rank::get)).collect()
+}
+
+/// The first of these ranks, for people.
+fn listed(members: &[Option<u32>]) -> String {
+    if members.is_empty() {
+        return "no other rank".to_owned();
+    }
+    let name = |member: &Option<u32>| member.map_or_else(|| "another".to_owned(), |rank| rank.to_string());
+    let names: Vec<String> = members.iter().take(SHOWN).map(name).collect();
+    let more = if members.len() > SHOWN { ", .." } else { "" };
+    format!("the ranks {}{more}", names.join(", "))
 }
 
 /// The value of rank `root`, on every rank.

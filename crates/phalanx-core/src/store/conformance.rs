@@ -27,10 +27,11 @@ fn conforms(another: &Another) {
 
 /// All checks except those of the caps.
 fn behaves(another: &Another) {
-    let checks: [fn(&Another); 7] = [
+    let checks: [fn(&Another); 8] = [
         values_are_read_back,
         counters_add_and_refuse_text,
         compare_set_is_pytorchs,
+        changes_wait_for_those_of_others,
         keys_are_counted_and_deleted,
         many_at_once,
         waits_end_when_the_key_comes,
@@ -98,6 +99,40 @@ fn compare_set_is_pytorchs(another: &Another) {
     assert!(!other.check(&["not there"], soon()).unwrap());
     assert_eq!(other.get("made", soon()).unwrap(), b"2");
     assert!(other.delete_key("made", soon()).unwrap());
+}
+
+fn changes_wait_for_those_of_others(another: &Another) {
+    let (store, other) = (another(), another());
+    let change: [(&str, &[u8], &[u8]); 2] = [("line/2", b"", b"second"), ("line/1", b"?", b"?")];
+    // Nobody has come before it: nothing is changed, then or later.
+    let change_after = |until| store.multi_compare_set_after("line/1", &change, until, soon()).unwrap();
+    assert_eq!(change_after(at_once()), None);
+    other.set("line/1", b"first", soon()).unwrap();
+    assert!(!other.check(&["line/2"], soon()).unwrap());
+    // It need not wait, whatever the time is.
+    assert_eq!(change_after(soon()).unwrap(), [&b"second"[..], b"first"]);
+    assert_eq!(other.get("line/2", soon()).unwrap(), b"second");
+    // Each is the one for which the next waits.
+    let ends: Vec<Vec<u8>> = thread::scope(|scope| {
+        let waiting: Vec<_> = (3..7)
+            .map(|place: u8| {
+                let store = another();
+                scope.spawn(move || {
+                    let (before, own) = (format!("line/{place}"), format!("line/{}", place + 1));
+                    let value = [place];
+                    let change = (&*own, &b""[..], &value[..]);
+                    let values = store.multi_compare_set_after(&before, &[change], soon(), soon());
+                    values.unwrap().unwrap().remove(0)
+                })
+            })
+            .collect();
+        store.set("line/3", b"begin", soon()).unwrap();
+        waiting.into_iter().map(|one| one.join().unwrap()).collect()
+    });
+    assert_eq!(ends, [[3], [4], [5], [6]]);
+    assert_eq!(other.get("line/7", soon()).unwrap(), [6]);
+    let keys: Vec<String> = (1..=7).map(|place| format!("line/{place}")).collect();
+    store.delete_keys(&keys.iter().map(String::as_str).collect::<Vec<_>>(), soon()).unwrap();
 }
 
 fn keys_are_counted_and_deleted(another: &Another) {

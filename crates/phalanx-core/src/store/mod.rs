@@ -128,6 +128,21 @@ pub trait Store: Send + Sync {
             .collect()
     }
 
+    /// Waits until `before` exists, and then makes the `changes`, as [`multi_compare_set`](Self::multi_compare_set) does. None if `before`
+    /// does not exist at `until`: then nothing is changed.
+    ///
+    /// A store that this library serves makes them by itself, one after the other, as soon as `before` is there. So those that wait for
+    /// each other's changes need a few round trips together, and not one each.
+    fn multi_compare_set_after(
+        &self,
+        before: &str,
+        changes: &[(&str, &[u8], &[u8])],
+        until: Deadline,
+        deadline: Deadline,
+    ) -> Result<Option<Vec<Vec<u8>>>> {
+        wait_and_compare_set(self, before, changes, until, deadline)
+    }
+
     /// Makes the `changes`, as [`multi_compare_set`](Self::multi_compare_set) does, gives the values to `found`, and then returns the values
     /// of all `keys`, as [`set_and_get`](Self::set_and_get) does. An error of `found` ends the call before it waits, and is returned; what
     /// was changed stays changed.
@@ -143,6 +158,21 @@ pub trait Store: Send + Sync {
     ) -> Result<Vec<Vec<u8>>> {
         found(&self.multi_compare_set(changes, deadline)?)?;
         self.set_and_get(&[], keys, deadline, go_on)
+    }
+}
+
+/// [`Store::multi_compare_set_after`], with two calls.
+fn wait_and_compare_set<S: Store + ?Sized>(
+    store: &S,
+    before: &str,
+    changes: &[(&str, &[u8], &[u8])],
+    until: Deadline,
+    deadline: Deadline,
+) -> Result<Option<Vec<Vec<u8>>>> {
+    match store.wait(&[before], until.min(deadline)) {
+        Ok(()) => store.multi_compare_set(changes, deadline).map(Some),
+        Err(error) if error.is_timeout() && !deadline.has_passed() => Ok(None),
+        Err(error) => Err(error),
     }
 }
 

@@ -129,6 +129,19 @@ impl Store for PrefixStore {
         self.with_changes(changes, |changes| self.store.multi_compare_set(changes, deadline))
     }
 
+    fn multi_compare_set_after(
+        &self,
+        before: &str,
+        changes: &[(&str, &[u8], &[u8])],
+        until: Deadline,
+        deadline: Deadline,
+    ) -> Result<Option<Vec<Vec<u8>>>> {
+        let before = self.key(before);
+        self.with_changes(changes, |changes| {
+            self.store.multi_compare_set_after(&before, changes, until, deadline)
+        })
+    }
+
     fn compare_set_and_get(
         &self,
         changes: &[(&str, &[u8], &[u8])],

@@ -17,6 +17,10 @@ use crate::rank::Rank;
 /// How long the store may take to say which rank's message is missing.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// The most ranks of which each reads the messages of all. Among more, the first of each so many gathers theirs, and all read what these
+/// ranks have gathered: else the store would look up as many messages as the square of the ranks.
+const PART: usize = 256;
+
 /// The health of a group that is being connected: data can be exchanged while the connections are made.
 #[derive(Default)]
 pub(crate) struct Starting {
@@ -53,14 +57,29 @@ impl Starting {
     }
 }
 
-/// Publishes this rank's message on `topic`.
+/// Publishes this rank's message on `topic`, and does not wait for any other's. Where this rank would gather those of others, its own stands
+/// for them.
 pub(crate) fn publish<T: Serialize>(
     config: &MeshConfig<'_>,
     topic: &str,
     message: &T,
     deadline: Deadline,
 ) -> Result<()> {
-    config.store.set(&key(topic, config.rank), &encode(topic, message)?, deadline)
+    let (own, message) = (key(topic, config.rank), encode(topic, message)?);
+    match gathers(config) {
+        None => config.store.set(&own, &message, deadline),
+        Some(part) => {
+            let (gathered, part) =
+                (part_key(topic, config.rank), encode(topic, &vec![&message; part.len()])?);
+            config.store.multi_set(&[(&own, &message), (&gathered, &part)], deadline)
+        }
+    }
+}
+
+/// The ranks of which this one gathers the messages in an [`exchange`], beginning with itself.
+fn gathers(config: &MeshConfig<'_>) -> Option<Vec<Rank>> {
+    let is_first = config.world.count() > PART && config.rank.index().is_multiple_of(PART);
+    is_first.then(|| config.world.ranks().skip(config.rank.index()).take(PART).collect())
 }
 
 fn encode<T: Serialize>(topic: &str, message: &T) -> Result<Vec<u8>> {
@@ -76,7 +95,38 @@ pub(crate) fn exchange<T: Serialize + for<'a> Deserialize<'a>>(
     deadline: Deadline,
 ) -> Result<Vec<T>> {
     let ranks: Vec<Rank> = config.world.ranks().collect();
-    exchange_among(config, &ranks, starting, topic, message, deadline)
+    if ranks.len() <= PART {
+        return exchange_among(config, &ranks, starting, topic, message, deadline);
+    }
+    let swap = |pair: (&str, &[u8]), keys: &[(Rank, String)]| {
+        set_and_get(config, starting, topic, pair, keys, deadline)
+    };
+    let (own, message) = (key(topic, config.rank), encode(topic, message)?);
+    let parts: Vec<(Rank, String)> =
+        ranks.iter().step_by(PART).map(|first| (*first, part_key(topic, *first))).collect();
+    let parts = match gathers(config) {
+        None => swap((&own, &message), &parts)?,
+        Some(part) => {
+            let keys: Vec<(Rank, String)> = part.iter().map(|rank| (*rank, key(topic, *rank))).collect();
+            let gathered = encode(topic, &swap((&own, &message), &keys)?)?;
+            swap((&part_key(topic, config.rank), &gathered), &parts)?
+        }
+    };
+    let mut messages = Vec::with_capacity(ranks.len());
+    for (part, ranks) in parts.iter().zip(ranks.chunks(PART)) {
+        let part: Vec<Vec<u8>> = decode(topic, part)?;
+        if part.len() != ranks.len() {
+            return Err(Error::malformed(format!(
+                "the store holds {} messages on {topic} of {} ranks",
+                part.len(),
+                ranks.len()
+            )));
+        }
+        for message in &part {
+            messages.push(decode(topic, message)?);
+        }
+    }
+    Ok(messages)
 }
 
 /// [`exchange`] among some of the `ranks`, including this one; returns their messages in that order.
@@ -89,8 +139,21 @@ pub(crate) fn exchange_among<T: Serialize + for<'a> Deserialize<'a>>(
     deadline: Deadline,
 ) -> Result<Vec<T>> {
     let (own, message) = (key(topic, config.rank), encode(topic, message)?);
-    let keys: Vec<String> = ranks.iter().map(|rank| key(topic, *rank)).collect();
-    let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+    let keys: Vec<(Rank, String)> = ranks.iter().map(|rank| (*rank, key(topic, *rank))).collect();
+    let messages = set_and_get(config, starting, topic, (&own, &message), &keys, deadline)?;
+    messages.iter().map(|bytes| decode(topic, bytes)).collect()
+}
+
+/// Writes a pair, and returns the values of `keys`, each with the rank that writes it, when all have been written.
+fn set_and_get(
+    config: &MeshConfig<'_>,
+    starting: &Starting,
+    topic: &str,
+    pair: (&str, &[u8]),
+    keys: &[(Rank, String)],
+    deadline: Deadline,
+) -> Result<Vec<Vec<u8>>> {
+    let names: Vec<&str> = keys.iter().map(|(_, key)| key.as_str()).collect();
     let mut reminders = Reminders::new();
     let mut go_on = || {
         if let Some(cause) = starting.cause() {
@@ -100,24 +163,22 @@ pub(crate) fn exchange_among<T: Serialize + for<'a> Deserialize<'a>>(
         reminders.remind(|| {
             let soon = Deadline::after(ANSWER_TIMEOUT);
             let is_missing =
-                |index: &usize| !config.store.check(&keys[*index..=*index], soon).unwrap_or(true);
-            let missing = (0..keys.len()).find(is_missing).map(|index| ranks[index]);
-            let who = missing.map_or("other ranks".to_owned(), |rank| format!("rank {rank}"));
+                |(_, key): &&(Rank, String)| !config.store.check(&[key.as_str()], soon).unwrap_or(true);
+            let who = match keys.iter().find(is_missing) {
+                Some((rank, _)) => format!("rank {rank}"),
+                None => "other ranks".to_owned(),
+            };
             format!("rank {} waits for {who} to publish the message {topic:?}", config.rank)
         });
         Ok(())
     };
     // One request, also where a round trip is long: a wait in short parts would never see its answer.
-    let messages = config.store.set_and_get(&[(&own, &message)], &keys, deadline, &mut go_on);
-    let messages = messages.map_err(|error| match error.is_timeout() {
+    let messages = config.store.set_and_get(&[pair], &names, deadline, &mut go_on);
+    messages.map_err(|error| match error.is_timeout() {
         true => error,
         // Rank 0 may have died, with the store that it serves.
         false => starting.explain(error),
-    })?;
-    messages
-        .iter()
-        .map(|bytes| postcard::from_bytes(bytes).map_err(|error| malformed(topic, error)))
-        .collect()
+    })
 }
 
 /// The key of the message of `rank` on `topic`.
@@ -125,6 +186,104 @@ pub(crate) fn key(topic: &str, rank: Rank) -> String {
     format!("{topic}/{rank}")
 }
 
+/// The key of the messages that `first` has gathered.
+fn part_key(topic: &str, first: Rank) -> String {
+    format!("{topic}/from/{first}")
+}
+
+/// The keys that `rank` writes in an [`exchange`] on `topic`.
+pub(crate) fn keys_of(topic: &str, rank: Rank) -> Vec<String> {
+    let part = rank.index().is_multiple_of(PART).then(|| part_key(topic, rank));
+    [key(topic, rank)].into_iter().chain(part).collect()
+}
+
+fn decode<T: for<'a> Deserialize<'a>>(topic: &str, bytes: &[u8]) -> Result<T> {
+    postcard::from_bytes(bytes).map_err(|error| malformed(topic, error))
+}
+
 fn malformed(topic: &str, error: postcard::Error) -> Error {
     Error::malformed(format!("the store holds a malformed message on {topic}")).with_source(error)
+}
+
+/// For `phalanx::fuzzing`: decodes what a rank has gathered.
+#[cfg(any(test, fuzzing, feature = "fuzzing"))]
+pub(super) fn fuzz(bytes: &[u8]) -> bool {
+    decode::<Vec<Vec<u8>>>("gathered", bytes).is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+    use std::thread;
+
+    use super::*;
+    use crate::credentials::Credentials;
+    use crate::health::Heartbeat;
+    use crate::rank::Generation;
+    use crate::store::{MemoryStore, Store};
+    use crate::world_size::WorldSize;
+
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    fn config(store: &MemoryStore, rank: Rank, world: WorldSize) -> MeshConfig<'_> {
+        MeshConfig {
+            store,
+            rank,
+            world,
+            generation: Generation::default(),
+            interface: Ipv4Addr::LOCALHOST.into(),
+            credentials: Credentials::none(),
+            heartbeat: Heartbeat::default(),
+            number: None,
+            watch: &|| Ok(()),
+        }
+    }
+
+    #[test]
+    fn each_of_many_ranks_has_the_messages_of_all_and_reads_few() {
+        for ranks in [3, PART as u32 + 4] {
+            let (store, world) = (MemoryStore::new(), WorldSize::new(ranks).unwrap());
+            thread::scope(|scope| {
+                for rank in world.ranks() {
+                    let store = &store;
+                    scope.spawn(move || {
+                        let (config, own) = (config(store, rank, world), format!("of {rank}"));
+                        let deadline = Deadline::after(LIMIT);
+                        let all = exchange(&config, &Starting::default(), "topic", &own, deadline).unwrap();
+                        assert!(all.into_iter().eq(world.ranks().map(|rank| format!("of {rank}"))));
+                    });
+                }
+            });
+            let written: Vec<String> = world.ranks().flat_map(|rank| keys_of("topic", rank)).collect();
+            let parts = if ranks == 3 { 0 } else { 2 };
+            assert_eq!(store.num_keys(Deadline::after(LIMIT)).unwrap(), world.count() + parts);
+            let written: Vec<&str> = written.iter().map(String::as_str).collect();
+            store.delete_keys(&written, Deadline::after(LIMIT)).unwrap();
+            assert_eq!(store.num_keys(Deadline::after(LIMIT)).unwrap(), 0);
+        }
+    }
+
+    #[test]
+    fn who_does_not_wait_for_others_keeps_none_waiting() {
+        let (store, world, deadline) =
+            (MemoryStore::new(), WorldSize::new(PART as u32 + 4).unwrap(), Deadline::after(LIMIT));
+        for first in [Rank::MAIN, Rank::new(PART as u32)] {
+            publish(&config(&store, first, world), "topic", &first.get(), deadline).unwrap();
+        }
+        let config = config(&store, Rank::new(1), world);
+        let all = exchange(&config, &Starting::default(), "topic", &1u32, deadline).unwrap();
+        assert_eq!(all, [vec![0; PART], vec![PART as u32; 4]].concat());
+    }
+
+    #[test]
+    fn messages_of_fewer_ranks_than_a_part_has_are_an_error() {
+        let (store, world, deadline) =
+            (MemoryStore::new(), WorldSize::new(PART as u32 + 4).unwrap(), Deadline::after(LIMIT));
+        publish(&config(&store, Rank::MAIN, world), "topic", &0u8, deadline).unwrap();
+        let second = encode("topic", &vec![vec![1u8]; 3]).unwrap();
+        store.set(&part_key("topic", Rank::new(PART as u32)), &second, deadline).unwrap();
+        let config = config(&store, Rank::new(1), world);
+        let error = exchange(&config, &Starting::default(), "topic", &1u8, deadline).unwrap_err();
+        assert!(error.to_string().contains("holds 3 messages on topic of 4 ranks"), "{error}");
+    }
 }

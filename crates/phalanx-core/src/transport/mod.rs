@@ -95,6 +95,6 @@ pub(crate) fn late(peer: Rank, host: &str) -> Error {
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 #[doc(hidden)]
 pub fn fuzz(bytes: &[u8]) -> bool {
-    let understood = [tcp::fuzz(bytes), messages::fuzz(bytes)];
+    let understood = [tcp::fuzz(bytes), messages::fuzz(bytes), bootstrap::fuzz(bytes)];
     understood.contains(&true)
 }

@@ -301,7 +301,9 @@ impl Read for Bounded<'_> {
         let read = (&mut &*self.file).read(buffer)?;
         match self.allowance.get().checked_sub(read as u64) {
             Some(left) => self.allowance.set(left),
-            None => return Err(io::Error::other("a record is longer than 64 MiB")),
+            None => {
+                return Err(io::Error::other("a record is longer than 64 MiB: is a quote (\") not closed?"));
+            }
         }
         Ok(read)
     }

@@ -9,4 +9,4 @@ python=${PHALANX_TEST_PYTHON:-python3}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 "$python" make.py "$folder"
-PHALANX_TEST_FILES=$folder cargo test -q --locked -p phalanx-data --all-features --test it -- files::
+PHALANX_TEST_FILES=$folder ../../../../.ci/ran cargo test -q --locked -p phalanx-data --all-features --test it -- files::

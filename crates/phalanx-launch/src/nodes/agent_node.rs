@@ -28,10 +28,14 @@ impl Nodes for AgentNode<'_> {
         let AgentConfig { run_id, host, port, first, max_workers, node, nodes } = self.agent.config.clone();
         // Numbers have gaps if hosts have left.
         let last = first.saturating_add(self.job.workers.get());
+        let world_size = WorldSize::new(max_workers.max(last))?;
+        // All hosts have the driver's options, and so the same role.
         Ok(Gathered::Placed(Placement {
             restarts: 0,
             first_rank: first,
-            world_size: WorldSize::new(max_workers.max(last))?,
+            world_size,
+            first_role_rank: first,
+            role_world_size: world_size.get(),
             node,
             nodes: nodes.max(node.saturating_add(1)),
             workers: Vec::new(),

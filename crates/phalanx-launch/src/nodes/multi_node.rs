@@ -75,13 +75,15 @@ pub(crate) struct MultiNode<'a> {
     join: Option<(Node, Settings)>,
     /// Until when it waits for the others to miss that launcher, which it cannot see.
     refused_until: Option<Instant>,
+    /// Whether it has said that it leaves.
+    has_left: bool,
 }
 
 impl<'a> MultiNode<'a> {
     pub(crate) fn new(job: &Job, cluster: &'a Cluster, run_id: String, refusals: &Refusals) -> Result<Self> {
         let me = NodeId(random::number()?);
         let (workers, node_rank) = (job.workers.get(), cluster.node_rank);
-        let process = process::own();
+        let (process, role) = (process::own(), job.role.clone());
         let node = move |serves_store| Node {
             id: me,
             host: host::name(),
@@ -89,6 +91,7 @@ impl<'a> MultiNode<'a> {
             node_rank,
             serves_store,
             process,
+            role: role.clone(),
         };
         // Only a node that does not serve the store can come again: the job ends with the one that does.
         let (again, max_restarts) = (node(false), job.restarts_allowed());
@@ -116,6 +119,7 @@ impl<'a> MultiNode<'a> {
             shown: None,
             join: Some((again, settings)),
             refused_until: None,
+            has_left: false,
         })
     }
 
@@ -252,10 +256,13 @@ impl<'a> MultiNode<'a> {
             (RendezvousBackend::Store { host, .. }, None) => host.clone(),
             (_, _) => told,
         };
+        let (first_role_rank, role_world_size) = running.in_role(node_rank);
         let placement = Placement {
             restarts: self.view.state.restarts(),
             first_rank: running.members[node_rank].first_rank,
             world_size: WorldSize::new(running.world_size())?,
+            first_role_rank,
+            role_world_size,
             node: node_rank as u32,
             nodes: running.members.len() as u32,
             workers: running.members.iter().map(|member| member.node.workers).collect(),
@@ -286,8 +293,10 @@ impl<'a> MultiNode<'a> {
         Ok(None)
     }
 
-    fn leave(&self, why: Departure) {
-        self.handler.propose(Entry::Left { node: self.me, why });
+    fn leave(&mut self, why: Departure) {
+        if !std::mem::replace(&mut self.has_left, true) {
+            self.handler.propose(Entry::Left { node: self.me, why });
+        }
     }
 
     fn outcome(&self, job_end: &JobEnd) -> Outcome {
@@ -408,7 +417,10 @@ impl Nodes for MultiNode<'_> {
     fn after_attempt(&mut self, end: AttemptEnd, control: &mut Control<'_>) -> Result<AfterAttempt> {
         let Some(round) = self.round else { return Ok(AfterAttempt::Restart) };
         let succeeded = match end {
-            AttemptEnd::Interrupted(signal) => return Ok(AfterAttempt::Over(Outcome::Interrupted(signal))),
+            AttemptEnd::Interrupted(signal) => {
+                self.leave(Departure::Signal(signal.number()));
+                return Ok(AfterAttempt::Over(Outcome::Interrupted(signal)));
+            }
             AttemptEnd::Stopped => return Ok(AfterAttempt::Over(Outcome::Stopped)),
             AttemptEnd::Succeeded => true,
             AttemptEnd::Failed(..) | AttemptEnd::Elsewhere => false,

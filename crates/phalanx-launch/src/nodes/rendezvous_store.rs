@@ -19,6 +19,7 @@ use crate::error::{Error, Result};
 use crate::interfaces::is_every_hosts;
 use crate::interfaces::{inner_bridges, is_own};
 use crate::log::Replica;
+use crate::notice::while_waiting;
 use crate::own_address::own_address;
 #[cfg(feature = "etcd")]
 use crate::store::EtcdStore;
@@ -78,14 +79,25 @@ pub(super) fn open_store(
         }
         #[cfg(feature = "etcd")]
         RendezvousBackend::Etcd(endpoints) => {
-            let store = EtcdStore::open(endpoints, job, deadline)?;
+            let what = || format!("this launcher waits for an answer of etcd at {endpoints}");
+            let store = while_waiting(what, || EtcdStore::open(endpoints, job, deadline))?;
             // The etcd of this host is reached at the loopback, this host is not.
             let address = store.local_address(deadline).filter(|address| !is_every_hosts(*address));
             (Arc::new(store), address)
         }
         RendezvousBackend::File(path) => {
             refuse_own_disk(cluster, path)?;
-            (Arc::new(FileStore::open_or_create(path, cluster.silence(), deadline)?), None)
+            let silence = cluster.silence();
+            let what = || {
+                format!(
+                    "the file {} is there already: this launcher looks for {:.0} s whether others of this job write to it. If none does, an \
+                     earlier job has left it, and it is replaced",
+                    path.display(),
+                    silence.as_secs_f64()
+                )
+            };
+            let store = while_waiting(what, || FileStore::open_or_create(path, silence, deadline))?;
+            (Arc::new(store), None)
         }
     };
     let name = match (&cluster.local_addr, address) {

@@ -41,6 +41,8 @@ impl Nodes for SingleNode<'_> {
             restarts: self.restarts,
             first_rank: 0,
             world_size: self.job.workers,
+            first_role_rank: 0,
+            role_world_size: self.job.workers.get(),
             node: 0,
             nodes: 1,
             workers: vec![self.job.workers.get()],

@@ -1,9 +1,10 @@
 //! From a group to a communicator.
 
 use std::ffi::c_int;
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::ptr;
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 use phalanx::adapter::warn;
@@ -19,9 +20,12 @@ use crate::nccl::{Code, Comm, Config, IN_PROGRESS, Nccl, SUCCESS, UNIQUE_ID_BYTE
 /// What errors call it.
 const NAME: &str = "Communicator::new";
 
-/// What a rank brings: the version of its library, its device, on rank 0 the identity, if it has no offer, and the communicator that it can shrink;
-/// or why it cannot take part.
-type Brought = std::result::Result<(i32, [u8; UUID_BYTES], Vec<u8>, Option<Offer>), String>;
+/// What a rank brings: the version of its library, its device, on rank 0 the identity, if it has no offer, the communicator that it can shrink, and its
+/// place; or why it cannot take part.
+type Brought = std::result::Result<(i32, [u8; UUID_BYTES], Vec<u8>, Option<Offer>, Place), String>;
+
+/// The [process](this_process) of a rank, and the number of its device there.
+type Place = (u64, u32);
 
 impl Communicator {
     /// A communicator of all ranks of `group`, with `device` for this one. Every rank must call it, in the same order as the
@@ -66,7 +70,7 @@ impl Communicator {
     ) -> Result<Self> {
         let opened = Nccl::open().and_then(|nccl| Ok((nccl, device.uuid()?)));
         let offer = last.filter(|_| opened.is_ok()).and_then(Self::offer);
-        let mut agreed = agree(group, opened.clone(), offer)?;
+        let mut agreed = agree(group, device, opened.clone(), offer)?;
         let left =
             last.and_then(|last| Some((last, shrink::excluded(&agreed.offers, last.world_size().get())?)));
         let shrunk = match left {
@@ -74,10 +78,13 @@ impl Communicator {
             None => None,
         };
         if shrunk.is_none() && agreed.id.is_none() {
-            agreed = agree(group, opened, None)?;
+            agreed = agree(group, device, opened, None)?;
         }
-        let Agreed { nccl, id, sharing, .. } = agreed;
+        let Agreed { nccl, id, sharing, neighbours, .. } = agreed;
         let made = Stream::with_priority(device, true).and_then(|stream| {
+            // Between devices of one process NCCL may have a kernel read and write the memory of a call on another device. It opens memory of no pool by
+            // itself; at an address of a pool that is not open to its device a kernel fails.
+            neighbours.into_iter().try_for_each(|other| device.reach_pool_of(&Device::open(other)?))?;
             let token = DeviceBuffer::zeroed(&stream, 1)?;
             let (raw, identity) = match (shrunk, id) {
                 (Some((unused, identity)), _) => (unused.take(), identity),
@@ -182,11 +189,21 @@ struct Agreed {
     sharing: Option<Sharing>,
     /// The communicators that the ranks have.
     offers: Vec<Option<Offer>>,
+    /// The other ranks' devices of this process, by number.
+    neighbours: Vec<u32>,
 }
 
-/// The library and rank 0's identity, if every rank has a library of the same version; two ranks with one device; and all ranks' offers.
+/// What no other process has.
+fn this_process() -> u64 {
+    static NUMBER: OnceLock<u64> = OnceLock::new();
+    *NUMBER.get_or_init(|| RandomState::new().build_hasher().finish())
+}
+
+/// The library and rank 0's identity, if every rank has a library of the same version; two ranks with one device; all ranks' offers; and the devices
+/// beside `cuda` in this process.
 fn agree(
     group: &ProcessGroup,
+    cuda: &Device,
     opened: Result<(Nccl, [u8; UUID_BYTES])>,
     offer: Option<Offer>,
 ) -> Result<Agreed> {
@@ -196,8 +213,9 @@ fn agree(
         let id = if is_main && offer.is_none() { nccl.unique_id()?.0.to_vec() } else { Vec::new() };
         Ok((nccl, device, id))
     });
+    let place = (this_process(), cuda.ordinal());
     let brought: Brought = match &own {
-        Ok((nccl, device, id)) => Ok((nccl.version(), *device, id.clone(), offer)),
+        Ok((nccl, device, id)) => Ok((nccl.version(), *device, id.clone(), offer, place)),
         Err(error) => Err(error.to_string()),
     };
     let all: Vec<Brought> = group.in_call(Caller::CommunicatorNew).all_gather_object(&brought)?;
@@ -217,14 +235,17 @@ fn agree(
     {
         return Err(differs(group.rank(), nccl.version(), *expected));
     }
-    let (mut first, mut devices, mut offers) = (None, Vec::new(), Vec::new());
+    let (mut first, mut devices, mut offers, mut neighbours) = (None, Vec::new(), Vec::new(), Vec::new());
     for (rank, brought) in ranks.zip(all) {
-        let (version, device, id, offer) = brought.map_err(|cause| {
+        let (version, device, id, offer, (process, ordinal)) = brought.map_err(|cause| {
             let error = Error::aborted(format!("rank {rank} cannot take part: {cause}")).with_peer(rank);
             group.note_remote_error(error.in_operation(NAME, None))
         })?;
         devices.push(device);
         offers.push(offer);
+        if process == place.0 && ordinal != place.1 {
+            neighbours.push(ordinal);
+        }
         let (expected, _) = *first.get_or_insert((version, id_of(&id)));
         if version != expected {
             return Err(group.note_remote_error(differs(rank, version, expected)));
@@ -232,7 +253,7 @@ fn agree(
     }
     match first {
         Some((_, id)) if id.is_some() || offers.first().is_some_and(Option::is_some) => {
-            Ok(Agreed { nccl, id, sharing: Sharing::find(&devices), offers })
+            Ok(Agreed { nccl, id, sharing: Sharing::find(&devices), offers, neighbours })
         }
         _ => Err(Error::mismatch("rank 0 has sent no identity").in_operation(NAME, None)),
     }

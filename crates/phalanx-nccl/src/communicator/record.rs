@@ -8,7 +8,7 @@ use std::sync::mpsc::{self, Receiver};
 use std::time::Duration;
 
 use phalanx::env::LaunchEnv;
-use phalanx::{Error, Sequence};
+use phalanx::{Error, ProcessGroup, Sequence};
 
 /// The variable that names the file, of which each process writes one, with its rank at the end of the name.
 const VARIABLE: &str = "PHALANX_NCCL_RECORD";
@@ -64,6 +64,16 @@ impl CallState {
             None if is_queued => Self::Queued,
             None => Self::InNccl,
         }
+    }
+}
+
+/// This process's rank in `group`; of a group of some ranks also that in the first one, which is the one at the end of the file's name.
+pub(super) fn place(group: &ProcessGroup) -> String {
+    let (rank, world) = (group.rank(), group.world_size());
+    let is_first = world.ranks().all(|rank| group.global_rank(rank).is_ok_and(|global| global == rank));
+    match group.global_rank(rank) {
+        Ok(global) if !is_first => format!("rank {global} (rank {rank} of {world} in a group of its own)"),
+        Ok(_) | Err(_) => format!("rank {rank} of {world}"),
     }
 }
 

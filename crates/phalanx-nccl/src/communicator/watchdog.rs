@@ -85,10 +85,10 @@ fn look_after(shared: &Arc<Shared>) {
 
 /// Aborts, and writes the record of the calls.
 fn abort(shared: &Shared) {
-    let dump = shared.failure().filter(|_| !shared.is_retired()).and_then(|cause| {
-        let (rank, world) = (shared.group.rank(), shared.group.world_size());
-        record::dump(format!("rank {rank} of {world}"), &cause, shared.calls())
-    });
+    let dump = shared
+        .failure()
+        .filter(|_| !shared.is_retired())
+        .and_then(|cause| record::dump(record::place(&shared.group), &cause, shared.calls()));
     stop(shared);
     record::await_dump(dump, END_TIMEOUT);
 }

@@ -56,9 +56,7 @@ struct Queued {
     /// The streams that this crate knows, by address. Several values may be for one stream of another library's.
     streams: Vec<(Device, usize)>,
     /// The ends of streams that are no longer known, in the order in which they were forgotten.
-    ends: VecDeque<Arc<Event>>,
-    /// With so many ends all are looked at, and not only the first ones.
-    crowd: usize,
+    ends: Ends<Arc<Event>>,
     /// Whether a stream is no longer known that had no end that could be asked for: then memory is freed only when no call is in
     /// flight, after a wait for the whole device.
     is_unknown: bool,
@@ -73,8 +71,7 @@ static MEMORY: [Mutex<Memory>; PLACES] = [const {
 static QUEUED: [Mutex<Queued>; PLACES] = [const {
     Mutex::new(Queued {
         streams: Vec::new(),
-        ends: VecDeque::new(),
-        crowd: 0,
+        ends: Ends { queue: VecDeque::new(), crowd: 0 },
         is_unknown: false,
         batches: Vec::new(),
     })
@@ -111,7 +108,7 @@ impl Device {
         known.map(|at| queued.streams.swap_remove(at));
         match Event::unless_capturing(self, stream) {
             Some(end) => {
-                queued.ends.push_back(Arc::new(end));
+                queued.ends.queue.push_back(Arc::new(end));
                 queued.prune();
             }
             None => queued.is_unknown = true,
@@ -239,20 +236,65 @@ impl Queued {
             Event::unless_capturing(device, stream).map(Arc::new)
         });
         let mut ends: Vec<_> = ends.collect::<Option<_>>()?;
-        ends.extend(self.ends.iter().cloned());
+        ends.extend(self.ends.queue.iter().cloned());
         Some(ends)
     }
 
-    /// Forgets the ends that are reached. An adapter that borrows a stream for each call leaves an end each time, and the driver is asked about each: so
-    /// those behind one that is late are looked at only when there are twice as many.
+    /// Forgets the ends that are reached.
     fn prune(&mut self) {
-        let is_reached = |end: &Arc<Event>| end.is_reached().unwrap_or(false);
-        while self.ends.front().is_some_and(is_reached) {
-            self.ends.pop_front();
+        self.ends.prune(|end| end.is_reached().unwrap_or(false));
+    }
+}
+
+/// Ends that are reached in about their order. An adapter that borrows a stream for each call leaves an end each time, and the driver is asked about
+/// each: so those behind one that is late are looked at only when there are twice as many as were left.
+struct Ends<E> {
+    queue: VecDeque<E>,
+    /// With so many ends all are looked at, and not only the first ones.
+    crowd: usize,
+}
+
+impl<E> Ends<E> {
+    /// Forgets those that are reached.
+    fn prune(&mut self, is_reached: impl Fn(&E) -> bool) {
+        while self.queue.front().is_some_and(&is_reached) {
+            self.queue.pop_front();
         }
-        if self.ends.len() >= self.crowd {
-            self.ends.retain(|end| !is_reached(end));
-            self.crowd = 2 * self.ends.len() + FEW;
+        if self.queue.len() >= self.crowd {
+            self.queue.retain(|end| !is_reached(end));
+            self.crowd = 2 * self.queue.len() + FEW;
         }
+        // Also after fewer are left than at the last look: one that is late later has few behind it.
+        self.crowd = self.crowd.min(2 * self.queue.len() + FEW);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    #[test]
+    fn after_many_late_ends_few_are_kept_again() {
+        let mut ends = Ends { queue: VecDeque::new(), crowd: 0 };
+        for end in 0..1000 {
+            ends.queue.push_back(end);
+            ends.prune(|_| false);
+        }
+        assert_eq!(ends.queue.len(), 1000);
+        ends.prune(|_| true);
+        assert!(ends.queue.is_empty());
+        // The first one is late, and all others are reached.
+        let looks = Cell::new(0);
+        for end in 0..1000 {
+            ends.queue.push_back(end);
+            ends.prune(|end| {
+                looks.set(looks.get() + 1);
+                *end != 0
+            });
+            assert!(ends.queue.len() <= 2 + FEW, "{} ends", ends.queue.len());
+        }
+        assert!(looks.get() < 5 * 1000, "{} looks", looks.get());
     }
 }

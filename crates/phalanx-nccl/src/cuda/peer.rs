@@ -15,7 +15,8 @@ use crate::element::Element;
 impl Device {
     /// Lets what runs on this device reach the memory of `peer` directly, over NVLink or PCI Express, for as long as both are open. Without
     /// it the driver may take copies between the two through the host's memory. Once it is on, it stays on, for all that this process has on
-    /// them; the other direction is a call of its own. NCCL sees to its own transports and needs none of this.
+    /// them; the other direction is a call of its own. NCCL needs none of this: it sees to its own transports, and
+    /// [`Communicator::new`](crate::Communicator::new) opens the pools to it.
     ///
     /// Memory of a pool has an access of its own. This opens the pool that is the current one of `peer`, from which a [`DeviceBuffer`] is taken:
     /// the default pool, unless another library has set one (`cuDeviceSetMemPool`). If one is set later, call this again.
@@ -29,31 +30,47 @@ impl Device {
         if self == peer {
             return Ok(true);
         }
-        let (cuda, handle, peer_handle, mut can) = (self.cuda(), self.handle()?, peer.handle()?, 0);
-        // SAFETY: it writes one number there.
-        let code = unsafe { (cuda.cuDeviceCanAccessPeer)(&mut can, handle, peer_handle) };
-        cuda.check("cuDeviceCanAccessPeer", code)?;
-        if can == 0 {
+        if !self.can_reach(peer)? {
             return Ok(false);
         }
-        let _bound = self.bind()?;
+        let bound = self.bind()?;
         // SAFETY: the context is alive as long as `peer`. Zero is the only value that the flags may have.
-        let code = unsafe { (cuda.cuCtxEnablePeerAccess)(peer.context(), 0) };
+        let code = unsafe { (self.cuda().cuCtxEnablePeerAccess)(peer.context(), 0) };
+        drop(bound);
         if code != PEER_ACCESS_ALREADY_ENABLED {
-            cuda.check("cuCtxEnablePeerAccess", code)?;
+            self.cuda().check("cuCtxEnablePeerAccess", code)?;
         }
-        if peer.has_pools() {
-            // That from which `cuMemAllocAsync` takes memory: it need not be the default one.
-            let mut pool = std::ptr::null_mut();
-            // SAFETY: it writes one pointer there.
-            let code = unsafe { (cuda.cuDeviceGetMemPool)(&mut pool, peer_handle) };
-            cuda.check("cuDeviceGetMemPool", code)?;
-            let access = Access::of_device(handle);
-            // SAFETY: it is the device's current pool, which whoever has set it keeps as long as it is that. It reads one description.
-            let code = unsafe { (cuda.cuMemPoolSetAccess)(pool, &access, 1) };
-            cuda.check("cuMemPoolSetAccess", code)?;
-        }
+        self.open_pool_of(peer)?;
         Ok(true)
+    }
+
+    /// Lets what runs on this device reach the current pool of `peer`, if the machine can do that.
+    pub(crate) fn reach_pool_of(&self, peer: &Self) -> Result<()> {
+        if self == peer || !self.can_reach(peer)? { Ok(()) } else { self.open_pool_of(peer) }
+    }
+
+    /// Whether the machine lets this device reach the memory of another one.
+    fn can_reach(&self, peer: &Self) -> Result<bool> {
+        let (handle, peer, mut can) = (self.handle()?, peer.handle()?, 0);
+        // SAFETY: it writes one number there.
+        let code = unsafe { (self.cuda().cuDeviceCanAccessPeer)(&mut can, handle, peer) };
+        self.cuda().check("cuDeviceCanAccessPeer", code).map(|()| can != 0)
+    }
+
+    /// Opens the pool from which `cuMemAllocAsync` takes memory on `peer`, if it has any: it need not be the default one.
+    fn open_pool_of(&self, peer: &Self) -> Result<()> {
+        if !peer.has_pools() {
+            return Ok(());
+        }
+        let (cuda, mut pool) = (self.cuda(), std::ptr::null_mut());
+        let _bound = self.bind()?;
+        // SAFETY: it writes one pointer there.
+        let code = unsafe { (cuda.cuDeviceGetMemPool)(&mut pool, peer.handle()?) };
+        cuda.check("cuDeviceGetMemPool", code)?;
+        let access = Access::of_device(self.handle()?);
+        // SAFETY: it is the device's current pool, which whoever has set it keeps as long as it is that. It reads one description.
+        let code = unsafe { (cuda.cuMemPoolSetAccess)(pool, &access, 1) };
+        cuda.check("cuMemPoolSetAccess", code)
     }
 }
 

@@ -44,6 +44,11 @@ pub const TESTS: &[Test] = &[
     ("a_device_reaches_the_pool_from_which_another_one_takes_memory", 2, Needs::StandIn, || {
         all_done("devices::other_pool", 1, &[]);
     }),
+    ("devices_of_a_group_reach_the_memory_of_each_other_s_calls", 3, Needs::StandIn, || {
+        all_done("devices::open_pools", 1, &[]);
+        all_done("devices::group", 1, &[("STANDIN_CUDA_PEERS", "0")]);
+        all_done("devices::group", 1, &[("STANDIN_CUDA_POOLS", "0")]);
+    }),
     // Of the stand-in: a real driver may find such a mistake late, or never.
     ("an_address_on_another_device_than_it_is_said_to_be_is_refused", 2, Needs::StandIn, || {
         for more in [[("STANDIN_CUDA_POOLS", "1")], [("STANDIN_CUDA_POOLS", "0")], [HOST_IS_ANY]] {
@@ -78,6 +83,7 @@ pub fn play(role: &str) -> Result<()> {
         "lent" => lent(),
         "peers" => peers(),
         "other_pool" => other_pool(),
+        "open_pools" => open_pools(),
         "elsewhere" => elsewhere(),
         "claimed" => claimed(),
         "no_peers" => {
@@ -302,6 +308,18 @@ fn other_pool() -> Result<()> {
     let deadline = Deadline::after(Duration::from_secs(60));
     let (copy, _) = stream.copy(DeviceBuffer::zeroed(&stream, 10)?, reached, deadline)?;
     assert_eq!(copy.to_vec(&stream)?, [7; 10]);
+    Ok(())
+}
+
+/// NCCL's kernels may use memory of another device's pool.
+fn open_pools() -> Result<()> {
+    let groups = DeviceGroup::of_devices(&open(3)?)?;
+    for device in 0..3 {
+        for peer in (0..3).filter(|peer| *peer != device) {
+            assert_eq!(reaches(device, peer), 2, "{device} to {peer}");
+        }
+    }
+    drop(groups);
     Ok(())
 }
 

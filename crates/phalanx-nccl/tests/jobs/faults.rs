@@ -7,7 +7,7 @@ use phalanx::{Deadline, Error, ProcessGroup, Rank, ReduceOp, Result};
 use phalanx_nccl::{Communicator, Device, DeviceBuffer, DeviceMemory, Stream};
 
 use crate::overlap::await_blocks;
-use crate::world::{World, blocks, meet};
+use crate::world::{World, all_done, blocks, meet};
 use crate::{Needs, Test};
 
 pub const TESTS: &[Test] = &[
@@ -37,6 +37,7 @@ pub const TESTS: &[Test] = &[
     ("an_abort_that_does_not_return_holds_nobody_up", 2, Needs::StandIn, abort_hangs),
     ("a_failure_of_the_group_is_one_of_the_communicator", 2, Needs::Nothing, one_failure),
     ("an_abort_is_under_way_at_once", 2, Needs::Nothing, aborts_in_flight),
+    ("the_record_of_a_smaller_group_names_the_ranks_of_the_job", 3, Needs::Nothing, smaller),
 ];
 
 /// The call in which the fault comes.
@@ -46,6 +47,9 @@ pub fn play(role: &str) -> Result<()> {
     let group = phalanx::init()?;
     let me = group.rank().get();
     let device = Device::of_local_rank(&group)?;
+    if role == "smaller" {
+        return end_smaller(&group, &device);
+    }
     let first = Communicator::new(&group, &device)?;
     match role {
         "behind" => return wait_behind(&first),
@@ -253,6 +257,22 @@ fn end_late(nccl: &Communicator) -> Result<()> {
     Ok(())
 }
 
+/// Ranks 1 and 2 have a communicator of their own, which the first of them ends.
+fn end_smaller(group: &ProcessGroup, device: &Device) -> Result<()> {
+    let smaller = group.new_group(&[1, 2].map(Rank::new))?;
+    let nccl = smaller.map(|smaller| Communicator::new(&smaller, device)).transpose()?;
+    nccl.as_ref().map_or(Ok(()), Communicator::barrier)?;
+    meet(group)?;
+    let Some(nccl) = nccl else { return Ok(()) };
+    if nccl.rank().is_main() {
+        nccl.abort(Error::other("enough"));
+    }
+    while nccl.failure().is_none() {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    Ok(())
+}
+
 /// Rank 1 keeps its communicator until rank 0 has dropped its own, of which nothing may be left.
 fn end_alone(group: &ProcessGroup, nccl: Communicator) -> Result<()> {
     nccl.barrier()?;
@@ -353,6 +373,17 @@ fn late_with(variables: &[(&str, &str)]) {
     assert!(last[1].starts_with("#2 cuda all_reduce(avg"), "{last:?}");
     check(&outputs[..1], &[0], &[CALL, "timeout true", "the device has not ended it in time"]);
     check(&outputs, &[1], &["rank 0 (", "cuda all_reduce(sum, 1000 x f32) #3"]);
+}
+
+fn smaller() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("record");
+    all_done("faults::smaller", 3, &[("PHALANX_NCCL_RECORD", path.to_str().unwrap())]);
+    let records = [1, 2].map(|rank| std::fs::read_to_string(path.with_extension(rank.to_string())).unwrap());
+    for (rank, record) in (1..).zip(&records) {
+        let said = format!("rank {rank} (rank {} of 2 in a group of its own) has failed: ", rank - 1);
+        assert!(record.starts_with(&said) && record.contains("enough"), "{record}");
+    }
 }
 
 fn leaves() {

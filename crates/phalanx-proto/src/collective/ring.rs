@@ -32,7 +32,12 @@ pub fn all_gather(rank: Rank, world: WorldSize, elements: usize) -> Plan {
 
 /// As [`all_gather`], with different counts: w-1 steps; each rank sends all but one rank's elements.
 pub fn all_gather_v(rank: Rank, world: WorldSize, counts: &Counts) -> Plan {
-    pass_chunks(rank, world, 0, Combine::Replace, |index| counts.of(index)).collect()
+    all_gather_parts(rank, world, |index| counts.of(index))
+}
+
+/// The same of parts that are anywhere in the buffer, one of each rank.
+pub(super) fn all_gather_parts(rank: Rank, world: WorldSize, part: impl Fn(usize) -> Range<usize>) -> Plan {
+    pass_chunks(rank, world, 0, Combine::Replace, part).collect()
 }
 
 /// Combines every chunk on its way around the ring; rank r ends with chunk r+shift+1.

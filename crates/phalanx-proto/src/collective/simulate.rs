@@ -270,6 +270,49 @@ proptest! {
     }
 
     #[test]
+    fn parts_of_all_ranks_reach_every_host_once(
+        host_of in prop::collection::vec(0usize..4, 2..16),
+        counts in prop::collection::vec(0usize..5, 16),
+    ) {
+        let mut hosts = vec![Vec::new(); 4];
+        host_of.iter().enumerate().for_each(|(rank, host)| hosts[*host].push(Rank::new(rank as u32)));
+        hosts.retain(|ranks| !ranks.is_empty());
+        let world = WorldSize::new(host_of.len() as u32).unwrap();
+        let counts = Counts::new(&counts[..world.count()], world).unwrap();
+        let hierarchies: Option<Vec<_>> = world.ranks().map(|rank| Hierarchy::new(&hosts, rank)).collect();
+        let Some(hierarchies) = hierarchies else { return Ok(()) };
+        // Each rank has the parts of its host.
+        let mut buffers = vec![vec![0; counts.total()]; world.count()];
+        for ranks in &hosts {
+            for (one, other) in ranks.iter().flat_map(|one| ranks.iter().map(move |other| (one, other))) {
+                buffers[one.index()][counts.of(other.index())].fill(1);
+            }
+        }
+        let plan = |hierarchy: &Hierarchy| {
+            hierarchy.all_gather_v(&counts).map_or_else(Plan::new, |(leaders, plan)| leaders.translate(plan, 0))
+        };
+        let plans: Vec<Plan> = hierarchies.iter().map(plan).collect();
+        let sent = play(&plans, &mut buffers);
+        let of = |ranks: &[Rank]| ranks.iter().map(|rank| counts.of(rank.index()).len()).sum::<usize>();
+        prop_assert_eq!(sent.iter().sum::<usize>(), counts.total() * (hosts.len() - 1));
+        for (host, ranks) in hosts.iter().enumerate() {
+            let hierarchy = &hierarchies[ranks[0].index()];
+            // What a host's owners give to its other ranks is there, and it is all that the other hosts' ranks have.
+            let mut given = 0;
+            for other in hierarchy.hosts().ranks().filter(|other| other.index() != host) {
+                for turn in 0..hierarchy.turns() {
+                    for (stripe, owner) in ranks.iter().enumerate() {
+                        let part = hierarchy.part(&counts, turn, other, stripe);
+                        given += part.len();
+                        prop_assert!(buffers[owner.index()][part].iter().all(|has| *has == 1));
+                    }
+                }
+            }
+            prop_assert_eq!(given, counts.total() - of(ranks));
+        }
+    }
+
+    #[test]
     fn broadcast_reaches_everybody(world in worlds(), root in 0u32..17, elements in 0usize..10_000) {
         let root = Rank::new(root % world.get());
         for algorithm in [tree::binomial, tree::scatter_ring] {

@@ -2,3 +2,4 @@
 
 pub mod encoded_call;
 pub mod partition;
+pub mod reach;

@@ -32,6 +32,8 @@ pub struct Policy {
     cause: Option<EndReason>,
     /// Whether another node has asked to end the attempt.
     elsewhere: bool,
+    /// The first signal that this process got when the workers were being ended already.
+    late_signal: Option<Signal>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -91,6 +93,7 @@ impl Policy {
             phase: Phase::Running,
             cause: None,
             elsewhere: false,
+            late_signal: None,
         }
     }
 
@@ -153,6 +156,9 @@ impl Policy {
 
     /// This process got `signal`.
     pub fn interrupted(&mut self, signal: Signal, now: Instant) -> Option<Signal> {
+        if matches!(self.phase, Phase::Ending { .. } | Phase::Killed { .. }) {
+            self.late_signal.get_or_insert(signal);
+        }
         match self.phase {
             Phase::Running | Phase::Reporting { .. } => self.end(EndReason::Interrupted(signal), signal, now),
             Phase::Ending { .. } if signal == Signal::INT => Some(self.kill(now)),
@@ -250,6 +256,11 @@ impl Policy {
     /// Why the job ends before all workers have; None as long as it goes on, and if all have ended well.
     pub fn cause(&self) -> Option<EndReason> {
         self.cause
+    }
+
+    /// The signal that this process got while the workers were ended for [another reason](Self::cause): they are not to be started again.
+    pub fn late_signal(&self) -> Option<Signal> {
+        self.late_signal
     }
 
     /// How each worker ended, by index; [`Exit::Lost`] for one that has not been seen to end.
@@ -350,6 +361,20 @@ mod tests {
         assert!(!policy.has_swept() && policy.has_killed());
         assert_eq!(policy.interrupted(Signal::INT, now), None);
         assert_eq!(policy.cause(), Some(EndReason::Interrupted(Signal::INT)));
+    }
+
+    #[test]
+    fn a_signal_that_comes_while_workers_are_ended_is_not_forgotten() {
+        for late in [Signal::INT, Signal::TERM, Signal::HUP] {
+            let (mut policy, now) = policy(2);
+            assert_eq!(policy.exited(&[end(0, Exit::Code(3))], now), None);
+            assert_eq!(policy.tick(now + REPORTING_GRACE, false), Some(Signal::TERM));
+            assert_eq!(policy.late_signal(), None);
+            assert_eq!(policy.interrupted(late, now), (late == Signal::INT).then_some(Signal::KILL));
+            policy.interrupted(Signal::QUIT, now);
+            assert_eq!(policy.late_signal(), Some(late));
+            assert_eq!(policy.cause(), Some(EndReason::Failed { worker: 0 }));
+        }
     }
 
     #[test]

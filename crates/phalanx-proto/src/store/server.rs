@@ -28,6 +28,15 @@ pub struct WaitId {
     number: u64,
 }
 
+/// What follows when a wait is over.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Then {
+    /// The client gets the values of these keys.
+    Get(Vec<Vec<u8>>),
+    /// These changes are made, and the client gets their values. Each is a key, the expected value and the desired one.
+    CompareSet(Vec<Vec<u8>>),
+}
+
 /// The result of a request.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Answer {
@@ -39,12 +48,12 @@ pub enum Answer {
     Values(Vec<Arc<[u8]>>),
     /// That a wait is over, and the values that it was for.
     Waited(Vec<Arc<[u8]>>),
-    /// None before the wait is over; then [`WAIT_DONE`], and the [values](StoreServer::values) of `wanted`.
+    /// None before the wait is over; then [`WAIT_DONE`], and the values of `then` ([`StoreServer::finish`]).
     Wait {
         /// Which wait.
         id: WaitId,
-        /// The keys whose values the client gets.
-        wanted: Vec<Vec<u8>>,
+        /// What follows.
+        then: Then,
     },
 }
 
@@ -71,12 +80,14 @@ impl StoreServer {
                 }
                 Answer::Nothing
             }
-            (Op::CompareSet, [key, expected, desired]) => {
-                let (value, is_written) = self.table.compare_set(key, expected, desired)?;
-                if is_written {
-                    self.was_set(key);
+            (Op::CompareSet, change) => Answer::Values(self.compare_set(change)?),
+            (Op::CompareSetAfter, [before, changes @ ..]) => {
+                if self.has(before) {
+                    Answer::Waited(self.compare_set(changes)?)
+                } else {
+                    let id = WaitId { is_barrier: false, number: self.waiters.add(vec![before.clone()]) };
+                    Answer::Wait { id, then: Then::CompareSet(changes.to_vec()) }
                 }
-                Answer::Values(vec![value])
             }
             (Op::Add, [key]) => {
                 let sum = self.table.add(key, int)?;
@@ -103,7 +114,7 @@ impl StoreServer {
                     (false, true) => Answer::Bytes(vec![WAIT_DONE]),
                     (is_get, false) => {
                         let id = WaitId { is_barrier: false, number: self.waiters.add(missing) };
-                        Answer::Wait { id, wanted: if is_get { strings } else { Vec::new() } }
+                        Answer::Wait { id, then: Then::Get(if is_get { strings } else { Vec::new() }) }
                     }
                 }
             }
@@ -116,7 +127,7 @@ impl StoreServer {
                     Answer::Bytes(vec![WAIT_DONE])
                 } else {
                     let id = WaitId { is_barrier: true, number: self.barriers.add(vec![key.clone()]) };
-                    Answer::Wait { id, wanted: Vec::new() }
+                    Answer::Wait { id, then: Then::Get(Vec::new()) }
                 }
             }
             (Op::QueuePush, [key, value]) => {
@@ -156,8 +167,32 @@ impl StoreServer {
         if wait.is_barrier { &mut self.barriers } else { &mut self.waiters }.remove(wait.number);
     }
 
+    /// Does what follows a wait that is over. Returns what the client gets.
+    ///
+    /// # Errors
+    /// A refusal closes the connection.
+    pub fn finish(&mut self, then: &Then) -> Result<Vec<Arc<[u8]>>, Refusal> {
+        match then {
+            Then::Get(keys) => Ok(self.values(keys)),
+            Then::CompareSet(changes) => self.compare_set(changes),
+        }
+    }
+
+    /// Makes the changes, each a key, the expected value and the desired one, and returns their values.
+    fn compare_set(&mut self, changes: &[Vec<u8>]) -> Result<Vec<Arc<[u8]>>, Refusal> {
+        let mut values = Vec::with_capacity(changes.len() / 3);
+        for change in changes.chunks_exact(3) {
+            let (value, is_written) = self.table.compare_set(&change[0], &change[1], &change[2])?;
+            if is_written {
+                self.was_set(&change[0]);
+            }
+            values.push(value);
+        }
+        Ok(values)
+    }
+
     /// The values of `keys`. As in PyTorch's server, an absent key reads as empty: clients wait for it first.
-    pub fn values(&self, keys: &[Vec<u8>]) -> Vec<Arc<[u8]>> {
+    fn values(&self, keys: &[Vec<u8>]) -> Vec<Arc<[u8]>> {
         keys.iter().map(|key| self.table.get(key).unwrap_or_default()).collect()
     }
 
@@ -257,6 +292,30 @@ mod tests {
                 "{op:?}"
             );
         }
+    }
+
+    #[test]
+    fn changes_that_wait_for_each_other_are_made_one_after_the_other() {
+        let mut server = StoreServer::default();
+        let change = ["1", "2", "", "b", "1", "?", "?"];
+        let Answer::Wait { id: first, then } = ask(&mut server, Op::CompareSetAfter, &change, 0) else {
+            panic!("nobody has set 1")
+        };
+        let second = wait(&mut server, Op::CompareSetAfter, &["2", "3", "", "c"], 0);
+        ask(&mut server, Op::CompareSet, &["1", "", "a"], 0);
+        assert_eq!(server.take_over(), [first]);
+        let values = server.finish(&then).unwrap();
+        assert_eq!(values, [&b"b"[..], b"a"].map(Arc::<[u8]>::from));
+        // The change is one on which others wait.
+        assert_eq!(server.take_over(), [second]);
+        // What is there is not waited for, and a place that is taken stays so.
+        let taken = ask(&mut server, Op::CompareSetAfter, &["1", "2", "", "x"], 0);
+        assert_eq!(taken, Answer::Waited(vec![Arc::from(&b"b"[..])]));
+        // Whoever has gone changes nothing.
+        let gone = wait(&mut server, Op::CompareSetAfter, &["8", "9", "", "x"], 0);
+        server.forget(gone);
+        ask(&mut server, Op::Set, &["8", ""], 0);
+        assert!(server.take_over().is_empty() && !server.has(b"9"));
     }
 
     #[test]

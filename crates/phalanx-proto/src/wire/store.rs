@@ -17,12 +17,12 @@ pub const MAX_COUNT: usize = 65_536;
 pub const MAX_REQUEST: usize = 64 * 1024 * 1024;
 
 /// A client of ours sends this number in the ping of its greeting. PyTorch's server returns it, a server of ours returns
-/// [`OWN_ECHO`]. PyTorch's clients send their process id, which is smaller.
-pub const OWN_PING: u32 = 0x5048_4C59;
-/// The answer of a server of ours, which knows [`Op::WaitGet`] and [`Op::SetAtEnd`].
+/// [`OWN_ECHO`]. PyTorch's clients send their process id, which is smaller. It changes whenever a server of ours learns an operation.
+pub const OWN_PING: u32 = 0x5048_4C5A;
+/// The answer of a server of ours, which knows [`Op::WaitGet`], [`Op::SetAtEnd`] and [`Op::CompareSetAfter`].
 pub const OWN_ECHO: u32 = !OWN_PING;
 
-/// The answer to [`Op::Wait`], [`Op::WaitGet`] and [`Op::Barrier`] when the wait is over.
+/// The answer to [`Op::Wait`], [`Op::WaitGet`], [`Op::CompareSetAfter`] and [`Op::Barrier`] when the wait is over.
 pub const WAIT_DONE: u8 = 0;
 /// The answer to [`Op::CancelWait`].
 pub const WAIT_CANCELLED: u8 = 1;
@@ -77,10 +77,13 @@ pub enum Op {
     WaitGet = 64,
     /// Ours: the key gets the value when this connection ends.
     SetAtEnd = 65,
+    /// Ours: a [`Wait`](Self::Wait) for one key, after which the server makes several [`CompareSet`](Self::CompareSet)s, and answers their
+    /// values. So clients that wait for each other's changes do not need a round trip each.
+    CompareSetAfter = 66,
 }
 
 /// Every operation a request may carry after the handshake.
-const OPS: [Op; 20] = [
+const OPS: [Op; 21] = [
     Op::Set,
     Op::CompareSet,
     Op::Get,
@@ -101,6 +104,7 @@ const OPS: [Op; 20] = [
     Op::Barrier,
     Op::WaitGet,
     Op::SetAtEnd,
+    Op::CompareSetAfter,
 ];
 
 /// One part of a request.
@@ -130,6 +134,7 @@ impl Op {
             Self::Add | Self::Barrier => &[Part::Key, Part::Int(8)],
             Self::Check | Self::Wait | Self::MultiGet | Self::WaitGet => &[Part::Count, Part::Key],
             Self::MultiSet => &[Part::Count, Part::Key, Part::Value],
+            Self::CompareSetAfter => &[Part::Key, Part::Count, Part::Key, Part::Value, Part::Value],
         }
     }
 }
@@ -253,7 +258,7 @@ impl Decoder {
         }
         if self.repeat > 1 {
             self.repeat -= 1;
-            self.part = 1;
+            self.part = parts.iter().position(|part| *part == Part::Count).map_or(0, |count| count + 1);
             return None;
         }
         std::mem::take(self).request
@@ -394,18 +399,21 @@ mod tests {
             let bytes = Frame::new(Op::Wait).keys(&refs)
                 .then(Op::CompareSet).key("k").value(&value).value(b"")
                 .then(Op::Add).key("").i64(amount)
+                .then(Op::CompareSetAfter).key("k").u64(2).key("é").value(&value).value(b"").key("").value(b"").value(&value)
                 .then(Op::NumKeys)
                 .into_bytes();
             let requests = decode(&bytes).unwrap();
             let wire: Vec<Vec<u8>> = keys.iter().map(|key| format!("/{key}").into_bytes()).collect();
             prop_assert_eq!(&requests[0].strings, &wire);
-            prop_assert_eq!(&requests[1].strings, &vec![b"/k".to_vec(), value, Vec::new()]);
+            prop_assert_eq!(&requests[1].strings, &vec![b"/k".to_vec(), value.clone(), Vec::new()]);
             prop_assert_eq!(requests[2].int, amount);
-            prop_assert_eq!(requests[3].op, Op::NumKeys);
-            prop_assert_eq!(requests.len(), 4);
+            let changes = [&b"/k"[..], "/é".as_bytes(), &value, b"", b"/", b"", &value].map(<[u8]>::to_vec).to_vec();
+            prop_assert_eq!(&requests[3], &Request { op: Op::CompareSetAfter, strings: changes, int: 0 });
+            prop_assert_eq!(requests[4].op, Op::NumKeys);
+            prop_assert_eq!(requests.len(), 5);
             // A truncated request is never complete, and never an error.
             for end in 0..bytes.len() {
-                prop_assert!(decode(&bytes[..end]).unwrap().len() < 4);
+                prop_assert!(decode(&bytes[..end]).unwrap().len() < 5);
             }
         }
 

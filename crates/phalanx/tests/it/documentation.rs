@@ -160,6 +160,39 @@ fn links_between_pages_lead_somewhere() {
 }
 
 #[test]
+fn the_tests_that_pages_run_by_name_are_there() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let (mut all, mut missing, mut checked) = (Vec::new(), Vec::new(), 0);
+    pages(&root, &mut all);
+    for path in &all {
+        let page = fs::read_to_string(path).unwrap();
+        let commands = page.split("cargo test -p ").skip(1).filter_map(|rest| rest.split(['\n', '`']).next());
+        for (options, filter) in commands.filter_map(|command| command.split_once(" -- ")) {
+            let package = options.split(' ').next().unwrap();
+            let filter = filter.split(' ').next().unwrap().trim_end_matches("::");
+            let name = filter.rsplit("::").next().unwrap();
+            let (module, mut is_there) = (format!("mod {name};"), false);
+            for folder in ["crates", "examples"].map(|folder| root.join(folder).join(package)) {
+                if folder.is_dir() {
+                    sources(&folder, &mut |text| {
+                        let mut functions =
+                            text.split("fn ").skip(1).filter_map(|rest| rest.split('(').next());
+                        is_there |=
+                            text.contains(&module) || functions.any(|function| function.contains(name));
+                    });
+                }
+            }
+            checked += 1;
+            if !is_there {
+                missing.push(format!("{}: {package} has no tests {filter}", path.display()));
+            }
+        }
+    }
+    assert!(checked > 15, "{checked}");
+    assert!(missing.is_empty(), "{missing:#?}");
+}
+
+#[test]
 fn the_book_has_every_page_once() {
     let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs");
     let summary = fs::read_to_string(docs.join("SUMMARY.md")).unwrap();

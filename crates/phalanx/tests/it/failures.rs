@@ -145,6 +145,38 @@ fn a_check_that_panics_ends_the_group_and_nobody_waits_for_its_turn() {
     }
 }
 
+#[test]
+fn a_check_that_calls_the_group_in_which_its_thread_waits_is_refused() {
+    static WAITING: Mutex<Option<ProcessGroup>> = Mutex::new(None);
+    static REFUSED: Mutex<Option<Error>> = Mutex::new(None);
+    fn calls_it() -> phalanx::Result<()> {
+        if let Some(group) = WAITING.lock().unwrap().take() {
+            *REFUSED.lock().unwrap() = group.barrier().err();
+        }
+        Ok(())
+    }
+    for fabric in Fabric::ALL {
+        run(2, fabric, |group| {
+            if group.rank().is_main() {
+                *WAITING.lock().unwrap() = Some(group.clone());
+                interruptible(calls_it, || group.barrier()).unwrap();
+                return;
+            }
+            let start = Instant::now();
+            let error = loop {
+                if let Some(error) = REFUSED.lock().unwrap().take() {
+                    break error;
+                }
+                assert!(start.elapsed() < WAIT_LIMIT, "{fabric:?}: the check waits");
+                std::thread::sleep(Duration::from_millis(1));
+            };
+            assert!(error.is_invalid_argument() && error.to_string().contains("set a flag"), "{error}");
+            // The call in which the check was made goes on.
+            group.barrier().unwrap();
+        });
+    }
+}
+
 /// A group that has no memory for buffers.
 struct Poor(ProcessGroup);
 

@@ -189,6 +189,7 @@ fn every_strategy_takes_the_same_steps_and_goes_on_where_it_was_ended() {
     assert_eq!(expected.len(), 3);
     for strategy in [Strategy::Zero, Strategy::Dp, Strategy::Towers, Strategy::Single] {
         let found = run(strategy);
+        assert_eq!(found.len(), expected.len(), "{strategy:?}");
         for (one, other) in expected.iter().zip(&found) {
             assert_eq!(one.steps, other.steps);
             let apart = (one.train_loss - other.train_loss)
@@ -263,6 +264,7 @@ where
         for (ours, expected) in [(ours[0], losses[0]), (our_norms[0], norms[0])] {
             assert!((ours / expected - 1.0).abs() < 1e-5, "{name}: {ours} and not {expected}");
         }
+        assert_eq!(ours_epochs.len(), epochs.len(), "{name}");
         for (one, other) in epochs.iter().zip(&ours_epochs) {
             assert_eq!(one.steps, other.steps);
             assert!((one.held_out.loss - other.held_out.loss).abs() < 1e-4, "{name}: {one:?} {other:?}");
@@ -533,6 +535,7 @@ fn ranks_and_accumulation_take_the_steps_of_one_large_batch() {
     let one = run("one", 1, 8, 1);
     for (name, epochs) in [("two ranks", run("ranks", 2, 4, 1)), ("accumulated", run("accumulated", 2, 2, 2))]
     {
+        assert!(!one.is_empty() && one.len() == epochs.len(), "{name}: {epochs:?}");
         for (a, b) in one.iter().zip(&epochs) {
             assert_eq!(a.steps, b.steps, "{name}");
             assert!(

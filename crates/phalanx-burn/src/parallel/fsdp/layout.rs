@@ -49,7 +49,7 @@ impl FlatLayout {
             ))
             .with_remedy("cast them to one type, or make them units of their own"));
         }
-        tensor_bytes::dtype(dtype)?;
+        tensor_bytes::dtype_of(&parameters[0].name, dtype)?;
         let mut end = 0;
         let places = parameters.iter().map(|parameter| {
             let start = end;

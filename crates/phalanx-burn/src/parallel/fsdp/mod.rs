@@ -19,6 +19,7 @@ mod recompute;
 mod replicated;
 mod statement;
 mod unit;
+mod units;
 mod whole;
 
 use std::collections::{HashMap, HashSet};
@@ -30,7 +31,7 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::Tensor;
-use phalanx::reducer::{ReducerOptions, StepWeight, check_weight_sum};
+use phalanx::reducer::{OptimizerSteps, ReducerOptions, StepWeight, check_weight_sum};
 use phalanx::trace::Track;
 use phalanx::{Error, Rank, ReduceOp, Result, adapter};
 
@@ -40,12 +41,12 @@ pub use self::inputs::{FloatMapper, UnitInputs};
 use self::replicated::Replicated;
 use self::statement::compare;
 pub use self::unit::FullySharded;
-use self::unit::unit_name;
 pub(super) use self::unit::{UNIT, first_shard};
-use super::{check_elementwise, refuse_divided};
+use self::units::{Units, difference};
+use super::check_elementwise;
 use crate::ddp::{one_more, scaled};
 use crate::gradients::{Synced, SyncedGradients};
-use crate::parameters::{Inventory, Parameter, Select};
+use crate::parameters::{Inventory, Select};
 use crate::{Ddp, DdpOptions, Scalar, alike, clip, replicas};
 
 /// A model of whose parameters, gradients and optimizer's state each rank has a shard: PyTorch's `FullyShardedDataParallel`.
@@ -127,6 +128,8 @@ pub struct Fsdp<M> {
     accumulated: StepWeight,
     /// Whether the optimizer of the first step has been found to treat each element by itself, and to be that of all ranks.
     is_compared: bool,
+    /// The learning rates of the steps that the ranks have not compared yet.
+    steps: OptimizerSteps,
 }
 
 /// The memory and the traffic of a rank: see [`Fsdp::bytes`].
@@ -167,7 +170,7 @@ impl<M: Module> Fsdp<M> {
         let described = own.as_ref().map(Units::described).map_err(Error::to_string);
         let remedy = "make the same model of the same units on every rank";
         compare(&exchanges.gather_from_all(&described)?, "cannot use its model", difference, remedy)?;
-        let Units { order, numbers, rest: _ } = own?;
+        let Units { order, numbers, .. } = own?;
         let shards: HashSet<ParamId> = numbers.keys().copied().collect();
         let rest = Select::Except(&shards);
         let model = replicas::from_rank(model, &exchanges.replicas, Rank::MAIN, rest)?;
@@ -188,7 +191,8 @@ impl<M: Module> Fsdp<M> {
         }
         let parameters = Arc::new(parameters);
         let (exchanges, accumulated) = (exchanges.clone(), StepWeight::Nothing);
-        Ok(Self { ddp, exchanges, units: numbers, order, parameters, accumulated, is_compared: false })
+        let (is_compared, steps) = (false, OptimizerSteps::default());
+        Ok(Self { ddp, exchanges, units: numbers, order, parameters, accumulated, is_compared, steps })
     }
 
     /// Runs `pass` on the model, so that a [`backward`](Self::backward) of its result computes gradients.
@@ -388,12 +392,12 @@ impl<M: Module> Fsdp<M> {
     }
 
     /// Lets `optimizer` change this rank's shards by `gradients` from [`backward`](Self::backward). It communicates nothing but in the first step, in
-    /// which the ranks compare their optimizers.
+    /// which the ranks compare their optimizers, and after every 32 steps, when they compare the learning rates of these.
     ///
     /// # Errors
     /// If an exchange has failed, or the gradients are those of another model. In the first step, and on every rank, if there are several shards
     /// and the optimizer does not treat each element by itself, as LAMB and Burn's clipping by norm do not; or if the optimizers do not do the
-    /// same to parameters: if they are of several kinds, or their betas, decay or momentum differ. Learning rates are not compared. Each of
+    /// same to parameters: if they are of several kinds, or their betas, decay or momentum differ. After 32 steps, if learning rates differ. Each of
     /// these ends the groups.
     pub fn step(
         &mut self,
@@ -414,20 +418,21 @@ impl<M: Module> Fsdp<M> {
         gradients: impl Synced,
     ) -> Result<()> {
         if !self.is_compared {
-            let Exchanges { group, replicas, .. } = &*self.exchanges;
             let pieces = (self.model(), self.ddp.parameters());
             // The piece of a single rank is the whole parameter.
             if self.exchanges.ranks() > 1 {
                 check_elementwise(optimizer, pieces, &HashMap::new(), "Fsdp::clip_grad_norm")?;
             }
-            alike::check(optimizer, pieces, group)?;
-            alike::check(optimizer, pieces, replicas)?;
+            // Replicas compare in the step of their Ddp.
+            alike::check(optimizer, pieces, &self.exchanges.group)?;
             self.is_compared = true;
         }
         let began = Instant::now();
-        self.ddp.step(optimizer, learning_rate, gradients)?;
+        let rates: ModuleLearningRate = learning_rate.into();
+        self.ddp.step(optimizer, rates.clone(), gradients)?;
         self.exchanges.record(Track::Optimizer, "optimizer", began);
-        Ok(())
+        self.steps.step(crate::lr::of_each(&rates, self.ddp.parameters()), []);
+        self.steps.verify(&self.exchanges.group)
     }
 
     /// The mean of all ranks' `value`, such as a loss, the same on every rank. All ranks call it together.
@@ -479,113 +484,6 @@ impl<M> fmt::Debug for Fsdp<M> {
         let (rank, ranks) = (self.exchanges.rank(), self.exchanges.ranks());
         write!(f, "Fsdp({} units, rank {rank} of {ranks})", self.units.len())
     }
-}
-
-/// What a model is made of.
-struct Units {
-    /// The numbers of its units, in its order, each with the name of its shard.
-    order: Vec<(usize, String)>,
-    /// The same, by the pieces of their shards.
-    numbers: HashMap<ParamId, usize>,
-    /// What is in no unit, and whether layers there, such as dropout, train.
-    rest: Vec<Parameter>,
-}
-
-/// What a rank's model must have in common with the others': numbers of units, and other tensors.
-type Description = (Vec<usize>, Vec<String>);
-
-impl Units {
-    fn of<M: Module>(model: &M, exchanges: &Exchanges) -> Result<Self> {
-        refuse_divided(model, "Fsdp")?;
-        let known = exchanges.shards();
-        let (mut order, mut seen) = (Vec::new(), HashSet::new());
-        let inventory = Inventory::of(model)?;
-        let Inventory { parameters, state, .. } = &inventory;
-        if let Some(parameter) = parameters.iter().find(|parameter| !known.contains_key(&parameter.id)) {
-            return Err(Error::invalid_argument(format!(
-                "the parameter `{}` is in no unit of this ShardingGroup",
-                parameter.name
-            ))
-            .with_remedy("put the module that has it into FullySharded::new, or freeze it"));
-        }
-        let trained: HashSet<ParamId> = parameters.iter().map(|piece| piece.id).collect();
-        let mut is_unit_trained = HashMap::new();
-        for piece in state {
-            let Some(&unit) = known.get(&piece.id) else { continue };
-            if seen.insert(unit) {
-                order.push((unit, unit_name(&piece.name).to_owned()));
-            }
-            // A unit's pieces are numbered one after the other.
-            let is_trained = trained.contains(&piece.id);
-            if *is_unit_trained.entry(unit).or_insert(is_trained) != is_trained {
-                return Err(Error::invalid_argument(format!(
-                    "a part of the unit of `{}` needs a gradient, and another part does not",
-                    unit_name(&piece.name)
-                ))
-                .with_remedy("freeze parameters before FullySharded::new, or freeze the whole unit"));
-            }
-        }
-        refuse_shared(&order, state, exchanges)?;
-        let rest =
-            inventory.compared().into_iter().filter(|tensor| !known.contains_key(&tensor.id)).collect();
-        let numbers = known.into_iter().filter(|(_, unit)| seen.contains(unit)).collect();
-        Ok(Self { order, numbers, rest })
-    }
-
-    fn described(&self) -> Description {
-        let rest = self.rest.iter();
-        let rest = rest.map(|Parameter { name, dtype, shape, .. }| format!("`{name}` {dtype:?} {shape:?}"));
-        (self.order.iter().map(|(unit, _)| *unit).collect(), rest.collect())
-    }
-}
-
-/// An error if a parameter that is trained stands in two units, or in one and outside of units: each would train it for itself.
-fn refuse_shared(order: &[(usize, String)], state: &[Parameter], exchanges: &Exchanges) -> Result<()> {
-    let mut places: HashMap<ParamId, (String, bool)> = HashMap::new();
-    let mut note = |id: ParamId, place: String, is_trained: bool| {
-        match places.get(&id) {
-        Some((first, was_trained)) if is_trained || *was_trained => Err(Error::invalid_argument(format!(
-            "one parameter stands at `{first}` and at `{place}`: units are sharded and trained each by itself"
-        ))
-        .with_remedy(
-            "put the layers that share it into one unit, as a module of both; or give one of them an id of its own: \
-             Param::from_tensor(param.val().detach())",
-        )),
-        Some(_) => Ok(()),
-        None => {
-            places.insert(id, (place, is_trained));
-            Ok(())
-        }
-    }
-    };
-    for (number, name) in order {
-        let Some(unit) = exchanges.unit(*number) else { continue };
-        // Of `layer.shard`, the field is the unit's own.
-        let name = unit_name(name);
-        for parameter in &unit.parameters {
-            let place = if name == "shard" { String::new() } else { format!("{name}.") };
-            note(parameter.id, format!("{place}{}", parameter.name), unit.is_trained)?;
-        }
-    }
-    state.iter().try_for_each(|tensor| note(tensor.id, tensor.name.clone(), false))
-}
-
-/// What differs between two ranks' models.
-fn difference(
-    (here, (first, rest)): (&str, &Description),
-    (there, (second, other_rest)): (&str, &Description),
-) -> String {
-    if first != second {
-        return format!("{here}'s model has the units {first:?}, and {there}'s {second:?}");
-    }
-    let place = rest.iter().zip(other_rest).take_while(|(one, other)| one == other).count();
-    let describe = |rest: &[String]| rest.get(place).cloned().unwrap_or_else(|| "none".to_owned());
-    format!(
-        "tensor {} that is in no unit is {} in {here}'s model, and {} in {there}'s",
-        place + 1,
-        describe(rest),
-        describe(other_rest)
-    )
 }
 
 struct Shards<'a> {

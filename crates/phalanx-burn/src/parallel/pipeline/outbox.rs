@@ -58,6 +58,8 @@ impl Outbox {
         let Action { pass, stage, microbatch } = action;
         let Some(sent) = plan.message(action) else {
             let data = read_back::data(hidden.detach())?;
+            let found = Layout { dtype: data.dtype(), shape: data.shape().as_slice().to_vec() };
+            check(&found, inputs[stage + 1].get_or_insert_with(|| found.clone()), stage)?;
             arrived.lock().insert(Action { pass, stage: stage + 1, microbatch }, data);
             return Ok(());
         };
@@ -121,9 +123,15 @@ impl GradientTarget for ToStage {
 
 /// `bytes` in memory that is sent, if they are of `expected`.
 fn message(bytes: TensorBytes<'_>, shape: &[usize], expected: &Layout, stage: usize) -> Result<Buffer> {
-    let found = Layout::of(bytes, shape);
-    if found == *expected {
-        return Ok(Buffer::from_slice::<u8>(bytes.bytes));
+    check(&Layout::of(bytes, shape), expected, stage)?;
+    Ok(Buffer::from_slice::<u8>(bytes.bytes))
+}
+
+/// An error if a stage's output is another one than in the first micro-batch: the mean over micro-batches would be another one than that over
+/// samples.
+fn check(found: &Layout, expected: &Layout, stage: usize) -> Result<()> {
+    if found == expected {
+        return Ok(());
     }
     Err(Error::invalid_argument(format!(
         "stage {stage} gives a tensor of shape {:?} and type {:?}, and gave {:?} and {:?} in the first micro-batch",

@@ -74,7 +74,7 @@ impl Engine {
     }
 
     /// A `reduce_scatter_v`, or an `all_gather_v` in place. From rank to rank, elements would cross between hosts once
-    /// for each rank. Combined on each host first, and sent to hosts instead of ranks, they cross once.
+    /// for each rank. Combined on each host first, and sent to hosts instead of ranks, they cross once for each host.
     pub(super) fn in_place_v_by_hosts(
         &mut self,
         hierarchy: &Hierarchy,
@@ -86,15 +86,39 @@ impl Engine {
         if call.0.operation == Operation::ReduceScatterV {
             return self.all_reduce_by_hosts(hierarchy, call, data, timeout);
         }
-        for root in self.world.ranks() {
-            let range = counts.of(root.index());
-            if range.is_empty() {
-                continue;
+        self.all_gather_v_by_hosts(hierarchy, call, data, counts, timeout)
+    }
+
+    /// Each rank's part goes to all ranks of its host, then around the ring of the hosts, and on each host to all ranks. The owners of the
+    /// stripes pass a share of the parts each, so that as many rings turn at a time as every host has ranks for.
+    fn all_gather_v_by_hosts(
+        &mut self,
+        hierarchy: &Hierarchy,
+        call: (Call, Sequence),
+        data: &mut [u8],
+        counts: &Counts,
+        timeout: &Timeout,
+    ) -> Result<()> {
+        let (size, own) = (call.0.dtype.size(), hierarchy.host_of(self.rank));
+        self.within(call, data, timeout, |domain, data| {
+            domain.compare_counts(call, counts, timeout)?;
+            let member = |index: usize| hierarchy.ranks_of(own).get(index);
+            let part = |index| member(index).map_or(0..0, |rank| counts.of(rank.index()));
+            domain.on_parts(call, data, |index| super::bytes_of(&part(index), size), timeout)
+        })?;
+        if let Some((leaders, plan)) = hierarchy.all_gather_v(counts) {
+            self.across(&leaders, call, plan, (data, 0), timeout)?;
+        }
+        for host in hierarchy.hosts().ranks().filter(|host| *host != own) {
+            for turn in 0..hierarchy.turns() {
+                let part = |stripe| super::bytes_of(&hierarchy.part(counts, turn, host, stripe), size);
+                // All ranks of this host have the same counts.
+                if (0..hierarchy.most_stripes()).any(|stripe| !part(stripe).is_empty()) {
+                    self.within(call, data, timeout, |domain, data| {
+                        domain.on_parts(call, data, part, timeout)
+                    })?;
+                }
             }
-            let part = &mut data[super::bytes_of(&range, call.0.dtype.size())];
-            let elements = range.len() as u64;
-            let of_root = Call { operation: Operation::Broadcast, elements, root: Some(root), ..call.0 };
-            self.broadcast_by_hosts(hierarchy, (of_root, call.1), root, part, timeout)?;
         }
         Ok(())
     }
@@ -223,13 +247,13 @@ impl Engine {
     /// Executes `plan` between the hosts, on elements from `start` on, if this rank is a leader.
     fn across(
         &mut self,
-        leaders: &Leaders,
+        leaders: &Leaders<'_>,
         (call, sequence): (Call, Sequence),
         plan: Plan,
         (data, start): (&mut [u8], usize),
         timeout: &Timeout,
     ) -> Result<()> {
-        if !leaders.has(self.rank) {
+        if leaders.of(leaders.host) != self.rank {
             return Ok(());
         }
         let plan = leaders.translate(plan, start);

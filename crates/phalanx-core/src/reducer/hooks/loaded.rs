@@ -72,7 +72,7 @@ impl LoadedHook {
             return Ok(self.state.clone());
         }
         let Some(reducer) = reducer else { return Ok(None) };
-        let state = reducer.with_reducer(|reducer| read(reducer))?;
+        let state = reducer.ask(|reducer| read(reducer))?;
         Ok(Some(state).filter(|state| !state.hook().is_empty()))
     }
 
@@ -84,9 +84,9 @@ impl LoadedHook {
     pub fn load<S>(&mut self, reducer: Option<&HookedReducer<S>>, state: Option<HookState>) -> Result<()> {
         self.state = None;
         if let (Some(state), Some(reducer)) = (&state, reducer)
-            && reducer.with_reducer(|reducer| reducer.hook_label())?.hook == state.hook()
+            && reducer.ask(|reducer| reducer.hook_label())?.hook == state.hook()
         {
-            return reducer.with_reducer(|reducer| reducer.load_hook_state(state.clone()));
+            return reducer.ask(|reducer| reducer.load_hook_state(state.clone()));
         }
         // A hook that is registered later takes it; an empty state is what that begins with.
         self.state = state.filter(|state| !state.is_empty());
@@ -113,7 +113,7 @@ impl LoadedHook {
 /// If the hook keeps anything, and it is the state of another one, or none. In a backward pass.
 pub fn check_hook<S>(reducer: Option<&HookedReducer<S>>, state: Option<&HookState>) -> Result<()> {
     let Some(reducer) = reducer else { return Ok(()) };
-    fits(&reducer.with_reducer(|reducer| reducer.hook_label())?, state)
+    fits(&reducer.ask(|reducer| reducer.hook_label())?, state)
 }
 
 /// An error if the hook that is `here` cannot continue from what was `saved`. Two hooks that keep nothing, or nothing so far, have

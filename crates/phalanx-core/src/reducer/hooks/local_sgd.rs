@@ -40,6 +40,9 @@ impl PostLocalSgd {
 
     /// Afterwards averages over `subgroup`, such as the ranks of one host, instead of not at all.
     ///
+    /// All ranks of a smaller group give that group. When the hook is registered they compare which ranks are in it, and a difference is an error on
+    /// every rank. What a [handle](crate::GroupHandle) leads to later is not compared.
+    ///
     /// Over NCCL the ranks of `subgroup`, a [`ProcessGroup`] or a [handle](crate::GroupHandle) to one, have a communicator of their own. They
     /// make it when the hook is registered, and if the handle leads to another group, with their next bucket.
     ///

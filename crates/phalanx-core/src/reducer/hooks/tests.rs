@@ -373,6 +373,62 @@ fn a_state_is_loaded_without_a_look_at_the_last_one_and_one_that_cannot_be_read_
     });
 }
 
+/// Panics when it is asked for what it keeps, and when it is given that.
+struct Panicking;
+
+impl CommHook for Panicking {
+    fn describe(&self) -> String {
+        "panicking".into()
+    }
+
+    fn start(&mut self, group: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
+        AllReduce.start(group, bucket)
+    }
+
+    fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+        Ok(())
+    }
+
+    fn state(&self) -> Result<HookState> {
+        panic!("the state cannot be read")
+    }
+
+    fn common_state(&self) -> Result<HookState> {
+        panic!("what all have in common cannot be read")
+    }
+
+    fn keeps_state(&self) -> Result<bool> {
+        Ok(true)
+    }
+
+    fn load(&mut self, _: HookState) -> Result<()> {
+        panic!("the state cannot be loaded")
+    }
+}
+
+#[test]
+fn a_panic_of_a_hook_whose_state_is_saved_or_loaded_is_an_error_and_ends_the_reducer() {
+    type Call = fn(&mut LoadedHook, &HookedReducer<()>) -> Result<()>;
+    let calls: [(Call, &str); 3] = [
+        (|loaded, hooked| loaded.state(Some(hooked)).map(drop), "the state cannot be read"),
+        (|loaded, hooked| loaded.common_state(Some(hooked)).map(drop), "in common cannot be read"),
+        (
+            |loaded, hooked| loaded.load(Some(hooked), Some(HookState::default().of("panicking".into()))),
+            "the state cannot be loaded",
+        ),
+    ];
+    for (call, expected) in calls {
+        run(1, |group| {
+            let hooked = HookedReducer::new(reducer(group, Panicking), ());
+            let error = call(&mut LoadedHook::default(), &hooked).unwrap_err().to_string();
+            assert!(error.contains("a panic in") && error.contains(expected), "{error}");
+            // Nobody trains with what the hook has left half done.
+            let error = hooked.check().unwrap_err().to_string();
+            assert!(error.contains(expected), "{error}");
+        });
+    }
+}
+
 #[test]
 fn what_checkpoints_say_of_a_hook_stays_the_same() {
     let power = PowerSgd::new(PowerSgdOptions::default().rank(2).orthogonalization_epsilon(0.5)).unwrap();

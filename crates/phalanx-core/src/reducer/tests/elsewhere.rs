@@ -283,6 +283,54 @@ fn each_hook_of_the_host_is_named_by_what_cannot_act_as_it() {
 }
 
 #[test]
+fn ranks_that_mean_different_smaller_groups_are_named_and_others_are_not() {
+    /// What registering says on each of three ranks, whose smaller groups have these ranks.
+    fn registered(parts: [&[u32]; 3]) -> Vec<Result<()>> {
+        let groups = ProcessGroup::in_process(WorldSize::new(3).unwrap()).unwrap();
+        let register = |group: ProcessGroup| {
+            let own = parts[group.rank().index()];
+            let mut made = Vec::new();
+            for (rank, part) in parts.into_iter().enumerate() {
+                // Each list is made once.
+                if !parts[..rank].contains(&part) {
+                    let ranks: Vec<Rank> = part.iter().copied().map(Rank::new).collect();
+                    made.push((part, group.new_group(&ranks).unwrap()));
+                }
+            }
+            let (_, part) = made.into_iter().find(|(part, _)| *part == own).unwrap();
+            let handle = GroupHandle::new(part.unwrap());
+            let mut reducer =
+                Reducer::new(Arc::new(group), parameters(&[4]), ReducerOptions::default()).unwrap();
+            reducer.register_hook(Box::new(PostLocalSgd::new(1).subgroup(handle)))
+        };
+        std::thread::scope(|scope| {
+            let ranks: Vec<_> =
+                groups.into_iter().map(|group| scope.spawn(move || register(group))).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        })
+    }
+    for parts in [[&[0, 1][..], &[0, 1], &[2]], [&[0, 1, 2][..]; 3], [&[0][..], &[1], &[2]]] {
+        assert!(registered(parts).iter().all(Result::is_ok), "{parts:?}");
+    }
+    let different: [([&[u32]; 3], &str); 2] = [
+        (
+            [&[0, 1], &[1, 2], &[1, 2]],
+            "the smaller group of rank 0 has the ranks 0, 1, and that of rank 1 has the ranks 1, 2",
+        ),
+        (
+            [&[0], &[0, 1], &[2]],
+            "the smaller group of rank 1 has the ranks 0, 1, and that of rank 0 has no other rank",
+        ),
+    ];
+    for (parts, said) in different {
+        for outcome in registered(parts) {
+            let error = outcome.unwrap_err();
+            assert!(error.is_mismatch() && error.to_string().contains(said), "{error}");
+        }
+    }
+}
+
+#[test]
 fn local_sgd_says_among_which_ranks_a_bucket_is_averaged_where_it_lies() {
     fn ranks(hook: &mut PostLocalSgd, group: &JoinGroup) -> Result<u32> {
         hook.averaged_among(true, group).map(|among| match among {

@@ -67,6 +67,30 @@ fn a_failed_averaging_reaches_finish_and_stays() {
 }
 
 #[test]
+fn optimizers_that_differ_end_the_reducers_after_a_window_of_steps() {
+    for differs in [false, true] {
+        let errors = run(2, |group| {
+            let rank = group.rank();
+            let mut reducer = Reducer::new(group.clone(), parameters(&[4]), buckets_of(4)).unwrap();
+            for step in 0..70 {
+                if let Err(error) = one_step(&mut reducer, rank, step, &[0]) {
+                    assert!(step >= 32 && reducer.check().is_err() && group.failure().is_some());
+                    return Some(error.to_string());
+                }
+                let decay = if differs && !rank.is_main() { 0.0 } else { 0.01 };
+                reducer.stepped([0.1], [0.9, decay]);
+            }
+            None
+        });
+        let said = "the optimizer of rank 1 has other settings than that of rank 0";
+        for error in errors {
+            assert_eq!(error.is_some(), differs, "{error:?}");
+            assert!(error.is_none_or(|error| error.contains(said)));
+        }
+    }
+}
+
+#[test]
 fn gradients_that_a_hook_s_panic_has_lost_are_an_error() {
     struct Panics;
     impl CommHook for Panics {

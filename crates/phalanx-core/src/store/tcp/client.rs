@@ -21,7 +21,7 @@ use crate::key::JobKey;
 use crate::notice::while_waiting;
 use crate::store::call::Call;
 use crate::store::table::decimal;
-use crate::store::{Store, WATCH_INTERVAL};
+use crate::store::{Store, WATCH_INTERVAL, wait_and_compare_set};
 use crate::wire::store::{CHECK_READY, Frame, MAX_COUNT, MAX_REQUEST, Op};
 
 /// The most idle connections that are kept.
@@ -427,6 +427,34 @@ impl Store for TcpStore {
         Ok(answers)
     }
 
+    fn multi_compare_set_after(
+        &self,
+        before: &str,
+        changes: &[(&str, &[u8], &[u8])],
+        until: Deadline,
+        deadline: Deadline,
+    ) -> Result<Option<Vec<Vec<u8>>>> {
+        let keys: Vec<&str> = [before].into_iter().chain(changes.iter().map(|(key, ..)| *key)).collect();
+        let call = Call::new(&self.name, "compare_set", &keys, deadline)?;
+        check_changes(&call, changes)?;
+        let mut link = self.link(&call)?;
+        if !link.is_own {
+            self.put_back(link);
+            return wait_and_compare_set(self, before, changes, until, deadline);
+        }
+        let frame = Frame::new(Op::CompareSetAfter).key(before).u64(changes.len() as u64);
+        let frame = changes
+            .iter()
+            .fold(frame, |frame, (key, expected, desired)| frame.key(key).value(expected).value(desired));
+        let values = link.wait_or_cancel(&frame.into_bytes(), changes.len(), until);
+        let values = values.map_err(|error| match error.kind() {
+            io::ErrorKind::TimedOut => call.unanswered(link.network(call.started.elapsed())),
+            _ => call.failed(error),
+        })?;
+        self.put_back(link);
+        Ok(values)
+    }
+
     fn compare_set_and_get(
         &self,
         changes: &[(&str, &[u8], &[u8])],
@@ -451,8 +479,13 @@ impl Store for TcpStore {
         // PyTorch's server is asked for the values when they are there.
         let (op, values) = if link.is_own { (Op::WaitGet, keys.len()) } else { (Op::Wait, 0) };
         request.extend(Frame::new(op).keys(keys).into_bytes());
-        let answers = link.send(&request).and_then(|()| changes.iter().map(|_| link.value()).collect());
-        let answers: Vec<_> = answers.map_err(|error| changing.failed(error))?;
+        link.send(&request).map_err(|error| changing.failed(error))?;
+        // A server that does not answer holds nobody up who does not want to go on.
+        if !changes.is_empty() {
+            link.wait_to_read(&mut || self.counted(go_on)).map_err(|error| changing.failed(error))??;
+        }
+        let answers: io::Result<Vec<_>> = changes.iter().map(|_| link.value()).collect();
+        let answers = answers.map_err(|error| changing.failed(error))?;
         if let Err(error) = found(&answers) {
             link.leave_wait(values).map_err(|error| call.failed(error))?;
             self.put_back(link);

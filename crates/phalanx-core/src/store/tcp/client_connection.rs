@@ -41,6 +41,8 @@ const CLOSING_RETRY_LIMIT: Duration = Duration::from_secs(2);
 const CANCEL_GRACE: Duration = Duration::from_millis(50);
 /// The longest time for which a client that waits does not look at something else.
 const WATCH_LIMIT: Duration = Duration::from_secs(2);
+/// Fewer bytes than these are read together with what follows them.
+const SMALL: usize = 512;
 /// How long the rest of an answer may take whose beginning has come.
 const REST_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -59,7 +61,8 @@ pub(super) struct Link {
     /// Answers that come before that of the next request. They are not waited for when they are asked for: on a slow network that
     /// would cost a round trip, or a whole connection for each wait that ends.
     owed: VecDeque<Owed>,
-    /// Whether the server is ours, and knows [`Op::WaitGet`]: one that has proven that it knows the key, or has answered the greeting so.
+    /// Whether the server is ours, and knows [`Op::WaitGet`] and [`Op::CompareSetAfter`]: one that has proven that it knows the key, or has
+    /// answered the greeting so.
     pub is_own: bool,
     pub deadline: Deadline,
 }
@@ -517,6 +520,64 @@ impl Link {
         Ok(())
     }
 
+    /// Sends `request`, a wait after which the server does something, and reads its `values`. None if the wait was not over at `until`: the
+    /// server has then said that it was cancelled, and has done nothing.
+    pub fn wait_or_cancel(
+        &mut self,
+        request: &[u8],
+        values: usize,
+        until: Deadline,
+    ) -> io::Result<Option<Vec<Vec<u8>>>> {
+        self.send(request)?;
+        let end = self.deadline;
+        self.deadline = end.min(until);
+        let answer = self.take();
+        self.deadline = end;
+        match answer {
+            Ok([WAIT_DONE]) => return self.values(values).map(Some),
+            Ok([other]) => return Err(unexpected_wait(other)),
+            Err(error) if error.kind() != io::ErrorKind::TimedOut || end.has_passed() => return Err(error),
+            Err(_) => self.send(&[Op::CancelWait as u8])?,
+        }
+        let came = match self.take()? {
+            [WAIT_CANCELLED] => return Ok(None),
+            [WAIT_DONE] => self.values(values)?,
+            [other] => return Err(unexpected_wait(other)),
+        };
+        // The wait was over at the last moment. The answer to the cancellation comes after the values.
+        match self.take()? {
+            [WAIT_CANCELLED] => Ok(Some(came)),
+            [other] => Err(unexpected_wait(other)),
+        }
+    }
+
+    /// Waits until an answer begins to come. Calls `go_on` several times a second; an error of that ends the wait, after which the
+    /// connection cannot be used.
+    pub fn wait_to_read(&mut self, go_on: &mut dyn FnMut() -> Result<()>) -> io::Result<Result<()>> {
+        let end = self.deadline;
+        let interval = self.watch_interval();
+        let next_look = || end.at_most(interrupt::at_most(interval));
+        let mut look_at = next_look();
+        while self.start == self.buffer.len() {
+            self.deadline = look_at;
+            let arrived = self.read_some();
+            self.deadline = end;
+            match arrived {
+                Ok(()) => {}
+                Err(error) if error.kind() != io::ErrorKind::TimedOut || end.has_passed() => {
+                    return Err(error);
+                }
+                Err(_) => {
+                    if let Err(error) = go_on() {
+                        return Ok(Err(error));
+                    }
+                    look_at = next_look();
+                }
+            }
+        }
+        Ok(Ok(()))
+    }
+
     /// [`wait`](Self::wait) after the request has been sent, and the answers before that of the wait read.
     pub fn wait_for_answer(
         &mut self,
@@ -524,10 +585,10 @@ impl Link {
         mut go_on: Option<&mut dyn FnMut() -> Result<()>>,
     ) -> io::Result<WaitOutcome> {
         let end = self.deadline;
-        let round_trip = tcp::path(&self.stream).map_or(Duration::ZERO, |path| path.round_trip);
+        let interval = self.watch_interval();
         let stopped = loop {
             if go_on.is_some() {
-                self.deadline = end.at_most(interrupt::at_most(watch_interval(round_trip)));
+                self.deadline = end.at_most(interrupt::at_most(interval));
             }
             match self.take() {
                 Ok([WAIT_DONE]) => {
@@ -581,27 +642,40 @@ impl Link {
                 bytes = &mut bytes[n..];
                 continue;
             }
+            // Long data is read directly into its place; short data is read together with what follows it.
+            if bytes.len() < SMALL {
+                self.read_some()?;
+                continue;
+            }
             self.stream.set_read_timeout(Some(interrupt::at_most(self.left()?)))?;
             look_first(&mut [PollFd::new(&self.stream, PollFlags::IN)]);
-            // Long data is read directly into its place; short data is read together with what follows it.
-            const SMALL: usize = 512;
-            let read = if bytes.len() >= SMALL {
-                Self::read(&mut self.stream, &mut self.tls, bytes)
-                    .inspect(|n| bytes = &mut std::mem::take(&mut bytes)[*n..])
-            } else {
-                self.start = 0;
-                self.buffer.resize(SMALL, 0);
-                let read = Self::read(&mut self.stream, &mut self.tls, &mut self.buffer);
-                self.buffer.truncate(*read.as_ref().unwrap_or(&0));
-                read
-            };
-            match read {
+            match Self::read(&mut self.stream, &mut self.tls, bytes) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(_) => {}
+                Ok(n) => bytes = &mut std::mem::take(&mut bytes)[n..],
                 Err(error) => retry(error).and_then(|()| interrupt::check_io())?,
             }
         }
         Ok(())
+    }
+
+    /// Reads what comes next into the buffer, which must be empty. It stays empty if the read was cut short, and is to be tried again.
+    fn read_some(&mut self) -> io::Result<()> {
+        self.stream.set_read_timeout(Some(interrupt::at_most(self.left()?)))?;
+        look_first(&mut [PollFd::new(&self.stream, PollFlags::IN)]);
+        self.start = 0;
+        self.buffer.resize(SMALL, 0);
+        let read = Self::read(&mut self.stream, &mut self.tls, &mut self.buffer);
+        self.buffer.truncate(*read.as_ref().unwrap_or(&0));
+        match read {
+            Ok(0) => Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(_) => Ok(()),
+            Err(error) => retry(error).and_then(|()| interrupt::check_io()),
+        }
+    }
+
+    /// How often this client looks at something else while it waits.
+    fn watch_interval(&self) -> Duration {
+        watch_interval(tcp::path(&self.stream).map_or(Duration::ZERO, |path| path.round_trip))
     }
 
     /// The time left; an error if there is none.

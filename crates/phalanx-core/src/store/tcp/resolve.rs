@@ -59,6 +59,7 @@ pub fn resolve(address: &str, deadline: Deadline) -> io::Result<Vec<SocketAddr>>
 }
 
 /// [`resolve`], in the system's order.
+#[expect(clippy::disallowed_methods, reason = "a deadline is around it")]
 pub(in crate::store) fn resolve_in_order(address: &str, deadline: Deadline) -> io::Result<Vec<SocketAddr>> {
     if let Ok(address) = address.parse() {
         return Ok(vec![address]);

@@ -7,7 +7,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use phalanx_proto::store::server::{Answer, StoreServer, WaitId};
+use phalanx_proto::store::server::{Answer, StoreServer, Then, WaitId};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::sync::oneshot;
 use tokio::time::timeout;
@@ -56,11 +56,15 @@ pub(super) async fn serve<T>(
     stream.admit();
     let _inside = admitted();
     let at_end = AtEnd { shared: Rc::clone(&shared), pair: None };
-    Box::pin(Connection { stream: BufReader::with_capacity(BUFFER, stream), shared, at_end }.run()).await
+    let stream = BufReader::with_capacity(BUFFER, stream);
+    Box::pin(Connection { stream, answers: Vec::new(), shared, at_end }.run()).await
 }
 
 struct Connection {
     stream: BufReader<Stream>,
+    /// Answers that are not sent yet: those to requests that have come together go out together. Each in a packet of its own, they would
+    /// take several round trips of a slow network.
+    answers: Vec<u8>,
     shared: Rc<RefCell<Shared>>,
     at_end: AtEnd,
 }
@@ -90,15 +94,15 @@ struct Parked {
     shared: Rc<RefCell<Shared>>,
     id: WaitId,
     woken: oneshot::Receiver<()>,
-    /// The keys whose values it gets when the wait is over.
-    wanted: Vec<Vec<u8>>,
+    /// What follows when the wait is over.
+    then: Then,
 }
 
 impl Parked {
-    fn new(cell: &Rc<RefCell<Shared>>, id: WaitId, wanted: Vec<Vec<u8>>) -> Self {
+    fn new(cell: &Rc<RefCell<Shared>>, id: WaitId, then: Then) -> Self {
         let (done, woken) = oneshot::channel();
         cell.borrow_mut().parked.insert(id, done);
-        Self { shared: Rc::clone(cell), id, woken, wanted }
+        Self { shared: Rc::clone(cell), id, woken, then }
     }
 }
 
@@ -112,8 +116,14 @@ impl Drop for Parked {
 
 impl Connection {
     async fn run(mut self) -> io::Result<()> {
-        // The next request is read only when the last answer has been taken, so that a client that does not read cannot
-        // use up memory.
+        let answered = self.answer_requests().await;
+        // Also those before a request that ends the connection.
+        let sent = self.send_answers().await;
+        answered.and(sent)
+    }
+
+    async fn answer_requests(&mut self) -> io::Result<()> {
+        // A client that does not read its answers cannot use up memory: more than a buffer of them is sent before the next request is read.
         while let Some(mut request) = self.next_request().await? {
             if let (Op::SetAtEnd, [key, value]) = (request.op, request.strings.as_mut_slice()) {
                 // A connection holds it outside of the table, whose size is limited as a whole.
@@ -137,7 +147,7 @@ impl Connection {
                 Answer::Bytes(bytes) => self.write(&bytes).await?,
                 Answer::Values(values) => self.write_values(Vec::new(), values).await?,
                 Answer::Waited(values) => self.write_values(vec![WAIT_DONE], values).await?,
-                Answer::Wait { id, wanted } => self.wait(Parked::new(&self.shared, id, wanted)).await?,
+                Answer::Wait { id, then } => self.wait(Parked::new(&self.shared, id, then)).await?,
             }
         }
         Ok(())
@@ -145,12 +155,19 @@ impl Connection {
 
     /// The next request; `None` if the client closed its end between two.
     async fn next_request(&mut self) -> io::Result<Option<Request>> {
+        if self.stream.buffer().is_empty() {
+            self.send_answers().await?;
+        }
         if self.stream.fill_buf().await?.is_empty() {
             return Ok(None);
         }
         let mut decoder = Decoder::default();
         loop {
             let need = decoder.need();
+            // No answer waits for what the client may send only when it has that.
+            if self.stream.buffer().len() < need {
+                self.send_answers().await?;
+            }
             // Memory grows with the bytes that have arrived, not with the announced length.
             let mut bytes = Vec::with_capacity(need.min(BUFFER));
             (&mut self.stream).take(need as u64).read_to_end(&mut bytes).await?;
@@ -166,13 +183,20 @@ impl Connection {
     }
 
     async fn wait(&mut self, mut parked: Parked) -> io::Result<()> {
+        self.send_answers().await?;
         let next = tokio::select! {
             _ = &mut parked.woken => None,
             bytes = self.stream.fill_buf() => Some(bytes?.first().copied()),
         };
         match next {
             None => {
-                let values = self.shared.borrow().server.values(&parked.wanted);
+                let values = {
+                    let mut shared = self.shared.borrow_mut();
+                    let values = shared.server.finish(&parked.then);
+                    // What was changed may be what others wait for.
+                    shared.wake();
+                    values.map_err(|refusal| invalid(refusal.to_string()))?
+                };
                 self.write_values(vec![WAIT_DONE], values).await
             }
             Some(Some(byte)) if byte == Op::CancelWait as u8 => {
@@ -185,7 +209,7 @@ impl Connection {
         }
     }
 
-    /// Writes `head`, and each value with its length; what is short is written at once, so that it goes out in one packet.
+    /// Writes `head`, and each value with its length.
     async fn write_values(&mut self, head: Vec<u8>, values: Vec<Arc<[u8]>>) -> io::Result<()> {
         let mut bytes = head;
         for value in values {
@@ -201,7 +225,25 @@ impl Connection {
         self.write(&bytes).await
     }
 
-    async fn write(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+    /// Adds to the answers, and sends them if they are many.
+    async fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
+        if self.answers.len() + bytes.len() > BUFFER {
+            self.send_answers().await?;
+        }
+        if bytes.len() > BUFFER {
+            return self.send(bytes).await;
+        }
+        self.answers.extend_from_slice(bytes);
+        Ok(())
+    }
+
+    async fn send_answers(&mut self) -> io::Result<()> {
+        // A connection on which nothing happens has no memory for them.
+        let answers = std::mem::take(&mut self.answers);
+        if answers.is_empty() { Ok(()) } else { self.send(&answers).await }
+    }
+
+    async fn send(&mut self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
             let written = timeout(WRITE_TIMEOUT, self.stream.write(bytes)).await??;
             if written == 0 {

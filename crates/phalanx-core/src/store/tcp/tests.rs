@@ -50,6 +50,39 @@ fn is_dropped(mut stream: TcpStream) -> bool {
     }
 }
 
+#[test]
+fn answers_to_requests_that_come_together_all_come_also_before_one_that_is_refused() {
+    let server = serve();
+    let adding = |count: usize| Frame::new(Op::Add).key("sum").i64(1).into_bytes().repeat(count);
+    let sums = |stream: &mut TcpStream, from: i64, count: i64| {
+        for sum in from..from + count {
+            let mut answer = [0; 8];
+            stream.read_exact(&mut answer).unwrap();
+            assert_eq!(i64::from_le_bytes(answer), sum);
+        }
+    };
+    // The next one has begun, and waits for its answer to the first.
+    let mut stream = raw(&server);
+    let [whole, mut begun] = [(); 2].map(|()| adding(1));
+    let rest = begun.split_off(5);
+    stream.write_all(&[whole, begun].concat()).unwrap();
+    sums(&mut stream, 1, 1);
+    stream.write_all(&rest).unwrap();
+    sums(&mut stream, 2, 1);
+    // More than a buffer holds, then a wait, and then something that is none of the protocol.
+    let mut requests = adding(2000);
+    requests.extend(Frame::new(Op::Wait).keys(&["sum"]).into_bytes());
+    requests.push(0xff);
+    let mut writer = stream.try_clone().unwrap();
+    let written = thread::spawn(move || writer.write_all(&requests));
+    sums(&mut stream, 3, 2000);
+    let mut done = [1];
+    stream.read_exact(&mut done).unwrap();
+    assert_eq!(done, [0]);
+    assert!(is_dropped(stream));
+    written.join().unwrap().unwrap();
+}
+
 fn works(store: &TcpStore) {
     let sum = store.add("works", 1, soon()).unwrap();
     assert_eq!(store.get("works", soon()).unwrap(), sum.to_string().as_bytes());

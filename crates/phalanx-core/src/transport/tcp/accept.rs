@@ -92,9 +92,13 @@ pub(super) fn accept(
     let (mut pending, mut early): (Vec<Pending>, Vec<Early>) = (Vec::new(), Vec::new());
     let mut full = false;
     let mut looked = Instant::now();
+    let mut missing = 0;
     loop {
-        let missing = pairs.iter().position(|pair| !pair.is_complete(config.world));
-        let Some(missing) = missing else { return Ok(Accepted { early, pending }) };
+        // From the one that was missing before: to look at all for each connection would be as much as the square of the ranks.
+        let mut rest = (missing..pairs.len()).chain(0..missing);
+        let next = rest.find(|index| !pairs[*index].is_complete(config.world));
+        let Some(next) = next else { return Ok(Accepted { early, pending }) };
+        missing = next;
         waits_for.store(first + missing, Ordering::Relaxed);
         if deadline.has_passed() {
             let peer = Rank::new((first + missing) as u32);

@@ -37,7 +37,8 @@ impl Others {
 
     fn join(&self, id: u64, host: &str, node_rank: u32, process: Option<ProcessId>) {
         let (id, host, serves_store) = (NodeId(id), host.to_owned(), node_rank == 0);
-        let node = Node { id, host, workers: 1, node_rank: Some(node_rank), serves_store, process };
+        let role = "default".to_owned();
+        let node = Node { id, host, workers: 1, node_rank: Some(node_rank), serves_store, process, role };
         self.store.add(&id.heartbeat_key(), 1, self.limit).unwrap();
         self.log.append(&Entry::Join { node, settings: SETTINGS }, self.limit).unwrap();
     }

@@ -74,6 +74,7 @@ fn whoever_serves_the_store_joins_first() {
         node_rank: None,
         serves_store,
         process: None,
+        role: "default".to_owned(),
     };
     let mut handler = RendezvousHandler::start(
         &cluster,
@@ -140,6 +141,7 @@ fn whoever_is_given_up_leaves_no_key() {
         node_rank: None,
         serves_store: false,
         process: None,
+        role: "default".to_owned(),
     };
     store.add(&NodeId(1).heartbeat_key(), 1, limit).unwrap();
     log.append(&Entry::Join { node: node(1), settings }, limit).unwrap();
@@ -181,6 +183,7 @@ fn whoever_ends_before_it_has_joined_leaves_no_key() {
         node_rank: None,
         serves_store: false,
         process: None,
+        role: "default".to_owned(),
     };
     let cluster = Cluster::new(2, 2, "127.0.0.1", address.port()).unwrap().hosting(Hosting::Connect);
     let handler =
@@ -209,7 +212,15 @@ fn launchers_that_come_and_go_without_end_keep_a_small_store() {
     let settings = Settings { min_nodes: 2, max_nodes: 3, max_restarts: 0 };
     let join = |id: NodeId| {
         let host = "here".to_owned();
-        let node = Node { id, host, workers: 1, node_rank: None, serves_store: false, process: None };
+        let node = Node {
+            id,
+            host,
+            workers: 1,
+            node_rank: None,
+            serves_store: false,
+            process: None,
+            role: "default".to_owned(),
+        };
         store.add(&id.heartbeat_key(), 1, limit).unwrap();
         Entry::Join { node, settings }
     };
@@ -252,8 +263,15 @@ fn a_job_that_regroups_without_end_keeps_a_small_store_and_takes_newcomers() {
     let (mut first, replica) = start(Some(&[1; 32]));
     let settings = Settings { min_nodes: 1, max_nodes: 1, max_restarts: 0 };
     let id = NodeId(7);
-    let node =
-        Node { id, host: "here".to_owned(), workers: 1, node_rank: None, serves_store: false, process: None };
+    let node = Node {
+        id,
+        host: "here".to_owned(),
+        workers: 1,
+        node_rank: None,
+        serves_store: false,
+        process: None,
+        role: "default".to_owned(),
+    };
     first.announce(&id.heartbeat_key(), limit).unwrap();
     let join = Entry::Join { node, settings };
     assert!(first.enter(id, id.heartbeat_key(), &join, limit).unwrap());

@@ -41,6 +41,8 @@ pub struct Node {
     pub serves_store: bool,
     /// Its process, as others on its host can find it.
     pub process: Option<ProcessId>,
+    /// The role of its workers (--role).
+    pub role: String,
 }
 
 /// Settings that must be equal on all nodes.

@@ -104,6 +104,7 @@ impl Job {
             node_rank: None,
             serves_store: false,
             process: None,
+            role: "default".to_owned(),
         };
         self.launchers.push(Launcher {
             id,

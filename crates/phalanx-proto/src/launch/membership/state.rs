@@ -98,13 +98,13 @@ pub enum Cause {
 }
 
 /// The version byte of a state.
-pub const STATE_VERSION: u8 = 1;
+pub const STATE_VERSION: u8 = 2;
 
 impl Machine for MembershipState {
     type Entry = Entry;
     type Id = NodeId;
 
-    const VERSION: u8 = 6;
+    const VERSION: u8 = 7;
     const PROCESS: &'static str = "launcher";
     const AUTHOR: &'static str = "another node's launcher";
     const READERS: u64 = 2;
@@ -338,6 +338,9 @@ impl MembershipState {
             return;
         }
         let cause = running.root_cause();
+        let departure = cause.as_ref().and_then(|cause| running.departure_behind(cause));
+        // Somebody has ended a node, or it cannot go on: whatever has failed beside that, nobody takes its place.
+        let is_called_off = running.causes.iter().any(|cause| cause.costs_a_restart(false).is_none());
         let staying = running.members.iter().filter(|member| !member.gone);
         let mut waiting: Vec<Node> = staying.map(|member| member.node.clone()).collect();
         waiting.append(&mut self.waiting);
@@ -346,8 +349,9 @@ impl MembershipState {
             self.settings.map_or((1, 0), |settings| (settings.min_nodes, settings.max_restarts));
         if let Some(cause) = cause {
             let enough = self.waiting.len() >= least as usize;
+            let cause = departure.filter(|_| enough).unwrap_or(cause);
             let costs = cause.costs_a_restart(enough);
-            if costs.is_none_or(|costs| costs && self.restarts == most) {
+            if costs.is_none_or(|costs| costs && self.restarts == most) || (is_called_off && !enough) {
                 self.phase = Phase::Over(JobEnd::Failed(cause));
                 return;
             }
@@ -543,6 +547,20 @@ impl Running {
         self.members.iter().position(|member| member.node.id == id && !member.gone)
     }
 
+    /// The rank of the first worker of the node with `node_rank` among the workers of its role, and their number.
+    pub fn in_role(&self, node_rank: usize) -> (u32, u32) {
+        let Some(own) = self.members.get(node_rank).map(|member| &member.node.role) else { return (0, 0) };
+        let count = |members: &[Member]| {
+            members
+                .iter()
+                .map(|member| &member.node)
+                .filter(|node| node.role == *own)
+                .map(|node| node.workers)
+                .sum::<u32>()
+        };
+        (count(&self.members[..node_rank]), count(&self.members))
+    }
+
     /// The number of workers on all nodes.
     pub fn world_size(&self) -> u32 {
         self.members.last().map_or(0, |member| member.first_rank + member.node.workers)
@@ -563,6 +581,18 @@ impl Running {
             _ => None,
         };
         root_cause(&self.causes, blamed).cloned()
+    }
+
+    /// The node that has left, as it was told to, if the failure of a worker, `cause`, may come from that: workers fail when those of another
+    /// node go, and the log may have that first. A worker that others have seen fail is a cause of its own, unless it was that node's.
+    fn departure_behind(&self, cause: &Cause) -> Option<Cause> {
+        let Cause::Worker(failure) = cause else { return None };
+        let is_blamed = self
+            .causes
+            .iter()
+            .any(|other| matches!(other, Cause::Worker(other) if other.blames == Some(failure.rank)));
+        let mut departures = self.causes.iter().filter(|other| other.costs_a_restart(true) == Some(false));
+        departures.find(|node| !is_blamed || self.concerns(node, failure.rank)).cloned()
     }
 
     /// Whether it is about `rank`.

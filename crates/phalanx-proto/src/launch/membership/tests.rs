@@ -17,6 +17,7 @@ fn node(id: u64, workers: u32, node_rank: Option<u32>) -> Node {
         node_rank,
         serves_store: id == 0,
         process: None,
+        role: "default".to_owned(),
     }
 }
 
@@ -58,6 +59,20 @@ fn node_ranks_are_those_asked_for_and_ranks_follow_the_workers() {
     let running = state.running().unwrap();
     let places: Vec<_> = running.members.iter().map(|member| (member.node.id.0, member.first_rank)).collect();
     assert_eq!((places, running.world_size()), (vec![(0, 0), (1, 2), (2, 5)], 6));
+}
+
+#[test]
+fn ranks_in_a_role_follow_the_workers_of_that_role() {
+    let role = |node: Node, role: &str| Node { role: role.to_owned(), ..node };
+    let nodes = [
+        role(node(0, 2, Some(0)), "trainer"),
+        role(node(1, 3, Some(1)), "reader"),
+        role(node(2, 1, Some(2)), "trainer"),
+        role(node(3, 2, Some(3)), "reader"),
+    ];
+    let state = joined(settings(4, 4, 0), nodes);
+    let running = state.running().unwrap();
+    assert_eq!([0, 1, 2, 3, 4].map(|node| running.in_role(node)), [(0, 3), (0, 5), (2, 3), (3, 5), (0, 0)]);
 }
 
 #[test]
@@ -290,6 +305,45 @@ fn a_newcomer_costs_no_restart() {
 }
 
 #[test]
+fn a_node_that_leaves_costs_no_restart_whatever_is_heard_first() {
+    let (settings, term) = (settings(2, 3, 0), Departure::Signal(15));
+    let start = || joined(settings, [node(0, 1, None), node(1, 1, None), node(2, 1, None)]);
+    let end = |mut state: MembershipState| {
+        left(&mut state, 1, term.clone());
+        ended(&mut state, 0, false);
+        ended(&mut state, 2, false);
+        state
+    };
+    // The workers of other nodes fail without it, and say so before it has said that it leaves; some blame nobody, and some its worker. Or
+    // its own worker got the signal, too.
+    let reports: [&[(u64, u32, Option<u32>)]; 5] = [
+        &[(0, 0, None)],
+        &[(0, 0, None), (2, 2, None)],
+        &[(0, 0, Some(1)), (2, 2, Some(1))],
+        &[(1, 1, None), (0, 0, Some(1))],
+        &[(0, 0, Some(1)), (1, 1, None), (2, 2, None)],
+    ];
+    for report in reports {
+        let mut state = start();
+        report.iter().for_each(|(id, rank, blames)| failed(&mut state, *id, *rank, *blames));
+        let state = end(state);
+        assert_eq!((state.job_end(), state.restarts(), state.is_gathering()), (None, 0, true), "{report:?}");
+        let cause = Cause::Node { node: node(1, 1, None), node_rank: Some(1), why: term.clone() };
+        assert_eq!(state.last_cause(), Some(&cause), "{report:?}");
+    }
+    // A worker that the others have seen fail costs what it costs, whoever leaves then.
+    let mut state = start();
+    failed(&mut state, 2, 2, None);
+    failed(&mut state, 0, 0, Some(2));
+    assert_eq!(end(state).job_end(), Some(&JobEnd::Failed(Cause::Worker(failure(2, None)))));
+    // So does one where the nodes that stay are too few.
+    let settings = self::settings(3, 3, 1);
+    let mut state = joined(settings, [node(0, 1, None), node(1, 1, None), node(2, 1, None)]);
+    failed(&mut state, 0, 0, None);
+    assert_eq!(end(state).restarts(), 1);
+}
+
+#[test]
 fn workers_that_fail_because_others_have_ended_for_a_newcomer_cost_no_restart() {
     let settings = settings(2, 3, 0);
     let mut state = joined(settings, [node(0, 1, None), node(1, 1, None)]);
@@ -349,8 +403,15 @@ fn where_no_launcher_serves_the_log_the_first_node_may_go() {
 #[test]
 fn a_node_that_is_told_to_end_may_be_replaced_and_one_that_is_interrupted_ends_the_job() {
     let (term, interrupt) = (15, 2);
-    for (signal, max_restarts, goes_on) in [(term, 1, true), (term, 0, false), (interrupt, 1, false)] {
+    let cases = [(term, 1, true), (term, 0, false), (interrupt, 1, false)];
+    // Also if a worker has failed before.
+    for ((signal, max_restarts, goes_on), fails) in
+        cases.into_iter().flat_map(|case| [(case, false), (case, true)])
+    {
         let mut state = joined(settings(2, 2, max_restarts), [node(0, 1, Some(0)), node(1, 1, Some(1))]);
+        if fails {
+            failed(&mut state, 0, 0, None);
+        }
         left(&mut state, 1, Departure::Signal(signal));
         ended(&mut state, 0, false);
         assert_eq!((state.is_gathering(), state.job_end().is_none()), (goes_on, goes_on));

@@ -343,6 +343,24 @@ fn an_optimizer_that_cannot_be_asked_is_refused_unless_pieces_are_whole() {
 }
 
 #[test]
+fn a_learning_rate_that_differs_in_a_later_step_is_an_error_on_every_rank() {
+    let outcomes = run(2, |group| {
+        let sharding = ShardingGroup::new(&group)?;
+        let mut fsdp = Fsdp::new(Layers::new(&[4, 4, 4], &sharding)?, &sharding)?;
+        let mut optimizer = SgdConfig::new().init();
+        for step in 0..40 {
+            let x = Tensor::<2>::ones([2, 4], &device());
+            let loss = fsdp.forward(|model| model.forward(x).mean())?;
+            let gradients = fsdp.backward(&loss)?;
+            let is_other = step == 20 && !group.rank().is_main();
+            fsdp.step(&mut optimizer, if is_other { 0.02 } else { 0.01 }, gradients)?;
+        }
+        Ok::<(), Error>(())
+    });
+    all_say(&errors(outcomes), "the learning rates of the last 32 steps differ");
+}
+
+#[test]
 fn optimizers_that_differ_are_an_error_on_every_rank() {
     let adamw = |epsilon| AdamWConfig::new().with_epsilon(epsilon).init();
     let outcomes = run(3, |group| stepped(&group, adamw(if group.rank().get() == 2 { 1e-8 } else { 1e-5 })));

@@ -1,0 +1,194 @@
+//! Whether the optimizers of all ranks do the same in each step.
+//!
+//! Replicas whose learning rates differ drift apart, and no error would say so. An adapter that sees the steps of an optimizer notes them
+//! ([`Reducer::stepped`](super::Reducer::stepped)), and a few numbers of all steps of a window travel with the [step times](super::StepTime), which the
+//! ranks exchange anyway. So a difference is an error some steps after a window of [`WINDOW`] steps: the ranks know by then what to compare, and no
+//! rank has waited for it.
+//!
+//! Settings are what the program has written down, and are compared by a hash. Learning rates are computed, and processors of several kinds may round a
+//! cosine in other ways: they are compared by a sum of all of them, each with a factor of its own, but for rounding.
+
+use crate::buffer::Buffer;
+use crate::collective::ReduceOp;
+use crate::error::{Error, Result};
+use crate::group::Communicator;
+use crate::hash::fnv1a;
+use crate::rank::Rank;
+use crate::world_size::WorldSize;
+
+/// The steps that are compared together.
+pub(super) const WINDOW: usize = 32;
+/// How many numbers of a window travel.
+pub(super) const NUMBERS: usize = 4;
+/// By so much, relative to the larger one, sums of rates may differ.
+const TOLERANCE: f64 = 1e-6;
+
+/// What an optimizer of this rank has done since the ranks have compared it last.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct OptimizerSteps {
+    count: u32,
+    /// Of the settings in all steps.
+    hash: u64,
+    /// The sum of all learning rates, each with its factor.
+    rates: f64,
+    /// The first rate of the last step, for people.
+    last: f64,
+}
+
+impl OptimizerSteps {
+    /// A step with these learning rates, one for each group of parameters, and these settings, such as betas and decays. What is not known is left out,
+    /// on every rank.
+    pub fn step(&mut self, rates: impl IntoIterator<Item = f64>, settings: impl IntoIterator<Item = f64>) {
+        self.count = self.count.saturating_add(1);
+        let bytes = settings.into_iter().flat_map(|setting| setting.to_bits().to_le_bytes());
+        self.hash = fnv1a(self.hash.to_le_bytes().into_iter().chain(bytes));
+        for (group, rate) in rates.into_iter().enumerate() {
+            if group == 0 {
+                self.last = rate;
+            }
+            // Rates that are exchanged between steps or groups show, too.
+            self.rates += rate * (0.5 + (f64::from(self.count) * 0.618 + group as f64 * 0.414).fract());
+        }
+    }
+
+    /// For an adapter whose ranks exchange no step times: after 32 steps, compares them with those of the other ranks of `group`. They call it
+    /// together after each step.
+    ///
+    /// # Errors
+    /// On every rank, if they differ. If the exchange fails.
+    pub fn verify(&mut self, group: &dyn Communicator) -> Result<()> {
+        if (self.count as usize) < WINDOW {
+            return Ok(());
+        }
+        let own = self.take();
+        if group.world_size() == WorldSize::ONE {
+            return Ok(());
+        }
+        let mut all = vec![0.0; NUMBERS * group.world_size().count()];
+        let place = NUMBERS * group.rank().index();
+        all[place..place + NUMBERS].copy_from_slice(&own);
+        let all = group.all_reduce_async(Buffer::from_slice(&all), ReduceOp::Sum)?.wait()?;
+        compare(all.as_slice::<f64>()?.as_chunks::<NUMBERS>().0.iter().copied())
+    }
+
+    /// What travels of a window, which ends. The first number is not zero: ranks without data give zeros.
+    pub(super) fn take(&mut self) -> [f64; NUMBERS] {
+        let Self { count, hash, rates, last } = std::mem::take(self);
+        // As many bits as a float has.
+        let hash = (hash >> 12) as f64;
+        [1.0 + f64::from(count), hash, rates, last]
+    }
+}
+
+/// An error if the steps of two ranks differ. By rank, what each has [taken](OptimizerSteps::take).
+pub(super) fn compare(all: impl Iterator<Item = [f64; NUMBERS]>) -> Result<()> {
+    let mut present = all.zip(0u32..).filter(|([count, ..], _)| *count != 0.0);
+    let Some((expected, first)) = present.next() else { return Ok(()) };
+    for (found, rank) in present {
+        let [count, hash, rates, last] = found;
+        let cause = if count != expected[0] {
+            let steps = |count: f64| count - 1.0;
+            let (there, here) = (steps(expected[0]), steps(count));
+            format!(
+                "in the same {WINDOW} averages the optimizer of rank {first} has made {there} steps, and that of rank {rank} {here}"
+            )
+        } else if hash != expected[1] {
+            format!(
+                "the optimizer of rank {rank} has other settings than that of rank {first}, such as its kind, betas, epsilon, momentum or decay"
+            )
+        } else if !are_near(rates, expected[2]) {
+            let before = expected[3];
+            format!(
+                "the learning rates of the last {WINDOW} steps differ: the last one was {before} on rank {first}, and {last} on rank {rank}"
+            )
+        } else {
+            continue;
+        };
+        return Err(Error::mismatch(format!("{cause}; their replicas drift apart"))
+            .with_peer(Rank::new(rank))
+            .with_remedy("give every rank the same optimizer, and the same learning rates in each step"));
+    }
+    Ok(())
+}
+
+fn are_near(one: f64, other: f64) -> bool {
+    let is_same = one == other || one.is_nan() && other.is_nan();
+    is_same || (one - other).abs() <= TOLERANCE * one.abs().max(other.abs())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::reducer::fake;
+
+    /// The rate of each step of a rank, and its setting.
+    type Taken<'a> = (&'a [f64], f64);
+
+    /// What ranks with these rates and settings find out.
+    fn compared(ranks: &[Taken<'_>]) -> Option<String> {
+        let numbers = ranks.iter().map(|(rates, setting)| {
+            let mut steps = OptimizerSteps::default();
+            rates.iter().for_each(|rate| steps.step([*rate, 0.1], [0.9, *setting]));
+            steps.take()
+        });
+        compare(numbers).err().map(|error| error.to_string())
+    }
+
+    #[test]
+    fn other_rates_settings_or_numbers_of_steps_are_named_and_rounding_is_not() {
+        let rates: &[f64] = &[0.1, 0.2, 0.3];
+        assert_eq!(compared(&[(rates, 0.01), (rates, 0.01), (rates, 0.01)]), None);
+        assert_eq!(compared(&[(rates, 0.01), (&[0.1, 0.2, 0.3 + 1e-15], 0.01)]), None);
+        assert_eq!(compared(&[(&[], 0.01), (&[], 0.01)]), None);
+        let differing: [([Taken<'_>; 3], &str); 5] = [
+            ([(rates, 0.01), (rates, 0.01), (&[0.1, 0.2, 0.4], 0.01)], "0.3 on rank 0, and 0.4 on rank 2"),
+            ([(rates, 0.01), (&[0.2, 0.1, 0.3], 0.01), (rates, 0.01)], "0.3 on rank 0, and 0.3 on rank 1"),
+            (
+                [(rates, 0.01), (rates, 0.0), (rates, 0.01)],
+                "of rank 1 has other settings than that of rank 0",
+            ),
+            (
+                [(rates, 0.01), (rates, 0.01), (&[0.1, 0.2], 0.01)],
+                "rank 0 has made 3 steps, and that of rank 2 2",
+            ),
+            ([(&[0.0], 0.01), (&[0.0], 0.01), (&[0.1], 0.01)], "0 on rank 0, and 0.1 on rank 2"),
+        ];
+        for (ranks, said) in differing {
+            let error = compared(&ranks).unwrap();
+            assert!(error.contains(said), "{error}");
+        }
+    }
+
+    #[test]
+    fn ranks_without_data_are_not_compared() {
+        let mut steps = OptimizerSteps::default();
+        steps.step([0.1], []);
+        let own = steps.take();
+        compare([[0.0; NUMBERS], own, [0.0; NUMBERS], own].into_iter()).unwrap();
+        assert_eq!(steps, OptimizerSteps::default());
+    }
+
+    #[test]
+    fn without_step_times_they_are_compared_after_each_window() {
+        for differs in [false, true] {
+            let errors = fake::run(2, |group| {
+                let mut steps = OptimizerSteps::default();
+                for step in 1..=2 * WINDOW {
+                    // The second window differs.
+                    let is_other = differs && step > WINDOW && group.rank() != Rank::MAIN;
+                    steps.step([if is_other { 0.2 } else { 0.1 }], []);
+                    if let Err(error) = steps.verify(&*group) {
+                        assert_eq!(step, 2 * WINDOW);
+                        return Some(error.to_string());
+                    }
+                }
+                assert_eq!(group.calls().len(), 2);
+                None
+            });
+            for error in errors {
+                assert_eq!(error.is_some(), differs);
+                assert!(error.is_none_or(|error| error.contains("0.1 on rank 0, and 0.2 on rank 1")));
+            }
+        }
+    }
+}
