@@ -16,6 +16,7 @@ use super::pending::{HandshakeLimit, Pending, Progress, send_whole};
 use super::start_failure::{self, POLL_INTERVAL};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result, no_more_files};
+use crate::interrupt;
 use crate::poll::{look_first, poll};
 use crate::rank::Rank;
 use crate::tls::Tls;
@@ -75,15 +76,16 @@ impl Pair {
 }
 
 /// Accepts the start's connections of every higher rank into `pairs`, and reports which ranks are missing. Stops when
-/// `stopped` is closed at its other end. A foreign connection is dropped, and does not delay the ranks. If some connections are made
+/// `stopped` is closed at its other end, if there is one. Calls `meanwhile` now and then, whose error ends it, too. A foreign connection is dropped, and does not delay the ranks. If some connections are made
 /// [on demand](super::on_demand), ranks that are ready earlier may make theirs already.
 pub(super) fn accept(
     listener: &TcpListener,
-    stopped: &UnixStream,
+    stopped: Option<&UnixStream>,
     config: &MeshConfig<'_>,
     (own, secret): (Hello, &GroupSecret),
     pairs: &mut [Pair],
     waits_for: &AtomicUsize,
+    meanwhile: &mut dyn FnMut() -> Result<()>,
     deadline: Deadline,
 ) -> Result<Accepted> {
     let first = config.rank.index() + 1;
@@ -115,6 +117,7 @@ pub(super) fn accept(
             }
             Woken::Other => {}
         }
+        interrupt::check()?;
         // By the clock: a stream of new connections must not prevent that a death is noticed.
         if looked.elapsed() >= POLL_INTERVAL {
             looked = Instant::now();
@@ -123,6 +126,7 @@ pub(super) fn accept(
                     .as_ref()
                     .map_or(Ok(()), |control| start_failure::check_peer(peer, "unknown host", control))?;
             }
+            meanwhile()?;
         }
         let before = pending.len();
         let mut limit = HandshakeLimit::among(&pending);
@@ -217,13 +221,14 @@ enum Woken {
 /// be ready again and again.
 fn wait_for_arrivals(
     listener: &TcpListener,
-    stopped: &UnixStream,
+    stopped: Option<&UnixStream>,
     pending: &[Pending],
     full: bool,
     deadline: Deadline,
 ) -> Result<Woken> {
     let at_listener = if full { PollFlags::empty() } else { PollFlags::IN };
-    let mut fds = vec![PollFd::new(stopped, PollFlags::IN), PollFd::new(listener, at_listener)];
+    let mut fds = vec![PollFd::new(listener, at_listener)];
+    fds.extend(stopped.map(|stopped| PollFd::new(stopped, PollFlags::IN)));
     let limit = HandshakeLimit::among(pending);
     // A connection that waits for its turn is not read before: it would wake this thread again and again.
     let heard = pending.iter().filter(|connection| !connection.waits_for_tls());
@@ -234,9 +239,9 @@ fn wait_for_arrivals(
         .fold(deadline.at_most(POLL_INTERVAL), Deadline::min)
         .remaining();
     look_first(&mut fds);
-    match poll(&mut fds, Some(timeout)) {
-        Ok(_) if !fds[0].revents().is_empty() => Ok(Woken::Stopped),
-        Ok(_) if !fds[1].revents().is_empty() => Ok(Woken::Connection),
+    match poll(&mut fds, Some(interrupt::at_most(timeout))) {
+        Ok(_) if stopped.is_some() && !fds[1].revents().is_empty() => Ok(Woken::Stopped),
+        Ok(_) if !fds[0].revents().is_empty() => Ok(Woken::Connection),
         Ok(_) => Ok(Woken::Other),
         Err(error) => Err(Error::io("waiting for peers failed", error)),
     }

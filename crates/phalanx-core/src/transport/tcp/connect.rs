@@ -14,7 +14,8 @@ use super::connection::Connection;
 use super::connections::{Connections, Requests};
 use super::dial::{Attempt, attempt_together, dial};
 use super::on_demand::{Caller, at_start, is_on_demand};
-use super::{MeshConfig, all_tell, start_failure, stop_probe};
+use super::start_failure::{self, Watch};
+use super::{MeshConfig, all_tell, stop_probe};
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
 use crate::host;
@@ -137,35 +138,88 @@ fn build(
         nonce: [0; NONCE],
     };
     let listener = listen(config.interface)?;
+    // Nobody calls the highest rank.
+    let is_called = !above.is_empty() || is_on_demand(config.world);
+    // The lowest calls nobody. Where all others are on this host and answer at once, it would wait longer for a thread than for them.
+    let (addresses, accepted) = match is_called && config.rank.is_main() && poll::is_prompt() {
+        true => accept_here(config, announcement, host, &listener, (own, &secret), above, deadline)?,
+        false => {
+            let accepts = is_called.then_some(above);
+            accept_beside(config, announcement, host, &listener, (own, &secret), (below, accepts), deadline)?
+        }
+    };
+    let hosts = addresses.iter().map(|address| address.host.clone()).collect();
+    let Accepted { early, pending } = accepted;
+    // Also without a peer on its host: one that listens at another address of this host is near for this rank alone.
+    let on_demand = is_on_demand(config.world)
+        .then(|| Caller::new(listener, addresses, (own, secret), config.credentials.tls.clone(), pending));
+    Ok(Built { hosts, early, on_demand: on_demand.transpose()? })
+}
+
+/// What a rank has when all that call it at the start have done so: the others' addresses, and what is left of accepting.
+type Met = (Vec<Address>, Accepted);
+
+/// Asks for the addresses, and then accepts the higher ranks, which this one need not call. Connections that come before wait in the listener's
+/// queue.
+fn accept_here(
+    config: &MeshConfig<'_>,
+    announcement: Option<&Announcement<'_>>,
+    host: &str,
+    listener: &TcpListener,
+    own: (Hello, &GroupSecret),
+    above: &mut [Pair],
+    deadline: Deadline,
+) -> Result<Met> {
+    let addresses = exchange_addresses(config, announcement, host, listener, deadline)?;
+    let missing = AtomicUsize::new(usize::MAX);
+    let mut watch = Watch::new(config, host, &addresses);
+    let mut meanwhile = || watch.look(&[], &missing, deadline);
+    let accepted = accept(listener, None, config, own, above, &missing, &mut meanwhile, deadline)?;
+    Ok((addresses, accepted))
+}
+
+/// Asks for the addresses and calls the lower ranks, while a thread accepts the higher ones, if any call this rank.
+fn accept_beside(
+    config: &MeshConfig<'_>,
+    announcement: Option<&Announcement<'_>>,
+    host: &str,
+    listener: &TcpListener,
+    own: (Hello, &GroupSecret),
+    (below, above): (&mut Vec<Pair>, Option<&mut [Pair]>),
+    deadline: Deadline,
+) -> Result<Met> {
     let (stop, stopped) = UnixStream::pair()
         .map_err(|error| Error::io("cannot make a socket pair that stops the accepting thread", error))?;
     let (finish, finished) = mpsc::channel();
     let missing = AtomicUsize::new(usize::MAX);
 
-    let (addresses, accepted) = thread::scope(|scope| {
+    thread::scope(|scope| {
         // Accepting begins before the address is published, so that foreign connections cannot fill the listener's
         // queue.
-        let (listener, secret, missing) = (&listener, &secret, &missing);
-        // Nobody calls the highest rank.
-        let is_called = !above.is_empty() || is_on_demand(config.world);
+        let missing = &missing;
         let is_prompt = poll::is_prompt();
-        let accept = move || {
-            let accept = || accept(listener, &stopped, config, (own, secret), above, missing, deadline);
-            let outcome = poll::promptly(is_prompt, accept);
-            drop(finish);
-            outcome
+        let accept = |above| {
+            move || {
+                let mut meanwhile = || Ok(());
+                let accept = || {
+                    accept(listener, Some(&stopped), config, own, above, missing, &mut meanwhile, deadline)
+                };
+                let outcome = poll::promptly(is_prompt, accept);
+                drop(finish);
+                outcome
+            }
         };
-        let accepting = is_called
-            .then(|| thread::Builder::new().name("phalanx-accept".into()).spawn_scoped(scope, accept))
-            .transpose()
-            .map_err(|error| {
-                Error::not_started("a thread that connects ranks could not be started", error)
-            })?;
+        let start =
+            |above| thread::Builder::new().name("phalanx-accept".into()).spawn_scoped(scope, accept(above));
+        let accepting = above.map(start).transpose().map_err(|error| {
+            Error::not_started("a thread that connects ranks could not be started", error)
+        })?;
         let exchanged = exchange_addresses(config, announcement, host, listener, deadline);
         let connecting = exchanged.and_then(|addresses| {
             below.resize_with(config.rank.index(), Pair::default);
-            dial_all(config, host, &addresses, (own, secret), below, deadline)?;
-            start_failure::watch(config, host, (&addresses, below), missing, &finished, deadline)?;
+            dial_all(config, host, &addresses, own, below, deadline)?;
+            let mut watch = Watch::new(config, host, &addresses);
+            start_failure::watch(&mut watch, below, missing, &finished, deadline)?;
             Ok(addresses)
         });
         if connecting.is_err() {
@@ -177,13 +231,7 @@ fn build(
         );
         // If both failed, accepting failed because it was stopped.
         connecting.and_then(|addresses| accepting.map(|accepted| (addresses, accepted)))
-    })?;
-    let hosts = addresses.iter().map(|address| address.host.clone()).collect();
-    let Accepted { early, pending } = accepted;
-    // Also without a peer on its host: one that listens at another address of this host is near for this rank alone.
-    let on_demand = is_on_demand(config.world)
-        .then(|| Caller::new(listener, addresses, (own, secret), config.credentials.tls.clone(), pending));
-    Ok(Built { hosts, early, on_demand: on_demand.transpose()? })
+    })
 }
 
 /// The most connections that are made at a time.

@@ -263,7 +263,8 @@ pub(super) struct Watch<'a> {
 
 impl<'a> Watch<'a> {
     pub(super) fn new(config: &'a MeshConfig<'a>, host: &'a str, addresses: &'a [Address]) -> Self {
-        let (listening, probe, reminders) = (ListenProbe::default(), StopProbe::new(config), Reminders::new());
+        let (listening, probe, reminders) =
+            (ListenProbe::default(), StopProbe::new(config), Reminders::new());
         Self { config, host, addresses, listening, probe, reminders }
     }
 
