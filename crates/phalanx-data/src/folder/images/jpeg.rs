@@ -1,7 +1,10 @@
 //! JPEG, read strictly: a file whose picture is not whole is an error, where decoders fill the rest with grey.
 //!
 //! image's own use of zune-jpeg fills what is missing of a picture that is cut off. In strict mode that is an error.
-//! The decoder does not ask whether the end marker is there; `whole` does.
+//! The decoder does not ask whether the end marker is there; `whole` does. Nor does it look at all that says which colours the components
+//! are; `with_colours` does.
+
+use std::borrow::Cow;
 
 use image::metadata::Orientation;
 use image::{DynamicImage, GrayImage, RgbImage};
@@ -17,13 +20,16 @@ use super::decode::{Cause, check_size};
 const START_OF_IMAGE: u8 = 0xd8;
 const END_OF_IMAGE: u8 = 0xd9;
 const START_OF_SCAN: u8 = 0xda;
+const APP0: u8 = 0xe0;
+const APP14: u8 = 0xee;
 
 /// The picture, and how it is to be turned.
 pub(super) fn decode(bytes: &[u8]) -> Result<(DynamicImage, Orientation), Cause> {
     whole(bytes).map_err(|cause| Cause::Damaged(cause.to_owned()))?;
+    let bytes = with_colours(bytes);
     let side = MAX_SIDE as usize;
     let options = DecoderOptions::default().set_strict_mode(true).set_max_width(side).set_max_height(side);
-    let mut decoder = JpegDecoder::new_with_options(ZCursor::new(bytes), options);
+    let mut decoder = JpegDecoder::new_with_options(ZCursor::new(&*bytes), options);
     decoder.decode_headers().map_err(cause)?;
     let (Some((width, height)), Some(space)) = (decoder.dimensions(), decoder.input_colorspace()) else {
         return Err(Cause::Damaged("it has no dimensions".into()));
@@ -57,26 +63,15 @@ fn cause(error: DecodeErrors) -> Cause {
 /// films there.
 fn whole(bytes: &[u8]) -> Result<(), &'static str> {
     const CUT_OFF: &str = "it is cut off: its end marker is missing";
-    let mut at = 2;
-    let mut in_scan = false;
+    let (mut at, mut in_scan) = (2, false);
     loop {
-        // The next marker: 0xff, more of them as filling, and a byte that is neither that nor 0.
-        let marker = loop {
-            let rest = bytes.get(at..).ok_or(CUT_OFF)?;
-            at += rest.iter().position(|byte| *byte == 0xff).ok_or(CUT_OFF)? + 1;
-            match *bytes.get(at).ok_or(CUT_OFF)? {
-                0 => at += 1,
-                0xff => {}
-                marker => break marker,
-            }
-        };
-        at += 1;
+        let (marker, behind) = next_marker(bytes, at).ok_or(CUT_OFF)?;
+        at = behind;
         match marker {
             END_OF_IMAGE if in_scan => return Ok(()),
             END_OF_IMAGE => return Err("it ends before its first scan"),
             START_OF_IMAGE => return Err("it is cut off: another JPEG begins inside of it"),
-            // Restarts, and a marker for arithmetic coding, stand alone.
-            0x01 | 0xd0..=0xd7 => {}
+            marker if stands_alone(marker) => {}
             marker => {
                 in_scan |= marker == START_OF_SCAN;
                 let length = bytes.get(at..at + 2).ok_or(CUT_OFF)?;
@@ -86,9 +81,136 @@ fn whole(bytes: &[u8]) -> Result<(), &'static str> {
     }
 }
 
+/// The next marker from `at` on, and the place behind it: 0xff, more of them as filling, and a byte that is neither that nor 0.
+fn next_marker(bytes: &[u8], mut at: usize) -> Option<(u8, usize)> {
+    loop {
+        at += bytes.get(at..)?.iter().position(|byte| *byte == 0xff)? + 1;
+        match *bytes.get(at)? {
+            0 => at += 1,
+            0xff => {}
+            marker => return Some((marker, at + 1)),
+        }
+    }
+}
+
+/// Restarts, and a marker for arithmetic coding.
+fn stands_alone(marker: u8) -> bool {
+    matches!(marker, 0x01 | 0xd0..=0xd7)
+}
+
+/// What a segment has, which begins with its length at `at`.
+fn segment(bytes: &[u8], at: usize) -> Option<&[u8]> {
+    let length = bytes.get(at..)?.first_chunk::<2>()?;
+    bytes.get(at + 2..at + usize::from(u16::from_be_bytes(*length)))
+}
+
+/// The file, with a marker of Adobe from which the decoder takes the colours that libjpeg takes, and with it Pillow and browsers. The
+/// decoder looks at that marker alone. libjpeg asks for JFIF's first, and if there is neither, three components that are named R, G and B
+/// are these colours. Four of which the marker says that they are YCbCr are YCCK.
+fn with_colours(bytes: &[u8]) -> Cow<'_, [u8]> {
+    let (mut at, mut has_jfif, mut transform, mut components) = (2, false, None, Vec::new());
+    while let Some((marker, behind)) = next_marker(bytes, at) {
+        at = behind;
+        if stands_alone(marker) {
+            continue;
+        }
+        let Some(content) = segment(bytes, behind) else { break };
+        match marker {
+            START_OF_SCAN => break,
+            APP0 => has_jfif |= content.len() >= 14 && content.starts_with(b"JFIF\0"),
+            APP14 if content.len() >= 12 && content.starts_with(b"Adobe") => {
+                transform = Some(behind + 2 + 11);
+            }
+            // The start of a frame, of any kind: the others are tables.
+            0xc0..=0xcf if !matches!(marker, 0xc4 | 0xc8 | 0xcc) => {
+                components = content.get(6..).unwrap_or_default().chunks(3).map(|one| one[0]).collect();
+            }
+            _ => {}
+        }
+        at += 2 + content.len();
+    }
+    let said = transform.and_then(|at: usize| bytes.get(at).copied());
+    let is_called_rgb = !has_jfif && components == b"RGB";
+    match (components.len(), said, transform) {
+        (3, Some(0), Some(at)) if has_jfif => Cow::Owned([&bytes[..at], &[1], &bytes[at + 1..]].concat()),
+        (4, Some(1), Some(at)) => Cow::Owned([&bytes[..at], &[2], &bytes[at + 1..]].concat()),
+        (3, None, _) if is_called_rgb => Cow::Owned([&bytes[..2], ADOBE_RGB, &bytes[2..]].concat()),
+        _ => Cow::Borrowed(bytes),
+    }
+}
+
+/// Adobe's marker, which says that three components are red, green and blue.
+const ADOBE_RGB: &[u8] = b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00\x00";
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The file with other names of its components, without the segments of JFIF and Adobe, and with these behind its start.
+    fn with(file: &[u8], names: Option<&[u8]>, first: &[u8]) -> Vec<u8> {
+        let (mut at, mut other) = (2, [&file[..2], first].concat());
+        loop {
+            let (marker, behind) = next_marker(file, at).unwrap();
+            let mut content = segment(file, behind).unwrap().to_vec();
+            let end = behind + 2 + content.len();
+            // Where the first name stands, and how far apart they are.
+            let places = match marker {
+                0xc0 => Some((6, 3)),
+                START_OF_SCAN => Some((1, 2)),
+                _ => None,
+            };
+            for (index, name) in names.into_iter().flatten().enumerate() {
+                if let Some((first, apart)) = places {
+                    content[first + index * apart] = *name;
+                }
+            }
+            if marker != APP0 && marker != APP14 {
+                other.extend([&file[at..behind + 2], &content[..]].concat());
+            }
+            at = end;
+            if marker == START_OF_SCAN {
+                return [&other[..], &file[end..]].concat();
+            }
+        }
+    }
+
+    /// Adobe's segment with this transform.
+    fn adobe(transform: u8) -> Vec<u8> {
+        [&ADOBE_RGB[..ADOBE_RGB.len() - 1], &[transform]].concat()
+    }
+
+    /// Which files have which colours is what `jpeg_read_header` of libjpeg-turbo 2.1 says of these very files (`jpeg_color_space`), and
+    /// that two of them have the same pixels what its `jpeg_read_scanlines` gives.
+    #[test]
+    fn components_have_the_colours_that_libjpeg_takes_them_for() {
+        const JFIF: &[u8] = b"\xff\xe0\x00\x10JFIF\x00\x01\x01\x00\x00\x01\x00\x01\x00\x00";
+        let pixels = |file: &[u8]| match decode(file) {
+            Ok((image, _)) => image.into_rgb8().into_raw(),
+            Err(cause) => panic!("{}", cause.text()),
+        };
+        let file = include_bytes!("../../../tests/files/images/444.jpg");
+        let of = |names: Option<&[u8]>, first: &[u8]| pixels(&with(file, names, first));
+        let (ycbcr, rgb) = (pixels(file), of(None, &adobe(0)));
+        assert_ne!(ycbcr, rgb);
+        assert_eq!(of(Some(b"RGB"), b""), rgb);
+        assert_eq!(of(Some(b"RGB"), &adobe(0)), rgb);
+        let both = [JFIF, &adobe(0)].concat();
+        let names: [(Option<&[u8]>, &[u8]); 6] = [
+            (None, b""),
+            (Some(b"\x00\x01\x02"), b""),
+            (Some(b"RGB"), JFIF),
+            (Some(b"RGB"), &adobe(1)),
+            (None, &both),
+            (None, &adobe(1)),
+        ];
+        for (names, first) in names {
+            assert_eq!(of(names, first), ycbcr, "{names:?} {first:?}");
+        }
+        let file = include_bytes!("../../../tests/files/images/cmyk.jpg");
+        let of = |transform| pixels(&with(file, None, &adobe(transform)));
+        assert_eq!((of(0), of(1)), (pixels(file), of(2)));
+        assert_ne!(of(0), of(2));
+    }
 
     #[test]
     fn a_file_is_whole_up_to_its_own_end_marker() {
