@@ -62,7 +62,7 @@ impl Dataset for NpyDataset {
 
 fn add(rows: &mut Rows, path: PathBuf) -> Result<()> {
     let mut file = open_file(&path)?;
-    let length = file.metadata().map_err(|error| io_error(&path, &error))?.len();
+    let about = file.metadata().map_err(|error| io_error(&path, &error))?;
     let text = read_header(&path, &mut file)?;
     let start = text.len();
     let text = without_long_integers(&text);
@@ -92,7 +92,7 @@ fn add(rows: &mut Rows, path: PathBuf) -> Result<()> {
     };
     rows.add(
         path,
-        length,
+        &about,
         vec![Column { name: "array".into(), dtype, shape, start: start as u64, order }],
         count,
     )
