@@ -290,6 +290,11 @@ pub(super) fn explained(path: &Path, error: heed::Error) -> Error {
             Some("this program has it open through heed itself, or writes it: close that first")
         }
         heed::Error::Io(error) if error.kind() == io::ErrorKind::StorageFull => Some("make room on the disk"),
+        // A reader locks the byte of the lock's file whose place is the number of its process.
+        heed::Error::Io(error) if error.kind() == io::ErrorKind::WouldBlock => Some(
+            "does a process of the same number read it, in another container or on another host? Mount its folder read-only: then it is read \
+             without locks",
+        ),
         heed::Error::Io(error) if error.kind() == io::ErrorKind::OutOfMemory => {
             Some("there is too little address space for the file: raise `ulimit -v`")
         }
@@ -303,6 +308,13 @@ pub(super) fn explained(path: &Path, error: heed::Error) -> Error {
 mod tests {
     use super::super::LmdbWriter;
     use super::*;
+
+    #[test]
+    fn a_reader_of_the_same_number_elsewhere_is_named() {
+        // What LMDB returns if another process holds the lock of this number (`mdb_reader_pid`).
+        let error = explained(Path::new("data.mdb"), heed::Error::Io(io::ErrorKind::WouldBlock.into()));
+        assert!(error.remedy().is_some_and(|remedy| remedy.contains("read-only")), "{error}");
+    }
 
     #[test]
     fn a_file_that_is_replaced_while_it_is_opened_is_refused() {
