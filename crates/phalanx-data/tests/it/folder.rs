@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::sync::mpsc::channel;
 use std::time::{Duration, SystemTime};
 
 use phalanx_data::folder::{
@@ -208,6 +209,23 @@ fn rows_of_numpy_s_arrays_are_items() {
         .get(1),
         &["b.npy, row 1", "bool"],
     );
+}
+
+#[test]
+fn a_header_of_brackets_in_brackets_is_refused_and_holds_nobody_up() {
+    let folder = tempfile::tempdir().unwrap();
+    let brackets = |open: &str, close: &str, depth: usize| open.repeat(depth) + "1" + &close.repeat(depth);
+    for descr in [brackets("[", "]", 60), brackets("{", "}", 60), brackets("(", "", 60_000)] {
+        let header = format!("{{'descr': {descr}, 'fortran_order': False, 'shape': (3, 2), }}");
+        let path = written(folder.path(), "deep.npy", npy(&header, &floats(0, 6)));
+        let (tell, told) = channel();
+        std::thread::spawn(move || tell.send(NpyDataset::open(path).map(drop)));
+        names(told.recv_timeout(Duration::from_secs(60)).unwrap(), &["deep.npy", "its header", "brackets"]);
+    }
+    // One of named fields is not so deep.
+    let fields = "{'descr': [('a', '<f4'), ('b', '<f4')], 'fortran_order': False, 'shape': (3,), }";
+    let fields = NpyDataset::open(written(folder.path(), "fields.npy", npy(fields, &floats(0, 6))));
+    names(fields, &["fields.npy", "its array", "not supported", "astype"]);
 }
 
 /// Writes a file anew in its place, as `open(path, "w")` in Python does: who has it open sees the new content.
