@@ -12,6 +12,7 @@ use heed::{CommitOrAbort, Database, Env, EnvFlags, EnvOpenOptions, MdbError, RoT
 use parking_lot::Mutex;
 use phalanx::{Error, Result};
 
+use super::FILE;
 use super::meta::{DatabaseRecord, Meta};
 use crate::folder::io_error;
 
@@ -104,16 +105,25 @@ impl Environment {
 
     /// Opens the file that was looked at: the one of these numbers, whose meta pages say this.
     fn map(path: &Path, readahead: bool, file: (u64, u64), meta: Meta) -> Result<Self> {
-        let mut flags = EnvFlags::NO_SUB_DIR | EnvFlags::READ_ONLY;
+        let mut flags = EnvFlags::READ_ONLY;
+        // The locks of a folder are another file than those of a file, and who writes through the folder looks at that one alone.
+        let is_in_folder = path.file_name().is_some_and(|name| name == FILE);
+        let place = match path.parent().filter(|_| is_in_folder) {
+            Some(folder) => folder,
+            None => {
+                flags |= EnvFlags::NO_SUB_DIR;
+                path
+            }
+        };
         if !readahead {
             flags |= EnvFlags::NO_READ_AHEAD;
         }
         // No more than there is: address space may be limited too.
         let size = meta.file.next_multiple_of(SYSTEM_PAGE);
-        let env = match open(path, flags, size) {
+        let env = match open(place, flags, size) {
             Err(heed::Error::Io(error)) if is_read_only(&error) => {
                 // Nobody may write the lock's file here. Then nobody may change the data either, it is to be hoped.
-                open(path, flags | EnvFlags::NO_LOCK, size)
+                open(place, flags | EnvFlags::NO_LOCK, size)
             }
             outcome => outcome,
         };
@@ -280,6 +290,10 @@ pub(super) fn explained(path: &Path, error: heed::Error) -> Error {
         heed::Error::Mdb(MdbError::DbsFull) => {
             Some("a process may have 32 named databases of a file open: read them in several")
         }
+        heed::Error::Mdb(MdbError::VersionMismatch) => Some(
+            "another program has it open, whose version of LMDB has other locks: close it there, open it there without locks (lock=False in \
+             Python), or read a copy",
+        ),
         heed::Error::Mdb(MdbError::MapResized) => Some("it has grown while it was read: open it again"),
         heed::Error::Mdb(MdbError::MapFull) => Some("raise the writer's `max_bytes`"),
         heed::Error::Mdb(MdbError::BadRslot) => Some("read one item of a data set at a time on a thread"),
