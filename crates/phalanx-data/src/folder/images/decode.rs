@@ -232,7 +232,7 @@ mod tests {
         const LONG: u32 = 4;
         let width = samples.len() as u32 * 8 / bits / 4;
         let (depths, pixels) = (8 + 2 + 11 * 12 + 4, 8 + 2 + 11 * 12 + 4 + 8);
-        let entries = [
+        let entries: [(u32, u32, u32, u32); 11] = [
             (256, LONG, 1, width),
             (257, LONG, 1, 1),
             (258, SHORT, 4, depths),
@@ -259,7 +259,7 @@ mod tests {
     /// Pillow's rule (`unpackRGBa`): a colour times 255 by the opacity, cut off at 255, and nothing where the opacity is 0.
     #[test]
     fn colours_of_a_tiff_that_were_multiplied_by_their_opacity_are_divided_by_it() {
-        let samples = [[100, 50, 0, 128], [200, 200, 200, 100], [9, 9, 9, 0], [7, 8, 9, 255]].concat();
+        let samples = [[100_u8, 50, 0, 128], [200, 200, 200, 100], [9, 9, 9, 0], [7, 8, 9, 255]].concat();
         let colours = |file: &[u8]| match decode(file, Options::default()) {
             Ok(image) => image.into_rgb8().into_raw(),
             Err(cause) => panic!("{}", cause.text()),
