@@ -160,7 +160,7 @@ impl Environment {
         let record = {
             let transaction = self.read()?;
             let found = self.main.database.get(&transaction, name.as_bytes()).map_err(failed)?;
-            found.and_then(|record| DatabaseRecord::read(record, &self.meta))
+            found.filter(|_| is_name(name)).and_then(|record| DatabaseRecord::read(record, &self.meta))
         };
         let absent = || {
             refused("does not exist").with_remedy("the main database's keys are their names: lmdb::keys_of")
@@ -187,7 +187,7 @@ impl Environment {
 
     /// Whether the value of this key in the main database is not an item but a database. No transaction of this thread may be open.
     pub fn is_database(&self, key: &[u8]) -> Result<bool> {
-        let Ok(name) = std::str::from_utf8(key) else { return Ok(false) };
+        let Some(name) = std::str::from_utf8(key).ok().filter(|name| is_name(name)) else { return Ok(false) };
         // LMDB opens one at a time.
         let named = self.named.lock();
         if named.contains_key(name) {
@@ -241,6 +241,12 @@ impl Environment {
     pub fn clear_stale_readers(&self) -> Result<usize> {
         self.env.clear_stale_readers().map_err(|error| explained(&self.path, error))
     }
+}
+
+/// Whether a database may have this name. LMDB takes names as C does, up to a byte 0; the numbers of an [`LmdbWriter`](super::LmdbWriter)'s items
+/// are none.
+fn is_name(name: &str) -> bool {
+    !name.contains('\0')
 }
 
 /// The device and the inode of the file at `path`.

@@ -146,6 +146,24 @@ fn keys_of_somebody_else_are_read_by_name() {
     assert!(LmdbDataset::with_keys(&path, [""]).is_err());
 }
 
+/// Six small numbers of 64 bits look as LMDB's record of a database does: one leaf page, five entries, a root.
+#[test]
+fn an_item_that_looks_like_a_database_is_an_item_all_the_same() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("packed");
+    let numbers = [0_u64, 0, 1, 0, 5, 1].map(u64::to_le_bytes).concat();
+    let mut writer = LmdbWriter::create(&path).unwrap();
+    (0..3).for_each(|index| assert_eq!(writer.push(&numbers).unwrap(), index));
+    writer.finish().unwrap();
+    let dataset = LmdbDataset::open(&path).unwrap();
+    for index in 0..3 {
+        assert_eq!(dataset.get(index).unwrap(), numbers);
+    }
+    let named = LmdbDataset::with_keys(&path, [[0_u8; 8]]).unwrap().database("\0".repeat(8));
+    let error = named.unwrap_err().to_string();
+    assert!(error.contains("does not exist"), "{error}");
+}
+
 /// A pipe there would hold up whoever opens it.
 #[test]
 fn what_is_no_file_is_not_opened() {
