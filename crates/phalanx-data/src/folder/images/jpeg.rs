@@ -22,6 +22,8 @@ const END_OF_IMAGE: u8 = 0xd9;
 const START_OF_SCAN: u8 = 0xda;
 const APP0: u8 = 0xe0;
 const APP14: u8 = 0xee;
+/// The most scans. Each may pass over all of the picture with few bytes, so that a small file of many takes hours.
+const MAX_SCANS: usize = 500;
 
 /// The picture, and how it is to be turned.
 pub(super) fn decode(bytes: &[u8]) -> Result<(DynamicImage, Orientation), Cause> {
@@ -63,17 +65,20 @@ fn cause(error: DecodeErrors) -> Cause {
 /// films there.
 fn whole(bytes: &[u8]) -> Result<(), &'static str> {
     const CUT_OFF: &str = "it is cut off: its end marker is missing";
-    let (mut at, mut in_scan) = (2, false);
+    let (mut at, mut scans) = (2, 0);
     loop {
         let (marker, behind) = next_marker(bytes, at).ok_or(CUT_OFF)?;
         at = behind;
         match marker {
-            END_OF_IMAGE if in_scan => return Ok(()),
+            END_OF_IMAGE if scans > 0 => return Ok(()),
             END_OF_IMAGE => return Err("it ends before its first scan"),
             START_OF_IMAGE => return Err("it is cut off: another JPEG begins inside of it"),
             marker if stands_alone(marker) => {}
             marker => {
-                in_scan |= marker == START_OF_SCAN;
+                scans += usize::from(marker == START_OF_SCAN);
+                if scans > MAX_SCANS {
+                    return Err("it has more scans than any picture");
+                }
                 let length = bytes.get(at..at + 2).ok_or(CUT_OFF)?;
                 at += usize::from(u16::from_be_bytes([length[0], length[1]])).max(2);
             }
@@ -223,6 +228,11 @@ mod tests {
         assert_eq!(whole(&whole_file), Ok(()));
         assert_eq!(whole(&[&whole_file[..], b"film"].concat()), Ok(()));
         assert_eq!(whole(&[&whole_file[..], &whole_file].concat()), Ok(()));
+        let of = |scans: usize| {
+            let scans = [0xff, START_OF_SCAN, 0, 3, 9, 1].repeat(scans);
+            [&[0xff, START_OF_IMAGE][..], &scans, &[0xff, END_OF_IMAGE]].concat()
+        };
+        assert_eq!((whole(&of(MAX_SCANS)), whole(&of(MAX_SCANS + 1)).is_err()), (Ok(()), true));
         for end in 2..whole_file.len() {
             assert!(whole(&whole_file[..end]).is_err(), "{end}");
             let joined = [&whole_file[..end], &whole_file].concat();
