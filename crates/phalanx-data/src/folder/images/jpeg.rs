@@ -1,8 +1,8 @@
 //! JPEG, read strictly: a file whose picture is not whole is an error, where decoders fill the rest with grey.
 //!
 //! image's own use of zune-jpeg fills what is missing of a picture that is cut off. In strict mode that is an error.
-//! The decoder does not ask whether the end marker is there; `whole` does. Nor does it look at all that says which colours the components
-//! are; `with_colours` does.
+//! The decoder does not ask whether the end marker is there; `whole` does. It takes some files for others than libjpeg does, which Pillow and
+//! browsers use; `as_libjpeg` knows them.
 
 use std::borrow::Cow;
 
@@ -28,7 +28,7 @@ const MAX_SCANS: usize = 500;
 /// The picture, and how it is to be turned.
 pub(super) fn decode(bytes: &[u8]) -> Result<(DynamicImage, Orientation), Cause> {
     whole(bytes).map_err(|cause| Cause::Damaged(cause.to_owned()))?;
-    let bytes = with_colours(bytes);
+    let bytes = as_libjpeg(bytes)?;
     let side = MAX_SIDE as usize;
     let options = DecoderOptions::default().set_strict_mode(true).set_max_width(side).set_max_height(side);
     let mut decoder = JpegDecoder::new_with_options(ZCursor::new(&*bytes), options);
@@ -109,11 +109,14 @@ fn segment(bytes: &[u8], at: usize) -> Option<&[u8]> {
     bytes.get(at + 2..at + usize::from(u16::from_be_bytes(*length)))
 }
 
-/// The file, with a marker of Adobe from which the decoder takes the colours that libjpeg takes, and with it Pillow and browsers. The
-/// decoder looks at that marker alone. libjpeg asks for JFIF's first, and if there is neither, three components that are named R, G and B
-/// are these colours. Four of which the marker says that they are YCbCr are YCCK.
-fn with_colours(bytes: &[u8]) -> Cow<'_, [u8]> {
-    let (mut at, mut has_jfif, mut transform, mut components) = (2, false, None, Vec::new());
+/// The file as the decoder makes of it what libjpeg does.
+///
+/// - Of three components libjpeg asks JFIF's marker which colours they are, then Adobe's, and then their names. The decoder asks their names and then
+///   Adobe's marker. So that marker says here what libjpeg takes it for. Four of which it says that they are YCbCr are YCCK.
+/// - If the first component has fewer samples in a row than another, or in a column while there are four in a row, the decoder gives other
+///   pixels. That was found by comparing all ways to sample three components and many of four.
+fn as_libjpeg(bytes: &[u8]) -> Result<Cow<'_, [u8]>, Cause> {
+    let (mut at, mut has_jfif, mut adobe, mut components) = (2, false, None, Vec::new());
     while let Some((marker, behind)) = next_marker(bytes, at) {
         at = behind;
         if stands_alone(marker) {
@@ -123,29 +126,39 @@ fn with_colours(bytes: &[u8]) -> Cow<'_, [u8]> {
         match marker {
             START_OF_SCAN => break,
             APP0 => has_jfif |= content.len() >= 14 && content.starts_with(b"JFIF\0"),
-            APP14 if content.len() >= 12 && content.starts_with(b"Adobe") => {
-                transform = Some(behind + 2 + 11);
-            }
+            APP14 if content.len() >= 12 && content.starts_with(b"Adobe") => adobe = Some(behind + 2 + 11),
             // The start of a frame, of any kind: the others are tables.
             0xc0..=0xcf if !matches!(marker, 0xc4 | 0xc8 | 0xcc) => {
-                components = content.get(6..).unwrap_or_default().chunks(3).map(|one| one[0]).collect();
+                components = content.get(6..).unwrap_or_default().as_chunks::<3>().0.to_vec();
             }
             _ => {}
         }
         at += 2 + content.len();
     }
-    let said = transform.and_then(|at: usize| bytes.get(at).copied());
-    let is_called_rgb = !has_jfif && components == b"RGB";
-    match (components.len(), said, transform) {
-        (3, Some(0), Some(at)) if has_jfif => Cow::Owned([&bytes[..at], &[1], &bytes[at + 1..]].concat()),
-        (4, Some(1), Some(at)) => Cow::Owned([&bytes[..at], &[2], &bytes[at + 1..]].concat()),
-        (3, None, _) if is_called_rgb => Cow::Owned([&bytes[..2], ADOBE_RGB, &bytes[2..]].concat()),
-        _ => Cow::Borrowed(bytes),
+    // Of each component: its name, its samples in a row and in a column, and its table.
+    let samples = |one: &[u8; 3]| (one[1] >> 4, one[1] & 0xf);
+    let most = |of: fn((u8, u8)) -> u8| components.iter().map(samples).map(of).max().unwrap_or(0);
+    let (row, column) = (most(|samples| samples.0), most(|samples| samples.1));
+    if let Some(first) = components.first().map(samples)
+        && (first.0 < row || (first.1 < column && row > 2))
+    {
+        return Err(Cause::Unsupported("its first component has fewer samples than another".into()));
+    }
+    let is_called_rgb = components.iter().map(|one| one[0]).eq(*b"RGB");
+    let said = adobe.and_then(|at: usize| bytes.get(at).copied());
+    let saying = |at: usize, transform: u8| {
+        Cow::<[u8]>::Owned([&bytes[..at], &[transform], &bytes[at + 1..]].concat())
+    };
+    match (components.len(), said, adobe) {
+        (3, ..) if is_called_rgb && (has_jfif || said.is_some_and(|transform| transform != 0)) => {
+            let cause = "its components are named R, G and B, and a marker says that they are other colours";
+            Err(Cause::Unsupported(cause.into()))
+        }
+        (3, Some(0), Some(at)) if has_jfif => Ok(saying(at, 1)),
+        (4, Some(1), Some(at)) => Ok(saying(at, 2)),
+        _ => Ok(Cow::Borrowed(bytes)),
     }
 }
-
-/// Adobe's marker, which says that three components are red, green and blue.
-const ADOBE_RGB: &[u8] = b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00\x00";
 
 #[cfg(test)]
 mod tests {
@@ -181,7 +194,14 @@ mod tests {
 
     /// Adobe's segment with this transform.
     fn adobe(transform: u8) -> Vec<u8> {
-        [&ADOBE_RGB[..ADOBE_RGB.len() - 1], &[transform]].concat()
+        [&b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00"[..], &[transform]].concat()
+    }
+
+    fn pixels(file: &[u8]) -> Result<Vec<u8>, String> {
+        match decode(file) {
+            Ok((image, _)) => Ok(image.into_rgb8().into_raw()),
+            Err(cause) => Err(cause.text().to_owned()),
+        }
     }
 
     /// Which files have which colours is what `jpeg_read_header` of libjpeg-turbo 2.1 says of these very files (`jpeg_color_space`), and
@@ -189,32 +209,44 @@ mod tests {
     #[test]
     fn components_have_the_colours_that_libjpeg_takes_them_for() {
         const JFIF: &[u8] = b"\xff\xe0\x00\x10JFIF\x00\x01\x01\x00\x00\x01\x00\x01\x00\x00";
-        let pixels = |file: &[u8]| match decode(file) {
-            Ok((image, _)) => image.into_rgb8().into_raw(),
-            Err(cause) => panic!("{}", cause.text()),
-        };
         let file = include_bytes!("../../../tests/files/images/444.jpg");
         let of = |names: Option<&[u8]>, first: &[u8]| pixels(&with(file, names, first));
         let (ycbcr, rgb) = (pixels(file), of(None, &adobe(0)));
-        assert_ne!(ycbcr, rgb);
+        assert!(ycbcr.is_ok() && rgb.is_ok() && ycbcr != rgb);
         assert_eq!(of(Some(b"RGB"), b""), rgb);
         assert_eq!(of(Some(b"RGB"), &adobe(0)), rgb);
         let both = [JFIF, &adobe(0)].concat();
-        let names: [(Option<&[u8]>, &[u8]); 6] = [
-            (None, b""),
-            (Some(b"\x00\x01\x02"), b""),
-            (Some(b"RGB"), JFIF),
-            (Some(b"RGB"), &adobe(1)),
-            (None, &both),
-            (None, &adobe(1)),
-        ];
-        for (names, first) in names {
+        let other: [(Option<&[u8]>, &[u8]); 4] =
+            [(None, b""), (Some(b"\x00\x01\x02"), b""), (None, &both), (None, &adobe(1))];
+        for (names, first) in other {
             assert_eq!(of(names, first), ycbcr, "{names:?} {first:?}");
+        }
+        // libjpeg takes these for YCbCr, and the decoder for red, green and blue.
+        for first in [JFIF, &adobe(1), &both] {
+            let refused = of(Some(b"RGB"), first).unwrap_err();
+            assert!(refused.contains("named R, G and B"), "{refused}");
         }
         let file = include_bytes!("../../../tests/files/images/cmyk.jpg");
         let of = |transform| pixels(&with(file, None, &adobe(transform)));
         assert_eq!((of(0), of(1)), (pixels(file), of(2)));
-        assert_ne!(of(0), of(2));
+        assert!(of(0).is_ok() && of(1).is_ok() && of(0) != of(1));
+    }
+
+    #[test]
+    fn a_first_component_with_fewer_samples_than_another_is_refused() {
+        let file = include_bytes!("../../../tests/files/images/444.jpg");
+        let frame = file.windows(2).position(|two| two == b"\xff\xc0").unwrap() + 4 + 6;
+        let sampled = |factors: [u8; 3]| {
+            let mut file = file.to_vec();
+            (0..3).for_each(|component| file[frame + 3 * component + 1] = factors[component]);
+            as_libjpeg(&file).map(drop).map_err(|cause| cause.text().to_owned())
+        };
+        for factors in [[0x11; 3], [0x22, 0x11, 0x11], [0x41, 0x21, 0x11], [0x21, 0x12, 0x12]] {
+            assert_eq!(sampled(factors), Ok(()), "{factors:?}");
+        }
+        for factors in [[0x11, 0x22, 0x22], [0x12, 0x21, 0x11], [0x22, 0x22, 0x41], [0x41, 0x11, 0x22]] {
+            assert!(sampled(factors).unwrap_err().contains("fewer samples"), "{factors:?}");
+        }
     }
 
     #[test]
