@@ -93,7 +93,7 @@ fn read_idx<const D: usize>(path: &Path) -> Result<([usize; D], Vec<u8>)> {
     let unusable = || format!("{} cannot be used", path.display());
     let mut header = Vec::new();
     file.by_ref().take((4 + 4 * D) as u64).read_to_end(&mut header).with_context(damaged)?;
-    let sizes = sizes(&header).with_context(unusable)?;
+    let sizes = sizes::<D>(&header).with_context(unusable)?;
     let wanted = sizes.iter().try_fold(1_usize, |all, size| all.checked_mul(*size));
     // Before any memory is taken: a small file becomes a thousand times as large.
     let wanted = wanted
