@@ -97,6 +97,26 @@ def test_a_message_to_no_other_rank_is_refused_at_the_call(ranks):
     ranks(2, to_nobody)
 
 
+def to_one_that_has_left(rank):
+    if rank == 1:
+        return dist.destroy_process_group()
+    # So many have room in the memory that the ranks share.
+    for sent in range(1000):
+        try:
+            dist.send(torch.ones(1), 1)
+        except phalanx_torch.Error as error:
+            assert "rank 1" in str(error) and "has left the group" in str(error), error
+            assert (error.kind, error.peer) == ("peer_left", 1)
+            return sent
+        # Until this rank knows it.
+        time.sleep(0.05)
+    return None
+
+
+def test_a_message_to_a_rank_that_has_left_is_refused(ranks):
+    assert ranks(2, to_one_that_has_left)[0] is not None
+
+
 def unlike(rank):
     if rank == 0:
         with pytest.raises(phalanx_torch.Error):
