@@ -21,7 +21,7 @@ import torch.distributed as dist
 # Not all versions have the options of calls in `torch.distributed`.
 from torch._C import _distributed_c10d as c10d
 
-from phalanx_torch import _ddp, _exit, _native, _traces, _uncompiled, _versions, _warnings, device_backend, observed, sparse
+from phalanx_torch import _coalescing, _ddp, _exit, _native, _traces, _uncompiled, _versions, _warnings, device_backend, observed, sparse
 from phalanx_torch import work as works
 from phalanx_torch._errors import Error
 from phalanx_torch._functional import stored, waited
@@ -1276,10 +1276,18 @@ class ProcessGroup(dist.ProcessGroup):
             self._coalesced.append(work)
         return work
 
+    def _check_peer(self, what: str, rank: int) -> None:
+        # At once: of a work for which nobody waits, nobody would hear it.
+        if not 0 <= rank < self.size():
+            begin = ": ranks begin with 0" if rank < 0 else f", which has {self.size()}"
+            raise ValueError(f"{what}: rank {rank} is not a rank of this group{begin}")
+        if rank == self.rank():
+            raise ValueError(f"{what}: rank {rank} cannot send to or receive from itself (name another rank, or copy the data)")
+
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> dist.Work:
         if is_watched(self):
             return observed.call(self, "send", tensors, dstRank, tag)
-        _check_peer("send", dstRank)
+        self._check_peer("send", dstRank)
         return self._message(
             tensors, False, lambda tensor: self._native.send(tensor, dstRank, tag, (None, False))
         )
@@ -1287,7 +1295,7 @@ class ProcessGroup(dist.ProcessGroup):
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> dist.Work:
         if is_watched(self):
             return observed.call(self, "recv", tensors, srcRank, tag)
-        _check_peer("recv", srcRank)
+        self._check_peer("recv", srcRank)
         return self._message(
             tensors, True, lambda tensor: self._native.recv(tensor, srcRank, tag, (None, False))
         )
@@ -1309,6 +1317,10 @@ class ProcessGroup(dist.ProcessGroup):
     def end_coalescing(self, device: Any = None) -> Works:
         works, self._coalesced = self._coalesced or [], None
         return Works(works, [tensor for work in works for tensor in work._tensors])
+
+    def forget_coalescing(self) -> None:
+        """Makes calls as usual again; those that have been made go on."""
+        self._coalesced = None
 
     _start_coalescing = start_coalescing
     _end_coalescing = end_coalescing
@@ -1375,11 +1387,6 @@ def _warn_of_graph(what: str, tensors: Sequence[torch.Tensor]) -> None:
             "it was before. Give a tensor without gradients, such as detach() of it, or call it under torch.no_grad()",
             UserWarning,
         )
-
-
-def _check_peer(what: str, rank: int) -> None:
-    if rank < 0:
-        raise ValueError(f"{what}: rank {rank} is not a rank of this group: ranks begin with 0")
 
 
 def _is_time(value: object) -> bool:
@@ -1452,4 +1459,4 @@ def _counts(what: str, tensor: torch.Tensor, splits: Any, size: int) -> list[int
 
 
 # Also the functions of this module, now that they are all there.
-_uncompiled.skip(device_backend, sys.modules[__name__], sparse, works)
+_uncompiled.skip(_coalescing, device_backend, sys.modules[__name__], sparse, works)

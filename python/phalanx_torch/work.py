@@ -198,10 +198,12 @@ class Work(dist.Work):
             ended: torch.futures.Future[Any] = torch.futures.Future()
             # PyTorch's reducer, in C++, takes what `set_exception` sets for a result. What a callback raises is an error
             # for it too.
-            self._future = ended.then(self._outcome)
-        if self._native is None or not self._native.when_done(lambda: ended.set_result(None)):
-            ended.set_result(None)
-        return self._future
+            future = ended.then(self._outcome)
+            # If nobody can tell of the end, there is no future.
+            if self._native is None or not self._native.when_done(lambda: ended.set_result(None)):
+                ended.set_result(None)
+            self._future = future
+            return future
 
     def _outcome(self, _: object) -> Any:
         error = self.exception()

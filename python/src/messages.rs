@@ -173,6 +173,10 @@ impl Messages {
                 }
                 Content::Parcel(parcel) => (parcel.as_slice(), dtypes::OBJECTS.1),
             };
+            // A short message would be sent, though nobody receives it.
+            if let Some(error) = group.left_by(|rank| rank == to) {
+                return Err(error);
+            }
             group.send(&[tag, bytes.len() as i64, kind], to)?;
             if !bytes.is_empty() {
                 group.send(bytes, to)?;

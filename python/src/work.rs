@@ -1,6 +1,7 @@
 //! Operations in flight, and the threads that tell Python of their ends.
 
 use std::collections::VecDeque;
+use std::io;
 use std::mem::forget;
 use std::sync::{self, Arc, PoisonError};
 use std::time::{Duration, Instant};
@@ -25,7 +26,8 @@ pub struct Pending {
 #[derive(Default)]
 struct State {
     outcome: Option<Outcome>,
-    callbacks: Vec<Py<PyAny>>,
+    /// With the threads on which they run.
+    callbacks: Vec<(Arc<Callbacks>, Py<PyAny>)>,
 }
 
 impl Pending {
@@ -39,10 +41,7 @@ impl Pending {
         let callbacks = std::mem::take(&mut state.callbacks);
         drop(state);
         self.done.notify_all();
-        if !callbacks.is_empty() {
-            let threads = Callbacks::here();
-            callbacks.into_iter().for_each(|callback| threads.call(callback));
-        }
+        callbacks.into_iter().for_each(|(threads, callback)| threads.call(callback));
     }
 
     /// Waits for the end, or until `deadline`, or until a signal's handler raises: with that as the outcome, though the operation goes
@@ -118,23 +117,30 @@ impl Work {
     }
 
     /// Calls `callback` when the operation has ended, on a thread for callbacks. Returns False, and does not call it,
-    /// if it has ended already; with `always` it is called on such a thread then, too.
+    /// if it has ended already; with `always` it is called on such a thread then, too. Raises an error, and does not call it, if there is no
+    /// such thread and none can be started.
     #[pyo3(signature = (callback, always = false))]
-    fn when_done(&self, callback: Py<PyAny>, always: bool) -> bool {
+    fn when_done(&self, py: Python<'_>, callback: Py<PyAny>, always: bool) -> PyResult<bool> {
+        if !always && self.0.state.lock().outcome.is_some() {
+            return Ok(false);
+        }
+        let threads = Callbacks::here(py);
+        threads.start_first().map_err(|error| raised(py, &error))?;
         let mut state = self.0.state.lock();
         if state.outcome.is_none() {
-            state.callbacks.push(callback);
-            return true;
+            state.callbacks.push((threads, callback));
+            return Ok(true);
         }
         drop(state);
         if always {
-            Callbacks::here().call(callback);
+            threads.call(callback);
         }
-        always
+        Ok(always)
     }
 }
 
-/// The threads of this process, and its number.
+/// The threads of this process, and its number. It is locked only by who has Python's lock, which the thread that forks has: a forked
+/// process never finds it locked by a thread of its parent, which would not unlock it there.
 ///
 /// The standard library's locks, and not `parking_lot`'s: those keep who waits in one table for the process, and a forked one
 /// would find its parent's threads there.
@@ -161,7 +167,7 @@ struct Queue {
 
 impl Callbacks {
     /// Those of this process. One that was forked has the memory of its parent's, and none of the threads.
-    fn here() -> Arc<Self> {
+    fn here(_py: Python<'_>) -> Arc<Self> {
         let process = std::process::id();
         let mut known = locked(&CALLBACKS);
         if let Some((of, callbacks)) = known.as_ref()
@@ -175,6 +181,25 @@ impl Callbacks {
         callbacks
     }
 
+    /// Starts the first thread, unless there is one: what a callback is to do must not be left undone because it has none.
+    fn start_first(self: &Arc<Self>) -> Result<(), Error> {
+        let mut queue = locked(&self.queue);
+        if queue.closed || queue.threads > 0 {
+            return Ok(());
+        }
+        let started = self.start(&mut queue);
+        started.map_err(|error| {
+            Error::not_started("the thread that tells of the ends of operations could not be started", error)
+        })
+    }
+
+    fn start(self: &Arc<Self>, queue: &mut Queue) -> io::Result<()> {
+        let (thread, this) = (std::thread::Builder::new().name("phalanx-callback".into()), self.clone());
+        thread.spawn(move || this.serve())?;
+        queue.threads += 1;
+        Ok(())
+    }
+
     fn call(self: &Arc<Self>, callback: Py<PyAny>) {
         let mut queue = locked(&self.queue);
         if queue.closed {
@@ -184,10 +209,8 @@ impl Callbacks {
         }
         queue.due.push_back(callback);
         if queue.idle < queue.due.len() && queue.threads < MOST_THREADS {
-            let (thread, this) = (std::thread::Builder::new().name("phalanx-callback".into()), self.clone());
-            if thread.spawn(move || this.serve()).is_ok() {
-                queue.threads += 1;
-            }
+            // The first one is there.
+            let _ = self.start(&mut queue);
         }
         drop(queue);
         self.arrived.notify_one();
@@ -236,5 +259,6 @@ fn locked<T>(mutex: &sync::Mutex<T>) -> sync::MutexGuard<'_, T> {
 #[pyfunction]
 pub fn close_callbacks(py: Python<'_>, timeout: f64) {
     let timeout = Duration::try_from_secs_f64(timeout).unwrap_or_default();
-    py.detach(|| Callbacks::here().close(Instant::now() + timeout));
+    let callbacks = Callbacks::here(py);
+    py.detach(|| callbacks.close(Instant::now() + timeout));
 }

@@ -1,7 +1,10 @@
 """Works and futures."""
 
+import contextlib
 import datetime
 import gc
+import os
+import resource
 import threading
 import time
 import weakref
@@ -13,6 +16,7 @@ import torch.distributed.autograd as dist_autograd
 from conftest import needs_async_op, waiting
 from torch.distributed import rpc
 
+import phalanx_torch
 from phalanx_torch.work import Work
 
 
@@ -105,6 +109,38 @@ class Ended:
 
     def when_done(self, callback, always=False):
         return False
+
+
+@contextlib.contextmanager
+def no_more_threads():
+    """No thread can be started meanwhile: this user has too many processes. There is no such limit for the superuser."""
+    limits, users = resource.getrlimit(resource.RLIMIT_NPROC), os.getresuid()
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, limits[1]))
+    if users[1] == 0:
+        os.setresuid(65534, 65534, 0)
+    try:
+        yield
+    finally:
+        if users[1] == 0:
+            os.setresuid(*users)
+        resource.setrlimit(resource.RLIMIT_NPROC, limits)
+
+
+def without_a_thread(rank):
+    if rank == 1:
+        dist.barrier()
+        return dist.send(torch.ones(1), 0)
+    tensor = torch.zeros(1)
+    work = dist.irecv(tensor, 1)
+    with no_more_threads(), pytest.raises(phalanx_torch.Error, match="the thread that tells of the ends of operations could not be started"):
+        work.get_future()
+    # The group goes on, and so does the work.
+    dist.barrier()
+    assert work.get_future().wait()[0].item() == 1.0
+
+
+def test_a_future_that_nobody_could_complete_is_an_error(ranks):
+    ranks(2, without_a_thread)
 
 
 def test_results_are_copied_back_before_anybody_learns_of_the_end():

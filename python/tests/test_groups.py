@@ -48,6 +48,32 @@ def test_stores(tmp_path, how):
     processes(2, started, 2, how, place)
 
 
+def keys_of_groups(rank, port, is_local):
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
+    dist.init_process_group("phalanx", store=store, rank=rank, world_size=2)
+
+    def keys_after(groups):
+        for _ in range(groups):
+            group = dist.new_group([0, 1], use_local_synchronization=is_local)
+            dist.barrier(group)
+            dist.destroy_process_group(group)
+        # While all are here, nobody writes.
+        dist.barrier()
+        keys = store.num_keys()
+        dist.barrier()
+        return keys
+
+    # What the last ones have written stays for a while.
+    first = keys_after(20)
+    assert keys_after(40) == first
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_a_store_does_not_grow_with_the_number_of_groups(is_local):
+    processes(2, keys_of_groups, free_port(), is_local)
+
+
 def test_ranks_that_are_threads():
     store, world, sums = dist.HashStore(), 3, []
 

@@ -76,6 +76,47 @@ def test_a_batch_does_not_wait_for_itself(ranks, world):
     ranks(world, ring, world)
 
 
+def to_nobody(rank):
+    tensor = torch.ones(1)
+    calls = {f"rank {rank} cannot send to or receive from itself": rank, "rank 7 is not a rank of this group, which has 2": 7}
+    for match, peer in calls.items():
+        # Also if nobody waits for the work.
+        for call in (dist.isend, dist.irecv):
+            with pytest.raises(ValueError, match=match):
+                call(tensor, peer)
+            with pytest.raises(ValueError, match=match):
+                dist.batch_isend_irecv([dist.P2POp(call, tensor, peer)])
+    other = torch.zeros(1)
+    works = [dist.isend(tensor, 1 - rank), dist.irecv(other, 1 - rank)]
+    for work in works:
+        work.wait()
+    assert other.item() == 1.0
+
+
+def test_a_message_to_no_other_rank_is_refused_at_the_call(ranks):
+    ranks(2, to_nobody)
+
+
+def to_one_that_has_left(rank):
+    if rank == 1:
+        return dist.destroy_process_group()
+    # So many have room in the memory that the ranks share.
+    for sent in range(1000):
+        try:
+            dist.send(torch.ones(1), 1)
+        except phalanx_torch.Error as error:
+            assert "rank 1" in str(error) and "has left the group" in str(error), error
+            assert (error.kind, error.peer) == ("peer_left", 1)
+            return sent
+        # Until this rank knows it.
+        time.sleep(0.05)
+    return None
+
+
+def test_a_message_to_a_rank_that_has_left_is_refused(ranks):
+    assert ranks(2, to_one_that_has_left)[0] is not None
+
+
 def unlike(rank):
     if rank == 0:
         with pytest.raises(phalanx_torch.Error):

@@ -160,6 +160,45 @@ def test_several_calls_as_one_are_all_made_or_none(ranks):
     ranks(WORLD, halves)
 
 
+def left(rank, device):
+    coalescing, group = dist.distributed_c10d._coalescing_manager, dist.group.WORLD
+
+    def totals():
+        tensors = [ones(2), ones(2)]
+        dist.all_reduce(tensors[0])
+        dist.all_reduce(tensors[1], async_op=True).wait()
+        assert group._coalesced is None
+        return [tensor.tolist() for tensor in tensors]
+
+    with pytest.raises(KeyError, match="of the program"):
+        with coalescing(device=device):
+            dist.all_reduce(ones(3))
+            raise KeyError("of the program")
+    # The calls that follow are made, and not only noted.
+    assert totals() == [[2.0, 2.0]] * 2
+    with pytest.raises(RuntimeError, match="all collectives to be the same type"):
+        with coalescing(device=device):
+            dist.all_reduce(ones(3))
+            dist.all_gather_into_tensor(torch.zeros(4), ones(2))
+    assert totals() == [[2.0, 2.0]] * 2
+    tensors = [ones(3), ones(4)]
+    with coalescing(device=device, async_ops=True) as manager:
+        with pytest.raises(ValueError, match="non-empty op list"):
+            dist.all_reduce(tensors[0])
+            with coalescing(device=device):
+                pass
+        # The outer one is as it was.
+        dist.all_reduce(tensors[1])
+    manager.wait()
+    assert [tensor.tolist() for tensor in tensors] == [[2.0] * 3, [2.0] * 4]
+    assert totals() == [[2.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize("device", [None, torch.device("cpu")])
+def test_a_failure_within_several_calls_as_one_ends_them(ranks, device):
+    ranks(WORLD, left, device)
+
+
 # The shapes of the tensor for all of 2 ranks, and of one rank's: as the elements lie.
 LAYOUTS = [((4, 3), (2, 3)), ((2, 2, 3), (2, 3)), ((12,), (2, 3)), ((2,), ()), ((2, 3), (3,)), ((6,), (3,)), ((1, 4, 3), (1, 2, 3)), ((0, 3), (0, 3))]
 # The same, with another shape of one rank's elements: all in a row, or in a row for each rank. And none at all.

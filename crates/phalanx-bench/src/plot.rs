@@ -165,7 +165,6 @@ impl Figure {
     ) -> Result<Self> {
         let mut points = if peers.is_empty() { Vec::new() } else { select(read(peers)?, collective, ranks)? };
         points.retain(|point| point.name != now);
-        is_none_of(path, peers)?;
         let file = File::create(path).map_err(|error| {
             Error::invalid_argument(format!("{} cannot be written: {error}", path.display()))
         })?;

@@ -1,6 +1,7 @@
 //! Times a collective at growing sizes, as nccl-tests does, and checks its results.
 
-use std::path::PathBuf;
+use std::fs;
+use std::path::{Path, PathBuf, absolute};
 
 use phalanx::env::LaunchEnv;
 use phalanx::{DType, Error, GroupOptions, ProcessGroup, Rank, ReduceOp, Result, rendezvous, with_element};
@@ -110,6 +111,11 @@ fn check_memory(bytes: usize, ranks: u32, available: Option<u64>) -> Result<()> 
         }
         Some(_) | None => Ok(()),
     }
+}
+
+/// Where a file is, or would be made.
+fn place(file: &Path) -> PathBuf {
+    fs::canonicalize(file).or_else(|_| absolute(file)).unwrap_or_else(|_| file.to_owned())
 }
 
 /// Table, JSON and plot, on rank 0; nothing on other ranks.
@@ -228,24 +234,25 @@ impl Bench {
         self.check_files()
     }
 
-    /// Refuses files that would take each other's place.
+    /// Refuses files that would take each other's place, whichever of its names each is given.
     fn check_files(&self) -> Result<()> {
         let named = [("--json", &self.json), ("--plot", &self.plot), ("--tune", &self.tune)];
-        let written: Vec<(&str, &PathBuf)> =
-            named.into_iter().filter_map(|(option, file)| Some((option, file.as_ref()?))).collect();
+        let written: Vec<(&str, PathBuf)> =
+            named.into_iter().filter_map(|(option, file)| Some((option, place(file.as_ref()?)))).collect();
         for (number, (option, file)) in written.iter().enumerate() {
             if let Some((other, _)) = written[..number].iter().find(|(_, other)| other == file) {
                 let cause = format!("{other} and {option} name one file, {}", file.display());
                 return Err(Error::invalid_argument(cause).with_remedy("give each a file of its own"));
             }
         }
-        match &self.json {
-            Some(file) if self.peers.contains(file) => {
+        let peers: Vec<PathBuf> = self.peers.iter().map(|file| place(file)).collect();
+        match written.iter().find(|(_, file)| peers.contains(file)) {
+            Some((option, file)) => {
                 let cause =
-                    format!("{} has the times of --peers, and --json would replace them", file.display());
-                Err(Error::invalid_argument(cause).with_remedy("give --json another file"))
+                    format!("{} has the times of --peers, and {option} would replace them", file.display());
+                Err(Error::invalid_argument(cause).with_remedy(format!("give {option} another name")))
             }
-            Some(_) | None => Ok(()),
+            None => Ok(()),
         }
     }
 

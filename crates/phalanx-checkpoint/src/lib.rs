@@ -202,12 +202,14 @@ impl Checkpoints {
     ///
     /// # Errors
     /// What `fill` returns; then nothing is written. The failure of the previous write; then the snapshot is written
-    /// all the same. If the previous write has not ended when the time-out passes; then nothing is written.
+    /// all the same. If the previous write has not ended when the time-out passes; then `fill` is not called, and nothing is written.
     pub fn save(&self, step: u64, fill: impl FnOnce(&mut Snapshot) -> Result<()>) -> Result<()> {
         if !self.group.rank().is_main() {
             return Ok(());
         }
         let _section = self.group.announce_section();
+        // Else there would be memory for two copies of the state, as long as the other one is written.
+        self.writer.ready(Deadline::after(self.timeout))?;
         let mut snapshot = Snapshot::default();
         fill(&mut snapshot)?;
         snapshot.check_whole()?;
@@ -270,6 +272,7 @@ impl Checkpoints {
     pub fn save_sharded(&self, step: u64, fill: impl FnOnce(&mut Snapshot) -> Result<()>) -> Result<()> {
         let _section = self.group.announce_section();
         let mut snapshot = Snapshot::default();
+        // On all ranks at the same time, whoever waits for a disk: it may take part in a call of theirs, as that of a `TrainState` does.
         let snapshot = fill(&mut snapshot).map(|()| snapshot);
         let deadline = Deadline::after(self.timeout);
         let ready = match &snapshot {

@@ -32,6 +32,8 @@ use crate::notice::warn;
 /// A process that has just been killed may hold its lock for another moment.
 const TIMEOUT: Duration = Duration::from_secs(5);
 const RETRY_DELAY: Duration = Duration::from_millis(20);
+/// How long the names in a folder may be older than what is in it: a network file system keeps them for up to a minute.
+const STALE_TIMEOUT: Duration = Duration::from_secs(90);
 /// The longest claim that is read.
 const LONGEST: u64 = 4096;
 
@@ -71,8 +73,11 @@ impl Owner {
             let remedy = room_or(&error, "may rank 0 write there?");
             Error::io(format!("cannot claim {}", folder.display()), error).with_remedy(remedy)
         };
-        let deadline = Deadline::after(TIMEOUT);
+        let (deadline, stale) = (Deadline::after(TIMEOUT), Deadline::after(STALE_TIMEOUT));
         loop {
+            if stale.has_passed() {
+                return Err(outdated(folder));
+            }
             let newest = newest(folder).map_err(unusable)?;
             let seen = match newest {
                 0 => Seen::None,
@@ -88,19 +93,17 @@ impl Owner {
                 }
             };
             match (claims::step(by, claim, deadline.has_passed()), seen) {
-                (Step::Make, _) => {}
-                (Step::Look, _) => continue,
-                (Step::Pause, _) => {
-                    std::thread::sleep(RETRY_DELAY);
-                    continue;
+                (Step::Make, _) => {
+                    if let Some(owner) = Self::make(folder, newest, by, deadline).map_err(unusable)? {
+                        return Ok(owner);
+                    }
                 }
+                (Step::Look | Step::Pause, _) => {}
                 (Step::TakenOver, Seen::Other(_, Some(claim))) => return Err(taken_over(folder, &claim)),
                 (Step::TakenOver | Step::Held, Seen::Other(_, claim)) => return Err(held(folder, claim)),
                 (Step::TakenOver | Step::Held, _) => return Err(held(folder, None)),
             }
-            if let Some(owner) = Self::make(folder, newest, by, deadline).map_err(unusable)? {
-                return Ok(owner);
-            }
+            std::thread::sleep(RETRY_DELAY);
         }
     }
 
@@ -226,6 +229,18 @@ fn held(folder: &Path, claim: Option<Claim>) -> Error {
         .with_remedy("give each job a folder of its own; or does an earlier run of this one still live?")
 }
 
+/// The claims that are listed are gone, or there are others that are not.
+fn outdated(folder: &Path) -> Error {
+    let seconds = STALE_TIMEOUT.as_secs();
+    Error::environment(format!(
+        "cannot claim {}: for {seconds} s it lists claims that are not there, or lacks those that are",
+        folder.display()
+    ))
+    .with_remedy(
+        "does its file system show each host what another one makes? Keep checkpoints on one that does",
+    )
+}
+
 fn taken_over(folder: &Path, Claim { by, host, process }: &Claim) -> Error {
     let (folder, round) = (folder.display(), by.round);
     Error::aborted(format!(
@@ -316,6 +331,16 @@ mod tests {
         let path = root.path().to_owned();
         std::thread::spawn(move || tell.send(Owner::claim(&path, &of(None, 0), None).unwrap().number()));
         assert_eq!(told.recv_timeout(Duration::from_secs(60)).unwrap(), 8);
+    }
+
+    #[test]
+    fn a_file_that_is_named_almost_as_a_claim_holds_nobody_up() {
+        let root = tempfile::tempdir().unwrap();
+        File::create_new(root.path().join(".owner-7")).unwrap();
+        let (tell, told) = std::sync::mpsc::channel();
+        let path = root.path().to_owned();
+        std::thread::spawn(move || tell.send(Owner::claim(&path, &of(None, 0), None).unwrap().number()));
+        assert_eq!(told.recv_timeout(Duration::from_secs(60)).unwrap(), 1);
     }
 
     #[test]

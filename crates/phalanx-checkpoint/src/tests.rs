@@ -25,6 +25,7 @@ use super::snapshot::Snapshot;
 use super::writes::{Operation, Outcome, Role, WriteOrder};
 use super::{Checkpoints, layout, sharded};
 use crate::deadline::Deadline;
+use crate::dtype::DType;
 use crate::error::Error;
 use crate::group::ProcessGroup;
 use crate::rank::Rank;
@@ -604,4 +605,34 @@ fn the_others_wait_for_the_reading_anew_once_the_write_in_flight_has_ended() {
         };
         assert_eq!(saved.unwrap().unwrap().step(), 2);
     });
+}
+
+/// Memory that the thread that writes reads when it may.
+struct Held(std::thread::ThreadId, Mutex<std::sync::mpsc::Receiver<()>>);
+
+impl AsRef<[u8]> for Held {
+    fn as_ref(&self) -> &[u8] {
+        if std::thread::current().id() != self.0 {
+            // An error says the same: nobody holds it any more.
+            let _ = self.1.lock().recv();
+        }
+        &[0; 4]
+    }
+}
+
+#[test]
+fn a_state_is_not_copied_while_the_copy_of_the_one_before_is_written() {
+    let (root, group) = (tempfile::tempdir().unwrap(), ProcessGroup::alone().unwrap());
+    let checkpoints = Checkpoints::open(root.path(), &group).unwrap();
+    let (release, held) = std::sync::mpsc::channel();
+    let lent = Held(std::thread::current().id(), Mutex::new(held));
+    checkpoints.save(1, |snapshot| snapshot.tensor_bytes("lent", DType::F32, &[1], lent)).unwrap();
+    let checkpoints = checkpoints.with_timeout(Duration::from_millis(20));
+    let error = checkpoints.save(2, |_| panic!("it was copied")).unwrap_err();
+    assert!(error.is_timeout() && error.to_string().contains("step 1 is still being written"), "{error}");
+    drop(release);
+    let checkpoints = checkpoints.with_timeout(Duration::from_secs(60));
+    checkpoints.save(3, |snapshot| snapshot.value("step", &3)).unwrap();
+    checkpoints.finish().unwrap();
+    assert_eq!(folder::list(root.path()).unwrap().len(), 2);
 }

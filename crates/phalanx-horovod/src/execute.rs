@@ -136,7 +136,7 @@ impl Executor {
                 scale(dtype, data, after)
             }
             None => {
-                let mut neutral = Tensor::zeroed(dtype, part.dims());
+                let mut neutral = Tensor::zeroed(dtype, part.dims())?;
                 fill_neutral(dtype, neutral.as_bytes_mut(), op)?;
                 self.combine(op, dtype, neutral.as_bytes_mut(), &lengths)
             }
@@ -231,7 +231,7 @@ impl Executor {
         let outcome = match (&response.request.kind, works.take_tensors(name)) {
             (Kind::Reducescatter(reduction), own) => self.reducescatter(response, own, *reduction)?,
             (kind, own) => {
-                let tensors = own.unwrap_or_else(|| neutral(&response.request));
+                let tensors = own.map_or_else(|| neutral(&response.request), Ok)?;
                 match kind {
                     Kind::Allgather => Outcome::of(self.allgather(response, &tensors)?),
                     Kind::Broadcast { root } => Outcome::of(self.broadcast(tensors, Rank::new(*root))?),
@@ -252,7 +252,7 @@ impl Executor {
             let rows: Vec<usize> = response.rows.iter().map(|rows| rows[index] as usize).collect();
             let mut shape = part.dims();
             shape[0] = rows.iter().sum();
-            let mut all = Tensor::zeroed(part.dtype, shape);
+            let mut all = Tensor::zeroed(part.dtype, shape)?;
             let counts: Vec<usize> = rows.iter().map(|rows| rows * row).collect();
             self.group.all_gather_v(tensor.as_bytes(), all.as_bytes_mut(), &counts)?;
             Ok(all)
@@ -292,7 +292,7 @@ impl Executor {
         };
         let mut shape = part.dims();
         shape[0] = splits.iter().sum();
-        let mut received = Tensor::zeroed(part.dtype, shape);
+        let mut received = Tensor::zeroed(part.dtype, shape)?;
         let counts: Vec<usize> = splits.iter().map(|rows| rows * row).collect();
         self.group.all_to_all_v(tensor.as_bytes(), &sent, received.as_bytes_mut(), &counts)?;
         Ok(Outcome { tensors: vec![received], splits, ..Outcome::default() })
@@ -309,7 +309,7 @@ impl Executor {
         // What changes nothing is not multiplied.
         let (tensors, before) = match own {
             Some(tensors) => (tensors, reduction.prescale.0),
-            None => (neutral(&response.request), 1.0),
+            None => (neutral(&response.request)?, 1.0),
         };
         let Reduction { op, postscale: Factor(after), compression, .. } = reduction;
         let op = op.reduce_op().unwrap_or(ReduceOp::Sum);
@@ -325,7 +325,7 @@ impl Executor {
             drop(tensor);
             let buffer = self.group.reduce_scatter_v_async(buffer, &counts, op)?.wait()?;
             shape[0] = rows[rank];
-            let mut shard = Tensor::zeroed(dtype, shape);
+            let mut shard = Tensor::zeroed(dtype, shape)?;
             let start = counts[..rank].iter().sum::<usize>() * wire.size();
             let place = start..start + counts[rank] * wire.size();
             convert(wire, &buffer.as_bytes()[place], dtype, shard.as_bytes_mut())?;
@@ -360,18 +360,17 @@ fn pieces(lengths: &[usize], most: usize) -> Vec<Vec<(usize, Range<usize>)>> {
 }
 
 /// What a rank that has joined brings: no rows, or neutral elements.
-fn neutral(request: &Request) -> Vec<Tensor> {
+fn neutral(request: &Request) -> Result<Vec<Tensor>> {
     let tensors = request.parts.iter().map(|part| {
         let mut shape = part.dims();
         if matches!(request.kind, Kind::Allgather | Kind::Alltoall) {
             shape[0] = 0;
         }
-        let mut tensor = Tensor::zeroed(part.dtype, shape);
+        let mut tensor = Tensor::zeroed(part.dtype, shape)?;
         if let Kind::Reducescatter(reduction) = &request.kind {
-            // Its memory is aligned, and every type has neutral elements.
-            let _ = fill_neutral(part.dtype, tensor.as_bytes_mut(), reduction.op);
+            fill_neutral(part.dtype, tensor.as_bytes_mut(), reduction.op)?;
         }
-        tensor
+        Ok(tensor)
     });
     tensors.collect()
 }

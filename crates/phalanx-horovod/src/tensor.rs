@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::fmt;
+use std::hint::black_box;
 
 use phalanx::{Buffer, BufferPart, Caller, DType, Element, Error, Result};
 
@@ -115,10 +116,18 @@ impl Tensor {
         Self { dtype: T::DTYPE, stands_for: None, shape: Vec::new(), memory: Box::new(vec![value]) }
     }
 
-    /// Zeros, in ordinary memory.
-    pub(crate) fn zeroed(dtype: DType, shape: Vec<usize>) -> Self {
-        let memory = Box::new(Buffer::zeroed(dtype, elements(&shape).unwrap_or(usize::MAX)));
-        Self { dtype, stands_for: None, shape, memory }
+    /// Zeros, in ordinary memory. Other ranks have told the shape: if there is no memory for it, that is an error, and does not end the process.
+    pub(crate) fn zeroed(dtype: DType, shape: Vec<usize>) -> Result<Self> {
+        let bytes = |elements: usize| elements.checked_mul(dtype.size());
+        let Some(elements) = elements(&shape).filter(|elements| bytes(*elements).is_some_and(has_room))
+        else {
+            return Err(Error::invalid_argument(format!(
+                "there is no memory for a tensor of {dtype} {shape:?}"
+            ))
+            .with_remedy("submit tensors that fit into the memory of every rank, also gathered from all"));
+        };
+        let memory = Box::new(Buffer::zeroed(dtype, elements));
+        Ok(Self { dtype, stands_for: None, shape, memory })
     }
 
     /// The same elements in another shape.
@@ -250,6 +259,15 @@ fn elements(shape: &[usize]) -> Option<usize> {
     shape.iter().try_fold(1usize, |product, extent| product.checked_mul(*extent))
 }
 
+/// Whether there is memory for so many bytes.
+fn has_room(bytes: usize) -> bool {
+    let mut memory = Vec::<u8>::new();
+    let has_room = memory.try_reserve_exact(bytes).is_ok();
+    // Memory that nobody looks at is none that the compiler asks for.
+    black_box(&memory);
+    has_room
+}
+
 impl From<Buffer> for Tensor {
     /// One dimension.
     fn from(buffer: Buffer) -> Self {
@@ -299,6 +317,18 @@ mod tests {
         assert!(Tensor::new([usize::MAX, 8], Buffer::zeroed(DType::U8, 8)).is_err());
         assert!(Tensor::from_memory(DType::F32, [1], vec![1u8, 2, 3]).is_err());
         assert_eq!(Tensor::new([0, 7], Buffer::zeroed(DType::F64, 0)).unwrap().len(), 0);
+    }
+
+    #[test]
+    fn a_tensor_for_which_there_is_no_memory_is_an_error() {
+        let most = isize::MAX as usize;
+        for (dtype, shape) in
+            [(DType::U8, vec![most]), (DType::F64, vec![most]), (DType::U8, vec![most, most])]
+        {
+            let error = Tensor::zeroed(dtype, shape).unwrap_err();
+            assert!(error.to_string().contains("no memory for a tensor of"), "{error}");
+        }
+        assert_eq!(Tensor::zeroed(DType::F32, vec![2, 3]).unwrap().len(), 6);
     }
 
     #[test]

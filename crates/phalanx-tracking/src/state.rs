@@ -10,7 +10,7 @@ use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use phalanx::{Error, Result};
+use phalanx::{Error, Result, warn};
 use phalanx_sys::signal::ignore_file_size_signal;
 use phalanx_sys::{folder, open};
 use serde::{Deserialize, Serialize};
@@ -101,14 +101,15 @@ pub struct Attempt {
 }
 
 impl RunStatus {
-    /// That of the record in `directory`; `None` if there is none. A run whose process has died counts as failed.
+    /// That of the record in `directory`; `None` if there is none. A run whose process has died counts as failed. On a file system without
+    /// locks nobody can tell, and it counts as running.
     ///
     /// # Errors
     /// If the file cannot be read, or is not a run's.
     pub fn read(directory: impl AsRef<Path>) -> Result<Option<Self>> {
         let directory = directory.as_ref();
         let Some(mut status) = load(directory)? else { return Ok(None) };
-        if status.state() == RunState::Running && !is_locked(directory) {
+        if status.state() == RunState::Running && is_locked(directory) == Some(false) {
             // It may have ended between the two looks.
             status = load(directory)?.unwrap_or(status);
             status.bury();
@@ -163,8 +164,14 @@ impl StateFile {
         loop {
             match lock.try_lock() {
                 Ok(()) => break,
-                // A file system without locks: the state's pid is all that there is.
-                Err(TryLockError::Error(error)) if folder::has_no_locks(&error) => break,
+                // The state's pid is all that there is.
+                Err(TryLockError::Error(error)) if folder::has_no_locks(&error) => {
+                    warn(format_args!(
+                        "a second run could write the record {} at the same time: its file system has no locks: {error}",
+                        directory.display()
+                    ));
+                    break;
+                }
                 Err(TryLockError::Error(error)) => return Err(cannot(error)),
                 Err(TryLockError::WouldBlock) if began.elapsed() < LOCK_TIMEOUT => {
                     std::thread::sleep(RETRY_DELAY)
@@ -267,10 +274,20 @@ fn load(directory: &Path) -> Result<Option<RunStatus>> {
     Ok(Some(status))
 }
 
-/// Whether a process holds the lock. Where that cannot be found out, nobody does.
-fn is_locked(directory: &Path) -> bool {
-    let Ok(file) = open::regular(&directory.join(LOCK), File::options().read(true)) else { return false };
-    matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock))
+/// Whether a process holds the lock; None if that cannot be found out.
+fn is_locked(directory: &Path) -> Option<bool> {
+    match open::regular(&directory.join(LOCK), File::options().read(true)) {
+        Ok(file) => is_held(file.try_lock_shared()),
+        Err(error) => (error.kind() == io::ErrorKind::NotFound).then_some(false),
+    }
+}
+
+fn is_held(tried: Result<(), TryLockError>) -> Option<bool> {
+    match tried {
+        Ok(()) => Some(false),
+        Err(TryLockError::WouldBlock) => Some(true),
+        Err(TryLockError::Error(_)) => None,
+    }
 }
 
 fn taken(directory: &Path) -> Error {
@@ -315,6 +332,21 @@ mod tests {
         let status = RunStatus::read(folder.path()).unwrap().unwrap();
         let states: Vec<_> = status.attempts().iter().map(|attempt| attempt.state).collect();
         assert_eq!(states, [RunState::Failed, RunState::Finished]);
+    }
+
+    #[test]
+    fn a_run_is_not_dead_where_a_file_system_has_no_locks() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = File::create(folder.path().join(LOCK)).unwrap();
+        assert_eq!(
+            (is_locked(folder.path()), is_held(Err(TryLockError::WouldBlock))),
+            (Some(false), Some(true))
+        );
+        file.lock().unwrap();
+        assert_eq!(is_locked(folder.path()), Some(true));
+        assert_eq!(is_held(Err(TryLockError::Error(io::ErrorKind::Unsupported.into()))), None);
+        std::fs::remove_file(folder.path().join(LOCK)).unwrap();
+        assert_eq!(is_locked(folder.path()), Some(false));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The bundled digits: gzip-compressed IDX files.
 
 use std::fs::File;
-use std::io::{BufReader, Read};
+use std::io::{self, BufReader, Read};
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -79,34 +79,47 @@ impl Digits {
     }
 }
 
+/// The most bytes of a file, without its header.
+const MAX_BYTES: usize = 1 << 30;
+
 /// The sizes and bytes of an IDX file: 0, 0, 8 for bytes, the number of dimensions, then each as a big-endian u32.
 fn read_idx<const D: usize>(path: &Path) -> Result<([usize; D], Vec<u8>)> {
     let file = File::open(path).with_context(|| {
         format!("cannot open {}: say where the digits are with --data FOLDER", path.display())
     })?;
-    let mut bytes = Vec::new();
     // A file of several members is one: none of them may be lost.
-    MultiGzDecoder::new(BufReader::new(file)).read_to_end(&mut bytes).with_context(|| {
-        format!("{} is damaged, cut off, or no gzip file: download it again", path.display())
-    })?;
-    parse(bytes).with_context(|| format!("{} cannot be used", path.display()))
+    let mut file = MultiGzDecoder::new(BufReader::new(file));
+    let damaged = || format!("{} is damaged, cut off, or no gzip file: download it again", path.display());
+    let unusable = || format!("{} cannot be used", path.display());
+    let mut header = Vec::new();
+    file.by_ref().take((4 + 4 * D) as u64).read_to_end(&mut header).with_context(damaged)?;
+    let sizes = sizes::<D>(&header).with_context(unusable)?;
+    let wanted = sizes.iter().try_fold(1_usize, |all, size| all.checked_mul(*size));
+    // Before any memory is taken: a small file becomes a thousand times as large.
+    let wanted = wanted
+        .filter(|wanted| *wanted <= MAX_BYTES)
+        .with_context(|| format!("its header asks for {sizes:?} bytes, more than {MAX_BYTES}"))
+        .with_context(unusable)?;
+    let mut bytes = Vec::new();
+    file.by_ref().take(wanted as u64).read_to_end(&mut bytes).with_context(damaged)?;
+    let found = bytes.len() as u64 + io::copy(&mut file, &mut io::sink()).with_context(damaged)?;
+    ensure!(
+        found == wanted as u64,
+        "{}: its header asks for {sizes:?} bytes, and {found} follow: it is cut off, or another file was joined to it",
+        unusable()
+    );
+    Ok((sizes, bytes))
 }
 
-fn parse<const D: usize>(mut bytes: Vec<u8>) -> Result<([usize; D], Vec<u8>)> {
-    let header = 4 + 4 * D;
+/// What the header of an IDX file says.
+fn sizes<const D: usize>(header: &[u8]) -> Result<[usize; D]> {
     ensure!(
-        bytes.len() >= header && bytes[..3] == [0, 0, 8] && usize::from(bytes[3]) == D,
+        header.len() == 4 + 4 * D && header[..3] == [0, 0, 8] && usize::from(header[3]) == D,
         "it is not an IDX file of bytes with {D} dimensions"
     );
     let mut sizes = [0; D];
-    for (size, bytes) in sizes.iter_mut().zip(bytes[4..header].as_chunks::<4>().0) {
+    for (size, bytes) in sizes.iter_mut().zip(header[4..].as_chunks::<4>().0) {
         *size = u32::from_be_bytes(*bytes) as usize;
     }
-    let wanted = sizes.iter().try_fold(1_usize, |all, size| all.checked_mul(*size));
-    let found = bytes.len() - header;
-    ensure!(
-        wanted == Some(found),
-        "its header asks for {sizes:?} bytes, and {found} follow: it is cut off, or another file was joined to it"
-    );
-    Ok((sizes, bytes.split_off(header)))
+    Ok(sizes)
 }

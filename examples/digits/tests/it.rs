@@ -40,14 +40,19 @@ fn files_that_are_cut_joined_or_of_something_else_are_refused_by_name() {
     assert_eq!(Digits::read(folder, "train").unwrap().len(), 2);
     let whole = gzip(&images);
     let other_size = idx(&[2, 14, 56], &[7; 2 * 28 * 28]);
-    let cases: [(&str, Vec<u8>, &str); 11] = [
+    let cases: [(&str, Vec<u8>, &str); 12] = [
         (IMAGES, vec![], "is damaged, cut off, or no gzip file"),
         (IMAGES, whole[..whole.len() / 2].to_vec(), "is damaged, cut off, or no gzip file"),
         (IMAGES, whole[..whole.len() - 1].to_vec(), "is damaged, cut off, or no gzip file"),
         (IMAGES, images.clone(), "is damaged, cut off, or no gzip file"),
         (IMAGES, [whole.clone(), whole.clone()].concat(), "asks for [2, 28, 28] bytes, and 3152 follow"),
         (IMAGES, gzip(&images[..images.len() - 1]), "asks for [2, 28, 28] bytes, and 1567 follow"),
-        (IMAGES, gzip(&idx(&[u32::MAX; 3], &[])), "and 0 follow"),
+        (IMAGES, gzip(&idx(&[u32::MAX; 3], &[])), "bytes, more than 1073741824"),
+        (
+            IMAGES,
+            gzip(&idx(&[1 << 21, 28, 28], &[7; 9])),
+            "asks for [2097152, 28, 28] bytes, more than 1073741824",
+        ),
         (IMAGES, gzip(&other_size), "has images of 14 x 56, not 28 x 28"),
         (LABELS, gzip(&idx(&[1], &[3])), "1 labels: they must be as many"),
         (LABELS, gzip(&idx(&[2], &[3, 10])), "label 1 is 10, and digits are 0 to 9"),

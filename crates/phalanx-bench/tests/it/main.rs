@@ -148,7 +148,8 @@ fn what_makes_no_sense_is_answered_with_the_flag_that_mends_it() {
         (&["all_reduce", "--plot", "/nowhere/x.png"], "/nowhere/x.png"),
         (&["all_reduce", "--json", "/nowhere/x.json"], "--json /nowhere/x.json"),
         (&["all_reduce", "--json", "x", "--plot", "x"], "a file of its own"),
-        (&["all_reduce", "--plot", "x.png", "--peers", "x.json", "--json", "x.json"], "--json another file"),
+        (&["all_reduce", "--json", "x", "--plot", "./x"], "a file of its own"),
+        (&["all_reduce", "--plot", "x.png", "--peers", "x.json", "--json", "x.json"], "--json another name"),
         (&["send_recv", "--nproc-per-node", "1"], "--nproc-per-node"),
         (&["all_to_all", "-b", "1024G", "-e", "1024G"], "--max-bytes"),
         (&["all_reduce", "-e", "1025G"], "1024G"),
@@ -173,13 +174,23 @@ fn what_was_not_checked_is_not_said_to_be_right() {
 }
 
 #[test]
-fn a_plot_does_not_take_the_place_of_the_times() {
+fn nothing_takes_the_place_of_the_times() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("times.json");
     let times = r#"{"name": "x", "collective": "all_reduce", "ranks": 2, "bytes": 4, "time_us": 2.0}"#;
     std::fs::write(&file, times).unwrap();
-    let file = file.to_str().unwrap();
-    for options in [&["plot", file, "-o", file][..], &["all_reduce", "--plot", file, "--peers", file]] {
+    let link = folder.path().join("link.json");
+    std::os::unix::fs::symlink(&file, &link).unwrap();
+    let (file, link, plot) = (file.to_str().unwrap(), link.to_str().unwrap(), folder.path().join("x.png"));
+    let plot = plot.to_str().unwrap();
+    for options in [
+        &["plot", file, "-o", file][..],
+        &["plot", file, "-o", link],
+        &["all_reduce", "--plot", file, "--peers", file],
+        &["all_reduce", "--plot", link, "--peers", file],
+        &["all_reduce", "--plot", plot, "--peers", file, "--json", link],
+        &["all_reduce", "--plot", plot, "--peers", link, "--json", file],
+    ] {
         let output = run(options);
         let text = String::from_utf8_lossy(&output.stderr);
         assert!(!output.status.success() && text.contains("another name"), "{options:?}: {text}");

@@ -1,6 +1,6 @@
 //! The configuration of a group, from which its sub-groups are made.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -40,6 +40,8 @@ pub(crate) struct GroupConfig {
     pub calls: Arc<AtomicU64>,
     /// This rank's groups that were made from the same first group.
     pub family: Arc<Family>,
+    /// The last groups of which this rank is a member that were made by `ProcessGroup::part`: where they have met, and this rank in them.
+    pub parts: Arc<Mutex<VecDeque<(SharedStore, Rank)>>>,
     /// The hosts for which none of these groups waits any more when it ends.
     pub silent_hosts: Arc<SilentHosts>,
     /// Whether the program calls it, and not a thread of this crate or of an adapter.
@@ -120,6 +122,7 @@ impl GroupConfig {
             members: None,
             calls: Arc::default(),
             family: Arc::default(),
+            parts: Arc::default(),
             silent_hosts: Arc::default(),
             is_programs: true,
             number: None,

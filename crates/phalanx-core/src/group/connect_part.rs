@@ -4,7 +4,7 @@
 //! each rank can map, and the same of the rings. Here the members know each other from the group that they leave: which of them share memory, and a
 //! number from which each makes the new group's. So one exchange has all that can be said before the others have come: who the members are, the table
 //! of algorithms, the address, the memory and the rings. When they are connected, each tells the others on their connections which memory it could
-//! map; where no ranks share memory, nothing.
+//! map. So each knows that the others have read the store.
 //!
 //! Only members take part, as PyTorch's `new_group` and MPI's `MPI_Comm_create_group` have it. Each says of which ranks it makes the group, and under a
 //! key that is written once: ranks that mean different groups of one name, or a rank that is there twice, are errors at once.
@@ -124,7 +124,7 @@ pub(super) fn connect_part(
         let _ = mapped.set((arenas, opened));
         postcard::to_stdvec(&own).map_err(malformed)
     };
-    let announcement = Announcement { own: bytes, read: &read, then: shares.then_some(&map) };
+    let announcement = Announcement { own: bytes, read: &read, then: &map };
     let connect =
         || connect_mesh(config, Some(&announcement), Some(&part.members), options, &starting, deadline);
     let mesh = promptly(is_prompt, connect)?;

@@ -17,6 +17,7 @@ use crate::hash::fnv1a;
 use crate::rank::Rank;
 use crate::store::SharedStore;
 use crate::trace::Trace;
+use crate::transport::tcp;
 use crate::world_size::WorldSize;
 
 /// The two numbers with which a rank describes its call to the others.
@@ -27,6 +28,9 @@ const NO_COLOR: i64 = -1;
 const SHOWN: usize = 16;
 /// How long the store may take to remove what was written to connect a sub-group.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
+/// Of so many parts, the last that were made, the store keeps what this rank has written. A rank that means another group by the name of one hears
+/// that at once, and does not wait for who has come and gone.
+const KEPT_PARTS: usize = 16;
 
 /// The error of members who need not be waited for any more, because their group has failed for this cause; None if they may still come.
 type IsOver = fn(&Error, &[Rank]) -> Option<Error>;
@@ -126,6 +130,7 @@ impl ProcessGroup {
         let tuning = &self.inner.config.tuning;
         // Their rows have been compared.
         group.inner.queue.run(&group.operation_timeout(), |engine| engine.choose(tuning))?;
+        group.clear_earlier_part();
         Ok(group)
     }
 
@@ -321,15 +326,34 @@ impl ProcessGroup {
     fn clear_store(&self) {
         let Backend::Mesh { store, .. } = &self.inner.config.backend else { return };
         // Alone, a rank has asked nobody.
+        if self.world_size() != WorldSize::ONE {
+            clear(store, &keys_of(self.rank()));
+        }
+    }
+
+    /// The same of one of the [parts](Self::part) before this one. When that was made, all its members had told each other what they found in the
+    /// store, and read no more there.
+    fn clear_earlier_part(&self) {
+        let Backend::Mesh { store, .. } = &self.inner.config.backend else { return };
         if self.world_size() == WorldSize::ONE {
             return;
         }
-        let keys = keys_of(self.rank());
-        let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
-        if let Err(error) = store.delete_keys(&keys, Deadline::after(CLEAR_TIMEOUT)) {
-            // The group needs neither them nor the store.
-            tracing::debug!(%error, "the store keeps what the ranks of a sub-group wrote to connect");
+        let mut parts = self.inner.config.parts.lock();
+        parts.push_back((store.clone(), self.rank()));
+        let earlier = if parts.len() > KEPT_PARTS { parts.pop_front() } else { None };
+        drop(parts);
+        if let Some((store, rank)) = earlier {
+            clear(&store, &tcp::keys_of(rank));
         }
+    }
+}
+
+/// Removes these keys from the store.
+fn clear(store: &SharedStore, keys: &[String]) {
+    let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+    if let Err(error) = store.delete_keys(&keys, Deadline::after(CLEAR_TIMEOUT)) {
+        // No group needs them, or the store, when its ranks are connected.
+        tracing::debug!(%error, "the store keeps what the ranks of a sub-group wrote to connect");
     }
 }
 
@@ -480,6 +504,19 @@ mod tests {
                 group.split((!group.rank().is_main()).then_some(7), 0).unwrap();
             }
             assert_eq!(keys(), before);
+            // What the last parts wrote stays.
+            let pair = [Rank::MAIN, Rank::new(2)];
+            let make = |number: usize| {
+                if pair.contains(&group.rank()) {
+                    let part = group.part(store.clone(), &format!("part {number}"), &pair, LIMIT);
+                    part.unwrap().barrier().unwrap();
+                }
+            };
+            (0..KEPT_PARTS).for_each(make);
+            let full = keys();
+            assert!(full > before);
+            (KEPT_PARTS..2 * KEPT_PARTS).for_each(make);
+            assert_eq!(keys(), full);
         });
     }
 

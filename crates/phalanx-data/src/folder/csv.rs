@@ -14,6 +14,7 @@ use csv::{ErrorKind, Position, ReaderBuilder, StringRecord};
 use phalanx::{Error, Result};
 use serde::de::DeserializeOwned;
 
+use super::record::{Record, as_it_was};
 use super::{MAX_RECORD, bad, io_error, not_utf8, open_file, without_panic};
 use crate::Dataset;
 use crate::dataset::item;
@@ -258,13 +259,17 @@ impl<T: DeserializeOwned> Dataset for CsvDataset<T> {
 
     fn get(&self, index: usize) -> Result<T> {
         let (start, end) = *item(&self.records, index)?;
-        let mut bytes = vec![0; (end - start) as usize];
-        self.file.read_exact_at(&mut bytes, start).map_err(|error| io_error(&self.path, &error))?;
+        let place = (start, (end - start) as usize);
+        let Record { before, bytes, behind } = Record::read(&self.path, &self.file, place, index)?;
+        let ends_line = |byte: Option<u8>| matches!(byte, None | Some(b'\n' | b'\r'));
+        let ends = ends_line(behind) || ends_line(bytes.last().copied());
+        as_it_was(&self.path, index, ends_line(before) && ends)?;
         let mut reader =
             ReaderBuilder::new().delimiter(self.options.delimiter).has_headers(false).from_reader(&*bytes);
         let mut record = StringRecord::new();
         let read = || {
             let read = reader.read_record(&mut record);
+            as_it_was(&self.path, index, reader.position().byte() == bytes.len() as u64)?;
             read.and_then(|_| record.deserialize(self.headers.as_ref())).map_err(|error| {
                 let text = match error.kind() {
                     ErrorKind::Deserialize { err, .. } => self.described(err),

@@ -4,12 +4,12 @@ use std::fmt;
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::marker::PhantomData;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use phalanx::Result;
 use serde::de::DeserializeOwned;
 
+use super::record::{Record, as_it_was};
 use super::{MAX_RECORD, bad, io_error, not_utf8, open_file, without_panic};
 use crate::Dataset;
 use crate::dataset::item;
@@ -100,8 +100,12 @@ impl<T: DeserializeOwned> Dataset for JsonLinesDataset<T> {
 
     fn get(&self, index: usize) -> Result<T> {
         let (start, length, number) = *item(&self.lines, index)?;
-        let mut line = vec![0; length as usize];
-        self.file.read_exact_at(&mut line, start).map_err(|error| io_error(&self.path, &error))?;
+        let record = Record::read(&self.path, &self.file, (start, length as usize), index)?;
+        let Record { before, bytes: line, behind } = record;
+        // In front of the first may be a byte order mark.
+        let is_line = matches!(before, None | Some(b'\n')) || (number == 1 && before == Some(0xbf));
+        let ends = matches!(behind, None | Some(b'\n')) && !line.contains(&b'\n');
+        as_it_was(&self.path, index, is_line && ends)?;
         let read = || {
             serde_json::from_slice(&line).map_err(|error| {
                 // Its own line is always the first.

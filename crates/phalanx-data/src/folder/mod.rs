@@ -19,6 +19,8 @@
 //!
 //! They read a file's index when they are opened, and items when they are asked, at their places, from any thread. Errors name the
 //! file, the line, row or tensor, and what to do. Nothing takes more memory than a limit says, whatever a file announces.
+//! A file that was written anew since it was opened is an error of the item. Lines may be added to one of CSV or JSON lines: they come with the
+//! next opening.
 
 #[cfg(any(feature = "safetensors", feature = "npy"))]
 mod array;
@@ -39,6 +41,8 @@ mod npy;
     feature = "safetensors"
 ))]
 mod open;
+#[cfg(any(feature = "csv", feature = "json"))]
+mod record;
 #[cfg(any(feature = "safetensors", feature = "npy"))]
 mod rows;
 #[cfg(feature = "safetensors")]
@@ -100,6 +104,12 @@ use crate::error::message;
 /// The most bytes of a line, or record.
 #[cfg(any(feature = "csv", feature = "json"))]
 const MAX_RECORD: u64 = 64 << 20;
+/// What is wrong with a file in which records or rows are not where they were found.
+#[cfg(any(feature = "csv", feature = "json", feature = "npy", feature = "safetensors"))]
+const CHANGED: &str = "the file was changed after it was opened";
+#[cfg(any(feature = "csv", feature = "json", feature = "npy", feature = "safetensors"))]
+const REOPEN: &str =
+    "open it again; write new data under another name, and leave files as they are while they are read";
 /// How deep folders may be in folders: links may lead back.
 const MAX_DEPTH: usize = 32;
 

@@ -13,9 +13,14 @@ use crate::Dataset;
 use crate::dataset::outside;
 
 /// The most bytes of a header.
-const MAX_HEADER: usize = 1 << 20;
+const MAX_HEADER: usize = 1 << 17;
+/// How deep brackets may be in brackets: one of named fields has three. What parses them calls itself for each, and reads what is in some of
+/// them again: sixty would take for ever, and some thousands all of the stack.
+const MAX_NESTING: usize = 4;
 /// The bytes of a header that say how long it is, in the version whose are most.
 const BEGINNING: usize = 12;
+/// And in the version whose are fewest.
+const PREFIX: usize = 10;
 
 /// Rows of the array in a `.npy` file, or of all in a folder, one after the other: an item is one row, an array with a side less.
 ///
@@ -62,9 +67,12 @@ impl Dataset for NpyDataset {
 
 fn add(rows: &mut Rows, path: PathBuf) -> Result<()> {
     let mut file = open_file(&path)?;
-    let length = file.metadata().map_err(|error| io_error(&path, &error))?.len();
+    let about = file.metadata().map_err(|error| io_error(&path, &error))?;
     let text = read_header(&path, &mut file)?;
     let start = text.len();
+    if nesting(text.get(PREFIX..).unwrap_or_default()) > MAX_NESTING {
+        return Err(damaged(&path, format_args!("brackets are more than {MAX_NESTING} deep in brackets")));
+    }
     let text = without_long_integers(&text);
     let header = without_panic(&path, "its header", || {
         NpyHeader::from_reader(&text[..]).map_err(|error| damaged(&path, error))
@@ -92,7 +100,7 @@ fn add(rows: &mut Rows, path: PathBuf) -> Result<()> {
     };
     rows.add(
         path,
-        length,
+        &about,
         vec![Column { name: "array".into(), dtype, shape, start: start as u64, order }],
         count,
     )
@@ -142,6 +150,20 @@ fn header_end(path: &Path, beginning: &[u8]) -> Result<usize> {
 
 fn damaged(path: &Path, cause: impl fmt::Display) -> Error {
     bad(path, "its header", cause, "is it a .npy file, and whole? Copy it again, or np.save it again")
+}
+
+/// How deep brackets are in brackets.
+fn nesting(header: &[u8]) -> usize {
+    let (mut open, mut most) = (0_usize, 0);
+    for byte in header {
+        match byte {
+            b'(' | b'[' | b'{' => open += 1,
+            b')' | b']' | b'}' => open = open.saturating_sub(1),
+            _ => {}
+        }
+        most = most.max(open);
+    }
+    most
 }
 
 /// The header without the `L` that Python 2 puts behind an integer: `(3L, 2L)`.

@@ -1,14 +1,14 @@
 //! Files of arrays that have as many rows each: row n of all of them is an item.
 
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use phalanx::{Error, Result};
 
-use super::{Array, ElementType, bad, open_file};
+use super::{Array, CHANGED, ElementType, REOPEN, bad, io_error, open_file};
 use crate::dataset::outside;
 
 /// Of a row that does not lie together, so many bytes of the file are read at once.
@@ -50,8 +50,23 @@ impl Column {
     }
 }
 
+/// What a file was like when its header was read. In another one the rows are elsewhere, or others.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Version {
+    length: u64,
+    /// Seconds and nanoseconds.
+    modified: (i64, i64),
+}
+
+impl Version {
+    fn of(about: &Metadata) -> Self {
+        Self { length: about.len(), modified: (about.mtime(), about.mtime_nsec()) }
+    }
+}
+
 struct Part {
     path: PathBuf,
+    version: Version,
     columns: Vec<Column>,
     rows: usize,
     /// Rows of the files before.
@@ -67,9 +82,10 @@ pub(super) struct Rows {
 }
 
 impl Rows {
-    /// Adds a file of `length` bytes with these arrays, of `rows` rows, the last of which ends the file.
-    pub fn add(&mut self, path: PathBuf, length: u64, columns: Vec<Column>, rows: usize) -> Result<()> {
-        let mut last = 0;
+    /// Adds a file, of which the system said this before its header was read, with these arrays of `rows` rows, the last of which ends the
+    /// file.
+    pub fn add(&mut self, path: PathBuf, about: &Metadata, columns: Vec<Column>, rows: usize) -> Result<()> {
+        let (mut last, length) = (0, about.len());
         for column in &columns {
             let place = format_args!("the array {:?}", column.name);
             let Some(row) = column.bytes().filter(|row| *row <= MAX_ROW) else {
@@ -100,7 +116,8 @@ impl Rows {
             return Err(bad(&path, "its arrays", cause, "is it whole? Copy it again, or write it again"));
         }
         self.len = len;
-        self.parts.push(Part { path, columns, rows, first, open: OnceLock::new() });
+        let version = Version::of(about);
+        self.parts.push(Part { path, version, columns, rows, first, open: OnceLock::new() });
         Ok(())
     }
 
@@ -145,7 +162,14 @@ impl Part {
             }
             Ok(array)
         };
-        self.columns.iter().map(|one| Ok((one.name.as_str(), column(one)?))).collect()
+        let arrays: Result<Vec<_>> =
+            self.columns.iter().map(|one| Ok((one.name.as_str(), column(one)?))).collect();
+        // Afterwards: it may be written anew, in its place, at any time.
+        let about = file.metadata().map_err(|error| io_error(&self.path, &error))?;
+        if Version::of(&about) != self.version {
+            return Err(bad(&self.path, format_args!("row {row}"), CHANGED, REOPEN));
+        }
+        arrays
     }
 }
 
@@ -218,7 +242,8 @@ mod tests {
             let (name, shape) = ("array".to_owned(), vec![0]);
             let column = Column { name, dtype: ElementType::F64, shape, start: 6, order };
             let mut rows = Rows::default();
-            rows.add(file.path().to_owned(), 6, vec![column.clone()], MAX_EMPTY_ROWS).unwrap();
+            let about = file.as_file().metadata().unwrap();
+            rows.add(file.path().to_owned(), &about, vec![column.clone()], MAX_EMPTY_ROWS).unwrap();
             for row in [0, 1, MAX_EMPTY_ROWS - 1] {
                 assert!(rows.row(row).unwrap()[0].1.as_bytes().is_empty());
             }
@@ -226,7 +251,8 @@ mod tests {
             // In one file or in several.
             let mut one = Rows::default();
             for (rows, count) in [(&mut rows, 1), (&mut one, 1 << 61)] {
-                let error = rows.add(file.path().to_owned(), 6, vec![column.clone()], count).unwrap_err();
+                let error =
+                    rows.add(file.path().to_owned(), &about, vec![column.clone()], count).unwrap_err();
                 assert!(error.to_string().contains("rows without an element"), "{error}");
             }
         }

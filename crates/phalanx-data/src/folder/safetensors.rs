@@ -62,7 +62,8 @@ impl Dataset for SafetensorsDataset {
 
 fn add(rows: &mut Rows, path: PathBuf) -> Result<()> {
     let mut file = open_file(&path)?;
-    let length = file.metadata().map_err(|error| io_error(&path, &error))?.len();
+    let about = file.metadata().map_err(|error| io_error(&path, &error))?;
+    let length = about.len();
     let torn =
         |cause: String| bad(&path, "its header", cause, "is it a safetensors file, and whole? Copy it again");
     let mut prefix = [0; PREFIX as usize];
@@ -104,7 +105,7 @@ fn add(rows: &mut Rows, path: PathBuf) -> Result<()> {
         let start = start.ok_or_else(|| torn(format!("the tensor {name:?} begins nowhere")))?;
         columns.push(Column { name, dtype, shape: shape.to_vec(), start, order: Order::RowMajor });
     }
-    rows.add(path, length, columns, count.unwrap_or(0))
+    rows.add(path, &about, columns, count.unwrap_or(0))
 }
 
 fn dtype(dtype: Dtype) -> Option<ElementType> {

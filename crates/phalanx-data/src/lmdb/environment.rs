@@ -12,6 +12,7 @@ use heed::{CommitOrAbort, Database, Env, EnvFlags, EnvOpenOptions, MdbError, RoT
 use parking_lot::Mutex;
 use phalanx::{Error, Result};
 
+use super::FILE;
 use super::meta::{DatabaseRecord, Meta};
 use crate::folder::io_error;
 
@@ -104,16 +105,25 @@ impl Environment {
 
     /// Opens the file that was looked at: the one of these numbers, whose meta pages say this.
     fn map(path: &Path, readahead: bool, file: (u64, u64), meta: Meta) -> Result<Self> {
-        let mut flags = EnvFlags::NO_SUB_DIR | EnvFlags::READ_ONLY;
+        let mut flags = EnvFlags::READ_ONLY;
+        // The locks of a folder are another file than those of a file, and who writes through the folder looks at that one alone.
+        let is_in_folder = path.file_name().is_some_and(|name| name == FILE);
+        let place = match path.parent().filter(|_| is_in_folder) {
+            Some(folder) => folder,
+            None => {
+                flags |= EnvFlags::NO_SUB_DIR;
+                path
+            }
+        };
         if !readahead {
             flags |= EnvFlags::NO_READ_AHEAD;
         }
         // No more than there is: address space may be limited too.
         let size = meta.file.next_multiple_of(SYSTEM_PAGE);
-        let env = match open(path, flags, size) {
+        let env = match open(place, flags, size) {
             Err(heed::Error::Io(error)) if is_read_only(&error) => {
                 // Nobody may write the lock's file here. Then nobody may change the data either, it is to be hoped.
-                open(path, flags | EnvFlags::NO_LOCK, size)
+                open(place, flags | EnvFlags::NO_LOCK, size)
             }
             outcome => outcome,
         };
@@ -150,7 +160,7 @@ impl Environment {
         let record = {
             let transaction = self.read()?;
             let found = self.main.database.get(&transaction, name.as_bytes()).map_err(failed)?;
-            found.and_then(|record| DatabaseRecord::read(record, &self.meta))
+            found.filter(|_| is_name(name)).and_then(|record| DatabaseRecord::read(record, &self.meta))
         };
         let absent = || {
             refused("does not exist").with_remedy("the main database's keys are their names: lmdb::keys_of")
@@ -177,7 +187,7 @@ impl Environment {
 
     /// Whether the value of this key in the main database is not an item but a database. No transaction of this thread may be open.
     pub fn is_database(&self, key: &[u8]) -> Result<bool> {
-        let Ok(name) = std::str::from_utf8(key) else { return Ok(false) };
+        let Some(name) = std::str::from_utf8(key).ok().filter(|name| is_name(name)) else { return Ok(false) };
         // LMDB opens one at a time.
         let named = self.named.lock();
         if named.contains_key(name) {
@@ -233,6 +243,12 @@ impl Environment {
     }
 }
 
+/// Whether a database may have this name. LMDB takes names as C does, up to a byte 0; the numbers of an [`LmdbWriter`](super::LmdbWriter)'s items
+/// are none.
+fn is_name(name: &str) -> bool {
+    !name.contains('\0')
+}
+
 /// The device and the inode of the file at `path`.
 fn file_at(path: &Path) -> Result<(u64, u64)> {
     let about = fs::metadata(path).map_err(|error| io_error(path, &error))?;
@@ -280,6 +296,10 @@ pub(super) fn explained(path: &Path, error: heed::Error) -> Error {
         heed::Error::Mdb(MdbError::DbsFull) => {
             Some("a process may have 32 named databases of a file open: read them in several")
         }
+        heed::Error::Mdb(MdbError::VersionMismatch) => Some(
+            "another program has it open, whose version of LMDB has other locks: close it there, open it there without locks (lock=False in \
+             Python), or read a copy",
+        ),
         heed::Error::Mdb(MdbError::MapResized) => Some("it has grown while it was read: open it again"),
         heed::Error::Mdb(MdbError::MapFull) => Some("raise the writer's `max_bytes`"),
         heed::Error::Mdb(MdbError::BadRslot) => Some("read one item of a data set at a time on a thread"),
@@ -290,6 +310,11 @@ pub(super) fn explained(path: &Path, error: heed::Error) -> Error {
             Some("this program has it open through heed itself, or writes it: close that first")
         }
         heed::Error::Io(error) if error.kind() == io::ErrorKind::StorageFull => Some("make room on the disk"),
+        // A reader locks the byte of the lock's file whose place is the number of its process.
+        heed::Error::Io(error) if error.kind() == io::ErrorKind::WouldBlock => Some(
+            "does a process of the same number read it, in another container or on another host? Mount its folder read-only: then it is read \
+             without locks",
+        ),
         heed::Error::Io(error) if error.kind() == io::ErrorKind::OutOfMemory => {
             Some("there is too little address space for the file: raise `ulimit -v`")
         }
@@ -303,6 +328,13 @@ pub(super) fn explained(path: &Path, error: heed::Error) -> Error {
 mod tests {
     use super::super::LmdbWriter;
     use super::*;
+
+    #[test]
+    fn a_reader_of_the_same_number_elsewhere_is_named() {
+        // What LMDB returns if another process holds the lock of this number (`mdb_reader_pid`).
+        let error = explained(Path::new("data.mdb"), heed::Error::Io(io::ErrorKind::WouldBlock.into()));
+        assert!(error.remedy().is_some_and(|remedy| remedy.contains("read-only")), "{error}");
+    }
 
     #[test]
     fn a_file_that_is_replaced_while_it_is_opened_is_refused() {

@@ -31,7 +31,7 @@ pub struct Batches<D: Dataset, B: Send + 'static> {
     /// Behind the batches that were handed to workers.
     ahead: ElasticSampler,
     /// The sampler's own order of this epoch.
-    order: Option<Arc<[usize]>>,
+    order: Option<Vec<usize>>,
     shard: (Rank, WorldSize),
     /// Whose workers load: the rank of the process, of so many.
     worker_rank: (Rank, WorldSize),
@@ -88,7 +88,7 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
             }
             self.ahead = over(&self.ahead, order.len());
             self.record(&self.ahead);
-            self.order = Some(order.into());
+            self.order = Some(order);
         }
         if self.ahead.consumed() == 0 {
             self.inner.check(self.ahead.samples(), shard.1)?;

@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::sync::mpsc::channel;
+use std::time::{Duration, SystemTime};
 
 use phalanx_data::folder::{
     CsvDataset, ElementType, ImageFolder, JsonLinesDataset, NpyDataset, SafetensorsDataset,
@@ -207,6 +209,94 @@ fn rows_of_numpy_s_arrays_are_items() {
         .get(1),
         &["b.npy, row 1", "bool"],
     );
+}
+
+#[test]
+fn a_header_of_brackets_in_brackets_is_refused_and_holds_nobody_up() {
+    let folder = tempfile::tempdir().unwrap();
+    let brackets = |open: &str, close: &str, depth: usize| open.repeat(depth) + "1" + &close.repeat(depth);
+    for descr in [brackets("[", "]", 60), brackets("{", "}", 60), brackets("(", "", 60_000)] {
+        let header = format!("{{'descr': {descr}, 'fortran_order': False, 'shape': (3, 2), }}");
+        let path = written(folder.path(), "deep.npy", npy(&header, &floats(0, 6)));
+        let (tell, told) = channel();
+        std::thread::spawn(move || tell.send(NpyDataset::open(path).map(drop)));
+        names(told.recv_timeout(Duration::from_secs(60)).unwrap(), &["deep.npy", "its header", "brackets"]);
+    }
+    // One of named fields is not so deep.
+    let fields = "{'descr': [('a', '<f4'), ('b', '<f4')], 'fortran_order': False, 'shape': (3,), }";
+    let fields = NpyDataset::open(written(folder.path(), "fields.npy", npy(fields, &floats(0, 6))));
+    names(fields, &["fields.npy", "its array", "not supported", "astype"]);
+}
+
+/// Writes a file anew in its place, as `open(path, "w")` in Python does: who has it open sees the new content.
+fn rewritten(path: &Path, bytes: impl AsRef<[u8]>) {
+    let mut file = fs::File::options().write(true).truncate(true).open(path).unwrap();
+    file.write_all(bytes.as_ref()).unwrap();
+    // However coarse the file system's clock is.
+    file.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(1)).unwrap();
+}
+
+fn appended(path: &Path, text: &str) {
+    fs::File::options().append(true).open(path).unwrap().write_all(text.as_bytes()).unwrap();
+}
+
+#[test]
+fn lines_that_are_not_where_they_were_are_refused_and_a_file_may_grow() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = written(folder.path(), "numbers.csv", "n\r\n1234\r\n5678\r\n");
+    let numbers = CsvDataset::<(u32,)>::open(&path).unwrap();
+    appended(&path, "9\r\n");
+    assert_eq!([numbers.get(0).unwrap(), numbers.get(1).unwrap()], [(1234,), (5678,)]);
+    for other in ["n\r\n12\r\n345678\r\n", "n\r\n1", "n\r\n1\n23\n56\n7890\n", "n\n123\n45678\n90123\n"] {
+        rewritten(&path, other);
+        for item in 0..2 {
+            names(
+                numbers.get(item),
+                &["numbers.csv", &format!("item {item}"), "was changed", "open it again"],
+            );
+        }
+    }
+
+    let path = written(folder.path(), "last.csv", "n\n7");
+    let numbers = CsvDataset::<(u32,)>::open(&path).unwrap();
+    appended(&path, "\n8\n");
+    assert_eq!(numbers.get(0).unwrap(), (7,));
+
+    let path = written(folder.path(), "numbers.jsonl", "\u{feff}1234\n5678");
+    let numbers = JsonLinesDataset::<u32>::open(&path).unwrap();
+    appended(&path, "\n9");
+    assert_eq!([numbers.get(0).unwrap(), numbers.get(1).unwrap()], [1234, 5678]);
+    for other in ["\u{feff}12\n345678\n", "\u{feff}1", "1234\n5678\n", "\u{feff}12345678901\n"] {
+        rewritten(&path, other);
+        for item in 0..2 {
+            names(numbers.get(item), &["numbers.jsonl", &format!("item {item}"), "was changed"]);
+        }
+    }
+}
+
+#[test]
+fn arrays_of_a_file_that_was_written_anew_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let header = "{'descr': '<f4', 'fortran_order': False, 'shape': (3, 2), }";
+    let (first, other) = (npy(header, &floats(0, 6)), npy(header, &floats(6, 6)));
+    // One is open, and of the other only the header was read.
+    for (name, reads) in [("open.npy", true), ("closed.npy", false)] {
+        let path = written(folder.path(), name, &first);
+        let rows = NpyDataset::open(&path).unwrap();
+        if reads {
+            assert_eq!(rows.get(0).unwrap().as_slice::<f32>().unwrap(), [0.0, 1.0]);
+        }
+        rewritten(&path, &other);
+        names(rows.get(1), &[name, "row 1", "was changed", "open it again"]);
+    }
+    let tensors = |from| safetensors(&[("x", "F32", &[3, 2], &floats(from, 6))]);
+    let path = written(folder.path(), "x.safetensors", tensors(0));
+    let rows = SafetensorsDataset::open(&path).unwrap();
+    // Another file of its name and length.
+    let copy = written(folder.path(), "copy", b"");
+    rewritten(&copy, tensors(6));
+    fs::rename(copy, &path).unwrap();
+    names(rows.get(2), &["x.safetensors", "row 2", "was changed"]);
 }
 
 #[test]

@@ -73,6 +73,25 @@ fn a_data_set_that_was_packed_anew_is_not_read_from_the_old_file() {
     assert_eq!(new.get(3).unwrap(), item(3, 5));
 }
 
+/// As Python's `lmdb.open(folder)`, whose writer asks there which pages are still read.
+#[test]
+fn who_reads_in_a_folder_locks_where_those_look_who_write_there() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = pack(folder.path(), 3, |_| 0);
+    for opened in [path.clone(), path.join("data.mdb")] {
+        let dataset = LmdbDataset::open(opened).unwrap();
+        assert_eq!(dataset.get(1).unwrap(), item(1, 0));
+        let mut names: Vec<_> =
+            fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        names.sort();
+        assert_eq!(names, ["data.mdb", "lock.mdb"]);
+    }
+    // A file by itself has them beside it.
+    fs::copy(path.join("data.mdb"), folder.path().join("alone")).unwrap();
+    assert_eq!(LmdbDataset::open(folder.path().join("alone")).unwrap().get(2).unwrap(), item(2, 0));
+    assert!(folder.path().join("alone-lock").exists());
+}
+
 #[test]
 fn opening_and_closing_at_the_same_moment_do_each_other_no_harm() {
     let folder = tempfile::tempdir().unwrap();
@@ -125,6 +144,24 @@ fn keys_of_somebody_else_are_read_by_name() {
     let error = some.get(2).unwrap_err().to_string();
     assert!(error.contains("no key other") && error.contains("keys_of"), "{error}");
     assert!(LmdbDataset::with_keys(&path, [""]).is_err());
+}
+
+/// Six small numbers of 64 bits look as LMDB's record of a database does: one leaf page, five entries, a root.
+#[test]
+fn an_item_that_looks_like_a_database_is_an_item_all_the_same() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("packed");
+    let numbers = [0_u64, 0, 1, 0, 5, 1].map(u64::to_le_bytes).concat();
+    let mut writer = LmdbWriter::create(&path).unwrap();
+    (0..3).for_each(|index| assert_eq!(writer.push(&numbers).unwrap(), index));
+    writer.finish().unwrap();
+    let dataset = LmdbDataset::open(&path).unwrap();
+    for index in 0..3 {
+        assert_eq!(dataset.get(index).unwrap(), numbers);
+    }
+    let named = LmdbDataset::with_keys(&path, [[0_u8; 8]]).unwrap().database("\0".repeat(8));
+    let error = named.unwrap_err().to_string();
+    assert!(error.contains("does not exist"), "{error}");
 }
 
 /// A pipe there would hold up whoever opens it.

@@ -51,11 +51,11 @@ pub fn checkpoint_number(name: &str) -> Option<u64> {
     number.parse().ok().filter(|number| *number <= MAX_NUMBER)
 }
 
-/// The number of the claim whose file has this name; None if this is not the name of one.
+/// The number of the claim whose file has this name; None if this is not the name of one. Another way to write the number is none: no file
+/// would be found under the name that the number has.
 pub fn claim_number(name: &str) -> Option<u64> {
-    let digits =
-        name.strip_prefix(OWNER).filter(|digits| digits.bytes().all(|byte| byte.is_ascii_digit()))?;
-    digits.parse().ok().filter(|number| *number < MAX_NUMBER)
+    let number = name.strip_prefix(OWNER)?.parse::<u64>().ok().filter(|number| *number < MAX_NUMBER)?;
+    (owner(number) == name).then_some(number)
 }
 
 /// Whether this is the name of a checkpoint that is being written.
@@ -121,6 +121,9 @@ mod tests {
     fn a_name_has_one_meaning() {
         assert_eq!(checkpoint_number(&complete(12, 1200)), Some(12));
         assert_eq!(claim_number(&owner(7)), Some(7));
+        for name in [".owner-7", ".owner-000000007", ".owner-+0000007", ".owner-"] {
+            assert_eq!(claim_number(name), None, "{name}");
+        }
         for name in [complete(1, 2), owner(3), "manifest.json".to_owned()] {
             assert_eq!(leftover(&name, 9), None, "{name}");
         }

@@ -64,9 +64,9 @@ pub struct ElasticSampler {
     /// The places of the last step, which can be put back until the next step.
     #[serde(skip)]
     last: Option<StepPlaces>,
-    /// The shuffled order of an epoch, once it was needed; clones share it.
+    /// The shuffled order of an epoch, once it was needed; clones share it. A slice would be a copy: twice the memory that was checked.
     #[serde(skip)]
-    order: Option<(u64, Arc<[usize]>)>,
+    order: Option<(u64, Arc<Vec<usize>>)>,
 }
 
 /// The places of one step: those that were put back, and then a part of the order.
@@ -277,7 +277,7 @@ impl ElasticSampler {
     }
 
     /// The order of the epoch, unless it is that of the samples.
-    fn shuffled(&mut self) -> Option<Arc<[usize]>> {
+    fn shuffled(&mut self) -> Option<Arc<Vec<usize>>> {
         let Self { samples, shuffle, seed, epoch, .. } = *self;
         if !shuffle {
             return None;
@@ -285,7 +285,7 @@ impl ElasticSampler {
         if self.order.as_ref().is_some_and(|(of, _)| *of != epoch) {
             self.order = None;
         }
-        let order = || (epoch, random_permutation(samples, seed.wrapping_add(epoch)).into());
+        let order = || (epoch, Arc::new(random_permutation(samples, seed.wrapping_add(epoch))));
         Some(self.order.get_or_insert_with(order).1.clone())
     }
 }

@@ -60,14 +60,36 @@ impl AppendFile {
         outcome
     }
 
-    /// Moves the lines that are not to stay to the end of the file `aside`.
-    pub fn retain_lines(&mut self, aside: &Path, mut stays: impl FnMut(&[u8]) -> bool) -> io::Result<()> {
+    /// Moves the lines that are not to stay to the end of the file `aside`, or none of them.
+    pub fn retain_lines(&mut self, aside: &Path, stays: impl FnMut(&[u8]) -> bool) -> io::Result<()> {
         self.buffer.clear();
         let half_done = self.path.with_extension("tmp");
+        let aside = Self::open_lines(aside.to_owned())?;
+        let before = aside.length()?;
+        let moved = self.divide(&half_done, &aside.file, stays);
+        if !matches!(moved, Ok(true)) {
+            // Else each attempt would add them again, and take what a full disk has left.
+            let _ = aside.file.set_len(before);
+            let _ = std::fs::remove_file(&half_done);
+            return moved.map(|_| ());
+        }
+        self.file = open_to_append(&self.path)?;
+        // Else what is added from here on could be lost with the new file, and the lines that have left be back.
+        folder::sync(self.above())
+    }
+
+    /// Adds the lines that are not to stay to `aside`, and puts the others, by way of the file `half_done`, in the place of all;
+    /// whether there are lines that do not stay. If there are none, nothing is replaced.
+    fn divide(
+        &self,
+        half_done: &Path,
+        aside: &File,
+        mut stays: impl FnMut(&[u8]) -> bool,
+    ) -> io::Result<bool> {
         let mut options = OpenOptions::new();
-        let half_done_file = unless_pipe(&half_done, options.write(true).create(true).truncate(true))?;
+        let half_done_file = unless_pipe(half_done, options.write(true).create(true).truncate(true))?;
         let mut kept = BufWriter::new(half_done_file);
-        let mut moved = BufWriter::new(open_to_append(aside)?);
+        let mut moved = BufWriter::new(aside);
         let mut lines = BufReader::new(unless_pipe(&self.path, File::options().read(true))?);
         let (mut line, mut has_moved) = (Vec::new(), false);
         while lines.read_until(b'\n', &mut line)? > 0 {
@@ -81,18 +103,18 @@ impl AppendFile {
         }
         let moved = moved.into_inner().map_err(io::IntoInnerError::into_error)?;
         let kept = kept.into_inner().map_err(io::IntoInnerError::into_error)?;
-        if !has_moved {
-            return std::fs::remove_file(&half_done);
+        if has_moved {
+            // A line that leaves the one file is in the other before, also after a loss of power.
+            moved.sync_all()?;
+            kept.sync_all()?;
+            folder::sync(self.above())?;
+            std::fs::rename(half_done, &self.path)?;
         }
-        let above = self.path.parent().unwrap_or(Path::new("."));
-        // A line that leaves the one file is in the other before, also after a loss of power.
-        moved.sync_all()?;
-        kept.sync_all()?;
-        folder::sync(above)?;
-        std::fs::rename(&half_done, &self.path)?;
-        self.file = open_to_append(&self.path)?;
-        // Else what is added from here on could be lost with the new file, and the lines that have left be back.
-        folder::sync(above)
+        Ok(has_moved)
+    }
+
+    fn above(&self) -> &Path {
+        self.path.parent().unwrap_or(Path::new("."))
     }
 
     fn length(&self) -> io::Result<u64> {
@@ -162,5 +184,25 @@ mod tests {
         let read = |path: &Path| std::fs::read_to_string(path).unwrap();
         assert_eq!((read(&path), read(&aside)), ("1\n2\n3\n".to_owned(), "5\n".to_owned()));
         assert!(!folder.path().join("lines.tmp").exists());
+    }
+
+    #[test]
+    fn an_attempt_that_fails_moves_no_line_and_half_a_line_aside_is_cut_off() {
+        let folder = tempfile::tempdir().unwrap();
+        let [path, aside, half_done] = ["lines", "aside", "lines.tmp"].map(|name| folder.path().join(name));
+        std::fs::write(&path, "1\n5\n2\n").unwrap();
+        std::fs::write(&aside, "4\n6").unwrap();
+        let mut file = AppendFile::open_lines(path.clone()).unwrap();
+        let read = |path: &Path| std::fs::read_to_string(path).unwrap();
+        for _ in 0..2 {
+            let taken_away = |line: &[u8]| {
+                let _ = std::fs::remove_file(&half_done);
+                line != b"5\n"
+            };
+            file.retain_lines(&aside, taken_away).unwrap_err();
+            assert_eq!((read(&path), read(&aside)), ("1\n5\n2\n".to_owned(), "4\n".to_owned()));
+        }
+        file.retain_lines(&aside, |line| line != b"5\n").unwrap();
+        assert_eq!((read(&path), read(&aside)), ("1\n2\n".to_owned(), "4\n5\n".to_owned()));
     }
 }

@@ -59,8 +59,8 @@ pub(crate) struct Announcement<'a> {
     pub own: Vec<u8>,
     /// Reads those of all ranks, by rank. An error ends the start on every rank.
     pub read: &'a dyn Fn(&[&[u8]]) -> Result<()>,
-    /// What this rank tells the others when all are connected. None if no rank tells anything, as all know.
-    pub then: Option<&'a dyn Fn() -> Result<Vec<u8>>>,
+    /// What this rank tells the others when all are connected. Whoever has heard all knows that nobody reads the store any more.
+    pub then: &'a dyn Fn() -> Result<Vec<u8>>,
 }
 
 /// Connects this rank with all others. If that fails, it tells them, so that none waits for it until its deadline.
@@ -80,7 +80,7 @@ pub(crate) fn mesh_with(
         connections.control.push(control);
         connections.messages.push(slot(messages));
     }
-    let tell = announcement.and_then(|announcement| announcement.then);
+    let tell = announcement.map(|announcement| announcement.then);
     let built = built.and_then(|built| {
         let exchange = |own| all_tell::exchange(config, &built.hosts, &connections, own, deadline);
         let told = tell.map(|tell| tell().and_then(exchange)).transpose()?.unwrap_or_default();

@@ -9,7 +9,7 @@ use image::codecs::pnm::{PnmDecoder, PnmHeader, PnmSubtype, SampleEncoding};
 use image::codecs::tiff::TiffDecoder;
 use image::codecs::webp::WebPDecoder;
 use image::metadata::Orientation;
-use image::{ColorType, DynamicImage, ImageDecoder, ImageError, ImageFormat, Limits};
+use image::{ColorType, DynamicImage, ImageDecoder, ImageError, ImageFormat, Limits, Rgba};
 
 use super::{MAX_BYTES, MAX_SIDE, jpeg, tiff};
 
@@ -91,7 +91,11 @@ pub(super) fn decode(bytes: &[u8], options: Options) -> Result<DynamicImage, Cau
             if pages > 1 {
                 several(&format!("{pages} pages"))?;
             }
-            read(TiffDecoder::new(&mut file)?)?
+            let (mut image, orientation) = read(TiffDecoder::new(&mut file)?)?;
+            if tiff::is_premultiplied(bytes) {
+                divide_by_opacity(&mut image);
+            }
+            (image, orientation)
         }
         ImageFormat::Pnm => {
             let decoder = PnmDecoder::new(&mut file)?;
@@ -183,6 +187,32 @@ fn read(mut decoder: impl ImageDecoder) -> Result<(DynamicImage, Orientation), C
     Ok((DynamicImage::from_decoder(decoder)?, orientation))
 }
 
+/// Divides colours that were multiplied by their opacity. Those of which nothing is seen are black, as in Pillow.
+fn divide_by_opacity(image: &mut DynamicImage) {
+    let divided = |colour: u32, opacity: u32, most: u32| {
+        let colour = (colour * most).checked_div(opacity).unwrap_or(0);
+        colour.min(most)
+    };
+    match image {
+        DynamicImage::ImageRgba8(image) => {
+            for Rgba([colours @ .., opacity]) in image.pixels_mut() {
+                for colour in colours {
+                    *colour = divided((*colour).into(), (*opacity).into(), u8::MAX.into()) as u8;
+                }
+            }
+        }
+        DynamicImage::ImageRgba16(image) => {
+            for Rgba([colours @ .., opacity]) in image.pixels_mut() {
+                for colour in colours {
+                    *colour = divided((*colour).into(), (*opacity).into(), u16::MAX.into()) as u16;
+                }
+            }
+        }
+        // Without opacity.
+        _ => {}
+    }
+}
+
 fn is_text(header: &PnmHeader) -> bool {
     match header.subtype() {
         PnmSubtype::Bitmap(encoding) | PnmSubtype::Graymap(encoding) | PnmSubtype::Pixmap(encoding) => {
@@ -195,6 +225,52 @@ fn is_text(header: &PnmHeader) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A TIFF of one row, with samples of so many bits and this kind of opacity.
+    fn rgba_tiff(bits: u32, kind: u32, samples: &[u8]) -> Vec<u8> {
+        const SHORT: u32 = 3;
+        const LONG: u32 = 4;
+        let width = samples.len() as u32 * 8 / bits / 4;
+        let (depths, pixels) = (8 + 2 + 11 * 12 + 4, 8 + 2 + 11 * 12 + 4 + 8);
+        let entries: [(u32, u32, u32, u32); 11] = [
+            (256, LONG, 1, width),
+            (257, LONG, 1, 1),
+            (258, SHORT, 4, depths),
+            (259, SHORT, 1, 1),
+            (262, SHORT, 1, 2),
+            (273, LONG, 1, pixels),
+            (277, SHORT, 1, 4),
+            (278, LONG, 1, 1),
+            (279, LONG, 1, samples.len() as u32),
+            (284, SHORT, 1, 1),
+            (338, SHORT, 1, kind),
+        ];
+        let mut bytes = b"II\x2a\0\x08\0\0\0\x0b\0".to_vec();
+        for (tag, kind, count, value) in entries {
+            bytes.extend((tag | kind << 16).to_le_bytes());
+            bytes.extend([count, value].map(u32::to_le_bytes).concat());
+        }
+        bytes.extend([0; 4]);
+        bytes.extend([bits as u16; 4].map(u16::to_le_bytes).concat());
+        bytes.extend(samples);
+        bytes
+    }
+
+    /// Pillow's rule (`unpackRGBa`): a colour times 255 by the opacity, cut off at 255, and nothing where the opacity is 0.
+    #[test]
+    fn colours_of_a_tiff_that_were_multiplied_by_their_opacity_are_divided_by_it() {
+        let samples = [[100_u8, 50, 0, 128], [200, 200, 200, 100], [9, 9, 9, 0], [7, 8, 9, 255]].concat();
+        let colours = |file: &[u8]| match decode(file, Options::default()) {
+            Ok(image) => image.into_rgb8().into_raw(),
+            Err(cause) => panic!("{}", cause.text()),
+        };
+        assert_eq!(colours(&rgba_tiff(8, 1, &samples)), [199, 99, 0, 255, 255, 255, 0, 0, 0, 7, 8, 9]);
+        assert_eq!(colours(&rgba_tiff(8, 2, &samples)), [100, 50, 0, 200, 200, 200, 9, 9, 9, 7, 8, 9]);
+        // Of 16 bits: 0x2000 by 0x4000 is 32767 of 65535, which is rounded to 127 of 255.
+        let samples = [0x2000_u16, 0x4000, 0, 0x4000].map(u16::to_le_bytes).concat();
+        assert_eq!(colours(&rgba_tiff(16, 1, &samples)), [127, 255, 0]);
+        assert_eq!(colours(&rgba_tiff(16, 2, &samples)), [32, 64, 0]);
+    }
 
     #[test]
     fn a_bmp_is_as_long_as_it_says_if_it_says_so() {

@@ -1,7 +1,10 @@
 //! JPEG, read strictly: a file whose picture is not whole is an error, where decoders fill the rest with grey.
 //!
 //! image's own use of zune-jpeg fills what is missing of a picture that is cut off. In strict mode that is an error.
-//! The decoder does not ask whether the end marker is there; `whole` does.
+//! The decoder does not ask whether the end marker is there; `whole` does. It takes some files for others than libjpeg does, which Pillow and
+//! browsers use; `as_libjpeg` knows them.
+
+use std::borrow::Cow;
 
 use image::metadata::Orientation;
 use image::{DynamicImage, GrayImage, RgbImage};
@@ -17,13 +20,18 @@ use super::decode::{Cause, check_size};
 const START_OF_IMAGE: u8 = 0xd8;
 const END_OF_IMAGE: u8 = 0xd9;
 const START_OF_SCAN: u8 = 0xda;
+const APP0: u8 = 0xe0;
+const APP14: u8 = 0xee;
+/// The most scans. Each may pass over all of the picture with few bytes, so that a small file of many takes hours.
+const MAX_SCANS: usize = 500;
 
 /// The picture, and how it is to be turned.
 pub(super) fn decode(bytes: &[u8]) -> Result<(DynamicImage, Orientation), Cause> {
     whole(bytes).map_err(|cause| Cause::Damaged(cause.to_owned()))?;
+    let bytes = as_libjpeg(bytes)?;
     let side = MAX_SIDE as usize;
     let options = DecoderOptions::default().set_strict_mode(true).set_max_width(side).set_max_height(side);
-    let mut decoder = JpegDecoder::new_with_options(ZCursor::new(bytes), options);
+    let mut decoder = JpegDecoder::new_with_options(ZCursor::new(&*bytes), options);
     decoder.decode_headers().map_err(cause)?;
     let (Some((width, height)), Some(space)) = (decoder.dimensions(), decoder.input_colorspace()) else {
         return Err(Cause::Damaged("it has no dimensions".into()));
@@ -57,28 +65,20 @@ fn cause(error: DecodeErrors) -> Cause {
 /// films there.
 fn whole(bytes: &[u8]) -> Result<(), &'static str> {
     const CUT_OFF: &str = "it is cut off: its end marker is missing";
-    let mut at = 2;
-    let mut in_scan = false;
+    let (mut at, mut scans) = (2, 0);
     loop {
-        // The next marker: 0xff, more of them as filling, and a byte that is neither that nor 0.
-        let marker = loop {
-            let rest = bytes.get(at..).ok_or(CUT_OFF)?;
-            at += rest.iter().position(|byte| *byte == 0xff).ok_or(CUT_OFF)? + 1;
-            match *bytes.get(at).ok_or(CUT_OFF)? {
-                0 => at += 1,
-                0xff => {}
-                marker => break marker,
-            }
-        };
-        at += 1;
+        let (marker, behind) = next_marker(bytes, at).ok_or(CUT_OFF)?;
+        at = behind;
         match marker {
-            END_OF_IMAGE if in_scan => return Ok(()),
+            END_OF_IMAGE if scans > 0 => return Ok(()),
             END_OF_IMAGE => return Err("it ends before its first scan"),
             START_OF_IMAGE => return Err("it is cut off: another JPEG begins inside of it"),
-            // Restarts, and a marker for arithmetic coding, stand alone.
-            0x01 | 0xd0..=0xd7 => {}
+            marker if stands_alone(marker) => {}
             marker => {
-                in_scan |= marker == START_OF_SCAN;
+                scans += usize::from(marker == START_OF_SCAN);
+                if scans > MAX_SCANS {
+                    return Err("it has more scans than any picture");
+                }
                 let length = bytes.get(at..at + 2).ok_or(CUT_OFF)?;
                 at += usize::from(u16::from_be_bytes([length[0], length[1]])).max(2);
             }
@@ -86,9 +86,168 @@ fn whole(bytes: &[u8]) -> Result<(), &'static str> {
     }
 }
 
+/// The next marker from `at` on, and the place behind it: 0xff, more of them as filling, and a byte that is neither that nor 0.
+fn next_marker(bytes: &[u8], mut at: usize) -> Option<(u8, usize)> {
+    loop {
+        at += bytes.get(at..)?.iter().position(|byte| *byte == 0xff)? + 1;
+        match *bytes.get(at)? {
+            0 => at += 1,
+            0xff => {}
+            marker => return Some((marker, at + 1)),
+        }
+    }
+}
+
+/// Restarts, and a marker for arithmetic coding.
+fn stands_alone(marker: u8) -> bool {
+    matches!(marker, 0x01 | 0xd0..=0xd7)
+}
+
+/// What a segment has, which begins with its length at `at`.
+fn segment(bytes: &[u8], at: usize) -> Option<&[u8]> {
+    let length = bytes.get(at..)?.first_chunk::<2>()?;
+    bytes.get(at + 2..at + usize::from(u16::from_be_bytes(*length)))
+}
+
+/// The file as the decoder makes of it what libjpeg does.
+///
+/// - Of three components libjpeg asks JFIF's marker which colours they are, then Adobe's, and then their names. The decoder asks their names and then
+///   Adobe's marker. So that marker says here what libjpeg takes it for. Four of which it says that they are YCbCr are YCCK.
+/// - If the first component has fewer samples in a row than another, or in a column while there are four in a row, the decoder gives other
+///   pixels. That was found by comparing all ways to sample three components and many of four.
+fn as_libjpeg(bytes: &[u8]) -> Result<Cow<'_, [u8]>, Cause> {
+    let (mut at, mut has_jfif, mut adobe, mut components) = (2, false, None, Vec::new());
+    while let Some((marker, behind)) = next_marker(bytes, at) {
+        at = behind;
+        if stands_alone(marker) {
+            continue;
+        }
+        let Some(content) = segment(bytes, behind) else { break };
+        match marker {
+            START_OF_SCAN => break,
+            APP0 => has_jfif |= content.len() >= 14 && content.starts_with(b"JFIF\0"),
+            APP14 if content.len() >= 12 && content.starts_with(b"Adobe") => adobe = Some(behind + 2 + 11),
+            // The start of a frame, of any kind: the others are tables.
+            0xc0..=0xcf if !matches!(marker, 0xc4 | 0xc8 | 0xcc) => {
+                components = content.get(6..).unwrap_or_default().as_chunks::<3>().0.to_vec();
+            }
+            _ => {}
+        }
+        at += 2 + content.len();
+    }
+    // Of each component: its name, its samples in a row and in a column, and its table.
+    let samples = |one: &[u8; 3]| (one[1] >> 4, one[1] & 0xf);
+    let most = |of: fn((u8, u8)) -> u8| components.iter().map(samples).map(of).max().unwrap_or(0);
+    let (row, column) = (most(|samples| samples.0), most(|samples| samples.1));
+    if let Some(first) = components.first().map(samples)
+        && (first.0 < row || (first.1 < column && row > 2))
+    {
+        return Err(Cause::Unsupported("its first component has fewer samples than another".into()));
+    }
+    let is_called_rgb = components.iter().map(|one| one[0]).eq(*b"RGB");
+    let said = adobe.and_then(|at: usize| bytes.get(at).copied());
+    let saying = |at: usize, transform: u8| {
+        Cow::<[u8]>::Owned([&bytes[..at], &[transform], &bytes[at + 1..]].concat())
+    };
+    match (components.len(), said, adobe) {
+        (3, ..) if is_called_rgb && (has_jfif || said.is_some_and(|transform| transform != 0)) => {
+            let cause = "its components are named R, G and B, and a marker says that they are other colours";
+            Err(Cause::Unsupported(cause.into()))
+        }
+        (3, Some(0), Some(at)) if has_jfif => Ok(saying(at, 1)),
+        (4, Some(1), Some(at)) => Ok(saying(at, 2)),
+        _ => Ok(Cow::Borrowed(bytes)),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The file with other names of its components, without the segments of JFIF and Adobe, and with these behind its start.
+    fn with(file: &[u8], names: Option<&[u8]>, first: &[u8]) -> Vec<u8> {
+        let (mut at, mut other) = (2, [&file[..2], first].concat());
+        loop {
+            let (marker, behind) = next_marker(file, at).unwrap();
+            let mut content = segment(file, behind).unwrap().to_vec();
+            let end = behind + 2 + content.len();
+            // Where the first name stands, and how far apart they are.
+            let places = match marker {
+                0xc0 => Some((6, 3)),
+                START_OF_SCAN => Some((1, 2)),
+                _ => None,
+            };
+            for (index, name) in names.into_iter().flatten().enumerate() {
+                if let Some((first, apart)) = places {
+                    content[first + index * apart] = *name;
+                }
+            }
+            if marker != APP0 && marker != APP14 {
+                other.extend([&file[at..behind + 2], &content[..]].concat());
+            }
+            at = end;
+            if marker == START_OF_SCAN {
+                return [&other[..], &file[end..]].concat();
+            }
+        }
+    }
+
+    /// Adobe's segment with this transform.
+    fn adobe(transform: u8) -> Vec<u8> {
+        [&b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00"[..], &[transform]].concat()
+    }
+
+    fn pixels(file: &[u8]) -> Result<Vec<u8>, String> {
+        match decode(file) {
+            Ok((image, _)) => Ok(image.into_rgb8().into_raw()),
+            Err(cause) => Err(cause.text().to_owned()),
+        }
+    }
+
+    /// Which files have which colours is what `jpeg_read_header` of libjpeg-turbo 2.1 says of these very files (`jpeg_color_space`), and
+    /// that two of them have the same pixels what its `jpeg_read_scanlines` gives.
+    #[test]
+    fn components_have_the_colours_that_libjpeg_takes_them_for() {
+        const JFIF: &[u8] = b"\xff\xe0\x00\x10JFIF\x00\x01\x01\x00\x00\x01\x00\x01\x00\x00";
+        let file = include_bytes!("../../../tests/files/images/444.jpg");
+        let of = |names: Option<&[u8]>, first: &[u8]| pixels(&with(file, names, first));
+        let (ycbcr, rgb) = (pixels(file), of(None, &adobe(0)));
+        assert!(ycbcr.is_ok() && rgb.is_ok() && ycbcr != rgb);
+        assert_eq!(of(Some(b"RGB"), b""), rgb);
+        assert_eq!(of(Some(b"RGB"), &adobe(0)), rgb);
+        let both = [JFIF, &adobe(0)].concat();
+        let other: [(Option<&[u8]>, &[u8]); 4] =
+            [(None, b""), (Some(b"\x00\x01\x02"), b""), (None, &both), (None, &adobe(1))];
+        for (names, first) in other {
+            assert_eq!(of(names, first), ycbcr, "{names:?} {first:?}");
+        }
+        // libjpeg takes these for YCbCr, and the decoder for red, green and blue.
+        for first in [JFIF, &adobe(1), &both] {
+            let refused = of(Some(b"RGB"), first).unwrap_err();
+            assert!(refused.contains("named R, G and B"), "{refused}");
+        }
+        let file = include_bytes!("../../../tests/files/images/cmyk.jpg");
+        let of = |transform| pixels(&with(file, None, &adobe(transform)));
+        assert_eq!((of(0), of(1)), (pixels(file), of(2)));
+        assert!(of(0).is_ok() && of(1).is_ok() && of(0) != of(1));
+    }
+
+    #[test]
+    fn a_first_component_with_fewer_samples_than_another_is_refused() {
+        let file = include_bytes!("../../../tests/files/images/444.jpg");
+        let frame = file.windows(2).position(|two| two == b"\xff\xc0").unwrap() + 4 + 6;
+        let sampled = |factors: [u8; 3]| {
+            let mut file = file.to_vec();
+            (0..3).for_each(|component| file[frame + 3 * component + 1] = factors[component]);
+            as_libjpeg(&file).map(drop).map_err(|cause| cause.text().to_owned())
+        };
+        for factors in [[0x11; 3], [0x22, 0x11, 0x11], [0x41, 0x21, 0x11], [0x21, 0x12, 0x12]] {
+            assert_eq!(sampled(factors), Ok(()), "{factors:?}");
+        }
+        for factors in [[0x11, 0x22, 0x22], [0x12, 0x21, 0x11], [0x22, 0x22, 0x41], [0x41, 0x11, 0x22]] {
+            assert!(sampled(factors).unwrap_err().contains("fewer samples"), "{factors:?}");
+        }
+    }
 
     #[test]
     fn a_file_is_whole_up_to_its_own_end_marker() {
@@ -101,6 +260,11 @@ mod tests {
         assert_eq!(whole(&whole_file), Ok(()));
         assert_eq!(whole(&[&whole_file[..], b"film"].concat()), Ok(()));
         assert_eq!(whole(&[&whole_file[..], &whole_file].concat()), Ok(()));
+        let of = |scans: usize| {
+            let scans = [0xff, START_OF_SCAN, 0, 3, 9, 1].repeat(scans);
+            [&[0xff, START_OF_IMAGE][..], &scans, &[0xff, END_OF_IMAGE]].concat()
+        };
+        assert_eq!((whole(&of(MAX_SCANS)), whole(&of(MAX_SCANS + 1)).is_err()), (Ok(()), true));
         for end in 2..whole_file.len() {
             assert!(whole(&whole_file[..end]).is_err(), "{end}");
             let joined = [&whole_file[..end], &whole_file].concat();

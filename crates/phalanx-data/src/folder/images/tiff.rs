@@ -1,10 +1,13 @@
-//! The pages of a TIFF.
+//! What a TIFF says of its pages.
 
 use std::collections::HashSet;
 
 /// The tag that says what kind of page it is, and its bit for a smaller copy of another page.
 const NEW_SUBFILE_TYPE: u64 = 254;
 const IS_REDUCED: u64 = 1;
+/// The tag that says what samples there are besides the colours, and that of an opacity by which the colours were multiplied.
+const EXTRA_SAMPLES: u64 = 338;
+const IS_ASSOCIATED: u64 = 1;
 /// The most pages, and the most entries of all of them together.
 const MAX_PAGES: usize = 1 << 16;
 const MAX_ENTRIES: u64 = 1 << 20;
@@ -31,6 +34,19 @@ pub(super) fn pages(bytes: &[u8]) -> Result<usize, &'static str> {
         pages += usize::from(!reader.is_reduced(&page));
         next = page.next;
     }
+}
+
+/// Whether the colours of the first page were multiplied by its opacity.
+pub(super) fn is_premultiplied(bytes: &[u8]) -> bool {
+    let samples = Reader::of(bytes).and_then(|reader| {
+        let page = reader.page(reader.number(reader.first, reader.offset)?)?;
+        let at = reader.find(&page, EXTRA_SAMPLES)?;
+        let (count, place) = (reader.number(at + 4, reader.offset)?, at + 4 + reader.offset);
+        // Each has two bytes. More than have room in the entry are elsewhere.
+        let place = if count <= reader.offset / 2 { place } else { reader.number(place, reader.offset)? };
+        reader.number(place, 2)
+    });
+    samples == Some(IS_ASSOCIATED)
 }
 
 /// A page: where its entries begin, how many they are, and where the next page is.
@@ -72,11 +88,16 @@ impl<'a> Reader<'a> {
 
     /// Whether the page is a smaller copy of another.
     fn is_reduced(&self, page: &Page) -> bool {
-        let mut kinds = (0..page.entries).map(|entry| page.first + entry * self.entry);
-        let kind = kinds.find(|at| self.number(*at, 2) == Some(NEW_SUBFILE_TYPE));
+        let kind = self.find(page, NEW_SUBFILE_TYPE);
         // Its value is a LONG behind tag, type and count.
         let kind = kind.and_then(|at| self.number(at + 4 + self.offset, 4)).unwrap_or(0);
         kind & IS_REDUCED != 0
+    }
+
+    /// Where the entry with this tag begins.
+    fn find(&self, page: &Page, tag: u64) -> Option<u64> {
+        let mut entries = (0..page.entries).map(|entry| page.first + entry * self.entry);
+        entries.find(|at| self.number(*at, 2) == Some(tag))
     }
 
     /// The number of so many bytes at a place.

@@ -32,16 +32,55 @@ pub(super) struct Coordinator {
 
 #[derive(Debug)]
 struct Waiting {
-    /// By rank.
-    requests: Vec<Option<Request>>,
-    /// How many of them there are: with a look at all of them for each that comes, the looks would be as many as the square of the ranks.
+    /// The first that came.
+    model: Request,
+    /// What each rank has asked for, by rank.
+    asked: Vec<Asked>,
+    /// How many ranks have asked: with a look at all of them for each that comes, the looks would be as many as the square of the ranks.
     count: usize,
     since: Instant,
 }
 
+/// What a rank has asked for under a name. Most times all ranks ask for the same, which is kept once: thousands of ranks may have asked for thousands of
+/// names before the last rank does.
+#[derive(Clone, Debug)]
+enum Asked {
+    Nothing,
+    /// The same as the model.
+    Same,
+    Other(Box<Request>),
+}
+
 impl Waiting {
-    fn ranks(&self) -> impl Iterator<Item = usize> {
-        self.requests.iter().enumerate().filter(|(_, request)| request.is_some()).map(|(rank, _)| rank)
+    /// What waits since the first request has come. Nobody has asked yet.
+    fn new(model: Request, size: usize, since: Instant) -> Self {
+        Self { model, asked: vec![Asked::Nothing; size], count: 0, since }
+    }
+
+    fn note(&mut self, rank: usize, request: Request) {
+        let asked = if request == self.model { Asked::Same } else { Asked::Other(Box::new(request)) };
+        if matches!(std::mem::replace(&mut self.asked[rank], asked), Asked::Nothing) {
+            self.count += 1;
+        }
+    }
+
+    /// What each rank has asked for, by rank.
+    fn requests(&self) -> impl Iterator<Item = Option<&Request>> {
+        self.asked.iter().map(|asked| match asked {
+            Asked::Nothing => None,
+            Asked::Same => Some(&self.model),
+            Asked::Other(request) => Some(&**request),
+        })
+    }
+
+    /// The requests of the ranks that have asked, with these.
+    fn of_ranks(&self) -> impl Iterator<Item = (usize, &Request)> {
+        self.requests().enumerate().filter_map(|(rank, request)| Some((rank, request?)))
+    }
+
+    /// The ranks that have not asked.
+    fn absent(&self) -> impl Iterator<Item = usize> {
+        self.requests().enumerate().filter(|(_, request)| request.is_none()).map(|(rank, _)| rank)
     }
 }
 
@@ -122,11 +161,10 @@ impl Coordinator {
                 self.arrivals
             }
         };
-        let size = self.size;
-        let new = || Waiting { requests: vec![None; size], count: 0, since };
+        let new = || Waiting::new(request.clone(), self.size, since);
         let waiting = self.waiting.entry(arrival).or_insert_with(new);
         waiting.since = waiting.since.min(since);
-        waiting.count += usize::from(waiting.requests[rank].replace(request).is_none());
+        waiting.note(rank, request);
         arrival
     }
 
@@ -136,13 +174,11 @@ impl Coordinator {
         if waiting.count + joined < self.size {
             return None;
         }
-        let is_ready =
-            waiting.requests.iter().zip(&self.joined).all(|(request, joined)| request.is_some() || *joined);
-        if !is_ready {
+        if !waiting.absent().all(|rank| self.joined[rank]) {
             return None;
         }
-        let Waiting { requests, .. } = self.waiting.remove(&arrival)?;
-        let response = respond(requests)?;
+        let response = respond(waiting)?;
+        self.waiting.remove(&arrival);
         self.by_name.remove(&response.request.name);
         Some(response)
     }
@@ -205,11 +241,11 @@ impl Coordinator {
     fn described(&self, stalled: &[&Waiting]) -> String {
         let mut text = String::new();
         for (index, waiting) in stalled.iter().take(NAMED).enumerate() {
-            let name = waiting.requests.iter().flatten().next().map_or("", |request| request.name.as_str());
-            let missing =
-                (0..self.size).filter(|rank| waiting.requests[*rank].is_none() && !self.joined[*rank]);
+            let name = &waiting.model.name;
+            let there = waiting.of_ranks().map(|(rank, _)| rank);
+            let missing = waiting.absent().filter(|rank| !self.joined[*rank]);
             let separator = if index == 0 { "" } else { "; " };
-            let (there, missing) = (ranks(waiting.ranks()), ranks(missing));
+            let (there, missing) = (ranks(there), ranks(missing));
             // Writing to a string does not fail.
             let _ = write!(text, "{separator}{name:?} (submitted by {there}; missing: {missing})");
         }
@@ -229,19 +265,13 @@ pub fn ranks(ranks: impl Iterator<Item = usize>) -> String {
     format!("{word} {}{more}", all[..all.len().min(SHOWN)].join(", "))
 }
 
-/// What all ranks do with these requests, one of each rank; none of a rank that has joined.
-fn respond(requests: Vec<Option<Request>>) -> Option<Response> {
-    let first = requests.iter().position(Option::is_some)?;
-    let request = requests[first].clone()?;
-    let absent: Vec<u32> = requests
-        .iter()
-        .enumerate()
-        .filter(|(_, request)| request.is_none())
-        .map(|(rank, _)| rank as u32)
-        .collect();
-    let present = requests.iter().enumerate().filter_map(|(rank, request)| Some((rank, request.as_ref()?)));
-    let mut differing = present.clone().filter(|(_, other)| !request.agrees_with(other));
-    let error = match (differing.next(), &request.kind) {
+/// What all ranks do with what they have asked for; those that have not have joined.
+fn respond(waiting: &Waiting) -> Option<Response> {
+    let (first, request) = waiting.of_ranks().next()?;
+    let request = request.clone();
+    let absent: Vec<u32> = waiting.absent().map(|rank| rank as u32).collect();
+    let differing = waiting.of_ranks().find(|(_, other)| !request.agrees_with(other));
+    let error = match (differing, &request.kind) {
         (Some((rank, other)), _) => {
             Some(format!("{:?}: rank {first} submits {request}, rank {rank} {other}", request.name))
         }
@@ -254,7 +284,7 @@ fn respond(requests: Vec<Option<Request>>) -> Option<Response> {
         _ if error.is_some() => Vec::new(),
         Kind::Allgather => {
             let none = || vec![0; request.parts.len()];
-            requests.iter().map(|request| request.as_ref().map_or_else(none, Request::rows)).collect()
+            waiting.requests().map(|request| request.map_or_else(none, Request::rows)).collect()
         }
         Kind::Allreduce(_)
         | Kind::Alltoall
@@ -292,6 +322,31 @@ mod tests {
                 assert_eq!(answered, usize::from(round == last), "{round}");
             }
         }
+    }
+
+    #[test]
+    fn what_all_ranks_ask_for_alike_is_kept_once() {
+        let stall = StallTimes { warn: None, end: Duration::from_secs(1000) };
+        let mut coordinator = Coordinator::new(4, stall);
+        let part = |rows| Part { dtype: crate::dtype::DType::F32, stands_for: None, shape: vec![rows, 2] };
+        let gathers = |rows| {
+            let request = Request { name: "a".into(), kind: Kind::Allgather, parts: vec![part(rows)] };
+            Message { requests: vec![(request, 0)], joins: false }
+        };
+        let (none, now) = (Message::default, crate::some_time());
+        assert!(
+            coordinator.round(vec![none(), gathers(3), gathers(3), gathers(5)], now).responses.is_empty()
+        );
+        let waiting = coordinator.waiting.values().next().unwrap();
+        assert!(matches!(waiting.asked[..], [Asked::Nothing, Asked::Same, Asked::Same, Asked::Other(_)]));
+        assert!(size_of::<Asked>() <= 2 * size_of::<usize>());
+        // A rank may ask again, for something else: the last counts, and the answer is that of the first rank.
+        let again = coordinator.round(vec![gathers(1), gathers(7), none(), none()], now).responses;
+        let [response] = &again[..] else { panic!("{again:?}") };
+        assert_eq!(response.rows, [[1], [7], [3], [5]]);
+        assert_eq!(response.request.parts[0].rows(), 1);
+        assert!(response.absent.is_empty() && response.error.is_none());
+        assert!(coordinator.waiting.is_empty() && coordinator.by_name.is_empty());
     }
 
     #[test]
