@@ -8,7 +8,7 @@ use crate::group::ProcessGroup;
 use crate::group::connect::TransportOptions;
 use crate::testing::groups_of;
 use crate::transport::TransportKind;
-use crate::transport::messages::OFFERED;
+use crate::transport::messages::offered;
 
 const LIMIT: Duration = Duration::from_secs(20);
 const SHORT_TIMEOUT: Duration = Duration::from_millis(200);
@@ -100,7 +100,7 @@ fn long_messages_are_copied_once_and_go_through_the_ring_where_the_kernel_forbid
     for may_copy in [true, false] {
         let groups = groups(&[on("a"); 2]);
         let text = |length: usize| -> Vec<u8> { (0..length).map(|at| (at % 251) as u8).collect() };
-        let lengths = [OFFERED - 1, OFFERED, OFFERED + 1, 3 * OFFERED + 12345];
+        let lengths = [offered() - 1, offered(), offered() + 1, offered() + (2 << 20) + 12345];
         let [sender, receiver] = &groups[..] else { panic!("two ranks") };
         if !may_copy {
             line(&receiver.inner.messages.shared.inbound, Rank::MAIN).unwrap().end().may_not_copy();
@@ -141,18 +141,18 @@ fn long_messages_are_copied_once_and_go_through_the_ring_where_the_kernel_forbid
 fn what_a_sender_has_given_up_is_not_received() {
     let groups = groups(&[on("a"); 2]);
     let [sender, receiver] = &groups[..] else { panic!("two ranks") };
-    let mut sent = vec![1u8; OFFERED];
+    let mut sent = vec![1u8; offered()];
     let error = sender.with_timeout(SHORT_TIMEOUT).send(&sent, Rank::new(1)).unwrap_err();
     assert!(error.is_timeout(), "{error}");
     sent.fill(2);
     // The end alone: the call would fail before it looks.
     let header = receiver.inner.messages.shared.header(
-        Call::new(Operation::PointToPoint, DType::U8, OFFERED),
+        Call::new(Operation::PointToPoint, DType::U8, offered()),
         0,
-        OFFERED,
+        offered(),
     );
     let mut frame = Receiving::new(Rank::new(1), header);
-    let mut got = vec![0u8; OFFERED];
+    let mut got = vec![0u8; offered()];
     let mut end = line(&receiver.inner.messages.shared.inbound, Rank::MAIN).unwrap().end();
     for _ in 0..10 {
         assert_ne!(end.pull(&mut frame, &mut got).unwrap(), Step::Done);

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use phalanx_sys::shared::{ALIGNMENT, Answer, Offer, Producer, Segment};
 use rustix::event::PollFlags;
 
-use super::{CHUNK, HEAD, INLINE, LineEnd, Mailbox, Notifier, OFFERED, Step, Stream, corrupt};
+use super::{CHUNK, HEAD, INLINE, LineEnd, Mailbox, Notifier, Step, Stream, corrupt, offered};
 use crate::buffer::{AlignedBytes, Buffer};
 use crate::error::Result;
 use crate::rank::Rank;
@@ -163,7 +163,7 @@ fn push_to_ring(ring: &mut Producer, frame: &mut Sending, payload: &[u8], offers
         return Ok(());
     }
     let end = HEAD + payload.len();
-    if frame.sent == 0 && frame.offer.is_none() && *offers && payload.len() >= OFFERED {
+    if frame.sent == 0 && frame.offer.is_none() && *offers && payload.len() >= offered() {
         let offer = ring.offer(payload);
         frame.head[HEADER..HEADER + size_of::<u64>()].copy_from_slice(&offer.number().to_le_bytes());
         frame.offer = Some(offer);
