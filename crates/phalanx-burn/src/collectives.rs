@@ -5,6 +5,7 @@ use std::any::Any;
 use burn::module::Module;
 use burn::tensor::kind::Basic;
 use burn::tensor::{BoolStore, DType as BurnDType, Device, Tensor};
+use phalanx::adapter::has_room;
 use phalanx::{Buffer, Caller, Communicator, DType, Error, ProcessGroup, Rank, ReduceOp, Result};
 
 use crate::parallel::gathered;
@@ -176,13 +177,11 @@ impl<const D: usize, K: Basic + 'static> Collectives for Tensor<D, K> {
         let row: usize = local.shape[1..].iter().product();
         let bytes = shape[0].saturating_mul(row).saturating_mul(local.dtype.size());
         // Peers send the numbers of rows. If there is no memory for them, that is an error here, and not a panic later.
-        Vec::<u8>::new().try_reserve_exact(bytes).map_err(|error| {
-            Error::invalid_argument(format!(
-                "all_gather of tensors: there is no memory for the {bytes} bytes of all ranks' rows"
-            ))
-            .with_source(error)
-            .with_remedy("gather fewer rows at once")
-        })?;
+        if !has_room(bytes) {
+            let cause =
+                format!("all_gather of tensors: there is no memory for the {bytes} bytes of all ranks' rows");
+            return Err(Error::invalid_argument(cause).with_remedy("gather fewer rows at once"));
+        }
         if let Some(tracked) = tracked {
             // If no rank has any, there is nothing to exchange, in backward neither.
             let all = match shape[0] {

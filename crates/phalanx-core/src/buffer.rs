@@ -1,6 +1,7 @@
 //! Memory that can be owned by an operation in flight.
 
 use std::fmt;
+use std::hint::black_box;
 use std::ops::Range;
 
 use bytemuck::{Pod, Zeroable};
@@ -67,6 +68,15 @@ enum Storage {
     Registered(Region),
     /// Either, of which others hold a [`BufferKeeper`].
     Kept(Part),
+}
+
+/// Whether there is memory for so many bytes. Of a length that a peer announces this is asked first: without memory, to take it would end the process.
+pub fn has_room(bytes: usize) -> bool {
+    let mut memory = Vec::<u8>::new();
+    let has_room = memory.try_reserve_exact(bytes).is_ok();
+    // Memory that nobody looks at is none that an optimised program asks for.
+    black_box(&memory);
+    has_room
 }
 
 impl Buffer {

@@ -2,11 +2,11 @@
 
 use std::any::Any;
 use std::fmt;
-use std::hint::black_box;
 
 use phalanx::{Buffer, BufferPart, Caller, DType, Element, Error, Result};
 
 use phalanx::adapter::elements::{cast, cast_mut};
+use phalanx::adapter::has_room;
 
 /// Memory that an operation may own while it is in flight, such as a framework's. [`Buffer`] and `Vec<T>` are.
 ///
@@ -257,15 +257,6 @@ const SHAPE_REMEDY: &str = "give a shape whose extents, multiplied, are the numb
 /// How many elements a shape has. `None` if they are more than addresses.
 fn elements(shape: &[usize]) -> Option<usize> {
     shape.iter().try_fold(1usize, |product, extent| product.checked_mul(*extent))
-}
-
-/// Whether there is memory for so many bytes.
-fn has_room(bytes: usize) -> bool {
-    let mut memory = Vec::<u8>::new();
-    let has_room = memory.try_reserve_exact(bytes).is_ok();
-    // Memory that nobody looks at is none that the compiler asks for.
-    black_box(&memory);
-    has_room
 }
 
 impl From<Buffer> for Tensor {

@@ -1,6 +1,7 @@
 //! What goes before a tensor from one stage to another: its type and shape.
 
 use burn::tensor::{DType, TensorData};
+use phalanx::adapter::has_room;
 use phalanx::{Buffer, Error, ProcessGroup, Rank, Result};
 
 use crate::tensor_bytes::{self, TensorBytes};
@@ -58,11 +59,10 @@ impl Layout {
     /// Memory for the tensor. A peer has sent its shape: if there is too little, that is an error and no panic.
     pub fn memory(&self) -> Result<Buffer> {
         let bytes = self.bytes()?;
-        Vec::<u8>::new().try_reserve_exact(bytes).map_err(|error| {
-            Error::invalid_argument(format!("no memory for the {bytes} B of another stage's tensor"))
-                .with_source(error)
-                .with_remedy("make the micro-batches smaller")
-        })?;
+        if !has_room(bytes) {
+            let cause = format!("no memory for the {bytes} B of another stage's tensor");
+            return Err(Error::invalid_argument(cause).with_remedy("make the micro-batches smaller"));
+        }
         Ok(Buffer::zeroed(phalanx::DType::U8, bytes))
     }
 
