@@ -42,7 +42,7 @@ const CHUNK: usize = 8 * 1024;
 /// Payloads of at least so many bytes are offered to the peer, which copies them out of this process: once, and not into a ring and out of it.
 /// Shorter ones are sooner through a ring, whose memory is in the caches.
 pub(crate) const OFFERED: usize = 1 << 20;
-/// Bytes that are copied at once out of another process. Between two copies deadlines are looked at, and other lines have their turn.
+/// Bytes that are copied at once out of another process. Between two copies other lines have their turn.
 const COPIED: usize = 1 << 20;
 
 /// One rank's ends of all its lines, by peer; none for itself.
