@@ -14,6 +14,7 @@ use crate::caller::Caller;
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
 use crate::hash::fnv1a;
+use crate::interrupt;
 use crate::rank::Rank;
 use crate::store::SharedStore;
 use crate::trace::Trace;
@@ -351,7 +352,9 @@ impl ProcessGroup {
 /// Removes these keys from the store.
 fn clear(store: &SharedStore, keys: &[String]) {
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
-    if let Err(error) = store.delete_keys(&keys, Deadline::after(CLEAR_TIMEOUT)) {
+    // An error here is nobody's: the program's check is left for a wait whose error it gets.
+    let cleared = interrupt::undisturbed(|| store.delete_keys(&keys, Deadline::after(CLEAR_TIMEOUT)));
+    if let Err(error) = cleared {
         // No group needs them, or the store, when its ranks are connected.
         tracing::debug!(%error, "the store keeps what the ranks of a sub-group wrote to connect");
     }
@@ -387,14 +390,16 @@ pub(super) fn digest(ranks: &[Rank]) -> i64 {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
     use std::sync::Arc;
     use std::time::Instant;
 
     use super::*;
     use crate::collective::ReduceOp;
     use crate::group::GroupOptions;
+    use crate::interrupt::INTERRUPT_INTERVAL;
     use crate::rendezvous;
-    use crate::store::MemoryStore;
+    use crate::store::{MemoryStore, Store};
 
     #[test]
     fn an_adapter_s_calls_are_not_the_program_s_and_may_be_left_out_of_the_trace() {
@@ -418,6 +423,83 @@ mod tests {
                 });
             }
         });
+    }
+
+    /// A store that makes the check of the program whenever it is asked for something, and fails.
+    struct Slow;
+
+    impl Slow {
+        fn late<T>(&self) -> Result<T> {
+            interrupt::check()?;
+            std::thread::sleep(2 * INTERRUPT_INTERVAL);
+            interrupt::check()?;
+            Err(Error::timeout("it is slow"))
+        }
+    }
+
+    impl Store for Slow {
+        fn set(&self, _: &str, _: &[u8], _: Deadline) -> Result<()> {
+            self.late()
+        }
+
+        fn get(&self, _: &str, _: Deadline) -> Result<Vec<u8>> {
+            self.late()
+        }
+
+        fn wait(&self, _: &[&str], _: Deadline) -> Result<()> {
+            self.late()
+        }
+
+        fn check(&self, _: &[&str], _: Deadline) -> Result<bool> {
+            self.late()
+        }
+
+        fn add(&self, _: &str, _: i64, _: Deadline) -> Result<i64> {
+            self.late()
+        }
+
+        fn compare_set(&self, _: &str, _: &[u8], _: &[u8], _: Deadline) -> Result<Vec<u8>> {
+            self.late()
+        }
+
+        fn delete_key(&self, _: &str, _: Deadline) -> Result<bool> {
+            self.late()
+        }
+
+        fn num_keys(&self, _: Deadline) -> Result<usize> {
+            self.late()
+        }
+
+        fn append(&self, _: &str, _: &[u8], _: Deadline) -> Result<()> {
+            self.late()
+        }
+
+        fn multi_get(&self, _: &[&str], _: Deadline) -> Result<Vec<Vec<u8>>> {
+            self.late()
+        }
+
+        fn multi_set(&self, _: &[(&str, &[u8])], _: Deadline) -> Result<()> {
+            self.late()
+        }
+    }
+
+    #[test]
+    fn what_ends_a_wait_is_not_lost_while_keys_are_removed() {
+        thread_local! {
+            static CHECKS: Cell<u32> = const { Cell::new(0) };
+        }
+        fn ends() -> Result<()> {
+            CHECKS.set(CHECKS.get() + 1);
+            Err(Error::aborted("enough"))
+        }
+        let (store, key): (SharedStore, _) = (Arc::new(Slow), ["key".to_owned()]);
+        let after = interrupt::interruptible(ends, || {
+            clear(&store, &key);
+            assert_eq!(CHECKS.get(), 0);
+            // The next wait gets it.
+            store.get("key", Deadline::after(LIMIT)).unwrap_err()
+        });
+        assert!(after.to_string().contains("enough"), "{after}");
     }
 
     #[test]
