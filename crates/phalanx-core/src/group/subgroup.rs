@@ -397,9 +397,8 @@ mod tests {
     use super::*;
     use crate::collective::ReduceOp;
     use crate::group::GroupOptions;
-    use crate::interrupt::INTERRUPT_INTERVAL;
     use crate::rendezvous;
-    use crate::store::{MemoryStore, Store};
+    use crate::store::{CheckingStore, MemoryStore};
 
     #[test]
     fn an_adapter_s_calls_are_not_the_program_s_and_may_be_left_out_of_the_trace() {
@@ -425,64 +424,6 @@ mod tests {
         });
     }
 
-    /// A store that makes the check of the program whenever it is asked for something, and fails.
-    struct Slow;
-
-    impl Slow {
-        fn late<T>(&self) -> Result<T> {
-            interrupt::check()?;
-            std::thread::sleep(2 * INTERRUPT_INTERVAL);
-            interrupt::check()?;
-            Err(Error::timeout("it is slow"))
-        }
-    }
-
-    impl Store for Slow {
-        fn set(&self, _: &str, _: &[u8], _: Deadline) -> Result<()> {
-            self.late()
-        }
-
-        fn get(&self, _: &str, _: Deadline) -> Result<Vec<u8>> {
-            self.late()
-        }
-
-        fn wait(&self, _: &[&str], _: Deadline) -> Result<()> {
-            self.late()
-        }
-
-        fn check(&self, _: &[&str], _: Deadline) -> Result<bool> {
-            self.late()
-        }
-
-        fn add(&self, _: &str, _: i64, _: Deadline) -> Result<i64> {
-            self.late()
-        }
-
-        fn compare_set(&self, _: &str, _: &[u8], _: &[u8], _: Deadline) -> Result<Vec<u8>> {
-            self.late()
-        }
-
-        fn delete_key(&self, _: &str, _: Deadline) -> Result<bool> {
-            self.late()
-        }
-
-        fn num_keys(&self, _: Deadline) -> Result<usize> {
-            self.late()
-        }
-
-        fn append(&self, _: &str, _: &[u8], _: Deadline) -> Result<()> {
-            self.late()
-        }
-
-        fn multi_get(&self, _: &[&str], _: Deadline) -> Result<Vec<Vec<u8>>> {
-            self.late()
-        }
-
-        fn multi_set(&self, _: &[(&str, &[u8])], _: Deadline) -> Result<()> {
-            self.late()
-        }
-    }
-
     #[test]
     fn what_ends_a_wait_is_not_lost_while_keys_are_removed() {
         thread_local! {
@@ -492,7 +433,7 @@ mod tests {
             CHECKS.set(CHECKS.get() + 1);
             Err(Error::aborted("enough"))
         }
-        let (store, key): (SharedStore, _) = (Arc::new(Slow), ["key".to_owned()]);
+        let (store, key): (SharedStore, _) = (Arc::new(CheckingStore), ["key".to_owned()]);
         let after = interrupt::interruptible(ends, || {
             clear(&store, &key);
             assert_eq!(CHECKS.get(), 0);
