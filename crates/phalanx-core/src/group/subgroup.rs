@@ -14,6 +14,7 @@ use crate::caller::Caller;
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
 use crate::hash::fnv1a;
+use crate::interrupt;
 use crate::rank::Rank;
 use crate::store::SharedStore;
 use crate::trace::Trace;
@@ -351,7 +352,9 @@ impl ProcessGroup {
 /// Removes these keys from the store.
 fn clear(store: &SharedStore, keys: &[String]) {
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
-    if let Err(error) = store.delete_keys(&keys, Deadline::after(CLEAR_TIMEOUT)) {
+    // An error here is nobody's: the program's check is left for a wait whose error it gets.
+    let cleared = interrupt::undisturbed(|| store.delete_keys(&keys, Deadline::after(CLEAR_TIMEOUT)));
+    if let Err(error) = cleared {
         // No group needs them, or the store, when its ranks are connected.
         tracing::debug!(%error, "the store keeps what the ranks of a sub-group wrote to connect");
     }
@@ -387,6 +390,7 @@ pub(super) fn digest(ranks: &[Rank]) -> i64 {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
     use std::sync::Arc;
     use std::time::Instant;
 
@@ -394,7 +398,7 @@ mod tests {
     use crate::collective::ReduceOp;
     use crate::group::GroupOptions;
     use crate::rendezvous;
-    use crate::store::MemoryStore;
+    use crate::store::{CheckingStore, MemoryStore};
 
     #[test]
     fn an_adapter_s_calls_are_not_the_program_s_and_may_be_left_out_of_the_trace() {
@@ -418,6 +422,25 @@ mod tests {
                 });
             }
         });
+    }
+
+    #[test]
+    fn what_ends_a_wait_is_not_lost_while_keys_are_removed() {
+        thread_local! {
+            static CHECKS: Cell<u32> = const { Cell::new(0) };
+        }
+        fn ends() -> Result<()> {
+            CHECKS.set(CHECKS.get() + 1);
+            Err(Error::aborted("enough"))
+        }
+        let (store, key): (SharedStore, _) = (Arc::new(CheckingStore), ["key".to_owned()]);
+        let after = interrupt::interruptible(ends, || {
+            clear(&store, &key);
+            assert_eq!(CHECKS.get(), 0);
+            // The next wait gets it.
+            store.get("key", Deadline::after(LIMIT)).unwrap_err()
+        });
+        assert!(after.to_string().contains("enough"), "{after}");
     }
 
     #[test]

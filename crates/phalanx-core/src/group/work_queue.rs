@@ -73,14 +73,8 @@ impl WorkQueue {
     /// Runs `operation` here, after all operations called before it. If `timeout` ends first, the group fails.
     pub(super) fn run<R>(&self, timeout: &Timeout, operation: impl FnOnce(&mut Engine) -> R) -> Result<R> {
         let mut state = self.shared.state.lock();
+        state.refuse_in_check()?;
         let ticket = state.next_ticket;
-        // An operation before this one may be that of this thread, which goes on only when its check has returned.
-        if state.serving != ticket && interrupt::is_checking() {
-            return Err(Error::invalid_argument(
-                "the check of `interruptible` calls a collective of a group that is in another call",
-            )
-            .with_remedy("let the check set a flag, and make the call when the other one has returned"));
-        }
         state.next_ticket += 1;
         self.wait(&mut state, timeout, |state| state.serving == ticket);
         self.shared.with_engine(state, operation)
@@ -93,6 +87,7 @@ impl WorkQueue {
     pub(super) fn submit(&self, timeout: &Timeout, task: Task) -> Result<()> {
         self.start_worker().map_err(|error| self.health.fail(error))?;
         let mut state = self.shared.state.lock();
+        state.refuse_in_check()?;
         self.wait(&mut state, timeout, |state| state.tasks.len() < CAPACITY);
         let ticket = state.next_ticket;
         state.next_ticket += 1;
@@ -147,6 +142,20 @@ impl WorkQueue {
                 self.shared.changed.wait_while(state, |state| !ready(state));
             }
         }
+    }
+}
+
+impl QueueState {
+    /// An error in the check of `interruptible` if there is an operation before the next one: it may be that of this thread, which goes on only when its
+    /// check has returned. A check that waited for its turn, for room in the queue or for its result would wait for ever.
+    fn refuse_in_check(&self) -> Result<()> {
+        if self.serving != self.next_ticket && interrupt::is_checking() {
+            return Err(Error::invalid_argument(
+                "the check of `interruptible` calls a collective of a group that is in another call",
+            )
+            .with_remedy("let the check set a flag, and make the call when the other one has returned"));
+        }
+        Ok(())
     }
 }
 

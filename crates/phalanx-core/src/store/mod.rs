@@ -12,6 +12,8 @@ mod prefix;
 mod tcp;
 
 #[cfg(test)]
+mod checking;
+#[cfg(test)]
 mod conformance;
 
 use std::sync::Arc;
@@ -21,6 +23,8 @@ use crate::deadline::Deadline;
 use crate::error::Result;
 use phalanx_proto::store::table;
 
+#[cfg(test)]
+pub(crate) use checking::CheckingStore;
 #[cfg(feature = "etcd")]
 #[doc(hidden)]
 pub use etcd::EtcdStore;

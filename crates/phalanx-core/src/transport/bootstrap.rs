@@ -11,6 +11,7 @@ use super::tcp::MeshConfig;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::health::Health;
+use crate::interrupt;
 use crate::notice::Reminders;
 use crate::rank::Rank;
 
@@ -161,13 +162,7 @@ fn set_and_get(
         }
         (config.watch)()?;
         reminders.remind(|| {
-            let soon = Deadline::after(ANSWER_TIMEOUT);
-            let is_missing =
-                |(_, key): &&(Rank, String)| !config.store.check(&[key.as_str()], soon).unwrap_or(true);
-            let who = match keys.iter().find(is_missing) {
-                Some((rank, _)) => format!("rank {rank}"),
-                None => "other ranks".to_owned(),
-            };
+            let who = missing(config, keys);
             format!("rank {} waits for {who} to publish the message {topic:?}", config.rank)
         });
         Ok(())
@@ -179,6 +174,17 @@ fn set_and_get(
         // Rank 0 may have died, with the store that it serves.
         false => starting.explain(error),
     })
+}
+
+/// Who has not written its message, as far as the store says.
+fn missing(config: &MeshConfig<'_>, keys: &[(Rank, String)]) -> String {
+    let soon = Deadline::after(ANSWER_TIMEOUT);
+    let is_missing = |(_, key): &&(Rank, String)| !config.store.check(&[key.as_str()], soon).unwrap_or(true);
+    // An error here is nobody's: the program's check is left for the wait itself.
+    match interrupt::undisturbed(|| keys.iter().find(is_missing)) {
+        Some((rank, _)) => format!("rank {rank}"),
+        None => "other ranks".to_owned(),
+    }
 }
 
 /// The key of the message of `rank` on `topic`.
@@ -213,6 +219,7 @@ pub(super) fn fuzz(bytes: &[u8]) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
     use std::net::Ipv4Addr;
     use std::thread;
 
@@ -220,12 +227,12 @@ mod tests {
     use crate::credentials::Credentials;
     use crate::health::Heartbeat;
     use crate::rank::Generation;
-    use crate::store::{MemoryStore, Store};
+    use crate::store::{CheckingStore, MemoryStore, Store};
     use crate::world_size::WorldSize;
 
     const LIMIT: Duration = Duration::from_secs(60);
 
-    fn config(store: &MemoryStore, rank: Rank, world: WorldSize) -> MeshConfig<'_> {
+    fn config(store: &dyn Store, rank: Rank, world: WorldSize) -> MeshConfig<'_> {
         MeshConfig {
             store,
             rank,
@@ -273,6 +280,26 @@ mod tests {
         let config = config(&store, Rank::new(1), world);
         let all = exchange(&config, &Starting::default(), "topic", &1u32, deadline).unwrap();
         assert_eq!(all, [vec![0; PART], vec![PART as u32; 4]].concat());
+    }
+
+    #[test]
+    fn what_ends_a_wait_is_not_lost_while_it_is_asked_who_is_missing() {
+        thread_local! {
+            static CHECKS: Cell<u32> = const { Cell::new(0) };
+        }
+        fn ends() -> Result<()> {
+            CHECKS.set(CHECKS.get() + 1);
+            Err(Error::aborted("enough"))
+        }
+        let store = CheckingStore;
+        let config = config(&store, Rank::MAIN, WorldSize::new(2).unwrap());
+        let after = interrupt::interruptible(ends, || {
+            assert_eq!(missing(&config, &[(Rank::new(1), "key".to_owned())]), "other ranks");
+            assert_eq!(CHECKS.get(), 0);
+            // The next wait gets it.
+            config.store.get("key", Deadline::after(LIMIT)).unwrap_err()
+        });
+        assert!(after.to_string().contains("enough"), "{after}");
     }
 
     #[test]

@@ -151,7 +151,9 @@ fn a_check_that_calls_the_group_in_which_its_thread_waits_is_refused() {
     static REFUSED: Mutex<Option<Error>> = Mutex::new(None);
     fn calls_it() -> phalanx::Result<()> {
         if let Some(group) = WAITING.lock().unwrap().take() {
-            *REFUSED.lock().unwrap() = group.barrier().err();
+            let started = group.all_reduce_async(Buffer::zeroed(DType::F32, 1), ReduceOp::Sum).err();
+            // Its result could not be waited for either.
+            *REFUSED.lock().unwrap() = started.and_then(|_| group.barrier().err());
         }
         Ok(())
     }

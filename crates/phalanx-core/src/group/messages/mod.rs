@@ -28,6 +28,7 @@ use crate::buffer::Buffer;
 use crate::deadline::{Deadline, Timeout};
 use crate::error::{Error, Result};
 use crate::health::Health;
+use crate::interrupt;
 use crate::rank::{Generation, Rank, Sequence};
 use crate::trace::Trace;
 use crate::transport::messages::{
@@ -261,8 +262,11 @@ impl Shared {
                     steps += 1;
                     // Seldom, because reading the clock costs time; but a slow peer must not postpone the deadline for
                     // ever.
-                    if steps % CLOCK == 0 && timeout.deadline().has_passed() {
-                        return Err(self.late::<E>(peer));
+                    if steps % CLOCK == 0 {
+                        interrupt::check()?;
+                        if timeout.deadline().has_passed() {
+                            return Err(self.late::<E>(peer));
+                        }
                     }
                     continue;
                 }

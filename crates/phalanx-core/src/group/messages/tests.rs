@@ -6,6 +6,7 @@ use crate::credentials::Credentials;
 use crate::dtype::DType;
 use crate::group::ProcessGroup;
 use crate::group::connect::TransportOptions;
+use crate::interrupt::interruptible;
 use crate::testing::groups_of;
 use crate::transport::TransportKind;
 use crate::transport::messages::offered;
@@ -141,22 +142,88 @@ fn long_messages_are_copied_once_and_go_through_the_ring_where_the_kernel_forbid
 fn what_a_sender_has_given_up_is_not_received() {
     let groups = groups(&[on("a"); 2]);
     let [sender, receiver] = &groups[..] else { panic!("two ranks") };
-    let mut sent = vec![1u8; offered()];
+    let mut sent = vec![1u8; offered() + (2 << 20)];
     let error = sender.with_timeout(SHORT_TIMEOUT).send(&sent, Rank::new(1)).unwrap_err();
     assert!(error.is_timeout(), "{error}");
     sent.fill(2);
     // The end alone: the call would fail before it looks.
-    let header = receiver.inner.messages.shared.header(
-        Call::new(Operation::PointToPoint, DType::U8, offered()),
-        0,
-        offered(),
-    );
-    let mut frame = Receiving::new(Rank::new(1), header);
-    let mut got = vec![0u8; offered()];
+    let mut frame = Receiving::new(Rank::new(1), header(receiver, 0, sent.len()));
+    let mut got = vec![0u8; sent.len()];
     let mut end = line(&receiver.inner.messages.shared.inbound, Rank::MAIN).unwrap().end();
     for _ in 0..10 {
         assert_ne!(end.pull(&mut frame, &mut got).unwrap(), Step::Done);
+        let mut sending = line(&sender.inner.messages.shared.outbound, Rank::new(1)).unwrap().end();
+        assert!(sending.is_ready(), "it is refused with the first piece");
     }
+}
+
+/// The header of a message of so many bytes.
+fn header(group: &ProcessGroup, number: u64, length: usize) -> Header {
+    group.inner.messages.shared.header(Call::new(Operation::PointToPoint, DType::U8, length), number, length)
+}
+
+/// A sender that sleeps until its end is ready must neither sleep when it is, nor be woken when it is not.
+#[test]
+fn an_end_that_sends_a_long_message_is_ready_for_what_comes_next() {
+    let groups = groups(&[on("a"); 2]);
+    let [sender, receiver] = &groups[..] else { panic!("two ranks") };
+    let mut out = line(&sender.inner.messages.shared.outbound, Rank::new(1)).unwrap().end();
+    let mut into = line(&receiver.inner.messages.shared.inbound, Rank::MAIN).unwrap().end();
+    let mut receive = |number, length: usize| {
+        let (mut frame, mut got) =
+            (Receiving::new(Rank::new(1), header(receiver, number, length)), vec![0u8; length]);
+        assert_eq!(into.pull(&mut frame, &mut got).unwrap(), Step::Done);
+        got
+    };
+    let mut short = 0;
+    while out.push(&mut Sending::new(header(sender, short, 1)), &[1u8]).unwrap() == Step::Done {
+        short += 1;
+    }
+    let long = vec![2u8; offered()];
+    let mut frame = Sending::new(header(sender, short, offered()));
+    assert_eq!(out.push(&mut frame, &long).unwrap(), Step::Idle);
+    assert!(!out.is_ready(), "the ring is full");
+    assert_eq!(receive(0, 1), [1]);
+    assert!(out.is_ready(), "there is room for its header");
+    assert_eq!(out.push(&mut frame, &long).unwrap(), Step::Moved);
+    assert!(!out.is_ready(), "it waits for an answer");
+    (1..short).for_each(|number| assert_eq!(receive(number, 1), [1]));
+    assert!(!out.is_ready(), "it waits for no room");
+    assert!(receive(short, offered()) == long);
+    assert!(out.is_ready());
+    assert_eq!(out.push(&mut frame, &long).unwrap(), Step::Done);
+}
+
+#[test]
+fn a_process_that_was_forked_offers_none_of_its_memory() {
+    let groups = groups(&[on("a"); 2]);
+    let [sender, receiver] = &groups[..] else { panic!("two ranks") };
+    let mut out = line(&sender.inner.messages.shared.outbound, Rank::new(1)).unwrap().end();
+    out.is_of_another_process();
+    let mut into = line(&receiver.inner.messages.shared.inbound, Rank::MAIN).unwrap().end();
+    let long: Vec<u8> = (0..offered()).map(|at| (at % 251) as u8).collect();
+    let (mut sent, mut got) = (Sending::new(header(sender, 0, offered())), vec![0u8; offered()]);
+    let mut received = Receiving::new(Rank::new(1), header(receiver, 0, offered()));
+    assert_eq!(out.push(&mut sent, &long).unwrap(), Step::Moved);
+    assert!(out.is_ready(), "what follows goes into the ring");
+    while into.pull(&mut received, &mut got).unwrap() != Step::Done {
+        out.push(&mut sent, &long).unwrap();
+    }
+    assert!(got == long);
+}
+
+#[test]
+fn a_message_that_moves_all_the_time_is_ended_by_the_program_s_check() {
+    fn ends() -> Result<()> {
+        Err(Error::aborted("enough"))
+    }
+    let groups = groups(&[on("a"); 2]);
+    let shared = &groups[0].inner.messages.shared;
+    let line = line(&shared.outbound, Rank::new(1)).unwrap();
+    let timeout: Timeout = Deadline::after(LIMIT).into();
+    let move_on = || shared.step_through(&mut line.driven(), &timeout, |_| Ok(Step::Moved));
+    let error = interruptible(ends, move_on).unwrap_err();
+    assert!(error.to_string().contains("enough"), "{error}");
 }
 
 #[test]

@@ -187,22 +187,19 @@ fn copy_offered(
 ) -> Option<Answer> {
     let rest = &mut into[frame.received..];
     let piece = rest.len().min(COPIED);
-    match ring.copy_offered(pid, frame.received, &mut rest[..piece]) {
-        Ok(copied) if copied > 0 => {
+    let copied = ring.copy_offered(pid, frame.received, &mut rest[..piece]);
+    // After each piece: what a peer has given up is not read to its end.
+    match copied.and_then(|copied| Ok((copied, ring.is_kept(number, pid)?))) {
+        Ok((copied @ 1.., true)) => {
             frame.received += copied;
-            if frame.received < into.len() {
-                return None;
-            }
-            if ring.is_kept(number, pid).is_ok_and(|kept| kept) {
-                return Some(Answer::Copied);
-            }
+            (frame.received == into.len()).then_some(Answer::Copied)
         }
-        copied => {
-            tracing::debug!(?copied, "the kernel does not copy from the peer; messages go through the ring")
+        refused => {
+            tracing::debug!(?refused, "the peer's memory is not read; the message comes through the ring");
+            frame.received = 0;
+            Some(Answer::Refused)
         }
     }
-    frame.received = 0;
-    Some(Answer::Refused)
 }
 
 impl LineEnd for Inbound {

@@ -39,7 +39,7 @@ const HEAD: usize = HEADER.next_multiple_of(ALIGNMENT);
 const INLINE: usize = HEAD - HEADER;
 /// Bytes that are written to or read from a ring at once: the other end works on them meanwhile.
 const CHUNK: usize = 8 * 1024;
-/// Bytes that are copied at once out of another process. Between two copies deadlines are looked at, and other lines have their turn.
+/// Bytes that are copied at once out of another process. Between two copies other lines have their turn.
 const COPIED: usize = 1 << 20;
 
 /// Payloads of at least so many bytes are offered to the peer, which copies them out of this process: once, and not into a ring and out of it.

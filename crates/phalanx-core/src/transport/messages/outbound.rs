@@ -26,6 +26,8 @@ enum Medium {
         peer: Arc<Segment>,
         /// Whether the peer may copy long payloads out of this process, as far as known.
         offers: bool,
+        /// The process out of which it would copy: one that was forked from it has other memory at the same addresses.
+        pid: u32,
     },
     Mailbox {
         mailbox: Arc<Mailbox>,
@@ -59,7 +61,7 @@ impl Outbound {
     }
 
     pub(super) fn ring(peer: Rank, ring: Producer, segment: Arc<Segment>) -> Self {
-        Self { peer, medium: Medium::Ring { ring, peer: segment, offers: true } }
+        Self { peer, medium: Medium::Ring { ring, peer: segment, offers: true, pid: std::process::id() } }
     }
 
     pub(super) fn mailbox(peer: Rank, mailbox: Arc<Mailbox>, notifier: Arc<Notifier>) -> Self {
@@ -70,6 +72,14 @@ impl Outbound {
     #[cfg(test)]
     pub(crate) fn offers(&self) -> bool {
         matches!(self.medium, Medium::Ring { offers: true, .. })
+    }
+
+    /// As if this process had been forked from the one that has made the line.
+    #[cfg(test)]
+    pub(crate) fn is_of_another_process(&mut self) {
+        if let Medium::Ring { pid, .. } = &mut self.medium {
+            *pid = u32::MAX;
+        }
     }
 
     /// Sends `bytes`, which need not be a frame, or what there is room for.
@@ -104,8 +114,8 @@ impl Outbound {
                 push_to_stream(stream, frame, payload)?;
                 HEADER + payload.len()
             }
-            Medium::Ring { ring, peer, offers } => {
-                push_to_ring(ring, frame, payload, offers)?;
+            Medium::Ring { ring, peer, offers, pid } => {
+                push_to_ring(ring, frame, payload, (offers, *pid))?;
                 if frame.sent > before {
                     ring.publish();
                     peer.doorbell().ring();
@@ -155,7 +165,12 @@ fn ring_bytes(payload: &[u8]) -> usize {
 }
 
 /// Writes at most a chunk.
-fn push_to_ring(ring: &mut Producer, frame: &mut Sending, payload: &[u8], offers: &mut bool) -> Result<()> {
+fn push_to_ring(
+    ring: &mut Producer,
+    frame: &mut Sending,
+    payload: &[u8],
+    (offers, pid): (&mut bool, u32),
+) -> Result<()> {
     const PADDING: [u8; ALIGNMENT] = [0; ALIGNMENT];
     if payload.len() <= INLINE {
         frame.head[HEADER..HEADER + payload.len()].copy_from_slice(payload);
@@ -163,7 +178,11 @@ fn push_to_ring(ring: &mut Producer, frame: &mut Sending, payload: &[u8], offers
         return Ok(());
     }
     let end = HEAD + payload.len();
-    if frame.sent == 0 && frame.offer.is_none() && *offers && payload.len() >= offered() {
+    if frame.sent == 0 && *offers && payload.len() >= offered() && pid == std::process::id() {
+        // Not before its number can be told: an end that waits for an answer does not look whether there is room.
+        if ring.room().map_err(corrupt)? < HEAD {
+            return Ok(());
+        }
         let offer = ring.offer(payload);
         frame.head[HEADER..HEADER + size_of::<u64>()].copy_from_slice(&offer.number().to_le_bytes());
         frame.offer = Some(offer);

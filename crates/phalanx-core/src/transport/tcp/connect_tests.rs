@@ -21,6 +21,7 @@ use crate::error::{Error, Result};
 use crate::health::Heartbeat;
 use crate::interrupt::interruptible;
 use crate::key::JobKey;
+use crate::poll::promptly;
 use crate::rank::{Generation, Rank};
 use crate::store::{MemoryStore, Store};
 use crate::wire::auth::{HANDSHAKE_TIMEOUT, NONCE, TAG};
@@ -269,7 +270,7 @@ fn a_rank_that_died_since_is_named_by_all_long_before_the_deadline() {
 }
 
 /// One rank of the world is frozen while the others connect: its kernel accepts connections, but the process does not.
-fn all_name_the_frozen(world: u32, frozen: u32) {
+fn all_name_the_frozen(world: u32, frozen: u32, is_prompt: bool) {
     let store = MemoryStore::new();
     let listener = listen(Ipv4Addr::LOCALHOST.into()).unwrap();
     let address = Address { socket: listener.local_addr().unwrap(), host: "node7".into() };
@@ -283,7 +284,7 @@ fn all_name_the_frozen(world: u32, frozen: u32) {
     let errors: Vec<Error> = thread::scope(|scope| {
         let ranks = (0..world).filter(|rank| *rank != frozen).map(|rank| {
             let config = config_in(&store, rank, world);
-            scope.spawn(move || mesh(&config, deadline).err().unwrap())
+            scope.spawn(move || promptly(is_prompt, || mesh(&config, deadline)).err().unwrap())
         });
         let ranks: Vec<_> = ranks.collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
@@ -297,23 +298,50 @@ fn all_name_the_frozen(world: u32, frozen: u32) {
 
 #[test]
 fn a_rank_that_is_frozen_while_others_connect_is_named_by_all() {
-    all_name_the_frozen(3, 1);
+    all_name_the_frozen(3, 1, false);
+}
+
+#[test]
+fn a_rank_that_is_frozen_is_named_also_by_one_that_accepts_on_its_own_thread() {
+    all_name_the_frozen(3, 1, true);
 }
 
 /// The others call it together with ranks that answer.
 #[test]
 fn a_rank_that_is_frozen_behind_others_that_answer_is_named_by_all() {
-    all_name_the_frozen(4, 0);
+    all_name_the_frozen(4, 0, false);
 }
 
 #[test]
 fn a_rank_that_died_before_it_connected_is_named_by_those_who_accept() {
-    let store = MemoryStore::new();
-    bury(&store, 1);
-    let started = Instant::now();
-    let error = mesh(&config(&store, 0), Deadline::after(Duration::from_secs(60))).err().unwrap();
-    assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
-    assert!(error.is_peer_failure() && error.peer() == Some(Rank::new(1)), "{error}");
+    // A thread of rank 0, or its own, where the others answer at once.
+    for is_prompt in [false, true] {
+        let store = MemoryStore::new();
+        bury(&store, 1);
+        let started = Instant::now();
+        let connect = || mesh(&config(&store, 0), Deadline::after(Duration::from_secs(60)));
+        let error = promptly(is_prompt, connect).err().unwrap();
+        assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
+        assert!(error.is_peer_failure() && error.peer() == Some(Rank::new(1)), "{error}");
+    }
+}
+
+#[test]
+fn the_program_may_end_the_wait_for_those_who_call() {
+    fn ends() -> Result<()> {
+        Err(Error::invalid_argument("enough"))
+    }
+    for is_prompt in [false, true] {
+        let store = MemoryStore::new();
+        // It listens, and calls nobody.
+        let listener = listen(Ipv4Addr::LOCALHOST.into()).unwrap();
+        let address = Address { socket: listener.local_addr().unwrap(), host: "node7".into() };
+        let within = Deadline::after(Duration::from_secs(1));
+        store.set(&key(Rank::new(1)), &postcard::to_stdvec(&address).unwrap(), within).unwrap();
+        let connect = || mesh(&config(&store, 0), Deadline::after(Duration::from_secs(60))).err();
+        let error = promptly(is_prompt, || interruptible(ends, connect)).unwrap();
+        assert!(error.is_invalid_argument() && error.to_string().contains("enough"), "{error}");
+    }
 }
 
 #[test]
