@@ -96,7 +96,8 @@ pub struct Ddp<M> {
     is_of_stages: bool,
     /// Whether the optimizer of the first step has been found to treat each element of divided layers by itself.
     is_elementwise: bool,
-    /// Whether the ranks have found their optimizers alike since the model has come into this group. The same on every rank.
+    /// Whether the ranks have found their optimizers alike since the model has come into this group. The same on every rank, but in a
+    /// `join` in which some have no data.
     is_compared: bool,
     /// Whether an elastic job gives all ranks the same state of the optimizer.
     has_common_state: bool,
