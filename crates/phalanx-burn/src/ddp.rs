@@ -363,7 +363,7 @@ impl<M: Module> Ddp<M> {
     /// | | |
     /// |---|---|
     /// | what the optimizers do to parameters: their kinds, betas, decay, momentum, clipping | in the first step of each `Ddp`, and of an elastic job's state in each group; in [`TrainState::with_group`](crate::TrainState::with_group), [`ZeroRedundancyOptimizer::new`](crate::ZeroRedundancyOptimizer::new) and [`Fsdp::step`](crate::parallel::fsdp::Fsdp::step); when an uneven [`join`](Self::join) ends |
-    /// | of which parameters they have a state, and after how many steps | in the first step of each `Ddp`, and in `ZeroRedundancyOptimizer::new`; `TrainState::with_group`, an elastic job and an uneven `join` give every rank the same state |
+    /// | of which parameters they have a state, and after how many steps | in the first step of each `Ddp`, which reads a loaded state once, and in `ZeroRedundancyOptimizer::new`; `TrainState::with_group`, an elastic job and an uneven `join` give every rank the same state |
     /// | learning rates | every 32 steps; differences by rounding are none |
     /// | optimizers that are exchanged later | never: [`replicas_identical`](Self::replicas_identical) says whether replicas have drifted apart |
     ///
