@@ -70,6 +70,7 @@ pub(crate) fn differs(rank: Rank) -> Error {
 }
 
 /// Whether two ranks' optimizers have [made] the same.
+#[cfg(feature = "horovod")]
 pub(crate) fn is_same(one: &[f32], other: &[f32]) -> bool {
     are_near(one, other, TOLERANCE)
 }

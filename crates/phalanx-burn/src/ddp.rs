@@ -96,7 +96,8 @@ pub struct Ddp<M> {
     is_of_stages: bool,
     /// Whether the optimizer of the first step has been found to treat each element of divided layers by itself.
     is_elementwise: bool,
-    /// Whether the ranks have found their optimizers alike since the model has come into this group. The same on every rank.
+    /// Whether the ranks have found their optimizers alike since the model has come into this group. The same on every rank, but in a
+    /// `join` in which some have no data.
     is_compared: bool,
     /// Whether an elastic job gives all ranks the same state of the optimizer.
     has_common_state: bool,
@@ -362,7 +363,7 @@ impl<M: Module> Ddp<M> {
     /// | | |
     /// |---|---|
     /// | what the optimizers do to parameters: their kinds, betas, decay, momentum, clipping | in the first step of each `Ddp`, and of an elastic job's state in each group; in [`TrainState::with_group`](crate::TrainState::with_group), [`ZeroRedundancyOptimizer::new`](crate::ZeroRedundancyOptimizer::new) and [`Fsdp::step`](crate::parallel::fsdp::Fsdp::step); when an uneven [`join`](Self::join) ends |
-    /// | of which parameters they have a state, and after how many steps | in the first step of each `Ddp`, and in `ZeroRedundancyOptimizer::new`; `TrainState::with_group`, an elastic job and an uneven `join` give every rank the same state |
+    /// | of which parameters they have a state, and after how many steps | in the first step of each `Ddp`, which reads a loaded state once, and in `ZeroRedundancyOptimizer::new`; `TrainState::with_group`, an elastic job and an uneven `join` give every rank the same state |
     /// | learning rates | every 32 steps; differences by rounding are none |
     /// | optimizers that are exchanged later | never: [`replicas_identical`](Self::replicas_identical) says whether replicas have drifted apart |
     ///

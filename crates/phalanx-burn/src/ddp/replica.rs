@@ -99,10 +99,12 @@ impl<M: Module> Ddp<M> {
         Ok(())
     }
 
-    /// An error on every rank unless the ranks' optimizers do the same to parameters. If they do, the next step compares nothing.
+    /// An error on every rank unless the ranks' optimizers do the same to parameters. If they do, the next step compares nothing; otherwise it
+    /// compares again on every rank, also on those that have compared before, while others had no data in a `join`.
     ///
     /// Survivors of a failure that [follow](Self::follow) each other have compared before, or none of them has.
     pub(crate) fn compare_optimizers(&mut self, optimizer: &ModuleOptimizer, caller: Caller) -> Result<()> {
+        self.is_compared = false;
         if self.engine.sink().is_some() {
             let (group, begin) = (self.group.in_call(caller), Instant::now());
             alike::check(optimizer, (self.model(), &self.inventory.parameters), &group)?;

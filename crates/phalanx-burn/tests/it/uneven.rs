@@ -346,3 +346,28 @@ fn a_rank_that_has_had_no_data_in_the_first_join_steps_with_the_others_in_the_ne
         assert!(ddp.replicas_identical().unwrap());
     });
 }
+
+#[test]
+fn ranks_whose_optimizers_differ_at_the_end_of_a_join_compare_again_together() {
+    let start = Mlp::new(&[8, 16, 3]);
+    run(2, |group| {
+        let rank = group.rank().index();
+        let mut ddp = Ddp::new(start.clone(), &group).unwrap();
+        let mut own = if rank == 0 { sgd() } else { SgdConfig::new().init() };
+        let step = |ddp: &mut Ddp<Mlp>, optimizer: &mut ModuleOptimizer, number: usize| {
+            let loss = ddp.forward(|model| model.loss(batch(0, number, rank)))?;
+            let gradients = ddp.backward(&loss)?;
+            ddp.step(optimizer, LEARNING_RATE, gradients)
+        };
+        // Rank 1 has compared its optimizer with nobody's, and rank 0 not yet.
+        let error = ddp
+            .join(&mut own, JoinOptions::default(), |ddp, optimizer| {
+                (0..2 * rank).try_for_each(|number| step(ddp, optimizer, number))
+            })
+            .unwrap_err();
+        assert!(error.is_mismatch() && error.to_string().contains("the optimizer of rank 1"), "{error}");
+        let mut same = sgd();
+        (0..2).for_each(|number| step(&mut ddp, &mut same, number).unwrap());
+        assert!(ddp.replicas_identical().unwrap());
+    });
+}
