@@ -76,19 +76,17 @@ impl OptimizerSteps {
 
     /// What travels of a window, which ends. The first number is not zero: ranks without data give zeros.
     pub(super) fn take(&mut self) -> [f64; NUMBERS] {
-        if self.rates.is_finite() {
-            self.highest = self.highest.max(self.rates.abs());
-        }
-        let Self { count, hash, rates, last, highest } = *self;
+        let Self { count, hash, rates, last, .. } = *self;
         self.restart();
         // As many bits as a float has.
         let hash = (hash >> 12) as f64;
-        [1.0 + f64::from(count), hash, rates, last, highest]
+        [1.0 + f64::from(count), hash, rates, last, self.highest]
     }
 
     /// The window begins anew.
     pub(super) fn restart(&mut self) {
-        *self = Self { highest: self.highest, ..Self::default() };
+        let sum = if self.rates.is_finite() { self.rates.abs() } else { 0.0 };
+        *self = Self { highest: self.highest.max(sum), ..Self::default() };
     }
 }
 

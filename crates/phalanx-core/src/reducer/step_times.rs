@@ -285,7 +285,11 @@ mod tests {
             for _ in 0..5 + group.rank().index() {
                 timer.step(&*group, Instant::now(), Instant::now()).unwrap();
             }
+            timer.optimizer().step([1.0], []);
             timer.restart();
+            // How much rounding may be is known as before.
+            let [steps, .., highest] = timer.optimizer().take();
+            assert!(steps == 1.0 && highest > 0.5);
             for _ in 0..WINDOW {
                 assert_eq!(group.calls().len(), 0);
                 timer.step(&*group, Instant::now(), Instant::now()).unwrap();
