@@ -67,12 +67,12 @@ impl Default for DdpOptions {
 /// | names, shapes, types and ties of all variables; the [options](DdpOptions) and the order of gradients | [`new`](Self::new), and each new group of a [`TrainState`](crate::TrainState) |
 /// | communication hooks and their settings | [`register_comm_hook`](Self::register_comm_hook) |
 /// | an optimizer's rules and groups, and the number of steps | [`TrainState::with_group`](crate::TrainState::with_group) and its relatives |
-/// | rules and learning rates of all steps | every 32 steps of [`TrainState::step`](crate::TrainState::step); the error comes in a later [`backward`](Self::backward), and rates may differ by rounding |
+/// | rules and learning rates of all steps | every 32 steps of [`TrainState::step`](crate::TrainState::step); the error comes in a later [`backward`](Self::backward), and they may differ by rounding |
 /// | everything that is saved | each commit of an elastic job |
 /// | the parameters themselves | [`replicas_identical`](Self::replicas_identical) |
 ///
 /// Nothing is compared of an optimizer that is stepped by itself, [`Optimizer`](crate::Optimizer) or one of tch's, as in PyTorch: with other settings on one
-/// rank the replicas drift apart. Nor are steps whose gradients are not averaged over all ranks; and those of an elastic job that has gone on without a worker
+/// rank the replicas drift apart. Nor are steps whose gradients are not averaged over all ranks, as after [`backward_no_sync`](Self::backward_no_sync) alone; and those of an elastic job that has gone on without a worker
 /// that died, until others join.
 #[doc(alias("DistributedDataParallel", "DDP"))]
 pub struct Ddp {
@@ -323,9 +323,9 @@ impl Ddp {
         }
     }
 
-    /// `optimizer` has changed the model by the averages, with these learning rates.
+    /// `optimizer` has changed the model, with these learning rates. What it does by gradients that are held is no step that all ranks have taken.
     pub(crate) fn stepped(&self, learning_rates: &[f64], optimizer: &crate::Optimizer) {
-        if let Some(sink) = &self.sink {
+        if let Some(sink) = self.sink.as_ref().filter(|_| self.accumulated == Accumulated::default()) {
             sink.with_reducer(|reducer| reducer.stepped(learning_rates.iter().copied(), optimizer.numbers()));
         }
     }

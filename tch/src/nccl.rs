@@ -675,10 +675,10 @@ impl OnDevice {
     }
 }
 
-/// Waits for what has been called so far, and returns the failure of a call.
+/// Waits for what has been called so far, and returns the failure of a call. That of the group alone is none: what was called is done.
 fn await_calls(nccl: &Communicator) -> Result<()> {
     let waited = nccl.stream().synchronize(Deadline::after(nccl.timeout()));
-    nccl.failure().map_or(waited, Err)
+    nccl.failure_of_calls().map_or(waited, Err)
 }
 
 /// What NCCL reads of one rank, and where it writes the parts of all.

@@ -191,6 +191,26 @@ fn other_rules_or_learning_rates_on_one_rank_are_an_error_on_every_rank() {
 }
 
 #[test]
+fn steps_by_gradients_that_are_not_averaged_are_not_compared() {
+    run(2, |group| {
+        let mut training = Training::new(Rule::sgd(0.9)).with_group(&group);
+        let rank = group.rank().index();
+        for step in 0..70 {
+            training.train(step..step + 1);
+            // Each rank by itself, at a rate of its own and so often as it likes.
+            for _ in 0..=rank {
+                let loss = training.loss(step).unwrap();
+                training.state.optimizer.zero_grad().unwrap();
+                training.state.ddp.backward_no_sync(&loss).unwrap();
+                training.state.step(0.01 / (1 + rank) as f64).unwrap();
+            }
+            training.state.ddp.average_parameters().unwrap();
+        }
+        assert_eq!(training.state.steps(), 70 * (2 + rank as u64));
+    });
+}
+
+#[test]
 fn a_share_of_a_state_is_saved_beside_what_each_rank_has_of_its_own() {
     let start = floats(&Training::new(Rule::sgd(0.9)).model.store);
     let expected = run(2, |group| {

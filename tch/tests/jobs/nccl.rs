@@ -14,7 +14,7 @@ use phalanx::reducer::hooks::{
     AllReduce, CommHook, Compressed, GradBucket, HookState, Pending, PostLocalSgd, PowerSgd, PowerSgdOptions,
 };
 use phalanx::{Communicator, GroupHandle, ProcessGroup, Rank, ReduceOp, Result};
-use phalanx_nccl::DeviceGroup;
+use phalanx_nccl::{CallState, DeviceGroup};
 use phalanx_tch::{
     Ddp, DdpOptions, DeviceBucket, DeviceHook, DeviceMessage, Optimizer, PeriodicModelAverager, Rule,
     SyncBatchNorm, TrainState,
@@ -101,6 +101,7 @@ pub const ON_STAND_IN: &[(&str, fn())] = &[
     ("what_a_smaller_group_has_not_averaged_goes_to_no_other_group", || {
         job_with("subgroup moved", 3, |job, _| job.variable("STANDIN_NCCL_FAULT", "error:1:1"));
     }),
+    ("a_group_that_fails_when_all_calls_are_done_holds_no_state_back", || job("group fails between", 2)),
     ("power_sgd_among_devices_of_several_models_is_refused", || job(OTHER_MODELS, 2)),
     // The current device of the program's thread is the first one.
     ("a_model_may_be_on_another_device_than_the_current_one", || job("second device", 2)),
@@ -221,6 +222,7 @@ pub fn play(case: &str) -> Result<()> {
         "subgroup left" => subgroup_left(&group),
         "subgroup evaluated" => subgroup_evaluated(&group),
         "subgroup moved" => subgroup_moved(&group),
+        "group fails between" => group_fails_between(&group),
         "own hook panics" => own_hook_panics(&group),
         "own hook" => own_hook(&group),
         "own hook state" => own_hook_state(&group),
@@ -1383,6 +1385,39 @@ fn subgroup_moved(group: &ProcessGroup) -> Result<()> {
     let moved = trained.and_then(|()| state.with_group(group)).map(drop);
     let error = moved.unwrap_err().to_string();
     assert!(error.contains("the stand-in was told to fail"), "{error}");
+    Ok(())
+}
+
+/// The group fails between two steps, and the state goes on in another one.
+fn group_fails_between(group: &ProcessGroup) -> Result<()> {
+    let first = group.split(Some(0), 0)?.unwrap();
+    let on_devices = devices(&first)?;
+    let model = Mlp::new(&[8, 32, 3]);
+    let optimizer = Optimizer::new(&model.store, Rule::sgd(0.9))?;
+    let mut state = TrainState::new(&model.store, optimizer, ())?.with_nccl(&on_devices)?;
+    let step = |state: &mut TrainState| {
+        let loss = state.ddp.forward(|| model.loss(samples(0, 4)))?;
+        state.optimizer.zero_grad()?;
+        state.ddp.backward(&loss)?;
+        state.step(0.01)
+    };
+    step(&mut state)?;
+    assert!(state.ddp.replicas_identical()?);
+    let is_done = |state: CallState| matches!(state, CallState::Done(_));
+    while !on_devices.device().calls().iter().all(|call| is_done(call.state)) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    group.barrier()?;
+    if group.rank().is_main() {
+        first.abort(phalanx::Error::aborted("the fault of the test"));
+    }
+    let error = first.barrier().unwrap_err().to_string();
+    assert!(error.contains("the fault of the test"), "{error}");
+    let loss = state.ddp.evaluate(|| model.loss(samples(0, 4)).double_value(&[]))?;
+    assert!(loss.is_finite());
+    let mut state = state.with_group(group)?;
+    step(&mut state)?;
+    assert!(state.ddp.replicas_identical()?);
     Ok(())
 }
 

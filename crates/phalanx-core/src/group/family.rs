@@ -136,11 +136,7 @@ impl ProcessGroup {
         if [Some(rank), cause.peer()].into_iter().flatten().all(|rank| here(rank) == Some(rank)) {
             return cause;
         }
-        let error = failed.failure_for(&self.inner, &cause);
-        match here(rank) {
-            Some(rank) => error.at(rank, self.inner.health.host(rank)),
-            None => error,
-        }
+        failed.failure_for(&self.inner, &cause)
     }
 }
 
@@ -148,15 +144,22 @@ impl Inner {
     /// This group's failure as that of `other`, in which ranks have other numbers.
     fn failure_for(&self, other: &Self, cause: &Error) -> Error {
         let text = format!("another group of this rank has failed: {}", cause.clone().without_remedy());
-        let global = |peer| self.config.global(peer);
-        let member = |peer| other.world.ranks().find(|rank| other.config.global(*rank) == global(peer));
+        let member = |rank| {
+            let global = self.config.global(rank);
+            other.world.ranks().find(|rank| other.config.global(*rank) == global)
+        };
         let error = match cause.peer().and_then(member) {
             Some(peer) => Error::new(cause.kind(), text).with_peer(peer),
             // Not this group's peer: for the others of this group it is this rank that ends it.
             None if cause.peer().is_some() => Error::new(Kind::Aborted, text),
             None => Error::new(cause.kind(), text),
         };
-        cause.remedy().into_iter().fold(error, Error::with_remedy)
+        let error = cause.remedy().into_iter().fold(error, Error::with_remedy);
+        // It is the same rank that has failed, whoever says so first.
+        match cause.rank().and_then(member) {
+            Some(rank) => error.at(rank, other.health.host(rank)),
+            None => error,
+        }
     }
 }
 
@@ -168,25 +171,31 @@ mod tests {
 
     #[test]
     fn the_failure_of_a_smaller_group_blames_the_same_rank_in_the_whole_one() {
-        let groups = ProcessGroup::in_process(WorldSize::new(4).unwrap()).unwrap();
-        std::thread::scope(|scope| {
-            for group in groups {
-                scope.spawn(move || {
-                    let part = group.new_group(&[Rank::new(2), Rank::new(3)]).unwrap();
-                    match (group.rank().get(), &part) {
-                        (3, Some(part)) => part.abort(Error::aborted("the fault of the test")),
-                        (2, Some(part)) => {
-                            let error = part.barrier().unwrap_err();
-                            assert_eq!(error.rank(), Some(Rank::new(1)), "{error}");
-                            group.abort(error);
+        /// How a rank of the smaller group, the second argument, ends the whole one with its error.
+        type End = fn(&ProcessGroup, &ProcessGroup, Error);
+        let ends: [End; 2] =
+            [|whole, _, error| whole.abort(error), |_, smaller, error| smaller.abort_all(error)];
+        for end in ends {
+            let groups = ProcessGroup::in_process(WorldSize::new(4).unwrap()).unwrap();
+            std::thread::scope(|scope| {
+                for group in groups {
+                    scope.spawn(move || {
+                        let part = group.new_group(&[Rank::new(2), Rank::new(3)]).unwrap();
+                        match (group.rank().get(), &part) {
+                            (3, Some(part)) => part.abort(Error::aborted("the fault of the test")),
+                            (2, Some(part)) => {
+                                let error = part.barrier().unwrap_err();
+                                assert_eq!(error.rank(), Some(Rank::new(1)), "{error}");
+                                end(&group, part, error);
+                            }
+                            _ => {}
                         }
-                        _ => {}
-                    }
-                    let error = group.barrier().unwrap_err();
-                    assert_eq!(error.rank(), Some(Rank::new(3)), "{error}");
-                    assert!(error.to_string().contains("the fault of the test"), "{error}");
-                });
-            }
-        });
+                        let error = group.barrier().unwrap_err();
+                        assert_eq!(error.rank(), Some(Rank::new(3)), "{error}");
+                        assert!(error.to_string().contains("the fault of the test"), "{error}");
+                    });
+                }
+            });
+        }
     }
 }

@@ -395,8 +395,8 @@ impl Reducer {
     }
 
     /// An optimizer has changed the model by the averages of this step. The ranks compare what all steps had in `rates`, a learning rate for each group of
-    /// parameters, and in `settings`, every 32 steps together with the [step times](Self::step_times). Nothing waits for that. If they differ, it is an error
-    /// of a later [`finish`](Self::finish), which ends the reducer on every rank. Steps whose averages are not over all ranks
+    /// parameters, and in `settings`, every 32 steps together with the [step times](Self::step_times). Nothing waits for that. If they differ by more than
+    /// rounding, it is an error of a later [`finish`](Self::finish), which ends the reducer on every rank. Steps whose averages are not over all ranks
     /// ([`CommHook::averages_over_all`]) are each rank's own, and are not compared.
     pub fn stepped(&mut self, rates: impl IntoIterator<Item = f64>, settings: impl IntoIterator<Item = f64>) {
         if self.hook.averages_over_all() {

@@ -5,8 +5,9 @@
 //! ranks exchange anyway. So a difference is an error some steps after a window of [`WINDOW`] steps: the ranks know by then what to compare, and no
 //! rank has waited for it.
 //!
-//! Settings are what the program has written down, and are compared by a hash. Learning rates are computed, and processors of several kinds may round a
-//! cosine in other ways: they are compared by a sum of all of them, each with a factor of its own, but for rounding.
+//! Both may be computed, and processors of several kinds may round a cosine in other ways. Settings are compared by a hash of what they are in f32, as their
+//! kind and an epsilon differ in other orders of size than a decay. Learning rates are compared by a sum of all of them, each with a factor of its own, but for
+//! rounding: a schedule that ends at zero subtracts numbers of the size of its highest rates, so that these say how much rounding may be.
 
 use crate::buffer::Buffer;
 use crate::collective::ReduceOp;
@@ -19,8 +20,8 @@ use crate::world_size::WorldSize;
 /// The steps that are compared together.
 pub(super) const WINDOW: usize = 32;
 /// How many numbers of a window travel.
-pub(super) const NUMBERS: usize = 4;
-/// By so much, relative to the larger one, sums of rates may differ.
+pub(super) const NUMBERS: usize = 5;
+/// By so much, relative to the largest one so far, sums of rates may differ.
 const TOLERANCE: f64 = 1e-6;
 
 /// What an optimizer of this rank has done since the ranks have compared it last.
@@ -33,6 +34,8 @@ pub struct OptimizerSteps {
     rates: f64,
     /// The first rate of the last step, for people.
     last: f64,
+    /// The largest sum so far, of all windows.
+    highest: f64,
 }
 
 impl OptimizerSteps {
@@ -40,7 +43,7 @@ impl OptimizerSteps {
     /// on every rank.
     pub fn step(&mut self, rates: impl IntoIterator<Item = f64>, settings: impl IntoIterator<Item = f64>) {
         self.count = self.count.saturating_add(1);
-        let bytes = settings.into_iter().flat_map(|setting| setting.to_bits().to_le_bytes());
+        let bytes = settings.into_iter().flat_map(|setting| (setting as f32).to_bits().to_le_bytes());
         self.hash = fnv1a(self.hash.to_le_bytes().into_iter().chain(bytes));
         for (group, rate) in rates.into_iter().enumerate() {
             if group == 0 {
@@ -73,10 +76,17 @@ impl OptimizerSteps {
 
     /// What travels of a window, which ends. The first number is not zero: ranks without data give zeros.
     pub(super) fn take(&mut self) -> [f64; NUMBERS] {
-        let Self { count, hash, rates, last } = std::mem::take(self);
+        let Self { count, hash, rates, last, .. } = *self;
+        self.restart();
         // As many bits as a float has.
         let hash = (hash >> 12) as f64;
-        [1.0 + f64::from(count), hash, rates, last]
+        [1.0 + f64::from(count), hash, rates, last, self.highest]
+    }
+
+    /// The window begins anew.
+    pub(super) fn restart(&mut self) {
+        let sum = if self.rates.is_finite() { self.rates.abs() } else { 0.0 };
+        *self = Self { highest: self.highest.max(sum), ..Self::default() };
     }
 }
 
@@ -85,7 +95,7 @@ pub(super) fn compare(all: impl Iterator<Item = [f64; NUMBERS]>) -> Result<()> {
     let mut present = all.zip(0u32..).filter(|([count, ..], _)| *count != 0.0);
     let Some((expected, first)) = present.next() else { return Ok(()) };
     for (found, rank) in present {
-        let [count, hash, rates, last] = found;
+        let [count, hash, rates, last, highest] = found;
         let cause = if count != expected[0] {
             let steps = |count: f64| count - 1.0;
             let (there, here) = (steps(expected[0]), steps(count));
@@ -96,7 +106,7 @@ pub(super) fn compare(all: impl Iterator<Item = [f64; NUMBERS]>) -> Result<()> {
             format!(
                 "the optimizer of rank {rank} has other settings than that of rank {first}, such as its kind, betas, epsilon, momentum or decay"
             )
-        } else if !are_near(rates, expected[2]) {
+        } else if !are_near(rates, expected[2], highest.max(expected[4])) {
             let before = expected[3];
             format!(
                 "the learning rates of the last {WINDOW} steps differ: the last one was {before} on rank {first}, and {last} on rank {rank}"
@@ -111,9 +121,9 @@ pub(super) fn compare(all: impl Iterator<Item = [f64; NUMBERS]>) -> Result<()> {
     Ok(())
 }
 
-fn are_near(one: f64, other: f64) -> bool {
+fn are_near(one: f64, other: f64, highest: f64) -> bool {
     let is_same = one == other || one.is_nan() && other.is_nan();
-    is_same || (one - other).abs() <= TOLERANCE * one.abs().max(other.abs())
+    is_same || (one - other).abs() <= TOLERANCE * highest
 }
 
 #[cfg(test)]
@@ -139,6 +149,7 @@ mod tests {
         let rates: &[f64] = &[0.1, 0.2, 0.3];
         assert_eq!(compared(&[(rates, 0.01), (rates, 0.01), (rates, 0.01)]), None);
         assert_eq!(compared(&[(rates, 0.01), (&[0.1, 0.2, 0.3 + 1e-15], 0.01)]), None);
+        assert_eq!(compared(&[(rates, 0.01), (rates, 0.01_f64.next_up())]), None);
         assert_eq!(compared(&[(&[], 0.01), (&[], 0.01)]), None);
         let differing: [([Taken<'_>; 3], &str); 5] = [
             ([(rates, 0.01), (rates, 0.01), (&[0.1, 0.2, 0.4], 0.01)], "0.3 on rank 0, and 0.4 on rank 2"),
@@ -165,7 +176,34 @@ mod tests {
         steps.step([0.1], []);
         let own = steps.take();
         compare([[0.0; NUMBERS], own, [0.0; NUMBERS], own].into_iter()).unwrap();
-        assert_eq!(steps, OptimizerSteps::default());
+        assert_eq!(steps.take()[..4], [1.0, 0.0, 0.0, 0.0]);
+    }
+
+    #[test]
+    fn a_schedule_that_ends_at_zero_may_be_rounded_in_another_way_up_to_its_end() {
+        // In f32, where the other processor has the next number for each cosine.
+        let roundings: [fn(f32) -> f32; 2] = [|cosine| cosine, f32::next_up];
+        let rate = |step: u16, rounded: fn(f32) -> f32| {
+            let cosine = (std::f32::consts::PI * f32::from(step) / 10_000.0).cos();
+            f64::from(0.5 * (1.0 + rounded(cosine)))
+        };
+        let mut ranks = roundings.map(|rounded| (rounded, OptimizerSteps::default()));
+        for step in 0..10_000 {
+            for (rounded, steps) in &mut ranks {
+                steps.step([rate(step, *rounded)], []);
+            }
+            if usize::from(step) % WINDOW == WINDOW - 1 {
+                compare(ranks.iter_mut().map(|(_, steps)| steps.take())).unwrap();
+            }
+            if step == 5000 {
+                // As at the end of a join.
+                ranks.iter_mut().for_each(|(_, steps)| steps.restart());
+            }
+        }
+        let [(_, first), (_, second)] = &mut ranks;
+        first.step([0.0], []);
+        second.step([1e-3], []);
+        assert!(compare([first.take(), second.take()].into_iter()).is_err());
     }
 
     #[test]

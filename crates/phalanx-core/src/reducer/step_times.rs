@@ -60,7 +60,9 @@ pub(super) struct StepTimer {
 impl StepTimer {
     /// The ranks begin to count anew, all together: some have not taken part in the last steps.
     pub(super) fn restart(&mut self) {
-        *self = Self { times: std::mem::take(&mut self.times), warned: self.warned, ..Self::default() };
+        self.optimizer.restart();
+        let (times, optimizer) = (std::mem::take(&mut self.times), self.optimizer);
+        *self = Self { times, optimizer, warned: self.warned, ..Self::default() };
     }
 
     /// No step counts until [`restart`](Self::restart). The group is another, whose ranks may have learned that a step apart:
@@ -283,7 +285,11 @@ mod tests {
             for _ in 0..5 + group.rank().index() {
                 timer.step(&*group, Instant::now(), Instant::now()).unwrap();
             }
+            timer.optimizer().step([1.0], []);
             timer.restart();
+            // How much rounding may be is known as before.
+            let [steps, .., highest] = timer.optimizer().take();
+            assert!(steps == 1.0 && highest > 0.5);
             for _ in 0..WINDOW {
                 assert_eq!(group.calls().len(), 0);
                 timer.step(&*group, Instant::now(), Instant::now()).unwrap();

@@ -191,6 +191,12 @@ impl Communicator {
         self.owner.shared.failure().or_else(|| self.group().failure())
     }
 
+    /// The failure, if calls were not done when it came: what these have written is worth nothing. None if the group has failed when all calls were
+    /// done, as by another rank's death between two of them. It is known when a wait for the calls has returned, such as [`Stream::synchronize`].
+    pub fn failure_of_calls(&self) -> Option<Error> {
+        self.owner.shared.failure_of_calls()
+    }
+
     /// The last 64 calls that are done, and those in flight, oldest first. After a failure they show, beside those of the other ranks, which
     /// rank has not made a call. `PHALANX_NCCL_RECORD` names a file to which each process adds them then, with its rank at the
     /// end of the name.

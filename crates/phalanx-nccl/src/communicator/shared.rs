@@ -57,6 +57,8 @@ struct State {
     /// The last ones that are done, and when they were forgotten.
     remembered: VecDeque<(CallRecord, Instant)>,
     failure: Option<(Error, Instant)>,
+    /// Whether all calls were done when it came, which was none of theirs.
+    are_done: bool,
     is_aborting: bool,
     closed: bool,
     keeping: Keeping,
@@ -178,6 +180,21 @@ impl Shared {
         state.is_aborting || will_fail() && state.flights.iter().any(|flight| !flight.is_known_done())
     }
 
+    /// The failure, unless all calls were done when it came, which was none of theirs.
+    pub(super) fn failure_of_calls(&self) -> Option<Error> {
+        let state = self.state.lock();
+        state.failure.as_ref().filter(|_| !state.are_done).map(|(cause, _)| cause.clone())
+    }
+
+    /// Notes the failure of the group, after a [look](Self::await_look) at the device.
+    pub(super) fn fail_with_group(&self, cause: Error) {
+        let mut state = self.state.lock();
+        if state.failure.is_none() {
+            state.are_done = state.flights.iter().all(|flight| flight.is_known_done());
+            self.note_failure(&mut state, cause);
+        }
+    }
+
     /// Notes the failure. The watchdog then aborts.
     pub(super) fn fail(&self, cause: Error) {
         let mut state = self.state.lock();
@@ -222,7 +239,7 @@ impl Shared {
         {
             return false;
         }
-        state.retired = true;
+        (state.retired, state.are_done) = (true, true);
         self.note_failure(&mut state, Error::aborted("the communicator has gone to another group"));
         true
     }

@@ -65,18 +65,20 @@ fn look_after(shared: &Arc<Shared>) {
         if shared.failure().is_some() {
             return abort(shared);
         }
-        if shared.group.watched_failure().is_some() || shared.is_late() {
+        let of_group = shared.group.watched_failure();
+        if of_group.is_some() || shared.is_late() {
             shared.await_look();
         }
-        let cause = shared.failure().or_else(|| shared.group.watched_failure()).or_else(|| {
-            let looked = shared
-                .look_at_clock()
-                .and_then(|()| shared.look_for_leavers(&mut left_since))
-                .and_then(|()| shared.look_at_nccl());
-            looked.err().map(|error| shared.group.fail_unless_explained(error))
-        });
-        if let Some(cause) = cause {
-            shared.fail(cause);
+        if let Some(cause) = of_group {
+            shared.fail_with_group(cause);
+            return abort(shared);
+        }
+        let looked = shared
+            .look_at_clock()
+            .and_then(|()| shared.look_for_leavers(&mut left_since))
+            .and_then(|()| shared.look_at_nccl());
+        if let Err(error) = looked {
+            shared.fail(shared.group.fail_unless_explained(error));
             return abort(shared);
         }
     }

@@ -130,7 +130,8 @@ pub trait CommHook: Send {
     }
 
     /// Whether what it has given in the last step are averages over all ranks, which a `join` may [scale](super::Reducer::scale_in_step) to
-    /// those over ranks that have data. True by default.
+    /// those over ranks that have data. In other steps ranks may have learning rates of their own ([`Reducer::stepped`](super::Reducer::stepped)). True by
+    /// default.
     fn averages_over_all(&self) -> bool {
         true
     }
