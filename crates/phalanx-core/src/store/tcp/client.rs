@@ -480,12 +480,12 @@ impl Store for TcpStore {
         let (op, values) = if link.is_own { (Op::WaitGet, keys.len()) } else { (Op::Wait, 0) };
         request.extend(Frame::new(op).keys(keys).into_bytes());
         link.send(&request).map_err(|error| changing.failed(error))?;
-        // A server that does not answer holds nobody up who does not want to go on.
-        if !changes.is_empty() {
+        let mut answers = Vec::with_capacity(changes.len());
+        for _ in changes {
+            // A server that does not answer, or not all, holds nobody up who does not want to go on.
             link.wait_to_read(&mut || self.counted(go_on)).map_err(|error| changing.failed(error))??;
+            answers.push(link.value().map_err(|error| changing.failed(error))?);
         }
-        let answers: io::Result<Vec<_>> = changes.iter().map(|_| link.value()).collect();
-        let answers = answers.map_err(|error| changing.failed(error))?;
         if let Err(error) = found(&answers) {
             link.leave_wait(values).map_err(|error| call.failed(error))?;
             self.put_back(link);

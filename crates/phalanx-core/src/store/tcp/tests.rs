@@ -669,7 +669,8 @@ fn a_server_of_pytorch_gets_no_request_that_it_does_not_know() {
         let mut hello = [0; 10];
         stream.read_exact(&mut hello).unwrap();
         stream.write_all(&hello[6..]).unwrap();
-        for answer in [&[0][..], &[1, 0, 0, 0, 0, 0, 0, 0, b'v']] {
+        let value = [1, 0, 0, 0, 0, 0, 0, 0, b'v'];
+        for answer in [&[0][..], &value, &[0], &value] {
             let mut request = [0; 64];
             let count = stream.read(&mut request).unwrap();
             asked.send(request[..count].to_vec()).unwrap();
@@ -680,6 +681,32 @@ fn a_server_of_pytorch_gets_no_request_that_it_does_not_know() {
     assert_eq!(store.get("key", soon()).unwrap(), b"v");
     let asked: Vec<Vec<u8>> = requests.iter().take(2).collect();
     assert_eq!(asked, [Op::Wait, Op::MultiGet].map(|op| Frame::new(op).keys(&["key"]).into_bytes()));
+    let change = [("own", &b""[..], &b"v"[..])];
+    let values = store.multi_compare_set_after("key", &change, soon(), soon()).unwrap();
+    assert_eq!(values.unwrap(), [b"v"]);
+    let asked: Vec<Vec<u8>> = requests.iter().take(2).collect();
+    let change = Frame::new(Op::CompareSet).key("own").value(b"").value(b"v");
+    assert_eq!(asked, [Frame::new(Op::Wait).keys(&["key"]), change].map(Frame::into_bytes));
+}
+
+#[test]
+fn a_server_that_does_not_answer_all_changes_holds_nobody_up() {
+    let mut streams = Vec::new();
+    let server = foreign(move |mut stream| {
+        let mut hello = [0; 10];
+        if stream.read_exact(&mut hello).is_ok() {
+            // It answers the ping and one change.
+            let _ = stream.write_all(&[&hello[6..], &[1, 0, 0, 0, 0, 0, 0, 0, b'v']].concat());
+        }
+        streams.push(stream);
+    });
+    let store = TcpStore::connect(server, soon()).unwrap();
+    let changes = [("first", &b""[..], &b"v"[..]), ("second", b"", b"v")];
+    let stopped = store.compare_set_and_get(&changes, &["key"], soon(), &mut |_| Ok(()), &mut || {
+        Err(Error::aborted("enough"))
+    });
+    let error = stopped.unwrap_err();
+    assert!(error.to_string().contains("enough"), "{error}");
 }
 
 #[test]
