@@ -198,6 +198,33 @@ fn a_waiter_that_goes_away_is_forgotten_and_one_that_cancels_goes_on() {
 }
 
 #[test]
+fn a_change_whose_client_goes_away_or_cancels_is_never_made() {
+    let server = serve();
+    let store = client(&server);
+    let asks =
+        |key: &str| Frame::new(Op::CompareSetAfter).key("before").u64(1).key(key).value(b"").value(b"v");
+    let mut leaver = raw(&server);
+    leaver.write_all(&asks("gone").into_bytes()).unwrap();
+    leaver.shutdown(Shutdown::Write).unwrap();
+    assert!(is_dropped(leaver));
+    let mut stays = raw(&server);
+    stays.write_all(&asks("cancelled").then(Op::CancelWait).into_bytes()).unwrap();
+    let mut cancelled = [9];
+    stays.read_exact(&mut cancelled).unwrap();
+    assert_eq!(cancelled, [1]);
+    // It can wait again, after the others.
+    stays.write_all(&asks("made").into_bytes()).unwrap();
+    store.set("before", b"", soon()).unwrap();
+    let mut made = [9; 10];
+    stays.read_exact(&mut made).unwrap();
+    assert_eq!(made, [0, 1, 0, 0, 0, 0, 0, 0, 0, b'v']);
+    assert!(store.check(&["made"], soon()).unwrap());
+    for key in ["gone", "cancelled"] {
+        assert!(!store.check(&[key], soon()).unwrap(), "{key}");
+    }
+}
+
+#[test]
 fn a_client_that_does_not_read_stops_only_itself() {
     let server = serve();
     let store = client(&server);
