@@ -272,7 +272,8 @@ impl Horovodrun {
         if !self.blacklist_cooldown_range.is_empty() {
             arguments.push("--blacklist-cooldown-range".into());
             arguments.extend(self.blacklist_cooldown_range);
-            // Horovod starts hosts again, and their workers, as often as they fail; otherwise it leaves them out for good, as without this.
+            // Horovod starts hosts again, and their workers, as often as they fail, as long as others are left; otherwise it leaves them out
+            // for good, as without this.
             arguments.push("--max-restarts".into());
             arguments.push(NO_LIMIT.into());
         }

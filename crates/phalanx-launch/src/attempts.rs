@@ -74,7 +74,14 @@ pub(super) fn run(job: &Job, observer: &mut dyn Observer) -> Result<Report> {
             (AttemptEnd::Elsewhere, Some(signal)) => AttemptEnd::Interrupted(signal),
             (end, _) => end,
         };
-        match nodes.after_attempt(end, &mut control)? {
+        let next = match (nodes.after_attempt(end, &mut control)?, attempt.late_signal) {
+            // No restart was left, and another attempt costs none, as after a node that has left.
+            (AfterAttempt::Restart, Some(signal)) => {
+                nodes.after_attempt(AttemptEnd::Interrupted(signal), &mut control)?
+            }
+            (next, _) => next,
+        };
+        match next {
             AfterAttempt::Restart => {}
             AfterAttempt::Over(outcome) => break outcome,
         }

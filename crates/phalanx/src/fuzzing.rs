@@ -221,7 +221,8 @@ pub fn store_request(mut bytes: &[u8]) -> bool {
         match decoder.feed(piece.to_vec()) {
             Ok(None) => {}
             Ok(Some(request)) => {
-                assert!(request.strings.len() <= 2 * MAX_COUNT);
+                // Those of a change are its key and two values, and one key is before all.
+                assert!(request.strings.len() <= 1 + 3 * MAX_COUNT);
                 assert!(request.strings.iter().map(Vec::len).sum::<usize>() <= MAX_REQUEST);
                 any = true;
             }
@@ -250,6 +251,7 @@ mod tests {
     use super::*;
     use phalanx_proto::wire::auth::TAG;
     use phalanx_proto::wire::hello::REFUSAL;
+    use phalanx_proto::wire::store::Op;
 
     fn seeds() -> PathBuf {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/seeds")
@@ -273,6 +275,13 @@ mod tests {
             }
             assert!(valid > 0, "no seed of {name} means anything: add one as it is written today");
         }
+    }
+
+    #[test]
+    fn a_request_with_as_many_changes_as_there_may_be_is_one() {
+        let (count, change) = ((MAX_COUNT as u64).to_le_bytes(), [0_u8; 3 * 8]);
+        let request = [&[Op::CompareSetAfter as u8][..], &[0; 8], &count, &change.repeat(MAX_COUNT)].concat();
+        assert!(store_request(&request));
     }
 
     /// The seeds that cannot be written by hand: with proofs, and with the version.

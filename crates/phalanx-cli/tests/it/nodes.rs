@@ -254,6 +254,33 @@ fn nodes_may_come_and_go() {
 }
 
 #[test]
+fn a_node_that_was_told_to_end_too_late_does_not_start_again() {
+    // Rank 0 fails when the others are ready. They are asked to end, say so, and go on until they may.
+    let script = "echo world $WORLD_SIZE; [ $WORLD_SIZE = 3 ] || exit 0; \
+                  [ $RANK = 0 ] && { until [ -e ready1 ] && [ -e ready2 ]; do sleep 0.05; done; exit 3; }; \
+                  trap 'echo asked' TERM; touch ready$RANK; until [ -e go$RANK ]; do sleep 0.05; done";
+    let (port, folder) = (free_port(), tempfile::tempdir().unwrap());
+    let start = |rank, workers| {
+        let place = ["--nnodes", "1:2", "--node-rank", rank, "--master-port", &port];
+        let options = ["--local-addr", "localhost", "--nproc-per-node", workers];
+        let mut command = phalanx(&[&place[..], &options].concat(), script);
+        command.current_dir(folder.path()).spawn().unwrap()
+    };
+    let (mut first, mut second) = (start("0", "2"), start("1", "1"));
+    wait_for(&mut first, "asked");
+    wait_for(&mut second, "asked");
+    send(&second, Signal::TERM);
+    std::fs::write(folder.path().join("go2"), "").unwrap();
+    let (code, _, err) = end(second);
+    assert_eq!(code, Some(143), "{err}");
+    // The failure costs no restart, because the other node has left. The first one would go on alone.
+    send(&first, Signal::INT);
+    let (code, out, err) = end(first);
+    assert_eq!(code, Some(130), "{out}{err}");
+    assert!(!out.contains("world 2"), "{out}{err}");
+}
+
+#[test]
 fn an_end_point_that_each_node_has_for_itself_is_refused() {
     let port = free_port();
     let conf = "last_call_timeout=0.2,join_timeout=20";

@@ -50,7 +50,8 @@ fn a_signal_that_comes_before_a_restart_ends_the_job() {
     let script = "life=$TORCHELASTIC_RESTART_COUNT; echo life $life; \
                   [ $RANK = 0 ] && { until [ -e ready ]; do sleep 0.05; done; exit 3; }; \
                   trap 'echo asked >&2' TERM; touch ready; while :; do sleep 0.05; done";
-    let cases: [&[&str]; 2] = [&[], &["--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=0.2"]];
+    let open = ["--nnodes", "1:2", "--local-addr", "localhost", "--rdzv-conf", "last_call_timeout=0.2"];
+    let cases: [&[&str]; 2] = [&[], &open];
     for nodes in cases {
         let folder = tempfile::tempdir().unwrap();
         let port = free_port();

@@ -144,7 +144,7 @@ pub trait Store: Send + Sync {
         until: Deadline,
         deadline: Deadline,
     ) -> Result<Option<Vec<Vec<u8>>>> {
-        wait_and_compare_set(self, before, changes, until, deadline)
+        compare_set_after(self, self.wait(&[before], until.min(deadline)), changes, deadline)
     }
 
     /// Makes the `changes`, as [`multi_compare_set`](Self::multi_compare_set) does, gives the values to `found`, and then returns the values
@@ -165,15 +165,14 @@ pub trait Store: Send + Sync {
     }
 }
 
-/// [`Store::multi_compare_set_after`], with two calls.
-fn wait_and_compare_set<S: Store + ?Sized>(
+/// The second half of [`Store::multi_compare_set_after`], after the wait.
+fn compare_set_after<S: Store + ?Sized>(
     store: &S,
-    before: &str,
+    waited: Result<()>,
     changes: &[(&str, &[u8], &[u8])],
-    until: Deadline,
     deadline: Deadline,
 ) -> Result<Option<Vec<Vec<u8>>>> {
-    match store.wait(&[before], until.min(deadline)) {
+    match waited {
         Ok(()) => store.multi_compare_set(changes, deadline).map(Some),
         Err(error) if error.is_timeout() && !deadline.has_passed() => Ok(None),
         Err(error) => Err(error),

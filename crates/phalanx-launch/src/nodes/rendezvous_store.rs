@@ -90,8 +90,8 @@ pub(super) fn open_store(
             let silence = cluster.silence();
             let what = || {
                 format!(
-                    "the file {} is there already: this launcher looks for {:.0} s whether others of this job write to it. If none does, an \
-                     earlier job has left it, and it is replaced",
+                    "the file {} is there already: this launcher looks for {:.0} s whether others of this job write to it. If none does, and \
+                     it is a store of this version, an earlier job has left it, and it is replaced",
                     path.display(),
                     silence.as_secs_f64()
                 )

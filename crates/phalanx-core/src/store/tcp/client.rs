@@ -21,7 +21,7 @@ use crate::key::JobKey;
 use crate::notice::while_waiting;
 use crate::store::call::Call;
 use crate::store::table::decimal;
-use crate::store::{Store, WATCH_INTERVAL, wait_and_compare_set};
+use crate::store::{Store, WATCH_INTERVAL, compare_set_after};
 use crate::wire::store::{CHECK_READY, Frame, MAX_COUNT, MAX_REQUEST, Op};
 
 /// The most idle connections that are kept.
@@ -440,7 +440,11 @@ impl Store for TcpStore {
         let mut link = self.link(&call)?;
         if !link.is_own {
             self.put_back(link);
-            return wait_and_compare_set(self, before, changes, until, deadline);
+            // This call also waits for keys of which PyTorch's server tells nobody.
+            let until = until.min(deadline);
+            let waited =
+                self.compare_set_and_get(&[], &[before], until, &mut |_| Ok(()), &mut || Ok(())).map(drop);
+            return compare_set_after(self, waited, changes, deadline);
         }
         let frame = Frame::new(Op::CompareSetAfter).key(before).u64(changes.len() as u64);
         let frame = changes
@@ -480,12 +484,12 @@ impl Store for TcpStore {
         let (op, values) = if link.is_own { (Op::WaitGet, keys.len()) } else { (Op::Wait, 0) };
         request.extend(Frame::new(op).keys(keys).into_bytes());
         link.send(&request).map_err(|error| changing.failed(error))?;
-        // A server that does not answer holds nobody up who does not want to go on.
-        if !changes.is_empty() {
+        let mut answers = Vec::with_capacity(changes.len());
+        for _ in changes {
+            // A server that does not answer, or not all, holds nobody up who does not want to go on.
             link.wait_to_read(&mut || self.counted(go_on)).map_err(|error| changing.failed(error))??;
+            answers.push(link.value().map_err(|error| changing.failed(error))?);
         }
-        let answers: io::Result<Vec<_>> = changes.iter().map(|_| link.value()).collect();
-        let answers = answers.map_err(|error| changing.failed(error))?;
         if let Err(error) = found(&answers) {
             link.leave_wait(values).map_err(|error| call.failed(error))?;
             self.put_back(link);

@@ -731,11 +731,12 @@ pub fn fuzz(bytes: &[u8]) -> bool {
     let stream = TcpStream::from(OwnedFd::from(ours));
     let deadline = Deadline::after(Duration::from_secs(10));
     let mut link = Link::over(stream, deadline);
-    let understood = calls.iter().take_while(|call| match **call % 4 {
+    let understood = calls.iter().take_while(|call| match **call % 5 {
         0 => link.take::<4>().is_ok(),
         1 => link.integer().is_ok(),
         2 => link.value().is_ok_and(|value| value.len() <= MAX_VALUE.min(answer.len())),
-        _ => link.wait(&[Op::Wait as u8], 0, None).is_ok(),
+        3 => link.wait(&[Op::Wait as u8], 0, None).is_ok(),
+        _ => link.wait_or_cancel(&[Op::CompareSetAfter as u8], 1, deadline).is_ok_and(|came| came.is_some()),
     });
     sent.is_ok() && understood.count() == CALLS
 }

@@ -19,7 +19,9 @@ use crate::key::JobKey;
 use crate::store::Store;
 use crate::wire::auth::TAG;
 use crate::wire::greeting::{CALL, Responder, StoreSecret};
-use crate::wire::store::{Frame, MAGIC, MAX_COUNT, MAX_VALUE, Op};
+use crate::wire::store::{
+    CHECK_READY, Decoder, Frame, MAGIC, MAX_COUNT, MAX_VALUE, Op, WAIT_CANCELLED, WAIT_DONE,
+};
 
 fn soon() -> Deadline {
     Deadline::after(Duration::from_secs(20))
@@ -193,6 +195,33 @@ fn a_waiter_that_goes_away_is_forgotten_and_one_that_cancels_goes_on() {
     stream.write_all(&Frame::new(Op::Wait).keys(&["late"]).then(Op::CancelWait).into_bytes()).unwrap();
     stream.read_exact(&mut answer).unwrap();
     assert_eq!(answer, [0, 1]);
+}
+
+#[test]
+fn a_change_whose_client_goes_away_or_cancels_is_never_made() {
+    let server = serve();
+    let store = client(&server);
+    let asks =
+        |key: &str| Frame::new(Op::CompareSetAfter).key("before").u64(1).key(key).value(b"").value(b"v");
+    let mut leaver = raw(&server);
+    leaver.write_all(&asks("gone").into_bytes()).unwrap();
+    leaver.shutdown(Shutdown::Write).unwrap();
+    assert!(is_dropped(leaver));
+    let mut stays = raw(&server);
+    stays.write_all(&asks("cancelled").then(Op::CancelWait).into_bytes()).unwrap();
+    let mut cancelled = [9];
+    stays.read_exact(&mut cancelled).unwrap();
+    assert_eq!(cancelled, [1]);
+    // It can wait again, after the others.
+    stays.write_all(&asks("made").into_bytes()).unwrap();
+    store.set("before", b"", soon()).unwrap();
+    let mut made = [9; 10];
+    stays.read_exact(&mut made).unwrap();
+    assert_eq!(made, [0, 1, 0, 0, 0, 0, 0, 0, 0, b'v']);
+    assert!(store.check(&["made"], soon()).unwrap());
+    for key in ["gone", "cancelled"] {
+        assert!(!store.check(&[key], soon()).unwrap(), "{key}");
+    }
 }
 
 #[test]
@@ -680,6 +709,64 @@ fn a_server_of_pytorch_gets_no_request_that_it_does_not_know() {
     assert_eq!(store.get("key", soon()).unwrap(), b"v");
     let asked: Vec<Vec<u8>> = requests.iter().take(2).collect();
     assert_eq!(asked, [Op::Wait, Op::MultiGet].map(|op| Frame::new(op).keys(&["key"]).into_bytes()));
+}
+
+#[test]
+fn changes_are_made_after_a_key_of_which_pytorchs_server_tells_nobody() {
+    // Without libuv it wakes nobody for a key that has come by COMPARE_SET. Whoever asks finds it.
+    let was_asked = Arc::new(AtomicBool::new(false));
+    let asked = Arc::clone(&was_asked);
+    let server = foreign(move |mut stream| {
+        let was_asked = Arc::clone(&asked);
+        thread::spawn(move || {
+            let mut hello = [0; 10];
+            stream.read_exact(&mut hello).unwrap();
+            stream.write_all(&hello[6..]).unwrap();
+            let mut decoder = Decoder::default();
+            loop {
+                let mut bytes = vec![0; decoder.need()];
+                if stream.read_exact(&mut bytes).is_err() {
+                    return;
+                }
+                let Some(request) = decoder.feed(bytes).unwrap() else { continue };
+                let answer: &[u8] = match request.op {
+                    Op::Wait if was_asked.load(Ordering::Relaxed) => &[WAIT_DONE],
+                    Op::Wait => &[],
+                    Op::Check => &[CHECK_READY],
+                    Op::CancelWait => &[WAIT_CANCELLED],
+                    Op::MultiGet | Op::CompareSet => &[1, 0, 0, 0, 0, 0, 0, 0, b'v'],
+                    other => panic!("PyTorch's server does not know {other:?}"),
+                };
+                was_asked.fetch_or(request.op == Op::Check, Ordering::Relaxed);
+                stream.write_all(answer).unwrap();
+            }
+        });
+    });
+    let store = TcpStore::connect(server, soon()).unwrap();
+    let change = [("own", &b""[..], &b"v"[..])];
+    let values = store.multi_compare_set_after("key", &change, soon(), soon()).unwrap();
+    assert_eq!(values.unwrap(), [b"v"]);
+    assert!(was_asked.load(Ordering::Relaxed));
+}
+
+#[test]
+fn a_server_that_does_not_answer_all_changes_holds_nobody_up() {
+    let mut streams = Vec::new();
+    let server = foreign(move |mut stream| {
+        let mut hello = [0; 10];
+        if stream.read_exact(&mut hello).is_ok() {
+            // It answers the ping and one change.
+            let _ = stream.write_all(&[&hello[6..], &[1, 0, 0, 0, 0, 0, 0, 0, b'v']].concat());
+        }
+        streams.push(stream);
+    });
+    let store = TcpStore::connect(server, soon()).unwrap();
+    let changes = [("first", &b""[..], &b"v"[..]), ("second", b"", b"v")];
+    let stopped = store.compare_set_and_get(&changes, &["key"], soon(), &mut |_| Ok(()), &mut || {
+        Err(Error::aborted("enough"))
+    });
+    let error = stopped.unwrap_err();
+    assert!(error.to_string().contains("enough"), "{error}");
 }
 
 #[test]
