@@ -152,13 +152,19 @@ fn damaged(path: &Path, cause: impl fmt::Display) -> Error {
     bad(path, "its header", cause, "is it a .npy file, and whole? Copy it again, or np.save it again")
 }
 
-/// How deep brackets are in brackets.
+/// How deep brackets are in brackets, without those in strings. An escape may hide the end of a string (`\N{'}`): behind one nothing counts
+/// as closed.
 fn nesting(header: &[u8]) -> usize {
-    let (mut open, mut most) = (0_usize, 0);
-    for byte in header {
-        match byte {
-            b'(' | b'[' | b'{' => open += 1,
-            b')' | b']' | b'}' => open = open.saturating_sub(1),
+    let escape = header.iter().position(|byte| *byte == b'\\').unwrap_or(header.len());
+    let (mut open, mut most, mut quote) = (0_usize, 0, None);
+    for (at, byte) in header.iter().enumerate() {
+        match (byte, quote) {
+            (b'(' | b'[' | b'{', _) if at > escape => open += 1,
+            _ if at > escape => {}
+            (b'\'' | b'"', None) => quote = Some(byte),
+            (_, Some(begun)) if byte == begun => quote = None,
+            (b'(' | b'[' | b'{', None) => open += 1,
+            (b')' | b']' | b'}', None) => open = open.saturating_sub(1),
             _ => {}
         }
         most = most.max(open);

@@ -10,7 +10,8 @@ use std::sync::Arc;
 use heed::types::Bytes;
 use heed::{CommitOrAbort, Database, Env, EnvFlags, EnvOpenOptions, MdbError, RoTxn, WithTls};
 use parking_lot::Mutex;
-use phalanx::{Error, Result};
+use phalanx::{Error, Result, warn};
+use phalanx_sys::folder;
 
 use super::FILE;
 use super::meta::{DatabaseRecord, Meta};
@@ -123,6 +124,13 @@ impl Environment {
         let env = match open(place, flags, size) {
             Err(heed::Error::Io(error)) if is_read_only(&error) => {
                 // Nobody may write the lock's file here. Then nobody may change the data either, it is to be hoped.
+                open(place, flags | EnvFlags::NO_LOCK, size)
+            }
+            Err(heed::Error::Io(error)) if folder::has_no_locks(&error) => {
+                warn(format_args!(
+                    "whoever writes {} would not see that it is read: its file system has no locks: {error}",
+                    path.display()
+                ));
                 open(place, flags | EnvFlags::NO_LOCK, size)
             }
             outcome => outcome,
@@ -274,8 +282,9 @@ pub(super) fn open(path: &Path, flags: EnvFlags, size: u64) -> heed::Result<Env>
     // from pages that readers look at. For readers the file was compared with its meta pages right before (`Meta::read`), nothing is
     // read if another one has taken its place since (`Environment::map`), and it is read-only, so nothing is written to it from
     // here. The writer works on a file that it has just made in a folder that only it knows. Without locks (NO_LOCK) only files
-    // are opened beside which this user can write none. That no program changes a data set with other means than LMDB while it is
-    // read is what the documentation of `LmdbDataset` asks for: that cannot be checked, as it cannot for any map of a file.
+    // are opened beside which this user can write none, or whose file system has no locks. That no program changes a data set with
+    // other means than LMDB while it is read is what the documentation of `LmdbDataset` asks for: that cannot be checked, as it
+    // cannot for any map of a file.
     // An environment is open once in a process: heed refuses a second time.
     unsafe {
         options.flags(flags);

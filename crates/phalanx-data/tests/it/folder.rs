@@ -215,7 +215,10 @@ fn rows_of_numpy_s_arrays_are_items() {
 fn a_header_of_brackets_in_brackets_is_refused_and_holds_nobody_up() {
     let folder = tempfile::tempdir().unwrap();
     let brackets = |open: &str, close: &str, depth: usize| open.repeat(depth) + "1" + &close.repeat(depth);
-    for descr in [brackets("[", "]", 60), brackets("{", "}", 60), brackets("(", "", 60_000)] {
+    // In strings they close nothing.
+    let (text, escaped) = (brackets("[']', ", "", 10_000), brackets(r"['\N{'}', ", "", 6_000));
+    let deep = [brackets("[", "]", 60), brackets("{", "}", 60), brackets("(", "", 60_000), text, escaped];
+    for descr in deep {
         let header = format!("{{'descr': {descr}, 'fortran_order': False, 'shape': (3, 2), }}");
         let path = written(folder.path(), "deep.npy", npy(&header, &floats(0, 6)));
         let (tell, told) = channel();
@@ -223,7 +226,7 @@ fn a_header_of_brackets_in_brackets_is_refused_and_holds_nobody_up() {
         names(told.recv_timeout(Duration::from_secs(60)).unwrap(), &["deep.npy", "its header", "brackets"]);
     }
     // One of named fields is not so deep.
-    let fields = "{'descr': [('a', '<f4'), ('b', '<f4')], 'fortran_order': False, 'shape': (3,), }";
+    let fields = "{'descr': [('a([{(', '<f4'), ('b', '<f4')], 'fortran_order': False, 'shape': (3,), }";
     let fields = NpyDataset::open(written(folder.path(), "fields.npy", npy(fields, &floats(0, 6))));
     names(fields, &["fields.npy", "its array", "not supported", "astype"]);
 }

@@ -1,6 +1,6 @@
 //! A file to which whole records are added, whatever happens.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, BufRead, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
@@ -66,29 +66,31 @@ impl AppendFile {
         let half_done = self.path.with_extension("tmp");
         let aside = Self::open_lines(aside.to_owned())?;
         let before = aside.length()?;
-        let moved = self.divide(&half_done, &aside.file, stays);
-        if !matches!(moved, Ok(true)) {
-            // Else each attempt would add them again, and take what a full disk has left.
-            let _ = aside.file.set_len(before);
-            let _ = std::fs::remove_file(&half_done);
-            return moved.map(|_| ());
+        match self.divide(&half_done, &aside.file, stays) {
+            Ok(Some(kept)) => self.file = kept,
+            nothing => {
+                // Else each attempt would add them again, and take what a full disk has left.
+                let _ = aside.file.set_len(before);
+                let _ = std::fs::remove_file(&half_done);
+                return nothing.map(drop);
+            }
         }
-        self.file = open_to_append(&self.path)?;
         // Else what is added from here on could be lost with the new file, and the lines that have left be back.
         folder::sync(self.above())
     }
 
-    /// Adds the lines that are not to stay to `aside`, and puts the others, by way of the file `half_done`, in the place of all;
-    /// whether there are lines that do not stay. If there are none, nothing is replaced.
+    /// Adds the lines that are not to stay to `aside`, and puts the others, by way of the file `half_done`, in the place of all; the file of
+    /// those. It was opened before: if it could not be opened afterwards, what is added would go to the file that it has replaced. If
+    /// there are none that do not stay, nothing is replaced.
     fn divide(
         &self,
         half_done: &Path,
         aside: &File,
         mut stays: impl FnMut(&[u8]) -> bool,
-    ) -> io::Result<bool> {
-        let mut options = OpenOptions::new();
-        let half_done_file = unless_pipe(half_done, options.write(true).create(true).truncate(true))?;
-        let mut kept = BufWriter::new(half_done_file);
+    ) -> io::Result<Option<File>> {
+        let file = open_to_append(half_done)?;
+        file.set_len(0)?;
+        let mut kept = BufWriter::new(file);
         let mut moved = BufWriter::new(aside);
         let mut lines = BufReader::new(unless_pipe(&self.path, File::options().read(true))?);
         let (mut line, mut has_moved) = (Vec::new(), false);
@@ -103,14 +105,15 @@ impl AppendFile {
         }
         let moved = moved.into_inner().map_err(io::IntoInnerError::into_error)?;
         let kept = kept.into_inner().map_err(io::IntoInnerError::into_error)?;
-        if has_moved {
-            // A line that leaves the one file is in the other before, also after a loss of power.
-            moved.sync_all()?;
-            kept.sync_all()?;
-            folder::sync(self.above())?;
-            std::fs::rename(half_done, &self.path)?;
+        if !has_moved {
+            return Ok(None);
         }
-        Ok(has_moved)
+        // A line that leaves the one file is in the other before, also after a loss of power.
+        moved.sync_all()?;
+        kept.sync_all()?;
+        folder::sync(self.above())?;
+        std::fs::rename(half_done, &self.path)?;
+        Ok(Some(kept))
     }
 
     fn above(&self) -> &Path {

@@ -177,7 +177,7 @@ fn a_state_to_which_no_log_leads_is_refused() {
     let bytes = (compaction.encode)(&state).unwrap();
     assert_eq!((compaction.decode)(&bytes).unwrap(), state);
     // Version; settings, of which three restarts are the last; round; restarts.
-    assert_eq!(bytes[..7], [1, 1, 2, 2, 3, 0, 0]);
+    assert_eq!(bytes[..7], [2, 1, 2, 2, 3, 0, 0]);
     let changed = |at: usize, byte| {
         let mut bytes = bytes.clone();
         bytes[at] = byte;
@@ -186,12 +186,12 @@ fn a_state_to_which_no_log_leads_is_refused() {
     assert!(changed(6, 3).is_ok());
     assert!(changed(6, 4).unwrap_err().contains("the state in the launchers' log is not valid"));
     // Nobody joins without settings, or with those that cannot be, and no round has more nodes than they allow.
-    let without_settings = [&[1, 0], &bytes[5..]].concat();
+    let without_settings = [&[2, 0], &bytes[5..]].concat();
     assert!((compaction.decode)(&without_settings).is_err());
     for (at, byte) in [(2, 0), (2, 3), (3, 1)] {
         assert!(changed(at, byte).is_err(), "{at} {byte}");
     }
-    let both_one = [&[1, 1, 1, 1], &bytes[4..]].concat();
+    let both_one = [&[2, 1, 1, 1], &bytes[4..]].concat();
     assert!((compaction.decode)(&both_one).is_err());
     // Without nodes a round would be over, and the job would have succeeded.
     let no_nodes = [1, 1, 2, 2, 3, 0, 0, 1, 0, 0, 0, 0, 0, 0];
