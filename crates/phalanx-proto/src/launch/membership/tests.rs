@@ -194,9 +194,9 @@ fn a_state_to_which_no_log_leads_is_refused() {
     let both_one = [&[2, 1, 1, 1], &bytes[4..]].concat();
     assert!((compaction.decode)(&both_one).is_err());
     // Without nodes a round would be over, and the job would have succeeded.
-    let no_nodes = [1, 1, 2, 2, 3, 0, 0, 1, 0, 0, 0, 0, 0, 0];
+    let no_nodes = [2, 1, 2, 2, 3, 0, 0, 1, 0, 0, 0, 0, 0, 0];
     assert!((compaction.decode)(&no_nodes).is_err());
-    assert!(changed(0, 2).unwrap_err().contains("it is version 2, not 1"));
+    assert!(changed(0, 1).unwrap_err().contains("it is version 1, not 2"));
     for end in 0..bytes.len() {
         assert!((compaction.decode)(&bytes[..end]).is_err(), "{end}");
     }
