@@ -82,7 +82,7 @@ impl Producer {
     pub fn answer(&self) -> Result<Option<Answer>, Corrupt> {
         let word = self.segment.of_offer(self.ring, ANSWER).load(Ordering::Acquire);
         match word / 2 {
-            number if number == self.offers && word % 2 == 0 => Ok(Some(Answer::Copied)),
+            number if number == self.offers && word.is_multiple_of(2) => Ok(Some(Answer::Copied)),
             number if number == self.offers => Ok(Some(Answer::Refused)),
             number if number + 1 == self.offers => Ok(None),
             _ => Err(Corrupt),
