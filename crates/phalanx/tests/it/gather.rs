@@ -274,7 +274,7 @@ fn parts_of_other_lengths_and_the_same_sum_are_an_error_on_every_rank() {
     ];
     // Small, staged, and in a ring between ranks or in stripes between hosts.
     for (fabric, unit) in
-        Fabric::ALL.into_iter().flat_map(|fabric| [1, 9_000, 200_000].map(|unit| (fabric, unit)))
+        Fabric::ALL.into_iter().flat_map(|fabric| [1usize, 9_000, 200_000].map(|unit| (fabric, unit)))
     {
         for (name, call, cause) in calls {
             let errors = run(4, fabric, |group| {
