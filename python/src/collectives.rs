@@ -71,7 +71,15 @@ impl Group {
         self.reduction(py, how, (reduction, seen), move |group| {
             // One after the other: they may share memory, and then there is no slice of each at the same time.
             let mut packed = pack(dtype, &memories);
-            with_element!(dtype, T => group.all_reduce_coalesced(&mut [packed.as_mut_slice::<T>()?], op))?;
+            with_element!(dtype, T => {
+                let (mut slices, mut rest) = (Vec::with_capacity(memories.len()), packed.as_mut_slice::<T>()?);
+                for memory in &memories {
+                    let (head, tail) = rest.split_at_mut(memory.len());
+                    slices.push(head);
+                    rest = tail;
+                }
+                group.all_reduce_coalesced(&mut slices, op)
+            })?;
             unpack(packed.as_bytes(), &mut memories);
             Ok(())
         })

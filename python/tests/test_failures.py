@@ -172,6 +172,35 @@ def test_an_average_of_integers_is_no_sum(ranks, monkeypatch, call, transport):
         ranks(2, averages_and_sums, dtype, CALLS[call])
 
 
+def combined_at_the_end(tensors):
+    with dist._coalescing_manager():
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+
+
+SLICES = "combine slices of different lengths"
+PARTED = {
+    "coalesced": (lambda rank, tensors: dist.group.WORLD.allreduce_coalesced(tensors, coalesced(dist.ReduceOp.SUM)).wait(), SLICES),
+    "manager": (lambda rank, tensors: combined_at_the_end(tensors), SLICES),
+    "lists": (lambda rank, tensors: dist.reduce_scatter(torch.zeros_like(tensors[rank]), tensors), "have different counts"),
+}
+
+
+def parts_differ(rank, call, cause):
+    with pytest.raises(Error, match=cause) as caught:
+        # As many elements in all.
+        call(rank, [torch.ones(length) for length in ((2, 3) if rank == 0 else (3, 2))])
+        dist.barrier()
+    assert caught.value.kind == "mismatch", str(caught.value)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("call", list(PARTED))
+def test_tensors_of_other_lengths_with_the_same_sum_are_not_combined(ranks, monkeypatch, call, transport):
+    monkeypatch.setenv("PHALANX_TRANSPORT", transport)
+    ranks(2, parts_differ, *PARTED[call])
+
+
 def dies(rank):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

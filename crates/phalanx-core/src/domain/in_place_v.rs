@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use phalanx_sys::control_block::{Protocol, SharedOperation};
 
-use super::{Domain, Job, Peers, direct, staged};
+use super::{Domain, Job, direct, staged};
 use crate::collective::Counts;
 use crate::deadline::Timeout;
 use crate::error::{Error, Result};
@@ -23,7 +23,6 @@ impl Domain {
         counts: &Counts,
         timeout: &Timeout,
     ) -> Result<()> {
-        self.compare_counts((call, sequence), counts, timeout)?;
         let size = call.dtype.size();
         let part = |index: usize| {
             let range = counts.of(index);
@@ -32,7 +31,8 @@ impl Domain {
         self.on_parts((call, sequence), data, part, timeout)
     }
 
-    /// The same on a `part` of `data` for each member. All members have the same parts.
+    /// The same on a `part` of `data` for each member. All members have the same parts: they compare their calls, which
+    /// have a digest of the counts.
     pub(crate) fn on_parts(
         &mut self,
         (call, sequence): (Call, Sequence),
@@ -63,30 +63,6 @@ impl Domain {
                 Protocol::Small | Protocol::Staged => staged::reduce(operation, job, job.fold(), &part),
             }
         })
-    }
-
-    /// An error on every rank if the counts differ: otherwise ranks would take each other's elements for their own.
-    pub(crate) fn compare_counts(
-        &mut self,
-        (call, sequence): (Call, Sequence),
-        counts: &Counts,
-        timeout: &Timeout,
-    ) -> Result<()> {
-        let (Peers { rank, members, .. }, same) = (&self.peers, self.peers.call(&call, sequence, timeout));
-        let fingerprint = counts.fingerprint().to_le_bytes();
-        let slots =
-            self.control_block.small(same.encoded, &fingerprint, &mut |missing| same.watch(missing))?;
-        same.check(|index| slots.call(index))?;
-        match (0..members.len()).find(|index| slots.bytes(*index) != fingerprint) {
-            None => Ok(()),
-            Some(index) => {
-                let peer = members[index];
-                let cause = format!("in {call} {sequence} ranks {rank} and {peer} have different counts");
-                Err(Error::mismatch(cause)
-                    .with_remedy("give every rank the same count for each rank")
-                    .with_peer(peer))
-            }
-        }
     }
 }
 

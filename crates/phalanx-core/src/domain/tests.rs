@@ -195,6 +195,7 @@ fn a_domain_reduces_into_shares_and_collects_them() {
         elements: LENGTH as u64,
         reduce: Some(ReduceOp::Sum),
         root: None,
+        parts: 0,
         tuning: 0,
         caller: None,
     };
@@ -285,6 +286,7 @@ fn among_many_ranks_each_brings_only_its_own_part_of_a_small_gather() {
         elements: small::ALWAYS as u64,
         reduce: None,
         root: None,
+        parts: 0,
         tuning: 0,
         caller: None,
     };

@@ -116,9 +116,9 @@ impl ProcessGroup {
     /// # Errors
     /// As [`all_gather_v_async`](Self::all_gather_v_async).
     pub fn all_gather_v_in_place_async(&self, buffer: Buffer, counts: &[usize]) -> Result<Work> {
-        let counts = self.counts_of("all_gather_v", &buffer, counts)?;
+        let parts = self.counts_of("all_gather_v", &buffer, counts)?;
         let call = self.call(Operation::AllGatherVInPlace, buffer.dtype(), buffer.len());
-        self.start_in_place_v(call, buffer, counts)
+        self.start_in_place_v(call.in_parts(counts.iter().copied()), buffer, parts)
     }
 
     pub(super) fn start_in_place_v(&self, call: Call, mut buffer: Buffer, counts: Counts) -> Result<Work> {

@@ -54,10 +54,11 @@ impl ProcessGroup {
     /// At once if the group has failed, the counts do not fit or `op` is not defined for the type; otherwise from
     /// [`Work::wait`], also if the ranks' counts differ.
     pub fn reduce_scatter_v_async(&self, mut buffer: Buffer, counts: &[usize], op: ReduceOp) -> Result<Work> {
-        let counts = self.counts_of("reduce_scatter_v", &buffer, counts)?;
+        let parts = self.counts_of("reduce_scatter_v", &buffer, counts)?;
         let call = self.call(Operation::ReduceScatterV, buffer.dtype(), buffer.len()).reducing(op);
+        let call = call.in_parts(counts.iter().copied());
         call.prepare(op, buffer.as_bytes_mut())?;
-        self.start_in_place_v(call, buffer, counts)
+        self.start_in_place_v(call, buffer, parts)
     }
 
     /// An [`all_reduce`](Self::all_reduce) of several slices as one operation: many small ones cost hardly more than
@@ -67,12 +68,13 @@ impl ProcessGroup {
     /// separate calls; it is the same on every rank.
     ///
     /// # Errors
-    /// As [`all_reduce`](Self::all_reduce). Ranks must pass the same lengths in the same order; only their sum is
-    /// compared.
+    /// As [`all_reduce`](Self::all_reduce), and if the ranks' slices differ in their lengths, or in their order, also
+    /// if the lengths have the same sum.
     #[doc(alias = "grouped_allreduce")]
     pub fn all_reduce_coalesced<T: Element>(&self, data: &mut [&mut [T]], op: ReduceOp) -> Result<()> {
         let mut packed = Buffer::zeroed(T::DTYPE, data.iter().map(|slice| slice.len()).sum());
         let call = self.call_of::<T>(Operation::AllReduceCoalesced, packed.len()).reducing(op);
+        let call = call.in_parts(data.iter().map(|slice| slice.len()));
         let mut rest = packed.as_mut_slice::<T>()?;
         for slice in data.iter() {
             let (head, tail) = rest.split_at_mut(slice.len());
@@ -95,7 +97,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// At once if the group has failed, the types differ or `op` is not defined for them; otherwise from
-    /// [`Work::wait`].
+    /// [`Work::wait`], also if the ranks' buffers differ in their lengths.
     pub fn all_reduce_coalesced_async(&self, buffers: &[Buffer], op: ReduceOp) -> Result<Work> {
         let Some(first) = buffers.first() else {
             return Err(Error::invalid_argument("all_reduce_coalesced: the list of buffers is empty")
@@ -113,6 +115,7 @@ impl ProcessGroup {
             rest = tail;
         }
         let call = self.call(Operation::AllReduceCoalesced, dtype, packed.len()).reducing(op);
+        let call = call.in_parts(buffers.iter().map(Buffer::len));
         call.prepare(op, packed.as_bytes_mut())?;
         self.start(call, packed)
     }

@@ -12,6 +12,7 @@ fn barrier(caller: Option<Caller>) -> Call {
         elements: 0,
         reduce: None,
         root: None,
+        parts: 0,
         tuning: 0,
         caller,
     }

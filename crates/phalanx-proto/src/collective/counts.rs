@@ -3,7 +3,6 @@
 use std::ops::Range;
 
 use crate::error::{Error, Result};
-use crate::hash::fnv1a;
 use crate::world_size::WorldSize;
 
 /// How many elements of a buffer each rank has, in the order of the ranks.
@@ -45,11 +44,6 @@ impl Counts {
     /// The elements of rank `index`.
     pub fn of(&self, index: usize) -> Range<usize> {
         self.displacements[index]..self.displacements[index + 1]
-    }
-
-    /// A hash (FNV-1a) that differs if the counts differ, except with negligible probability.
-    pub fn fingerprint(&self) -> u64 {
-        fnv1a(self.displacements.iter().flat_map(|at| (*at as u64).to_le_bytes()))
     }
 
     /// All elements.

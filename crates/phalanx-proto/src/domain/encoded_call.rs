@@ -4,13 +4,10 @@ use crate::caller::Caller;
 use crate::collective::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::rank::Rank;
 use crate::wire::frame::{Call, Operation};
 
-/// A call's operation, type, reduction, caller, root and number of elements. The `tuning` is left out.
+/// A call's operation, type, reduction, caller, root or digest of its parts, and number of elements. The `tuning` is left out.
 pub type EncodedCall = u128;
-
-const NO_ROOT: u32 = u32::MAX;
 
 /// The call as a number.
 #[inline]
@@ -18,8 +15,7 @@ pub fn encode(call: &Call) -> EncodedCall {
     let reduce = call.reduce.map_or(0, ReduceOp::code);
     let caller = call.caller.map_or(0, |caller| caller as u8);
     let kinds = u32::from_le_bytes([call.operation as u8, call.dtype as u8, reduce, caller]);
-    let root = call.root.map_or(NO_ROOT, Rank::get);
-    u128::from(call.elements) << 64 | u128::from(root) << 32 | u128::from(kinds)
+    u128::from(call.elements) << 64 | u128::from(call.root_or_parts()) << 32 | u128::from(kinds)
 }
 
 /// The call that this number stands for, without `tuning`.
@@ -29,15 +25,17 @@ pub fn encode(call: &Call) -> EncodedCall {
 pub fn decode(number: EncodedCall) -> Result<Call> {
     let unknown = || Error::malformed(format!("a rank of this host makes the unknown call {number:#034x}"));
     let [operation, dtype, reduce, caller] = (number as u32).to_le_bytes();
-    let root = (number >> 32) as u32;
+    let operation = Operation::ALL.into_iter().find(|known| *known as u8 == operation).ok_or_else(unknown)?;
+    let (root, parts) = Call::read_root_or_parts(operation, (number >> 32) as u32);
     Ok(Call {
-        operation: Operation::ALL.into_iter().find(|known| *known as u8 == operation).ok_or_else(unknown)?,
+        operation,
         dtype: DType::from_wire(dtype).ok_or_else(unknown)?,
         reduce: match reduce {
             0 => None,
             code => Some(ReduceOp::from_wire(code).ok_or_else(unknown)?),
         },
-        root: (root != NO_ROOT).then(|| Rank::new(root)),
+        root,
+        parts,
         elements: (number >> 64) as u64,
         tuning: 0,
         caller: match caller {
@@ -61,6 +59,7 @@ pub fn fuzz(bytes: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rank::Rank;
 
     #[test]
     fn calls_come_back_as_they_were() {
@@ -70,6 +69,7 @@ mod tests {
             elements: u64::MAX,
             reduce: Some(ReduceOp::Max),
             root: None,
+            parts: 0,
             tuning: 0,
             caller: Some(Caller::DdpBackward),
         };
@@ -80,7 +80,8 @@ mod tests {
             caller: None,
             ..call
         };
-        for call in [call, rooted] {
+        let parted = Call { operation: Operation::ReduceScatterV, parts: u32::MAX, ..call };
+        for call in [call, rooted, parted] {
             assert_eq!(decode(encode(&call)).unwrap(), call);
         }
         for number in [0, 0x01_01_ff, u128::MAX] {

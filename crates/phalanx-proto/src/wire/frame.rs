@@ -8,6 +8,7 @@ use crate::caller::Caller;
 use crate::collective::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::hash::fnv1a_32;
 use crate::rank::{Generation, Rank, Sequence};
 use crate::wire::Fields;
 
@@ -97,6 +98,27 @@ impl Operation {
             Self::AllGatherVInPlace => "all_gather_v in place",
         }
     }
+
+    /// Whether the buffer consists of parts, of which all ranks must give the same lengths. Such a call has no root.
+    #[inline]
+    pub fn has_parts(self) -> bool {
+        match self {
+            Self::AllReduceCoalesced | Self::ReduceScatterV | Self::AllGatherVInPlace => true,
+            Self::AllReduce
+            | Self::Broadcast
+            | Self::AllGather
+            | Self::ReduceScatter
+            | Self::Barrier
+            | Self::PointToPoint
+            | Self::Reduce
+            | Self::Gather
+            | Self::Scatter
+            | Self::AllToAll
+            | Self::MonitoredBarrier => false,
+            // The counts are compared, or decide how much each pair of ranks expects.
+            Self::AllGatherV | Self::AllToAllV => false,
+        }
+    }
 }
 
 /// A collective that copies, with equal counts or a count for each rank.
@@ -151,6 +173,9 @@ pub struct Call {
     pub reduce: Option<ReduceOp>,
     /// The root; None for calls without one.
     pub root: Option<Rank>,
+    /// A digest of the lengths of the parts, if the operation [has parts](Operation::has_parts): the slices of
+    /// `all_reduce_coalesced`, or what each rank has. 0 if there are fewer than two, and for the other operations.
+    pub parts: u32,
     /// The fingerprint of the table by which the algorithm was chosen; 0 if there was no choice.
     pub tuning: u32,
     /// The user's call, if it is not the collective itself.
@@ -158,6 +183,42 @@ pub struct Call {
 }
 
 impl Call {
+    /// The root, or the digest of the parts, which have one place in what ranks send: no call has both.
+    #[inline]
+    pub(crate) fn root_or_parts(&self) -> u32 {
+        match self.operation.has_parts() {
+            true => self.parts,
+            false => self.root.map_or(NO_ROOT, Rank::get),
+        }
+    }
+
+    /// The root and the digest of the parts that `word` is in a call of this operation.
+    pub(crate) fn read_root_or_parts(operation: Operation, word: u32) -> (Option<Rank>, u32) {
+        match operation.has_parts() {
+            true => (None, word),
+            false => ((word != NO_ROOT).then(|| Rank::new(word)), 0),
+        }
+    }
+
+    /// If `theirs` is this call with parts of other lengths: what `own` and `peer` do, and the remedy.
+    fn other_parts(&self, theirs: &Self, own: Rank, peer: Rank) -> Option<(String, &'static str)> {
+        if self.parts == theirs.parts || *self != (Self { parts: self.parts, tuning: self.tuning, ..*theirs })
+        {
+            return None;
+        }
+        Some(if self.operation == Operation::AllReduceCoalesced {
+            (
+                format!("ranks {own} and {peer} combine slices of different lengths"),
+                "give every rank slices of the same lengths, in the same order",
+            )
+        } else {
+            (
+                format!("ranks {own} and {peer} have different counts"),
+                "give every rank the same count for each rank",
+            )
+        })
+    }
+
     /// The remedy if `peer` makes the call `theirs` instead.
     fn remedy_if_not(&self, theirs: &Self, own: Rank, peer: Rank) -> String {
         let batch = |call: &Self| call.caller.is_some_and(Caller::is_for_each_batch);
@@ -256,7 +317,7 @@ impl Header {
         bytes[5] = self.call.dtype as u8;
         bytes[6] = self.call.reduce.map_or(0, ReduceOp::code);
         bytes[7] = self.call.caller.map_or(0, |caller| caller as u8);
-        bytes[8..12].copy_from_slice(&self.call.root.map_or(NO_ROOT, Rank::get).to_le_bytes());
+        bytes[8..12].copy_from_slice(&self.call.root_or_parts().to_le_bytes());
         bytes[12..16].copy_from_slice(&self.call.tuning.to_le_bytes());
         bytes[16..24].copy_from_slice(&self.sequence.0.to_le_bytes());
         bytes[24..28].copy_from_slice(&self.generation.on_the_wire().to_le_bytes());
@@ -294,17 +355,14 @@ impl Header {
             0 => None,
             code => Some(Caller::from_wire(code).ok_or_else(|| unknown("caller", code))?),
         };
-        let root = match fields.u32() {
-            NO_ROOT => None,
-            root => Some(Rank::new(root)),
-        };
+        let (root, parts) = Call::read_root_or_parts(operation, fields.u32());
         let tuning = fields.u32();
         let sequence = Sequence(fields.u64());
         let generation = Generation(fields.u32().into());
         let history = History(fields.u32());
         let elements = fields.u64();
         let payload = fields.u64();
-        let call = Call { operation, dtype, elements, reduce, root, tuning, caller };
+        let call = Call { operation, dtype, elements, reduce, root, parts, tuning, caller };
         Ok(Self { call, sequence, generation, history, payload })
     }
 
@@ -328,6 +386,10 @@ impl Header {
                 self.call, self.sequence
             ))
             .with_remedy("give every rank the same table, in PHALANX_TUNING or GroupOptions::tuning")
+        } else if let Some((difference, remedy)) =
+            self.call.other_parts(&received.call, own, peer).filter(|_| self.sequence == received.sequence)
+        {
+            Error::mismatch(format!("in {} {} {difference}", self.call, self.sequence)).with_remedy(remedy)
         } else if self.call != received.call || self.sequence != received.sequence {
             Error::mismatch(format!(
                 "the ranks disagree: rank {own} calls {} {}, rank {peer} calls {} {}",
@@ -383,6 +445,7 @@ impl Call {
             elements: elements as u64,
             reduce: None,
             root: None,
+            parts: 0,
             tuning: 0,
             caller: None,
         }
@@ -412,6 +475,15 @@ impl Call {
     pub fn rooted_at(self, root: Rank) -> Self {
         Self { root: Some(root), ..self }
     }
+
+    /// The same with parts of these lengths.
+    pub fn in_parts(self, lengths: impl ExactSizeIterator<Item = usize>) -> Self {
+        if lengths.len() < 2 {
+            return self;
+        }
+        let parts = fnv1a_32(lengths.flat_map(|length| (length as u64).to_le_bytes()));
+        Self { parts, ..self }
+    }
 }
 
 #[cfg(test)]
@@ -428,6 +500,7 @@ mod tests {
                 elements: 10,
                 reduce: None,
                 root: Some(Rank::new(1)),
+                parts: 0,
                 tuning: 5,
                 caller: None,
             },
@@ -444,7 +517,12 @@ mod tests {
         assert_eq!(Header::decode(&header().encode()).unwrap(), header());
         for operation in Operation::ALL {
             for op in ReduceOp::ALL {
-                other.call = Call { operation, reduce: Some(op), root: None, ..other.call };
+                other.call = Call { operation, reduce: Some(op), root: None, parts: 0, ..other.call };
+                assert_eq!(Header::decode(&other.encode()).unwrap(), other);
+            }
+            // What stands for no root in the other operations is a digest like any other.
+            for parts in [1, NO_ROOT].into_iter().filter(|_| operation.has_parts()) {
+                other.call.parts = parts;
                 assert_eq!(Header::decode(&other.encode()).unwrap(), other);
             }
         }
@@ -497,6 +575,40 @@ mod tests {
                 .to_string()
                 .contains("generation 1")
         );
+    }
+
+    #[test]
+    fn parts_of_other_lengths_are_a_difference_with_a_remedy_of_its_own() {
+        let of = |operation, lengths: &[usize]| {
+            let call = Call::new(operation, DType::F32, lengths.iter().sum::<usize>());
+            Header { call: call.reducing(ReduceOp::Sum).in_parts(lengths.iter().copied()), ..header() }
+        };
+        let check = |operation, own: &[usize], theirs: &[usize]| {
+            of(operation, own).check(&of(operation, theirs), Rank::MAIN, Rank::new(1))
+        };
+        let coalesced = "in all_reduce_coalesced(sum, 5 x f32) #7 ranks 0 and 1 combine slices of different lengths (give \
+                         every rank slices";
+        let counts =
+            "in reduce_scatter_v(sum, 5 x f32) #7 ranks 0 and 1 have different counts (give every rank";
+        for (operation, text) in
+            [(Operation::AllReduceCoalesced, coalesced), (Operation::ReduceScatterV, counts)]
+        {
+            for [own, theirs] in
+                [[&[2, 3][..], &[3, 2][..]], [&[2, 3][..], &[5][..]], [&[5, 0][..], &[0, 5][..]]]
+            {
+                let error = check(operation, own, theirs).unwrap_err();
+                assert!(error.is_mismatch() && error.to_string().contains(text), "{error}");
+                check(operation, theirs, theirs).unwrap();
+            }
+            // Another sum says more.
+            let error = check(operation, &[2, 3], &[2, 4]).unwrap_err().to_string();
+            assert!(error.contains("5 x f32") && error.contains("6 x f32"), "{error}");
+        }
+        assert_eq!(of(Operation::AllReduceCoalesced, &[5]).call.parts, 0);
+        // The next call shows it, too, to a rank that has received no frame of this one.
+        let history =
+            |lengths: &[usize]| History::default().with(&of(Operation::AllReduceCoalesced, lengths));
+        assert_ne!(history(&[2, 3]), history(&[3, 2]));
     }
 
     #[test]

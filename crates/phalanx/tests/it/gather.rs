@@ -229,6 +229,93 @@ fn parts_that_differ_are_an_error_and_no_wrong_result() {
     }
 }
 
+/// A call whose parts have these lengths.
+type Parted = fn(&ProcessGroup, &[usize]) -> phalanx::Result<()>;
+
+#[test]
+fn parts_of_other_lengths_and_the_same_sum_are_an_error_on_every_rank() {
+    let slices = "combine slices of different lengths (give every rank slices of the same lengths";
+    let counts = "have different counts (give every rank the same count";
+    let calls: [(&str, Parted, &str); 4] = [
+        (
+            "all_reduce_coalesced",
+            |group, lengths| {
+                let mut data: Vec<Vec<f32>> = lengths.iter().map(|length| vec![1.0; *length]).collect();
+                let mut lent: Vec<&mut [f32]> = data.iter_mut().map(Vec::as_mut_slice).collect();
+                group.all_reduce_coalesced(&mut lent, ReduceOp::Sum)
+            },
+            slices,
+        ),
+        (
+            "all_reduce_coalesced_async",
+            |group, lengths| {
+                let buffers: Vec<_> =
+                    lengths.iter().map(|length| Buffer::zeroed(DType::F32, *length)).collect();
+                group.all_reduce_coalesced_async(&buffers, ReduceOp::Sum).and_then(Work::wait).map(drop)
+            },
+            slices,
+        ),
+        (
+            "reduce_scatter_v_async",
+            |group, lengths| {
+                let buffer = group.alloc(DType::F32, lengths.iter().sum())?;
+                group.reduce_scatter_v_async(buffer, lengths, ReduceOp::Sum).and_then(Work::wait).map(drop)
+            },
+            counts,
+        ),
+        (
+            "all_gather_v_in_place_async",
+            |group, lengths| {
+                let buffer = Buffer::zeroed(DType::F32, lengths.iter().sum());
+                group.all_gather_v_in_place_async(buffer, lengths).and_then(Work::wait).map(drop)
+            },
+            counts,
+        ),
+    ];
+    // Small, staged, and in a ring between ranks or in stripes between hosts.
+    for (fabric, unit) in
+        Fabric::ALL.into_iter().flat_map(|fabric| [1usize, 9_000, 200_000].map(|unit| (fabric, unit)))
+    {
+        for (name, call, cause) in calls {
+            let errors = run(4, fabric, |group| {
+                let group = group.with_timeout(Duration::from_secs(60));
+                // Between hosts, the ranks of each host agree.
+                let lengths = match group.rank().get() {
+                    0 | 1 => [2 * unit, 3 * unit, unit, 0],
+                    _ => [3 * unit, 2 * unit, unit, 0],
+                };
+                call(&group, &lengths).and_then(|()| group.barrier()).unwrap_err()
+            });
+            for error in errors {
+                let text = error.to_string();
+                assert!(
+                    error.is_mismatch() && text.contains(cause),
+                    "{name} of {unit} over {fabric:?}: {text}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_slice_more_is_a_difference_too() {
+    for fabric in Fabric::ALL {
+        let errors = run(2, fabric, |group| {
+            let mut data = [0i32; 5];
+            // On rank 1 the second is empty: the elements are the same.
+            let (head, tail) = data.split_at_mut(5);
+            let outcome = match group.rank().is_main() {
+                true => group.all_reduce_coalesced(&mut [head], ReduceOp::Sum),
+                false => group.all_reduce_coalesced(&mut [head, tail], ReduceOp::Sum),
+            };
+            outcome.and_then(|()| group.barrier()).unwrap_err()
+        });
+        let cause = "combine slices of different lengths";
+        let is_named = |error: &phalanx::Error| error.is_mismatch() && error.to_string().contains(cause);
+        assert!(errors.iter().all(is_named), "{fabric:?}: {errors:?}");
+    }
+}
+
 #[test]
 fn several_slices_are_reduced_as_one() {
     everywhere(|group| {

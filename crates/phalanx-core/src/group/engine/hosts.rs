@@ -101,7 +101,6 @@ impl Engine {
     ) -> Result<()> {
         let (size, own) = (call.0.dtype.size(), hierarchy.host_of(self.rank));
         self.within(call, data, timeout, |domain, data| {
-            domain.compare_counts(call, counts, timeout)?;
             let member = |index: usize| hierarchy.ranks_of(own).get(index);
             let part = |index| member(index).map_or(0..0, |rank| counts.of(rank.index()));
             domain.on_parts(call, data, |index| super::bytes_of(&part(index), size), timeout)
@@ -112,7 +111,7 @@ impl Engine {
         for host in hierarchy.hosts().ranks().filter(|host| *host != own) {
             for turn in 0..hierarchy.turns() {
                 let part = |stripe| super::bytes_of(&hierarchy.part(counts, turn, host, stripe), size);
-                // All ranks of this host have the same counts.
+                // All ranks of this host have the same counts: they have compared them above.
                 if (0..hierarchy.most_stripes()).any(|stripe| !part(stripe).is_empty()) {
                     self.within(call, data, timeout, |domain, data| {
                         domain.on_parts(call, data, part, timeout)
