@@ -189,11 +189,28 @@ fn has_own(hook: &HookState) -> bool {
 /// What the hook keeps, in a step of which every rank saves its part in `group`.
 ///
 /// # Errors
-/// If the ranks' models differ: the hook lets ranks train by themselves. If the ranks keep other tensors of their own, or are others than `group`'s. If
-/// what it keeps cannot be read, which ends `group`.
+/// If the ranks' models differ: the hook lets ranks train by themselves. If the ranks keep other tensors of their own, or are others than `group`'s. On every
+/// rank, if what it keeps cannot be read; if others can read it, `group` ends.
 fn checked_hook<S: TrainingState>(state: &S, group: &ProcessGroup) -> Result<Option<HookState>> {
-    // The others go on, and wait for this rank.
-    let hook = state.hook_state().inspect_err(|error| group.abort(error.clone()))?;
+    let read = state.hook_state();
+    if matches!(read, Ok(None)) {
+        return Ok(None); // On every rank: all have the same hook.
+    }
+    let error = read.as_ref().err().map(ToString::to_string);
+    let errors = group.in_call(Caller::TrainStateCheckpoint).all_gather_object(&error)?;
+    let is_everyones = errors.iter().all(Option::is_some);
+    let hook = read.inspect_err(|error| {
+        if !is_everyones {
+            group.abort(error.clone());
+        }
+    })?;
+    let first = errors.into_iter().zip(0u32..).find_map(|(error, rank)| Some((error?, rank)));
+    if let Some((error, rank)) = first {
+        return Err(Error::aborted(format!(
+            "rank {rank} cannot save what its communication hook keeps: {error}"
+        ))
+        .with_peer(Rank::new(rank)));
+    }
     let Some(hook) = hook else { return Ok(None) };
     if hook.is_empty() {
         return Ok(Some(hook));
@@ -355,6 +372,24 @@ mod tests {
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
         });
         assert!(errors.iter().all(|error| error.contains("the device is lost")), "{errors:?}");
+    }
+
+    #[test]
+    fn a_hook_that_no_rank_can_read_ends_no_group() {
+        let groups = ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap();
+        let ranks = groups.into_iter().map(|group| {
+            std::thread::spawn(move || {
+                let mut state = Kept { is_lost: true, ..Kept::new(group, 0) };
+                let error = checked_hook(&state, &state.group).unwrap_err().to_string();
+                assert!(error.contains("the device is lost"), "{error}");
+                assert!(state.group.failure().is_none());
+                // The program has caught the error, and goes on.
+                state.is_lost = false;
+                assert!(checked_hook(&state, &state.group).unwrap().is_some());
+            })
+        });
+        let ranks: Vec<_> = ranks.collect();
+        ranks.into_iter().for_each(|rank| rank.join().unwrap());
     }
 
     #[test]
