@@ -404,6 +404,11 @@ impl Reducer {
         }
     }
 
+    /// Whether the averages of this step are [over all ranks](CommHook::averages_over_all).
+    pub fn averages_over_all(&self) -> bool {
+        self.hook.averages_over_all()
+    }
+
     /// Some of the time between two steps went by in a collective outside of the reducer, such as a broadcast of buffers: it
     /// counts as [waiting](StepTime::wait), and not as this rank's own time.
     pub fn waited(&mut self, time: Duration) {
