@@ -169,6 +169,7 @@ impl Ddp {
         self.group.step()?;
         if let Some(sink) = &self.sink {
             sink.forward()?;
+            sink.call(Reducer::check_joined)?;
             if std::mem::take(&mut self.buffers_stale) && self.broadcast_buffers {
                 self.take_buffers(Caller::DdpForward)?;
             }
