@@ -486,7 +486,8 @@ impl<M: Module> Ddp<M> {
     /// return together.
     ///
     /// Afterwards, if some ranks were done earlier, all ranks have the model, the buffers and the optimizer's state of
-    /// a rank that took part to the end. See [uneven inputs](crate#uneven-inputs) for an example.
+    /// a rank that took part to the end, and gradients that [`backward_no_sync`](Self::backward_no_sync) holds are dropped: their step was not made. See
+    /// [uneven inputs](crate#uneven-inputs) for an example.
     ///
     /// All other code that calls collectives inside `body`, such as a synchronised batch norm, must do so through the
     /// same [`JoinGroup`], which is then passed to [`new`](Self::new) instead of the group. Another `Ddp` over it must make as many steps on every rank:
