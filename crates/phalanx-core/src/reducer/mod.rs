@@ -229,7 +229,8 @@ impl Reducer {
             return Ok(());
         }
         Err(Error::mismatch(format!(
-            "a `join` has ended in which the ranks have made other numbers of steps with this model, {least} to {most} by now, and it was not the              `join` of this model: no rank has taken over the model of the one that made most, and replicas would drift apart"
+            "a `join` has ended in which the ranks have made other numbers of steps with this model, {least} to {most} by now, and it was not the \
+             `join` of this model: no rank has taken over the model of the one that made most, and replicas would drift apart"
         ))
         .with_remedy(
             "train one model in a `join`, by Ddp::join or TrainState::join; several models as one, with one Ddp; or give every rank as many batches",
