@@ -72,7 +72,7 @@ impl Default for DdpOptions {
 /// | the parameters themselves | [`replicas_identical`](Self::replicas_identical) |
 ///
 /// Nothing is compared of an optimizer that is stepped by itself, [`Optimizer`](crate::Optimizer) or one of tch's, as in PyTorch: with other settings on one
-/// rank the replicas drift apart. Nor are steps whose gradients are not averaged over all ranks, as after [`backward_no_sync`](Self::backward_no_sync) alone; and those of an elastic job that has gone on without a worker
+/// rank the replicas drift apart. Nor are steps whose gradients are not averaged over all ranks, as after [`backward_no_sync`](Self::backward_no_sync) or `loss.backward()` alone; and those of an elastic job that has gone on without a worker
 /// that died, until others join.
 #[doc(alias("DistributedDataParallel", "DDP"))]
 pub struct Ddp {
@@ -169,6 +169,7 @@ impl Ddp {
         self.group.step()?;
         if let Some(sink) = &self.sink {
             sink.forward()?;
+            sink.call(Reducer::check_joined)?;
             if std::mem::take(&mut self.buffers_stale) && self.broadcast_buffers {
                 self.take_buffers(Caller::DdpForward)?;
             }
@@ -323,9 +324,11 @@ impl Ddp {
         }
     }
 
-    /// `optimizer` has changed the model, with these learning rates. What it does by gradients that are held is no step that all ranks have taken.
+    /// `optimizer` has changed the model, with these learning rates. What it does by gradients that are held, or that no average has gone over, is no step
+    /// that all ranks have taken.
     pub(crate) fn stepped(&self, learning_rates: &[f64], optimizer: &crate::Optimizer) {
-        if let Some(sink) = self.sink.as_ref().filter(|_| self.accumulated == Accumulated::default()) {
+        let is_held = self.accumulated != Accumulated::default();
+        if let Some(sink) = self.sink.as_ref().filter(|sink| !is_held && !sink.is_local()) {
             sink.with_reducer(|reducer| reducer.stepped(learning_rates.iter().copied(), optimizer.numbers()));
         }
     }

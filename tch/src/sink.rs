@@ -43,6 +43,8 @@ pub(crate) struct Deliveries {
     set_aside: Option<Vec<Option<Tensor>>>,
     /// For each parameter: whether it had a gradient in a pass of weight 0 since the last average.
     void: Vec<bool>,
+    /// Whether a backward pass since the last average has left gradients that are averaged by none.
+    is_local: bool,
     /// Whether the model has run forward for a backward pass that has not begun.
     is_awaited: bool,
     /// A parameter whose gradient came meanwhile from a backward pass that no `Ddp` runs.
@@ -64,6 +66,7 @@ impl Sink {
             stray: Vec::new(),
             set_aside: None,
             void: vec![false; parameters.len()],
+            is_local: false,
             is_awaited: false,
             missed: None,
             foreign: None,
@@ -95,6 +98,11 @@ impl Sink {
         let on_device =
             self.0.with_state(|deliveries| deliveries.on_device.as_ref().map_or(0, |one| one.bytes()));
         on_device + self.with_reducer(|reducer| reducer.communicated_bytes())
+    }
+
+    /// Whether a backward pass since the last average has left gradients that are averaged by none, such as `loss.backward()`.
+    pub fn is_local(&self) -> bool {
+        self.0.with_state(|deliveries| deliveries.is_local)
     }
 
     /// Whether NCCL averages the gradients, on their device.
@@ -242,6 +250,7 @@ impl Deliveries {
     fn start(&mut self, reducer: &mut Reducer, weight: Option<f64>) -> Result<()> {
         self.given.fill(false);
         self.stray.clear();
+        self.is_local = false;
         let Self { parameters, given, held, stray, on_device, .. } = self;
         if let Some(on_device) = on_device {
             on_device.begin();
@@ -313,6 +322,7 @@ impl Deliveries {
                 self.on_device.as_ref().map_or(Ok(()), |on_device| on_device.held())
             }
             Delivery::Ignore => {
+                self.is_local = true;
                 if self.is_awaited {
                     if shim::OfDdp::is_marked() { &mut self.foreign } else { &mut self.missed }
                         .get_or_insert(index);

@@ -219,6 +219,9 @@ impl<M: Module> Ddp<M> {
         self.check_join()?;
         self.step_began.get_or_insert(begin);
         self.group.step()?;
+        if let Some(sink) = self.engine.sink() {
+            sink.call(Reducer::check_joined)?;
+        }
         self.refresh_buffers()?;
         self.waited_since(begin);
         let model = held(&self.model);
@@ -483,10 +486,12 @@ impl<M: Module> Ddp<M> {
     /// return together.
     ///
     /// Afterwards, if some ranks were done earlier, all ranks have the model, the buffers and the optimizer's state of
-    /// a rank that took part to the end. See [uneven inputs](crate#uneven-inputs) for an example.
+    /// a rank that took part to the end, and gradients that [`backward_no_sync`](Self::backward_no_sync) holds are dropped: their step was not made. See
+    /// [uneven inputs](crate#uneven-inputs) for an example.
     ///
     /// All other code that calls collectives inside `body`, such as a synchronised batch norm, must do so through the
-    /// same [`JoinGroup`], which is then passed to [`new`](Self::new) instead of the group.
+    /// same [`JoinGroup`], which is then passed to [`new`](Self::new) instead of the group. Another `Ddp` over it must make as many steps on every rank:
+    /// nobody takes over what it has, and if its steps were uneven, its next [`forward`](Self::forward) is an error on every rank.
     ///
     /// Where NCCL averages, a rank that is done makes NCCL's calls of the others, too, with zeros on its device. It makes those of this `Ddp`
     /// alone: another one over NCCL cannot train in the same `join`.

@@ -707,7 +707,10 @@ impl Averages<'_> {
             }
             // Ranks that are gone used it, and no bucket has zeros for it.
             None if self.ranks == WorldSize::ONE => Ok(Some(param.val().inner().zeros_like())),
-            None => Err(Error::aborted(format!("the average of parameter {index} is not there"))),
+            None => {
+                let name = self.reducer.parameters().get(index).map_or("", |one| one.name.as_str());
+                Err(Error::aborted(format!("the average of parameter `{name}` is not there")))
+            }
         }
     }
 }

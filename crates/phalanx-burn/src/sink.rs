@@ -42,7 +42,7 @@ impl Pass {
     /// A part of the gradient of parameter `index`: another one follows, with [`ready`](GradientSink::ready), unless backward ends
     /// before.
     pub fn part(&self, index: usize, gradient: TensorBytes<'_>) {
-        let _kept = self.0.0.attempt(|_, deliveries| deliveries.part(index, gradient));
+        let _kept = self.0.0.attempt(|reducer, deliveries| deliveries.part(reducer, index, gradient));
     }
 }
 
@@ -299,7 +299,7 @@ impl Deliveries {
 
     fn ready(&mut self, reducer: &mut Reducer, index: usize, gradient: TensorBytes<'_>) -> Result<()> {
         let (delivery, is_void) = (self.delivery, self.is_void);
-        self.held_for(index, &gradient)?;
+        self.held_for(reducer, index, &gradient)?;
         // A gradient that is given now is not given again at the end.
         self.void[index] = match delivery {
             Delivery::Now => false,
@@ -323,28 +323,29 @@ impl Deliveries {
         }
     }
 
-    fn part(&mut self, index: usize, gradient: TensorBytes<'_>) -> Result<()> {
+    fn part(&mut self, reducer: &Reducer, index: usize, gradient: TensorBytes<'_>) -> Result<()> {
         match self.delivery {
             Delivery::Now | Delivery::Hold if self.is_void => {
-                self.held_for(index, &gradient)?;
+                self.held_for(reducer, index, &gradient)?;
                 self.void[index] = true;
                 Ok(())
             }
-            Delivery::Now | Delivery::Hold => self.held_for(index, &gradient)?.add(gradient.bytes),
+            Delivery::Now | Delivery::Hold => self.held_for(reducer, index, &gradient)?.add(gradient.bytes),
             Delivery::Ignore => Ok(()),
         }
     }
 
     /// What is held for the parameter of `gradient`, which must be of its type and size.
-    fn held_for(&mut self, index: usize, gradient: &TensorBytes<'_>) -> Result<&mut Held> {
-        let Some(held) = self.held.get_mut(index) else {
+    fn held_for(&mut self, reducer: &Reducer, index: usize, gradient: &TensorBytes<'_>) -> Result<&mut Held> {
+        let (Some(held), Some(spec)) = (self.held.get_mut(index), reducer.parameters().get(index)) else {
             return Err(unknown(index));
         };
         let (arrived, dtype, elements) = (tensor_bytes::dtype(gradient.dtype)?, held.dtype, held.elements);
         if arrived != dtype || gradient.bytes.len() != elements * dtype.size() {
             return Err(Error::invalid_argument(format!(
-                "the gradient of parameter {index} has {} bytes of {arrived}, the parameter {elements} x {dtype}",
-                gradient.bytes.len()
+                "the gradient of parameter {spec} has {} bytes of {arrived}, and {} are expected",
+                gradient.bytes.len(),
+                elements * dtype.size()
             )));
         }
         Ok(held)

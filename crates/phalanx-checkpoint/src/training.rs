@@ -73,7 +73,6 @@ pub trait TrainingState {
 /// # Errors
 /// As [`Checkpoints::save`] and [`save_to`]. On every rank, if the ranks train by themselves and their models differ.
 pub fn checkpoint<S: TrainingState>(state: &S, checkpoints: &Checkpoints) -> Result<()> {
-    state.check_nothing_held()?;
     // It may be on a device, and is read once.
     let hook = checked_hook(state, checkpoints.group())?;
     let own = hook.as_ref().filter(|hook| has_own(hook));
@@ -186,14 +185,30 @@ fn has_own(hook: &HookState) -> bool {
     hook.tensors().iter().any(|tensor| tensor.is_own)
 }
 
-/// What the hook keeps, in a step of which every rank saves its part in `group`.
+/// What the hook keeps, between steps, for a checkpoint of which every rank saves its part in `group`.
 ///
 /// # Errors
-/// If the ranks' models differ: the hook lets ranks train by themselves. If the ranks keep other tensors of their own, or are others than `group`'s. If
-/// what it keeps cannot be read, which ends `group`.
+/// If the ranks' models differ: the hook lets ranks train by themselves. If the ranks keep other tensors of their own, or are others than `group`'s. On every
+/// rank, if what it keeps cannot be read; if others can read it, `group` ends.
 fn checked_hook<S: TrainingState>(state: &S, group: &ProcessGroup) -> Result<Option<HookState>> {
-    // The others go on, and wait for this rank.
-    let hook = state.hook_state().inspect_err(|error| group.abort(error.clone()))?;
+    let (held, read) = (state.check_nothing_held(), state.hook_state());
+    if matches!(read, Ok(None)) {
+        return held.map(|()| None); // All ranks have the same hook: none waits for another.
+    }
+    let read = held.and(read);
+    let error = read.as_ref().err().map(ToString::to_string);
+    let errors = group.in_call(Caller::TrainStateCheckpoint).all_gather_object(&error)?;
+    let is_everyones = errors.iter().all(Option::is_some);
+    let hook = read.inspect_err(|error| {
+        if !is_everyones {
+            group.abort(error.clone());
+        }
+    })?;
+    let first = errors.into_iter().zip(0u32..).find_map(|(error, rank)| Some((error?, rank)));
+    if let Some((error, rank)) = first {
+        return Err(Error::aborted(format!("rank {rank} cannot save its part of the checkpoint: {error}"))
+            .with_peer(Rank::new(rank)));
+    }
     let Some(hook) = hook else { return Ok(None) };
     if hook.is_empty() {
         return Ok(Some(hook));
@@ -267,11 +282,13 @@ mod tests {
         reads: AtomicUsize,
         /// Whether it cannot be read.
         is_lost: bool,
+        /// Whether gradients are held.
+        is_held: bool,
     }
 
     impl Kept {
         fn new(group: ProcessGroup, parameter: usize) -> Self {
-            Self { group, parameter, reads: AtomicUsize::new(0), is_lost: false }
+            Self { group, parameter, reads: AtomicUsize::new(0), is_lost: false, is_held: false }
         }
     }
 
@@ -312,7 +329,7 @@ mod tests {
         }
 
         fn check_nothing_held(&self) -> Result<()> {
-            Ok(())
+            if self.is_held { Err(Error::invalid_argument("gradients are held")) } else { Ok(()) }
         }
 
         fn write(&self, _: &mut impl StateWriter) -> Result<()> {
@@ -355,6 +372,42 @@ mod tests {
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
         });
         assert!(errors.iter().all(|error| error.contains("the device is lost")), "{errors:?}");
+    }
+
+    #[test]
+    fn gradients_that_one_rank_alone_holds_are_an_error_on_every_rank() {
+        let groups = ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path();
+        std::thread::scope(|scope| {
+            for group in groups {
+                scope.spawn(move || {
+                    let checkpoints = Checkpoints::open(path, &group).unwrap();
+                    let is_held = group.rank() != Rank::MAIN;
+                    let state = Kept { is_held, ..Kept::new(group, 0) };
+                    let error = checkpoint(&state, &checkpoints).unwrap_err().to_string();
+                    assert!(error.contains("gradients are held"), "{error}");
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn a_hook_that_no_rank_can_read_ends_no_group() {
+        let groups = ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap();
+        let ranks = groups.into_iter().map(|group| {
+            std::thread::spawn(move || {
+                let mut state = Kept { is_lost: true, ..Kept::new(group, 0) };
+                let error = checked_hook(&state, &state.group).unwrap_err().to_string();
+                assert!(error.contains("the device is lost"), "{error}");
+                assert!(state.group.failure().is_none());
+                // The program has caught the error, and goes on.
+                state.is_lost = false;
+                assert!(checked_hook(&state, &state.group).unwrap().is_some());
+            })
+        });
+        let ranks: Vec<_> = ranks.collect();
+        ranks.into_iter().for_each(|rank| rank.join().unwrap());
     }
 
     #[test]

@@ -36,8 +36,9 @@ impl Ddp {
     /// return together.
     ///
     /// Afterwards, if some ranks were done earlier, all ranks have the variables and the optimizer's state of a rank that
-    /// took part to the end. All other code that calls collectives inside `body`, such as a synchronised batch norm, must
-    /// do so through the same [`JoinGroup`].
+    /// took part to the end, and gradients that [`backward_no_sync`](Self::backward_no_sync) holds are dropped: their step was not made. All other code that calls collectives inside `body`, such as a synchronised batch norm, must
+    /// do so through the same [`JoinGroup`]. Another `Ddp` over it must make as many steps on every rank: nobody takes over what it has, and if its
+    /// steps were uneven, its next [`forward`](Self::forward) is an error on every rank.
     ///
     /// Over [NCCL](Self::with_nccl) a rank that is done makes the others' calls, too, with zeros on its device. It makes those of this `Ddp`
     /// alone: another one over NCCL cannot train in the same `join`.

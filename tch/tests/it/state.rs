@@ -97,6 +97,22 @@ fn training_goes_on_from_a_checkpoint_bit_for_bit_on_any_rank() {
 }
 
 #[test]
+fn steps_by_gradients_that_are_not_averaged_are_not_compared() {
+    run(2, |group| {
+        let mut training = Training::new(Rule::sgd(0.9)).with_group(&group);
+        for step in 0..70 {
+            training.train(step..step + 1);
+            // One rank trains on by itself, with a rate of its own.
+            if !group.rank().is_main() && step % 2 == 0 {
+                training.state.optimizer.zero_grad().unwrap();
+                training.model.loss(samples(0, 4)).backward();
+                training.state.step(0.001).unwrap();
+            }
+        }
+    });
+}
+
+#[test]
 fn gradients_of_a_step_that_is_not_over_are_in_no_state_and_do_not_outlive_a_load() {
     for (ranks, weight) in [(1, None), (2, None), (2, Some(4.0))] {
         let folder = tempfile::tempdir().unwrap();

@@ -150,15 +150,17 @@ impl<M: Module> Ddp<M> {
         }
     }
 
-    /// An error if gradients are held for the next step, which a saved state would lack.
+    /// An error if gradients are held for the next step, which a saved state, or one in another group, would lack.
     pub(crate) fn check_nothing_held(&self) -> Result<()> {
         match self.accumulated {
             StepWeight::Nothing => Ok(()),
             StepWeight::Unweighted | StepWeight::Weighted(_) => Err(Error::invalid_argument(
-                "a state was to be saved in the middle of a step: gradients of backward_no_sync are held, and would be missing in it",
+                "a state was to be saved, or to change its group, in the middle of a step: gradients of backward_no_sync are held, and would be \
+                 missing in it",
             )
             .with_remedy(
-                "save, or commit, between a step and the first backward_no_sync of the next; or drop them with drop_accumulated",
+                "save, commit, or change the group between a step and the first backward_no_sync of the next; or drop them with \
+                 drop_accumulated",
             )),
         }
     }

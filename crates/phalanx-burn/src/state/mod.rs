@@ -141,8 +141,8 @@ const MAX_POSITION_BYTES: usize = 1 << 20;
 ///   checkpoint.
 /// - Of ranks that train by themselves ([`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd)) the model is saved after an average
 ///   alone; [`checkpoint`](Self::checkpoint) is an error otherwise. The moments are those of rank 0, which averages do not change.
-/// - Gradients that [`Ddp::backward_no_sync`] holds are not included: a save or a commit in the middle of a step is an error, and loading
-///   drops them.
+/// - Gradients that [`Ddp::backward_no_sync`] holds are not included: a save, a commit, or a call that changes the group or the options in the middle of
+///   a step is an error, and loading drops them.
 /// - A [`SyncBatchNorm`](crate::SyncBatchNorm) changes its group with the model only if both share a
 ///   [handle](Self::sharing); otherwise it keeps the group that it was made with, which in an elastic job ends.
 /// - Random number generators, such as that of dropout, belong to each rank and are not included.
@@ -261,7 +261,14 @@ impl<M: Module, T> TrainState<M, T> {
 
     /// With another `Ddp`, in a group that had so many `ranks` before. A hook of the old one must be registered again, and continues.
     fn moved(mut self, handle: JoinGroup, averaging: Averaging, ranks: WorldSize) -> Result<Self> {
-        let (hook, is_absent) = (self.model.hook_state()?, self.model.loaded_hook.is_absent());
+        // The other ranks wait in the new group.
+        let held = self.model.check_nothing_held();
+        let hook = held.and_then(|()| self.model.hook_state()).inspect_err(|error| {
+            if handle.world_size() != WorldSize::ONE {
+                handle.abort(error.clone());
+            }
+        })?;
+        let is_absent = self.model.loaded_hook.is_absent();
         #[cfg(feature = "nccl")]
         let cuda = self.model.cuda().cloned();
         self.model = Ddp::averaged(self.model.into_model(), handle, self.options.clone(), averaging)?;

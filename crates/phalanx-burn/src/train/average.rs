@@ -5,6 +5,7 @@ use std::sync::Arc;
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::train::{LearnerModel, TrainOutput, TrainStep};
 use phalanx::join::JoinGroup;
+use phalanx::reducer::hooks::BuiltInHook;
 use phalanx::{Error, Result};
 
 use super::DdpStrategy;
@@ -30,7 +31,12 @@ impl<M: LearnerModel> Average<M> {
         let inventory = Inventory::of(model)?;
         let engine = Engine::new(&inventory, &JoinGroup::from(group), options, &Averaging::Host)?;
         if let (Some(sink), Some(hook)) = (engine.sink(), hook) {
-            sink.call(|reducer| reducer.register_hook(hook()))?;
+            let hook = hook();
+            sink.call(|reducer| match hook.built_in() {
+                Some(BuiltInHook::PostLocalSgd(_)) => Err(trains_alone(&hook.describe())),
+                Some(BuiltInHook::AllReduce | BuiltInHook::Compressed(_) | BuiltInHook::PowerSgd(_))
+                | None => reducer.register_hook(hook),
+            })?;
         }
         Ok(Self { engine, inventory, view: options.gradient_as_bucket_view })
     }
@@ -122,6 +128,19 @@ impl<M: LearnerModel> Average<M> {
 
     fn finish(&self, sink: &Sink, model: &M) -> Result<GradientsParams> {
         let handover = Handover { scale: 1.0, view: self.view };
-        sink.finish(|reducer| averages(model, reducer, &self.inventory.indices, handover))
+        sink.finish(|reducer| match reducer.averages_over_all() {
+            true => averages(model, reducer, &self.inventory.indices, handover),
+            false => Err(trains_alone("that was given to with_comm_hook")),
+        })
     }
+}
+
+/// The error for a communication hook that lets replicas drift apart.
+fn trains_alone(hook: &str) -> Error {
+    Error::invalid_argument(format!(
+        "DdpStrategy: the communication hook {hook} does not average over all ranks, and Burn's learner has no step that averages their models"
+    ))
+    .with_remedy(
+        "use another hook, such as Compressed or PowerSgd; local SGD needs a loop of your own, with Ddp and a PeriodicModelAverager",
+    )
 }

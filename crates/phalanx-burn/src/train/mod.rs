@@ -118,7 +118,8 @@ impl DdpStrategy {
         Self { options, ..self }
     }
 
-    /// Averages buckets by the hooks that `hook` makes; see [`Ddp::register_comm_hook`](crate::Ddp::register_comm_hook).
+    /// Averages buckets by the hooks that `hook` makes; see [`Ddp::register_comm_hook`](crate::Ddp::register_comm_hook). A hook that does not average over
+    /// all ranks, as [`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd), is an error of the training: Burn's learner has no step that averages the models.
     ///
     /// ```
     /// use phalanx::reducer::hooks::Compressed;

@@ -23,10 +23,10 @@ use burn::train::{
     TrainStep, TrainingStrategy,
 };
 use parking_lot::Mutex;
-use phalanx::ProcessGroup;
 use phalanx::reducer::ReducerOptions;
-use phalanx::reducer::hooks::Compressed;
+use phalanx::reducer::hooks::{CommHook, Compressed, GradBucket, HookState, Pending, PostLocalSgd};
 use phalanx::sampler::DistributedSampler;
+use phalanx::{Communicator, ProcessGroup, Rank};
 use phalanx_burn::DdpOptions;
 use phalanx_burn::train::DdpStrategy;
 
@@ -590,6 +590,50 @@ fn configured(
     let last = trained.pop().unwrap();
     trained.iter().for_each(|other| assert!(other == &last || other.is_err(), "the replicas differ"));
     last
+}
+
+/// Local SGD, as a hook of the program's own.
+struct OwnLocal(PostLocalSgd);
+
+impl CommHook for OwnLocal {
+    fn describe(&self) -> String {
+        "own local".to_owned()
+    }
+
+    fn start(&mut self, group: &dyn Communicator, bucket: GradBucket) -> phalanx::Result<Pending> {
+        self.0.start(group, bucket)
+    }
+
+    fn adopt(&mut self, group: &dyn Communicator, root: Rank) -> phalanx::Result<()> {
+        self.0.adopt(group, root)
+    }
+
+    fn state(&self) -> phalanx::Result<HookState> {
+        self.0.state()
+    }
+
+    fn load(&mut self, state: HookState) -> phalanx::Result<()> {
+        self.0.load(state)
+    }
+
+    fn averages_over_all(&self) -> bool {
+        self.0.averages_over_all()
+    }
+}
+
+#[test]
+fn hooks_that_do_not_average_over_all_ranks_are_refused() {
+    let net = Net::new(false);
+    let refused = |outcome: Result<Vec<Vec<f32>>, String>| {
+        let error = outcome.unwrap_err();
+        assert!(error.contains("does not average over all ranks"), "{error}");
+    };
+    // At the beginning, also if the first steps are averaged over all.
+    for start in [0, 1_000_000] {
+        refused(configured(&net, |strategy| strategy.with_comm_hook(move || PostLocalSgd::new(start))));
+    }
+    // In the first step that is not.
+    refused(configured(&net, |strategy| strategy.with_comm_hook(|| OwnLocal(PostLocalSgd::new(1)))));
 }
 
 #[test]

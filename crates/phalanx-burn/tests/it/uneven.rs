@@ -348,6 +348,33 @@ fn a_rank_that_has_had_no_data_in_the_first_join_steps_with_the_others_in_the_ne
 }
 
 #[test]
+fn a_second_model_of_an_uneven_join_is_an_error_of_its_next_forward() {
+    let start = Mlp::new(&[8, 16, 3]);
+    for error in run(2, |group| {
+        let group = JoinGroup::new(group);
+        let rank = group.rank().index();
+        let new = || (Ddp::new(start.clone(), &group).unwrap(), sgd());
+        let ((mut own, mut optimizer), (mut other, mut others)) = (new(), new());
+        let joined = own.join(&mut optimizer, JoinOptions::default(), |own, optimizer| {
+            for number in 0..=rank {
+                for (ddp, optimizer) in [(&mut *own, &mut *optimizer), (&mut other, &mut others)] {
+                    let loss = ddp.forward(|model| model.loss(batch(0, number, rank)))?;
+                    let gradients = ddp.backward(&loss)?;
+                    ddp.step(optimizer, LEARNING_RATE, gradients)?;
+                }
+            }
+            Ok(())
+        });
+        joined.unwrap();
+        own.forward(|_| ()).unwrap();
+        assert!(own.replicas_identical().unwrap());
+        other.forward(|_| ()).unwrap_err().to_string()
+    }) {
+        assert!(error.contains("1 to 2 by now"), "{error}");
+    }
+}
+
+#[test]
 fn ranks_whose_optimizers_differ_at_the_end_of_a_join_compare_again_together() {
     let start = Mlp::new(&[8, 16, 3]);
     run(2, |group| {

@@ -84,6 +84,10 @@ impl Communicator for GroupHandle {
         self.group().active_ranks()
     }
 
+    fn uneven_joins(&self) -> u64 {
+        self.group().uneven_joins()
+    }
+
     fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work> {
         self.called().all_reduce_async(buffer, op)
     }

@@ -114,6 +114,11 @@ pub trait Communicator: Send + Sync {
         self.world_size().count()
     }
 
+    /// How many times a `join` has ended in which some ranks had data for longer than others. The same on every rank.
+    fn uneven_joins(&self) -> u64 {
+        0
+    }
+
     /// The group whose collectives these are; of a handle, its current one. None of what stands in for a group, such as a fake in a test.
     fn process_group(&self) -> Option<ProcessGroup> {
         None

@@ -113,6 +113,8 @@ struct JoinState {
     terminated: Option<Error>,
     /// What answers calls that are none of the group's, in this `join`.
     elsewhere: Option<Arc<dyn Elsewhere>>,
+    /// How many have been uneven so far.
+    uneven_joins: u64,
 }
 
 impl JoinGroup {
@@ -175,8 +177,8 @@ impl JoinGroup {
                 return Err(Error::invalid_argument("`join` was called inside `join`")
                     .with_remedy("call it once, around the whole loop: clones of this group share it"));
             }
-            let elsewhere = elsewhere.clone();
-            *state = JoinState { running: Some(options), elsewhere, ..JoinState::default() };
+            let (elsewhere, uneven_joins) = (elsewhere.clone(), state.uneven_joins);
+            *state = JoinState { running: Some(options), elsewhere, uneven_joins, ..JoinState::default() };
         }
         let value = {
             let _end = End(&self.state);
@@ -188,7 +190,10 @@ impl JoinGroup {
         }
         match value {
             Ok(value) => match self.shadow(options, elsewhere.as_deref()) {
-                Ok(Shadowed::All(last, uneven)) => Ok(Joined { value, last, uneven }),
+                Ok(Shadowed::All(last, uneven)) => {
+                    self.state.lock().uneven_joins += u64::from(uneven);
+                    Ok(Joined { value, last, uneven })
+                }
                 // Every rank has this error, and the group goes on.
                 Ok(Shadowed::Early(error)) => Err(error),
                 Err(error) => Err(self.ended_by(error)),
@@ -359,6 +364,10 @@ impl Communicator for JoinGroup {
 
     fn active_ranks(&self) -> usize {
         self.active_ranks()
+    }
+
+    fn uneven_joins(&self) -> u64 {
+        self.state.lock().uneven_joins
     }
 
     fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work> {

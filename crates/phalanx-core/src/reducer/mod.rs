@@ -91,6 +91,8 @@ pub struct Reducer {
     /// Whether gradients lie [elsewhere](Self::elsewhere), and buckets have no memory for them.
     elsewhere: bool,
     weights: Weights,
+    /// The group's [uneven joins](Communicator::uneven_joins) after which all ranks have the same replica.
+    joins: u64,
     /// Whether that memory belongs to an earlier group.
     stale: bool,
     /// This rank's gradients in each bucket that was launched in this step, if they are [kept](Self::keep_gradients): averages
@@ -142,6 +144,7 @@ impl Reducer {
             buckets: buckets(&state, elsewhere),
             elsewhere,
             weights: Weights::default(),
+            joins: group.uneven_joins(),
             stale: false,
             kept: Vec::new(),
             warnings: unused::Warnings::new(state.parameters().len()),
@@ -184,6 +187,7 @@ impl Reducer {
             if let Some(weight) = weight {
                 reducer.check_weighted(weight)?;
             }
+            reducer.compare_joined()?;
             if let Some(arrival) = reducer.state.rebuild()? {
                 let group = reducer.group.in_call(Caller::DdpBackward);
                 let order = verify::share(&*group, Rank::MAIN, arrival)?;
@@ -203,6 +207,34 @@ impl Reducer {
             reducer.began = Instant::now();
             reducer.fill_unused(unused)
         })
+    }
+
+    /// Whether all ranks still have the same replica after the last [`join`](crate::join). After an uneven one a rank that took part to the end gives the
+    /// others what it has ([`adopt`](Self::adopt)). Who has begun the `join` does that, and another model that trained in it would drift apart without an
+    /// error. All ranks call it together; so does [`start`](Self::start).
+    ///
+    /// # Errors
+    /// On every rank, and it ends the reducer: if an uneven `join` has ended since the last [`adopt`](Self::adopt), in which ranks made other numbers of steps.
+    pub fn check_joined(&mut self) -> Result<()> {
+        self.attempt(Self::compare_joined)
+    }
+
+    fn compare_joined(&mut self) -> Result<()> {
+        let joins = self.group.uneven_joins();
+        if std::mem::replace(&mut self.joins, joins) == joins {
+            return Ok(());
+        }
+        let (least, most) = verify::extremes(&*self.group.in_call(Caller::Join), self.weights.steps)?;
+        if least == most {
+            return Ok(());
+        }
+        Err(Error::mismatch(format!(
+            "a `join` has ended in which the ranks have made other numbers of steps with this model, {least} to {most} by now, and it was not the \
+             `join` of this model: no rank has taken over the model of the one that made most, and replicas would drift apart"
+        ))
+        .with_remedy(
+            "train one model in a `join`, by Ddp::join or TrainState::join; several models as one, with one Ddp; or give every rank as many batches",
+        ))
     }
 
     /// Whether a parameter that gets no gradient in this step counts as unused, and not as an error. True with
@@ -404,6 +436,11 @@ impl Reducer {
         }
     }
 
+    /// Whether the averages of this step are [over all ranks](CommHook::averages_over_all).
+    pub fn averages_over_all(&self) -> bool {
+        self.hook.averages_over_all()
+    }
+
     /// Some of the time between two steps went by in a collective outside of the reducer, such as a broadcast of buffers: it
     /// counts as [waiting](StepTime::wait), and not as this rank's own time.
     pub fn waited(&mut self, time: Duration) {
@@ -528,7 +565,7 @@ impl Reducer {
             let progress = verify::share(&*group, root, &reducer.state.progress())?;
             let order = reducer.state.adopt(progress, root)?;
             reducer.timer.restart();
-            reducer.weights.steps = 0;
+            (reducer.weights.steps, reducer.joins) = (0, reducer.group.uneven_joins());
             reducer.hook.adopt(&*group, root)?;
             reducer.lay_out(order, &*group)
         })

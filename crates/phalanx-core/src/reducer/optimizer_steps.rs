@@ -7,7 +7,8 @@
 //!
 //! Both may be computed, and processors of several kinds may round a cosine in other ways. Settings are compared by a hash of what they are in f32, as their
 //! kind and an epsilon differ in other orders of size than a decay. Learning rates are compared by a sum of all of them, each with a factor of its own, but for
-//! rounding: a schedule that ends at zero subtracts numbers of the size of its highest rates, so that these say how much rounding may be.
+//! rounding: a schedule that begins or ends at zero subtracts numbers of the size of its highest rates, so that these say how much rounding may be. At the
+//! beginning of a warm-up, and after a checkpoint was loaded, they are not known, and [`LEAST`] stands for them.
 
 use crate::buffer::Buffer;
 use crate::collective::ReduceOp;
@@ -21,8 +22,10 @@ use crate::world_size::WorldSize;
 pub(super) const WINDOW: usize = 32;
 /// How many numbers of a window travel.
 pub(super) const NUMBERS: usize = 5;
-/// By so much, relative to the largest one so far, sums of rates may differ.
+/// By so much, relative to the sum of the sizes of the largest window so far, sums of rates may differ.
 const TOLERANCE: f64 = 1e-6;
+/// A rate's size is at least this: rates up to 1 that are computed in f32 are then alike.
+const LEAST: f64 = 0.1;
 
 /// What an optimizer of this rank has done since the ranks have compared it last.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -34,7 +37,9 @@ pub struct OptimizerSteps {
     rates: f64,
     /// The first rate of the last step, for people.
     last: f64,
-    /// The largest sum so far, of all windows.
+    /// The sum of the sizes of all learning rates.
+    size: f64,
+    /// The largest sum of sizes so far, of all windows.
     highest: f64,
 }
 
@@ -49,6 +54,7 @@ impl OptimizerSteps {
             if group == 0 {
                 self.last = rate;
             }
+            self.size += rate.abs().max(LEAST);
             // Rates that are exchanged between steps or groups show, too.
             self.rates += rate * (0.5 + (f64::from(self.count) * 0.618 + group as f64 * 0.414).fract());
         }
@@ -85,8 +91,8 @@ impl OptimizerSteps {
 
     /// The window begins anew.
     pub(super) fn restart(&mut self) {
-        let sum = if self.rates.is_finite() { self.rates.abs() } else { 0.0 };
-        *self = Self { highest: self.highest.max(sum), ..Self::default() };
+        let size = if self.size.is_finite() { self.size } else { 0.0 };
+        *self = Self { highest: self.highest.max(size), ..Self::default() };
     }
 }
 
@@ -204,6 +210,33 @@ mod tests {
         first.step([0.0], []);
         second.step([1e-3], []);
         assert!(compare([first.take(), second.take()].into_iter()).is_err());
+    }
+
+    #[test]
+    fn the_first_window_of_a_warm_up_from_zero_or_of_the_end_may_be_rounded_in_another_way() {
+        fn cosine(step: u16) -> f32 {
+            (std::f32::consts::PI * f32::from(step) / 10_000.0).cos()
+        }
+        type Rounding = fn(f32) -> f32;
+        let schedules: [fn(u16, Rounding) -> f32; 2] = [
+            |step, rounded| 0.5 * (1.0 - rounded(cosine(step))),
+            |step, rounded| 0.5 * (1.0 + rounded(cosine(10_000 - step))),
+        ];
+        let taken = |rate: &dyn Fn(u16) -> f32| {
+            let mut steps = OptimizerSteps::default();
+            (0..WINDOW as u16).for_each(|step| steps.step([f64::from(rate(step))], []));
+            steps.take()
+        };
+        for schedule in schedules {
+            let own = taken(&|step| schedule(step, |cosine| cosine));
+            let other = taken(&|step| schedule(step, f32::next_up));
+            assert!(own[2] != other[2]);
+            compare([own, other].into_iter()).unwrap();
+            // Twice the rates of the others.
+            assert!(
+                compare([own, taken(&|step| 2.0 * schedule(step, |cosine| cosine))].into_iter()).is_err()
+            );
+        }
     }
 
     #[test]

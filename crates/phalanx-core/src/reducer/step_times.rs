@@ -68,7 +68,8 @@ impl StepTimer {
     /// No step counts until [`restart`](Self::restart). The group is another, whose ranks may have learned that a step apart:
     /// they would exchange their times in different steps. The times of now are those of ranks of the last group.
     pub(super) fn stop(&mut self) {
-        *self = Self { warned: self.warned, is_stopped: true, ..Self::default() };
+        self.optimizer.restart();
+        *self = Self { optimizer: self.optimizer, warned: self.warned, is_stopped: true, ..Self::default() };
     }
 
     pub(super) fn times(&self) -> &[StepTime] {
@@ -286,6 +287,7 @@ mod tests {
                 timer.step(&*group, Instant::now(), Instant::now()).unwrap();
             }
             timer.optimizer().step([1.0], []);
+            timer.stop();
             timer.restart();
             // How much rounding may be is known as before.
             let [steps, .., highest] = timer.optimizer().take();

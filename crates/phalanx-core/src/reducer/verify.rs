@@ -215,6 +215,14 @@ fn first_rank(group: &dyn Communicator, yes: bool) -> Result<Option<Rank>> {
     group.world_size().rank(first).map(Some)
 }
 
+/// The smallest and the largest of all ranks' numbers. Ranks without data in a `join` have none.
+pub(super) fn extremes(group: &dyn Communicator, number: u64) -> Result<(u64, u64)> {
+    let number = i64::try_from(number).unwrap_or(i64::MAX);
+    let smallest = all_reduce_min(group, &[number, !number])?;
+    let [least, most] = smallest[..] else { return Ok((0, 0)) };
+    Ok((least.unsigned_abs(), (!most).unsigned_abs()))
+}
+
 fn all_reduce_min(group: &dyn Communicator, numbers: &[i64]) -> Result<Vec<i64>> {
     let buffer = group.all_reduce_async(Buffer::from_slice(numbers), ReduceOp::Min)?.wait()?;
     Ok(buffer.as_slice::<i64>()?.to_vec())

@@ -1,8 +1,11 @@
 //! Ranks with unequal amounts of data.
 
+use std::sync::Arc;
+
 use phalanx::join::{JoinGroup, JoinOptions};
+use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions};
 use phalanx::testing::{Fabric, run};
-use phalanx::{Buffer, Communicator, Element, Error, GroupHandle, Rank, ReduceOp, Result};
+use phalanx::{Buffer, Communicator, DType, Element, Error, GroupHandle, Rank, ReduceOp, Result};
 
 fn combine<T: Element>(group: &JoinGroup, mine: T, op: ReduceOp) -> Result<T> {
     let combined = group.all_reduce_async(Buffer::from_slice(&[mine; 3]), op)?.wait()?;
@@ -95,6 +98,50 @@ fn equal_amounts_are_told_apart_and_nesting_is_refused() {
     });
     let alone = JoinGroup::new(phalanx::ProcessGroup::alone().unwrap());
     assert_eq!(alone.join(JoinOptions::default(), || alone.step()).unwrap().value, 1);
+}
+
+#[test]
+fn a_model_that_has_not_taken_over_an_uneven_join_is_an_error_on_every_rank() {
+    fn step(reducer: &mut Reducer) -> Result<()> {
+        reducer.start()?;
+        reducer.ready(0, &1.0f32.to_ne_bytes())?;
+        reducer.finish()
+    }
+    for is_uneven in [false, true] {
+        let outcomes = run(2, Fabric::InProcess, |group| {
+            let group = JoinGroup::new(group);
+            let new = || {
+                let parameters = vec![ParameterSpec::new("weight", [1], DType::F32)];
+                Reducer::new(Arc::new(group.clone()), parameters, ReducerOptions::default()).unwrap()
+            };
+            let (mut own, mut other) = (new(), new());
+            let joined = group.join(JoinOptions::default(), || {
+                for number in 0..=group.rank().get() {
+                    group.step()?;
+                    step(&mut own)?;
+                    // Some ranks make more steps with the other one, or all make one.
+                    if is_uneven || number == 0 {
+                        step(&mut other)?;
+                    }
+                }
+                Ok(())
+            });
+            let joined = joined.unwrap();
+            assert!(joined.uneven);
+            own.adopt(joined.last).unwrap();
+            step(&mut own).unwrap();
+            let outcome = step(&mut other).and_then(|()| step(&mut other));
+            // One that is made now was in no join.
+            if !is_uneven {
+                step(&mut new()).unwrap();
+            }
+            outcome.map_err(|error| error.to_string())
+        });
+        for outcome in outcomes {
+            assert_eq!(outcome.is_err(), is_uneven);
+            assert!(outcome.err().is_none_or(|error| error.contains("1 to 2 by now")));
+        }
+    }
 }
 
 #[test]

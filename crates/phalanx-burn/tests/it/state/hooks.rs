@@ -112,6 +112,26 @@ fn gradients_of_a_step_that_is_not_over_are_in_no_state_and_do_not_outlive_a_loa
     }
 }
 
+#[test]
+fn a_change_of_the_group_in_the_middle_of_a_step_is_an_error_on_every_rank() {
+    let optimizer = SgdConfig::new().init();
+    run(2, |group| {
+        let mut training = fresh(&optimizer);
+        // The other rank waits in the new group.
+        if group.rank().is_main() {
+            let loss = training.model.forward(|model| model.loss(samples(0, 4))).unwrap();
+            training.model.backward_no_sync(&loss).unwrap();
+        }
+        let error = training.with_group(&group).unwrap_err().to_string();
+        assert!(error.contains("in the middle of a step"), "{error}");
+    });
+    let mut training = fresh(&optimizer);
+    let loss = training.model.forward(|model| model.loss(samples(0, 4))).unwrap();
+    training.model.backward_no_sync(&loss).unwrap();
+    let error = training.with_options(DdpOptions::default()).unwrap_err().to_string();
+    assert!(error.contains("in the middle of a step"), "{error}");
+}
+
 /// [`power_sgd`], which loses at the beginning of step `at` what each rank has for itself.
 struct LosesItsOwn {
     inner: PowerSgd,
