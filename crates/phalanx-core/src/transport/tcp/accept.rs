@@ -84,8 +84,7 @@ pub(super) fn accept(
     config: &MeshConfig<'_>,
     (own, secret): (Hello, &GroupSecret),
     pairs: &mut [Pair],
-    waits_for: &AtomicUsize,
-    meanwhile: &mut dyn FnMut() -> Result<()>,
+    (waits_for, meanwhile): (&AtomicUsize, &mut dyn FnMut() -> Result<()>),
     deadline: Deadline,
 ) -> Result<Accepted> {
     let first = config.rank.index() + 1;

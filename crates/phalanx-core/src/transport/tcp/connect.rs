@@ -174,7 +174,7 @@ fn accept_here(
     let missing = AtomicUsize::new(usize::MAX);
     let mut watch = Watch::new(config, host, &addresses);
     let mut meanwhile = || watch.look(&[], &missing, deadline);
-    let accepted = accept(listener, None, config, own, above, &missing, &mut meanwhile, deadline)?;
+    let accepted = accept(listener, None, config, own, above, (&missing, &mut meanwhile), deadline)?;
     Ok((addresses, accepted))
 }
 
@@ -202,7 +202,7 @@ fn accept_beside(
             move || {
                 let mut meanwhile = || Ok(());
                 let accept = || {
-                    accept(listener, Some(&stopped), config, own, above, missing, &mut meanwhile, deadline)
+                    accept(listener, Some(&stopped), config, own, above, (missing, &mut meanwhile), deadline)
                 };
                 let outcome = poll::promptly(is_prompt, accept);
                 drop(finish);
