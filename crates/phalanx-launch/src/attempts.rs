@@ -7,9 +7,10 @@ use phalanx_sys::signal::{Catcher, ignore_file_size_signal, keep_exit_status_of_
 use rustix::process::Signal as Raw;
 
 use super::event::{Event, Observer};
-use super::exit::{Outcome, Report};
+use super::exit::{Outcome, Report, Signal};
 use super::job::Job;
 use super::key_file::KeyFile;
+use super::logs::JobLogs;
 use super::nodes::{AfterAttempt, AgentNode, AttemptEnd, Gathered, MultiNode, Nodes, SingleNode};
 use super::refusals::Refused;
 use super::supervisor;
@@ -46,11 +47,31 @@ pub(super) fn run(job: &Job, observer: &mut dyn Observer) -> Result<Report> {
         replacements: 0,
         elapsed: Duration::ZERO,
     };
-    report.outcome = loop {
-        let gathered = nodes.gather(&mut control).inspect_err(|error| nodes.give_up(error));
+    let outcome = run_attempts(job, logs.as_ref(), &mut *nodes, &mut control, &mut report);
+    // The other nodes receive all messages of this one.
+    nodes.finish(&mut control, matches!(outcome, Ok(Outcome::Interrupted(_))));
+    drop(nodes);
+    report.outcome = outcome?;
+    if let Some(logs) = logs {
+        logs.finish();
+    }
+    report.elapsed = started.elapsed();
+    Ok(report)
+}
+
+/// Starts the workers until no other attempt follows. Returns how the job has ended.
+fn run_attempts(
+    job: &Job,
+    logs: Option<&JobLogs>,
+    nodes: &mut dyn Nodes,
+    control: &mut Control<'_>,
+    report: &mut Report,
+) -> Result<Outcome> {
+    loop {
+        let gathered = nodes.gather(control).inspect_err(|error| nodes.give_up(error));
         let placement = match gathered? {
             Gathered::Placed(placement) => placement,
-            Gathered::Over(outcome) => break outcome,
+            Gathered::Over(outcome) => return Ok(outcome),
         };
         control.tell(Event::Starting {
             restarts: placement.restarts,
@@ -59,7 +80,7 @@ pub(super) fn run(job: &Job, observer: &mut dyn Observer) -> Result<Report> {
             node: placement.node,
             nodes: placement.nodes,
         });
-        let attempt = supervisor::run(job, &placement, logs.as_ref(), &mut *nodes, &mut control)
+        let attempt = supervisor::run(job, &placement, logs, nodes, control)
             .inspect_err(|error| nodes.give_up(error))?;
         report.exits = attempt.exits;
         report.world_size = Some(placement.world_size);
@@ -74,25 +95,18 @@ pub(super) fn run(job: &Job, observer: &mut dyn Observer) -> Result<Report> {
             (AttemptEnd::Elsewhere, Some(signal)) => AttemptEnd::Interrupted(signal),
             (end, _) => end,
         };
-        let next = match (nodes.after_attempt(end, &mut control)?, attempt.late_signal) {
+        let next = match (nodes.after_attempt(end, control)?, attempt.late_signal) {
             // No restart was left, and another attempt costs none, as after a node that has left.
             (AfterAttempt::Restart, Some(signal)) => {
-                nodes.after_attempt(AttemptEnd::Interrupted(signal), &mut control)?
+                nodes.after_attempt(AttemptEnd::Interrupted(signal), control)?
             }
             (next, _) => next,
         };
         match next {
             AfterAttempt::Restart => {}
-            AfterAttempt::Over(outcome) => break outcome,
+            AfterAttempt::Over(outcome) => return Ok(outcome),
         }
-    };
-    // The other nodes receive all messages of this one.
-    drop(nodes);
-    if let Some(logs) = logs {
-        logs.finish();
     }
-    report.elapsed = started.elapsed();
-    Ok(report)
 }
 
 /// What lasts longer than an attempt: the signals of this process, and the observer.
@@ -130,5 +144,19 @@ impl<'a> Control<'a> {
 
     pub(super) fn read_signal(&mut self) -> Option<i32> {
         self.signals.as_mut().and_then(Catcher::read)
+    }
+
+    /// A signal that ends this launcher, where no worker runs that would get it.
+    pub(super) fn read_end(&mut self) -> Option<Signal> {
+        while let Some(number) = self.read_signal() {
+            match Raw::from_named_raw(number) {
+                Some(Raw::TSTP) => {
+                    let _ = rustix::process::kill_process(rustix::process::getpid(), Raw::STOP);
+                }
+                Some(Raw::CONT | Raw::USR1 | Raw::USR2) => {}
+                _ => return Some(Signal::new(number)),
+            }
+        }
+        None
     }
 }

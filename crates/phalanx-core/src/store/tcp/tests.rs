@@ -464,6 +464,16 @@ fn dropping_a_server_ends_its_waits_and_draining_lets_clients_finish() {
     let server = serve();
     let _stays = client(&server);
     server.drain(Deadline::after(Duration::from_millis(50)));
+    // Nor, before that, one that is no longer waited for.
+    let server = serve();
+    let stays = client(&server);
+    let mut asked = 0;
+    server.drain_while(Deadline::after(Duration::from_secs(3600)), || {
+        asked += 1;
+        asked < 3
+    });
+    assert_eq!(asked, 3);
+    assert!(!stays.num_keys(soon()).unwrap_err().is_timeout());
 }
 
 /// Raises the limit for this many connections, both sides in this process; `false` if the system does not allow it.
