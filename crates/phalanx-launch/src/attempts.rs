@@ -87,15 +87,11 @@ fn run_attempts(
         report.nodes = placement.nodes;
         report.restarts = placement.restarts;
         report.replacements += attempt.replacements;
-        // Whoever has sent it while the workers were being ended wants no other attempt.
-        let end = match (attempt.end, attempt.late_signal) {
-            (AttemptEnd::Failed(..), Some(signal)) if placement.restarts < job.restarts_allowed() => {
-                AttemptEnd::Interrupted(signal)
-            }
-            (AttemptEnd::Elsewhere, Some(signal)) => AttemptEnd::Interrupted(signal),
-            (end, _) => end,
-        };
-        let next = match (nodes.after_attempt(end, control)?, attempt.late_signal) {
+        let is_last = placement.restarts >= job.restarts_allowed();
+        let end = with_late_signal(attempt.end, attempt.late_signal, is_last);
+        let sent_elsewhere = attempt.late_signal.filter(|_| matches!(end, AttemptEnd::Elsewhere));
+        let next = after_late_signal(nodes.after_attempt(end, control), sent_elsewhere)?;
+        let next = match (next, attempt.late_signal) {
             // No restart was left, and another attempt costs none, as after a node that has left.
             (AfterAttempt::Restart, Some(signal)) => {
                 nodes.after_attempt(AttemptEnd::Interrupted(signal), control)?
@@ -106,6 +102,28 @@ fn run_attempts(
             AfterAttempt::Restart => {}
             AfterAttempt::Over(outcome) => return Ok(outcome),
         }
+    }
+}
+
+/// The end of an attempt with the signal that came while its workers were being ended: whoever has sent it wants no other attempt. If none
+/// follows a failure, the failure is how the job has ended, on this node or on another.
+fn with_late_signal(end: AttemptEnd, late_signal: Option<Signal>, is_last: bool) -> AttemptEnd {
+    match (end, late_signal) {
+        (AttemptEnd::Failed(..) | AttemptEnd::Elsewhere, Some(signal)) if !is_last => {
+            AttemptEnd::Interrupted(signal)
+        }
+        (end, _) => end,
+    }
+}
+
+/// What follows an attempt that has ended because of another node, if `late_signal` came while the workers were being ended. If that node
+/// was told to end, or is gone, so it is with this one.
+fn after_late_signal(next: Result<AfterAttempt>, late_signal: Option<Signal>) -> Result<AfterAttempt> {
+    match (next, late_signal) {
+        (Ok(AfterAttempt::Over(Outcome::NodeFailed(_))) | Err(_), Some(signal)) => {
+            Ok(AfterAttempt::Over(Outcome::Interrupted(signal)))
+        }
+        (next, _) => next,
     }
 }
 
@@ -158,5 +176,31 @@ impl<'a> Control<'a> {
             }
         }
         None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_signal_does_not_hide_the_failure_after_which_no_attempt_follows() {
+        let elsewhere = |signal, is_last| with_late_signal(AttemptEnd::Elsewhere, signal, is_last);
+        assert!(matches!(elsewhere(Some(Signal::TERM), true), AttemptEnd::Elsewhere));
+        assert!(matches!(elsewhere(Some(Signal::TERM), false), AttemptEnd::Interrupted(Signal::TERM)));
+        assert!(matches!(elsewhere(None, false), AttemptEnd::Elsewhere));
+        let succeeded = with_late_signal(AttemptEnd::Succeeded, Some(Signal::TERM), false);
+        assert!(matches!(succeeded, AttemptEnd::Succeeded));
+    }
+
+    #[test]
+    fn who_is_told_to_end_as_another_node_is_ends_by_its_own_signal() {
+        let gone = || Err(Error::aborted("the launchers' store is gone"));
+        let is_interrupted =
+            |next| matches!(next, Ok(AfterAttempt::Over(Outcome::Interrupted(Signal::TERM))));
+        assert!(is_interrupted(after_late_signal(gone(), Some(Signal::TERM))));
+        assert!(after_late_signal(gone(), None).is_err());
+        let restart = after_late_signal(Ok(AfterAttempt::Restart), Some(Signal::TERM));
+        assert!(matches!(restart, Ok(AfterAttempt::Restart)));
     }
 }
