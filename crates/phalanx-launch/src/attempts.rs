@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use phalanx_sys::signal::{Catcher, ignore_file_size_signal, keep_exit_status_of_children};
 use rustix::process::Signal as Raw;
 
+use super::cluster::Cluster;
 use super::event::{Event, Observer};
 use super::exit::{Outcome, Report, Signal};
 use super::job::Job;
@@ -88,7 +89,8 @@ fn run_attempts(
         report.restarts = placement.restarts;
         report.replacements += attempt.replacements;
         let is_last = placement.restarts >= job.restarts_allowed();
-        let end = with_late_signal(attempt.end, attempt.late_signal, is_last);
+        let is_fixed = job.cluster.as_ref().is_none_or(Cluster::is_fixed);
+        let end = with_late_signal(attempt.end, attempt.late_signal, (is_last, is_fixed));
         let sent_elsewhere = attempt.late_signal.filter(|_| matches!(end, AttemptEnd::Elsewhere));
         let next = after_late_signal(nodes.after_attempt(end, control), sent_elsewhere)?;
         let next = match (next, attempt.late_signal) {
@@ -106,12 +108,16 @@ fn run_attempts(
 }
 
 /// The end of an attempt with the signal that came while its workers were being ended: whoever has sent it wants no other attempt. If none
-/// follows a failure, the failure is how the job has ended, on this node or on another.
-fn with_late_signal(end: AttemptEnd, late_signal: Option<Signal>, is_last: bool) -> AttemptEnd {
+/// follows a failure, the failure is how the job has ended, on this node or on another; unless the number of nodes `is_fixed`, the others may go
+/// on when this one leaves.
+fn with_late_signal(
+    end: AttemptEnd,
+    late_signal: Option<Signal>,
+    (is_last, is_fixed): (bool, bool),
+) -> AttemptEnd {
     match (end, late_signal) {
-        (AttemptEnd::Failed(..) | AttemptEnd::Elsewhere, Some(signal)) if !is_last => {
-            AttemptEnd::Interrupted(signal)
-        }
+        (AttemptEnd::Failed(..), Some(signal)) if !is_last => AttemptEnd::Interrupted(signal),
+        (AttemptEnd::Elsewhere, Some(signal)) if !(is_last && is_fixed) => AttemptEnd::Interrupted(signal),
         (end, _) => end,
     }
 }
@@ -185,11 +191,13 @@ mod tests {
 
     #[test]
     fn a_signal_does_not_hide_the_failure_after_which_no_attempt_follows() {
-        let elsewhere = |signal, is_last| with_late_signal(AttemptEnd::Elsewhere, signal, is_last);
-        assert!(matches!(elsewhere(Some(Signal::TERM), true), AttemptEnd::Elsewhere));
-        assert!(matches!(elsewhere(Some(Signal::TERM), false), AttemptEnd::Interrupted(Signal::TERM)));
-        assert!(matches!(elsewhere(None, false), AttemptEnd::Elsewhere));
-        let succeeded = with_late_signal(AttemptEnd::Succeeded, Some(Signal::TERM), false);
+        let elsewhere = |signal, job| with_late_signal(AttemptEnd::Elsewhere, signal, job);
+        assert!(matches!(elsewhere(Some(Signal::TERM), (true, true)), AttemptEnd::Elsewhere));
+        for job in [(false, true), (true, false)] {
+            assert!(matches!(elsewhere(Some(Signal::TERM), job), AttemptEnd::Interrupted(Signal::TERM)));
+        }
+        assert!(matches!(elsewhere(None, (false, true)), AttemptEnd::Elsewhere));
+        let succeeded = with_late_signal(AttemptEnd::Succeeded, Some(Signal::TERM), (false, true));
         assert!(matches!(succeeded, AttemptEnd::Succeeded));
     }
 
