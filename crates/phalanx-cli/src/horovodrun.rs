@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
 use clap::{ArgAction, Args, CommandFactory};
+use phalanx::launch::ElasticHosts;
 
 use crate::cli::Cli;
 use crate::output::print;
@@ -15,9 +16,6 @@ use crate::output::print;
 pub(crate) const NAME: &str = "horovodrun";
 /// Tells the launcher to set Horovod's variables for workers beside its own.
 const MARK: &str = "PHALANX_HOROVODRUN";
-
-/// More restarts than any job has.
-const NO_LIMIT: &str = "1000000";
 
 const MANUAL: &str = "\
 This is `phalanx run` under horovodrun's options, also as a link to phalanx with the name horovodrun. Workers see HOROVOD_RANK, \
@@ -272,10 +270,10 @@ impl Horovodrun {
         if !self.blacklist_cooldown_range.is_empty() {
             arguments.push("--blacklist-cooldown-range".into());
             arguments.extend(self.blacklist_cooldown_range);
-            // Horovod starts hosts again, and their workers, as often as they fail, as long as others are left; otherwise it leaves them out
-            // for good, as without this.
+            // Horovod starts hosts again, and their workers, as often as they fail, as long as others are left; otherwise the job ends. Without
+            // the option it leaves them out for good, as without this.
             arguments.push("--max-restarts".into());
-            arguments.push(NO_LIMIT.into());
+            arguments.push(ElasticHosts::NO_LIMIT.to_string().into());
         }
         arguments.push("--".into());
         arguments.extend(self.program);
@@ -409,7 +407,7 @@ mod tests {
         let elastic = "horovodrun -p 22 --verbose -np 8 --min-np 4 --max-num-proc 12 --host-discovery-script ./h --slots 2 \
                        --blacklist-cooldown-range 1 9 --reset-limit 3 --output-filename out x";
         let expected = "run --num-proc 8 --ssh-port 22 --min-np 4 --max-np 12 --reset-limit 3 --host-discovery-script ./h \
-                        --slots 2 --log-dir out --tee 3 --blacklist-cooldown-range 1 9 --max-restarts 1000000 -- x";
+                        --slots 2 --log-dir out --tee 3 --blacklist-cooldown-range 1 9 --max-restarts 4294967295 -- x";
         assert_eq!(translated(elastic).0, expected);
     }
 

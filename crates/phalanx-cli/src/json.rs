@@ -2,7 +2,7 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use phalanx::launch::{Event, Exit, Failure, NodeFailure, Outcome, Report, Stream};
+use phalanx::launch::{ElasticHosts, Event, Exit, Failure, NodeFailure, Outcome, Report, Stream};
 use serde_json::{Value, json};
 
 /// The stream that `event` goes to, and its line.
@@ -31,6 +31,7 @@ pub(crate) fn event(event: &Event<'_>) -> Option<(Stream, Vec<u8>)> {
             ("exited", with(exit_fields(exit), json!({ "rank": rank.get(), "pid": pid })))
         }
         Event::Lost { failure, replaced_in, replacements, max_replacements } => {
+            let max_replacements = Some(max_replacements).filter(|most| *most != ElasticHosts::NO_LIMIT);
             let fields = json!({ "failure": failure_fields(failure),
                                  "replaced_in": replaced_in.map(|wait| wait.as_secs_f64()),
                                  "replacements": replacements, "max_replacements": max_replacements });

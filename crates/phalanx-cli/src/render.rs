@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 use phalanx::Rank;
-use phalanx::launch::{Event, Observer, Signal, Stream};
+use phalanx::launch::{ElasticHosts, Event, Observer, Signal, Stream};
 
 use crate::json;
 use crate::output::Output;
@@ -178,14 +178,16 @@ impl Renderer {
                 // The others go on.
                 self.ending = false;
                 let rank = failure.rank;
+                let count = match max_replacements {
+                    ElasticHosts::NO_LIMIT => format!("{replacements} so far"),
+                    limit => format!("{replacements} of {limit}"),
+                };
                 match replaced_in {
                     Some(wait) if wait.is_zero() => {
-                        self.note(&format!("rank {rank} is replaced ({replacements} of {max_replacements})"));
+                        self.note(&format!("rank {rank} is replaced ({count})"));
                     }
-                    Some(wait) => self.note(&format!(
-                        "rank {rank} is replaced in {:.0} s ({replacements} of {max_replacements})",
-                        wait.as_secs_f64()
-                    )),
+                    Some(wait) => self
+                        .note(&format!("rank {rank} is replaced in {:.0} s ({count})", wait.as_secs_f64())),
                     None => self.note(&format!("rank {rank} is not replaced; the others go on")),
                 }
             }

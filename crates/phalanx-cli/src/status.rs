@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use phalanx::launch::{Event, Failure};
+use phalanx::launch::{ElasticHosts, Event, Failure};
 
 /// The state of the job that the status line shows.
 #[derive(Debug, Default)]
@@ -56,8 +56,10 @@ impl fmt::Display for Status {
         if self.max_restarts > 0 {
             write!(f, ", {} of {} restarts", self.restarts, self.max_restarts)?;
         }
-        if self.max_replacements > 0 {
-            write!(f, ", {} of {} replacements", self.replacements, self.max_replacements)?;
+        match self.max_replacements {
+            0 => {}
+            ElasticHosts::NO_LIMIT => write!(f, ", {} replacements", self.replacements)?,
+            limit => write!(f, ", {} of {limit} replacements", self.replacements)?,
         }
         self.last_failure.as_ref().map_or(Ok(()), |failure| write!(f, "; last failure: {failure}"))
     }
@@ -79,5 +81,13 @@ mod tests {
         assert!(status.observe(&Event::Started { rank: Rank::MAIN, local_rank: 0, pid: 7 }));
         assert!(!status.observe(&Event::Killing));
         assert_eq!(status.to_string(), "phalanx: node 0 of 2, 4 workers, 1 running here, 1 of 3 restarts");
+    }
+
+    #[test]
+    fn it_shows_no_limit_where_there_is_none() {
+        let mut status = Status { replacements: 2, max_replacements: 5, ..Status::default() };
+        assert!(status.to_string().ends_with(", 2 of 5 replacements"), "{status}");
+        status.max_replacements = ElasticHosts::NO_LIMIT;
+        assert!(status.to_string().ends_with(", 2 replacements"), "{status}");
     }
 }

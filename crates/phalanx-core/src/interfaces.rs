@@ -209,22 +209,23 @@ struct Facts {
     by_name: Vec<IpAddr>,
     /// The addresses from which packets leave by default routes.
     routed: Vec<IpAddr>,
-    own: Vec<InterfaceAddress>,
+    /// An error where a sandbox does not let the kernel list them.
+    own: io::Result<Vec<InterfaceAddress>>,
 }
 
 /// The address at which other hosts reach this one: that of the interface that the user names, or that of its own name, or that
 /// from which packets leave it by default, or the only one that it has. `by_name` has the addresses of its name, if that was looked up.
 pub fn outward(named: Option<String>, by_name: Vec<IpAddr>) -> Result<IpAddr> {
-    let own = addresses().unwrap_or_default();
     let routed = OUTSIDE.into_iter().filter_map(way_to).collect();
-    choose(&Facts { named, by_name, routed, own })
+    choose(&Facts { named, by_name, routed, own: addresses() })
 }
 
 fn choose(facts: &Facts) -> Result<IpAddr> {
-    let Facts { named, by_name, routed, own } = facts;
+    let Facts { named, by_name, routed, own: listed } = facts;
     if let Some(named) = named {
-        return of_interface(named, own);
+        return of_interface(named, listed.as_deref().map_err(unlisted)?);
     }
+    let own = listed.as_deref().unwrap_or_default();
     let is_outward = |address: &IpAddr| !is_every_hosts(*address) && !is_link_local(*address);
     let is_own = |address: &IpAddr| own.iter().any(|own| own.address == *address);
     let names: Vec<IpAddr> =
@@ -245,7 +246,7 @@ fn choose(facts: &Facts) -> Result<IpAddr> {
     match (&v4[..], &v6[..]) {
         ([only], _) | ([], [only]) => Ok(only.address),
         // There is no network: all ranks are here.
-        ([], []) => Ok(Ipv4Addr::LOCALHOST.into()),
+        ([], []) => listed.as_ref().map(|_| Ipv4Addr::LOCALHOST.into()).map_err(unlisted),
         _ => {
             let shown: Vec<String> = candidates.iter().map(|own| own.to_string()).collect();
             Err(Error::environment(format!(
@@ -255,6 +256,14 @@ fn choose(facts: &Facts) -> Result<IpAddr> {
             .with_remedy(CHOOSE_REMEDY))
         }
     }
+}
+
+/// The error if nothing says at which address other hosts reach this one, because the kernel does not list its addresses.
+fn unlisted(error: &io::Error) -> Error {
+    Error::environment(format!(
+        "the kernel does not list this host's addresses ({error}), and no default route says at which of them other hosts reach it"
+    ))
+    .with_remedy("let the sandbox or container use netlink sockets (AF_NETLINK), or give launchers the address with --local-addr")
 }
 
 /// The address of the first of the interfaces in `named` that has one.
@@ -316,7 +325,7 @@ mod tests {
     }
 
     fn facts(own: Vec<InterfaceAddress>) -> Facts {
-        Facts { named: None, by_name: Vec::new(), routed: Vec::new(), own }
+        Facts { named: None, by_name: Vec::new(), routed: Vec::new(), own: Ok(own) }
     }
 
     /// A message of the kernel's, with the attributes in this order.
@@ -443,6 +452,15 @@ mod tests {
         assert_eq!(choose(&facts(v6)).unwrap(), address("2001:db8::5"));
         // No network at all.
         assert_eq!(choose(&facts(own(&[("lo", "127.0.0.1")]))).unwrap(), address("127.0.0.1"));
+        // That there is none is not known where the kernel does not say which addresses there are.
+        let unlisted = || Facts { own: Err(io::ErrorKind::PermissionDenied.into()), ..facts(Vec::new()) };
+        for told in [unlisted(), Facts { named: Some("eth0".into()), ..unlisted() }] {
+            let error = choose(&told).unwrap_err();
+            assert!(error.to_string().contains("does not list this host's addresses"), "{error}");
+            assert!(error.remedy().unwrap().contains("--local-addr"));
+        }
+        let told = Facts { routed: vec![address("10.0.0.5")], ..unlisted() };
+        assert_eq!(choose(&told).unwrap(), address("10.0.0.5"));
         let error = choose(&facts(two)).unwrap_err();
         assert!(error.to_string().contains("10.0.0.5 (eth0), 10.1.0.5 (ib0)"), "{error}");
         assert!(error.remedy().unwrap().contains("GLOO_SOCKET_IFNAME"));

@@ -6,10 +6,12 @@ use std::time::{Duration, Instant};
 use phalanx_sys::signal::{Catcher, ignore_file_size_signal, keep_exit_status_of_children};
 use rustix::process::Signal as Raw;
 
+use super::cluster::Cluster;
 use super::event::{Event, Observer};
-use super::exit::{Outcome, Report};
+use super::exit::{Outcome, Report, Signal};
 use super::job::Job;
 use super::key_file::KeyFile;
+use super::logs::JobLogs;
 use super::nodes::{AfterAttempt, AgentNode, AttemptEnd, Gathered, MultiNode, Nodes, SingleNode};
 use super::refusals::Refused;
 use super::supervisor;
@@ -46,11 +48,31 @@ pub(super) fn run(job: &Job, observer: &mut dyn Observer) -> Result<Report> {
         replacements: 0,
         elapsed: Duration::ZERO,
     };
-    report.outcome = loop {
-        let gathered = nodes.gather(&mut control).inspect_err(|error| nodes.give_up(error));
+    let outcome = run_attempts(job, logs.as_ref(), &mut *nodes, &mut control, &mut report);
+    // The other nodes receive all messages of this one.
+    nodes.finish(&mut control, matches!(outcome, Ok(Outcome::Interrupted(_))));
+    drop(nodes);
+    report.outcome = outcome?;
+    if let Some(logs) = logs {
+        logs.finish();
+    }
+    report.elapsed = started.elapsed();
+    Ok(report)
+}
+
+/// Starts the workers until no other attempt follows. Returns how the job has ended.
+fn run_attempts(
+    job: &Job,
+    logs: Option<&JobLogs>,
+    nodes: &mut dyn Nodes,
+    control: &mut Control<'_>,
+    report: &mut Report,
+) -> Result<Outcome> {
+    loop {
+        let gathered = nodes.gather(control).inspect_err(|error| nodes.give_up(error));
         let placement = match gathered? {
             Gathered::Placed(placement) => placement,
-            Gathered::Over(outcome) => break outcome,
+            Gathered::Over(outcome) => return Ok(outcome),
         };
         control.tell(Event::Starting {
             restarts: placement.restarts,
@@ -59,40 +81,56 @@ pub(super) fn run(job: &Job, observer: &mut dyn Observer) -> Result<Report> {
             node: placement.node,
             nodes: placement.nodes,
         });
-        let attempt = supervisor::run(job, &placement, logs.as_ref(), &mut *nodes, &mut control)
+        let attempt = supervisor::run(job, &placement, logs, nodes, control)
             .inspect_err(|error| nodes.give_up(error))?;
         report.exits = attempt.exits;
         report.world_size = Some(placement.world_size);
         report.nodes = placement.nodes;
         report.restarts = placement.restarts;
         report.replacements += attempt.replacements;
-        // Whoever has sent it while the workers were being ended wants no other attempt.
-        let end = match (attempt.end, attempt.late_signal) {
-            (AttemptEnd::Failed(..), Some(signal)) if placement.restarts < job.restarts_allowed() => {
-                AttemptEnd::Interrupted(signal)
-            }
-            (AttemptEnd::Elsewhere, Some(signal)) => AttemptEnd::Interrupted(signal),
-            (end, _) => end,
-        };
-        let next = match (nodes.after_attempt(end, &mut control)?, attempt.late_signal) {
+        let is_last = placement.restarts >= job.restarts_allowed();
+        let is_fixed = job.cluster.as_ref().is_none_or(Cluster::is_fixed);
+        let end = with_late_signal(attempt.end, attempt.late_signal, (is_last, is_fixed));
+        let sent_elsewhere = attempt.late_signal.filter(|_| matches!(end, AttemptEnd::Elsewhere));
+        let next = after_late_signal(nodes.after_attempt(end, control), sent_elsewhere)?;
+        let next = match (next, attempt.late_signal) {
             // No restart was left, and another attempt costs none, as after a node that has left.
             (AfterAttempt::Restart, Some(signal)) => {
-                nodes.after_attempt(AttemptEnd::Interrupted(signal), &mut control)?
+                nodes.after_attempt(AttemptEnd::Interrupted(signal), control)?
             }
             (next, _) => next,
         };
         match next {
             AfterAttempt::Restart => {}
-            AfterAttempt::Over(outcome) => break outcome,
+            AfterAttempt::Over(outcome) => return Ok(outcome),
         }
-    };
-    // The other nodes receive all messages of this one.
-    drop(nodes);
-    if let Some(logs) = logs {
-        logs.finish();
     }
-    report.elapsed = started.elapsed();
-    Ok(report)
+}
+
+/// The end of an attempt with the signal that came while its workers were being ended: whoever has sent it wants no other attempt. If none
+/// follows a failure, the failure is how the job has ended, on this node or on another; unless the number of nodes `is_fixed`, the others may go
+/// on when this one leaves.
+fn with_late_signal(
+    end: AttemptEnd,
+    late_signal: Option<Signal>,
+    (is_last, is_fixed): (bool, bool),
+) -> AttemptEnd {
+    match (end, late_signal) {
+        (AttemptEnd::Failed(..), Some(signal)) if !is_last => AttemptEnd::Interrupted(signal),
+        (AttemptEnd::Elsewhere, Some(signal)) if !(is_last && is_fixed) => AttemptEnd::Interrupted(signal),
+        (end, _) => end,
+    }
+}
+
+/// What follows an attempt that has ended because of another node, if `late_signal` came while the workers were being ended. If that node
+/// was told to end, or is gone, so it is with this one.
+fn after_late_signal(next: Result<AfterAttempt>, late_signal: Option<Signal>) -> Result<AfterAttempt> {
+    match (next, late_signal) {
+        (Ok(AfterAttempt::Over(Outcome::NodeFailed(_))) | Err(_), Some(signal)) => {
+            Ok(AfterAttempt::Over(Outcome::Interrupted(signal)))
+        }
+        (next, _) => next,
+    }
 }
 
 /// What lasts longer than an attempt: the signals of this process, and the observer.
@@ -130,5 +168,47 @@ impl<'a> Control<'a> {
 
     pub(super) fn read_signal(&mut self) -> Option<i32> {
         self.signals.as_mut().and_then(Catcher::read)
+    }
+
+    /// A signal that ends this launcher, where no worker runs that would get it.
+    pub(super) fn read_end(&mut self) -> Option<Signal> {
+        while let Some(number) = self.read_signal() {
+            match Raw::from_named_raw(number) {
+                Some(Raw::TSTP) => {
+                    let _ = rustix::process::kill_process(rustix::process::getpid(), Raw::STOP);
+                }
+                Some(Raw::CONT | Raw::USR1 | Raw::USR2) => {}
+                _ => return Some(Signal::new(number)),
+            }
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_signal_does_not_hide_the_failure_after_which_no_attempt_follows() {
+        let elsewhere = |signal, job| with_late_signal(AttemptEnd::Elsewhere, signal, job);
+        assert!(matches!(elsewhere(Some(Signal::TERM), (true, true)), AttemptEnd::Elsewhere));
+        for job in [(false, true), (true, false)] {
+            assert!(matches!(elsewhere(Some(Signal::TERM), job), AttemptEnd::Interrupted(Signal::TERM)));
+        }
+        assert!(matches!(elsewhere(None, (false, true)), AttemptEnd::Elsewhere));
+        let succeeded = with_late_signal(AttemptEnd::Succeeded, Some(Signal::TERM), (false, true));
+        assert!(matches!(succeeded, AttemptEnd::Succeeded));
+    }
+
+    #[test]
+    fn who_is_told_to_end_as_another_node_is_ends_by_its_own_signal() {
+        let gone = || Err(Error::aborted("the launchers' store is gone"));
+        let is_interrupted =
+            |next| matches!(next, Ok(AfterAttempt::Over(Outcome::Interrupted(Signal::TERM))));
+        assert!(is_interrupted(after_late_signal(gone(), Some(Signal::TERM))));
+        assert!(after_late_signal(gone(), None).is_err());
+        let restart = after_late_signal(Ok(AfterAttempt::Restart), Some(Signal::TERM));
+        assert!(matches!(restart, Ok(AfterAttempt::Restart)));
     }
 }

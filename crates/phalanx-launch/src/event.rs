@@ -76,7 +76,7 @@ pub enum Event<'a> {
         replaced_in: Option<Duration>,
         /// How often workers have been replaced, with this time.
         replacements: u32,
-        /// How often workers may be replaced.
+        /// How often workers may be replaced; [`ElasticHosts::NO_LIMIT`](super::ElasticHosts::NO_LIMIT) is no limit.
         max_replacements: u32,
     },
     /// Processes that still run are asked to end.

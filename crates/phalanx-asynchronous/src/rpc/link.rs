@@ -214,9 +214,22 @@ impl Link {
         sent.map_err(|error| self.fail(self.explained(&error)))
     }
 
-    /// Admits a call of the peer, before memory is taken for it.
-    pub(super) fn admit(&self, head: &Head) -> Result<()> {
-        if self.state.lock().incoming.enter(head.depth, head.length) {
+    /// Admits a call of the peer, before memory is taken for it. Each answer that is being sent has a thread, so there may be as many as
+    /// calls: a peer that calls more has received some of the answers, whose threads are about to end; if they do not by `deadline`, it
+    /// does not receive what it has asked for.
+    pub(super) fn admit(&self, head: &Head, deadline: Deadline) -> Result<()> {
+        let mut state = self.state.lock();
+        let mut is_late = false;
+        while state.failure.is_none() && state.answering >= state.incoming.most_calls() {
+            if is_late {
+                return Err(Error::protocol(format!(
+                    "rank {} calls on, and does not receive the answers: {} are on their way",
+                    self.peer, state.answering
+                )));
+            }
+            is_late = self.changed.wait_until(&mut state, deadline.instant()).timed_out();
+        }
+        if state.incoming.enter(head.depth, head.length) {
             return Ok(());
         }
         Err(Error::protocol(format!("rank {} has sent more calls than this rank admits", self.peer)))
@@ -386,6 +399,32 @@ mod tests {
         });
         let _place = link.enter(0, 10, Deadline::now()).unwrap();
         assert!(link.state.lock().waiting.iter().all(VecDeque::is_empty));
+    }
+
+    #[test]
+    fn no_more_answers_are_on_their_way_than_calls_may_be_in_flight() {
+        let limits = Limits { calls: 2, bytes: 100 };
+        let link = Link::new(Rank::new(1), limits, limits);
+        let call = Head { length: 10, ..Head::plain(Kind::Call) };
+        // Each is answered, and its answer is not received.
+        for _ in 0..2 * DEPTHS {
+            link.admit(&call, Deadline::now()).unwrap();
+            link.leave(&call);
+        }
+        let error = link.admit(&call, Deadline::now()).unwrap_err();
+        assert!(error.to_string().contains("does not receive the answers"), "{error}");
+        let later = Deadline::after(Duration::from_secs(60));
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| link.admit(&call, later));
+            link.has_answered();
+            waits.join().unwrap().unwrap();
+        });
+        link.leave(&call);
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| link.admit(&call, later));
+            link.fail(shut_down());
+            waits.join().unwrap().unwrap();
+        });
     }
 
     #[test]

@@ -7,13 +7,14 @@
 //!
 //! 1. *The thread that receives never waits*, for a handler, for room, or to send: a call has its place in the queue before it is
 //!    sent ([`Window`](window)), and a caller waits for each answer. So what a rank sends is always received, even if
-//!    both ranks of a pair send large messages at once.
+//!    both ranks of a pair send large messages at once. It waits for threads that have sent an answer and are about to end, and so for a
+//!    peer that breaks this rule ([`Link::admit`](link::Link::admit)): it calls on, and does not receive the answers.
 //! 2. *A call waits only for calls at its own depth, and for calls inside these.* A handler that calls is one deeper than the
 //!    call that it serves, on whatever rank. Each depth has places of its own in the windows. At the last depth nothing may
 //!    call, so calls there end; so do those around them, depth by depth. A -> B -> A -> B is no exception.
 //! 3. *Handlers that wait for calls, or that send, leave their thread's place to others* ([`Pool`](pool)), so a call that has been
 //!    admitted always finds a thread when those that run end. Deeper calls have a thread first, so that few wait at a time. There are
-//!    never more threads than places in the windows. A rank that receives slowly delays nobody else.
+//!    never more threads than twice the places in the windows: for calls, and for answers on their way. A rank that receives slowly delays nobody else.
 //!
 //! A program can still cause a deadlock: with a handler that holds a lock during a call, that waits for a call that no rank has
 //! made yet, or that calls from another thread, which counts as depth 0.

@@ -48,22 +48,15 @@ impl Objects {
     }
 
     pub(super) fn get(&self, object: ObjectId, by: Rank) -> Result<Value> {
-        let objects = self.0.lock();
-        let kept = objects.get(&object).filter(|kept| kept.holders.contains_key(&by));
-        kept.and_then(|kept| kept.value.clone()).ok_or_else(|| {
-            Error::invalid_argument(format!(
-                "rank {by} holds no object {} of rank {}",
-                object.number, object.creator
-            ))
-        })
+        held(&mut self.0.lock(), object, by).map(|(value, _)| value)
     }
 
     /// `to` holds the object too.
     pub(super) fn lend(&self, object: ObjectId, by: Rank, to: Rank) -> Result<()> {
-        self.get(object, by)?;
-        if let Some(kept) = self.0.lock().get_mut(&object) {
-            *kept.holders.entry(to).or_default() += 1;
-        }
+        // Under one lock: between two `by` may let go, and the object would be nobody's.
+        let mut objects = self.0.lock();
+        let (_, holders) = held(&mut objects, object, by)?;
+        *holders.entry(to).or_default() += 1;
         Ok(())
     }
 
@@ -102,8 +95,25 @@ impl Objects {
     }
 }
 
+/// An object that `by` holds, and all its holders.
+fn held(
+    objects: &mut HashMap<ObjectId, Kept>,
+    object: ObjectId,
+    by: Rank,
+) -> Result<(Value, &mut BTreeMap<Rank, u64>)> {
+    let kept = objects.get_mut(&object).filter(|kept| kept.holders.contains_key(&by));
+    kept.and_then(|kept| Some((kept.value.clone()?, &mut kept.holders))).ok_or_else(|| {
+        Error::invalid_argument(format!(
+            "rank {by} holds no object {} of rank {}",
+            object.number, object.creator
+        ))
+    })
+}
+
 #[cfg(test)]
 mod tests {
+    use std::sync::Barrier;
+
     use super::*;
 
     fn object(number: u64) -> ObjectId {
@@ -126,6 +136,27 @@ mod tests {
         assert_eq!((Arc::strong_count(&value), objects.count()), (2, 1));
         objects.release_all(two);
         assert_eq!((Arc::strong_count(&value), objects.count()), (1, 0));
+    }
+
+    #[test]
+    fn what_was_lent_is_held_whatever_the_lender_does_meanwhile() {
+        let (one, two) = (Rank::new(1), Rank::new(2));
+        let objects = Objects::default();
+        for number in 0..2_000 {
+            objects.begin(object(number), one).unwrap();
+            objects.keep(object(number), Arc::new(5i32));
+            let begin = Barrier::new(2);
+            let lent = std::thread::scope(|scope| {
+                let lends = scope.spawn(|| {
+                    begin.wait();
+                    objects.lend(object(number), one, two).is_ok()
+                });
+                begin.wait();
+                objects.release(object(number), one);
+                lends.join().unwrap()
+            });
+            assert_eq!(objects.get(object(number), two).is_ok(), lent, "round {number}");
+        }
     }
 
     #[test]

@@ -20,6 +20,9 @@ use crate::rank::Rank;
 use crate::wire::control::Notice;
 use crate::wire::rpc::{FRAME, Head, Kind, MAX_PAYLOAD};
 
+/// How long a peer that calls on may receive none of the answers to its earlier calls.
+const ANSWERS_TIMEOUT: Duration = Duration::from_secs(60);
+
 impl Shared {
     /// Starts the thread that receives from `peer`.
     pub(super) fn receive_from(self: &Arc<Self>, peer: Rank) -> Result<()> {
@@ -75,7 +78,9 @@ impl Shared {
             group.recv(&mut frame, from)?;
             let head = Head::decode(&frame)?;
             match head.kind {
-                Kind::Call | Kind::Make | Kind::Method => link.admit(&head)?,
+                Kind::Call | Kind::Make | Kind::Method => {
+                    link.admit(&head, Deadline::after(ANSWERS_TIMEOUT))?
+                }
                 Kind::Answer | Kind::Failure => link.awaits(head.call)?,
                 Kind::Release => self.discard(self.objects.release(head.object, link.peer)),
                 Kind::Done => link.done(),

@@ -41,6 +41,11 @@ impl Window {
         }
     }
 
+    /// How many calls there may be at all depths together.
+    pub(super) fn most_calls(&self) -> usize {
+        (self.limits.calls as usize).saturating_mul(DEPTHS)
+    }
+
     /// Whether nothing is in flight.
     pub(super) fn is_empty(&self) -> bool {
         self.loads.iter().all(|load| load.calls == 0)

@@ -64,6 +64,9 @@ pub(super) trait Nodes {
 
     /// No worker of this node is left: decides what follows.
     fn after_attempt(&mut self, end: AttemptEnd, control: &mut Control<'_>) -> Result<AfterAttempt>;
+
+    /// The job is over on this node: the others still learn what they must know. `is_interrupted`: a signal has ended the job.
+    fn finish(&mut self, _control: &mut Control<'_>, _is_interrupted: bool) {}
 }
 
 /// The outcome of gathering the nodes.

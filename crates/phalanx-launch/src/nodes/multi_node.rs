@@ -17,8 +17,6 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
-use rustix::process::Signal as Raw;
-
 use self::causes::outcome_of;
 use super::membership::{Departure, Entry, JobEnd, MembershipState, Node, NodeId, Settings, WorkerFailure};
 use super::rendezvous_handler::{Reached, RendezvousHandler};
@@ -44,6 +42,9 @@ use crate::world_size::WorldSize;
 const LAST_ATTEMPT_GRACE: Duration = Duration::from_secs(2);
 /// How much longer than its silence the others may take to notice that a launcher is gone.
 const NOTICE_GRACE: Duration = Duration::from_secs(2);
+/// What a first signal gets while the other launchers still learn from this one how the job has ended.
+const STILL_TELLS: &str = "the job is over, and the launchers of other nodes still learn from this one how it has ended: once more ends this \
+                           launcher at once";
 /// A wait that ends later than by so much was one in which this process was stopped.
 const STANDSTILL_LIMIT: Duration = Duration::from_secs(5);
 
@@ -281,16 +282,7 @@ impl<'a> MultiNode<'a> {
         poll_readable(descriptors, Some(timeout))
             .map_err(|error| Error::io("cannot wait for the other nodes", error))?;
         control.tell_refusal();
-        while let Some(number) = control.read_signal() {
-            match Raw::from_named_raw(number) {
-                Some(Raw::TSTP) => {
-                    let _ = rustix::process::kill_process(rustix::process::getpid(), Raw::STOP);
-                }
-                Some(Raw::CONT | Raw::USR1 | Raw::USR2) => {}
-                _ => return Ok(Some(Signal::new(number))),
-            }
-        }
-        Ok(None)
+        Ok(control.read_end())
     }
 
     fn leave(&mut self, why: Departure) {
@@ -450,6 +442,19 @@ impl Nodes for MultiNode<'_> {
                 return Ok(AfterAttempt::Over(Outcome::Interrupted(signal)));
             }
         }
+    }
+
+    fn finish(&mut self, control: &mut Control<'_>, mut is_interrupted: bool) {
+        self.handler.finish(&mut || {
+            if control.read_end().is_none() {
+                return true;
+            }
+            let goes_on = !std::mem::replace(&mut is_interrupted, true);
+            if goes_on {
+                control.tell(Event::Warning { text: STILL_TELLS });
+            }
+            goes_on
+        });
     }
 }
 

@@ -115,8 +115,15 @@ impl RendezvousHandler {
 }
 
 impl Drop for RendezvousHandler {
-    /// Proposed entries are still appended. A store that is served here stays up until the others have read them.
     fn drop(&mut self) {
+        self.finish(&mut || true);
+    }
+}
+
+impl RendezvousHandler {
+    /// Proposed entries are still appended. A store that is served here stays up until the others have read them, as long as `goes_on` says
+    /// so.
+    pub(super) fn finish(&mut self, goes_on: &mut dyn FnMut() -> bool) {
         self.replica.close();
         drop(self.proposals.take());
         let Some(writer) = self.writer.take() else { return };
@@ -125,7 +132,7 @@ impl Drop for RendezvousHandler {
         let deadline = Deadline::after(if is_reached { LAST_MESSAGE_TIMEOUT } else { Duration::ZERO });
         while !writer.is_finished() {
             // A thread that is stuck in a connection ends by itself.
-            if deadline.has_passed() {
+            if deadline.has_passed() || !goes_on() {
                 return;
             }
             std::thread::sleep(Duration::from_millis(1));
@@ -133,7 +140,7 @@ impl Drop for RendezvousHandler {
         if let Ok(Some(Served { server, _claim })) = writer.join() {
             let is_one_silent = self.replica.view().state.has_ended_in_silence();
             let timeout = if is_one_silent { DRAIN_BESIDE_SILENCE_TIMEOUT } else { self.drain_timeout };
-            server.drain(Deadline::after(timeout));
+            server.drain_while(Deadline::after(timeout), goes_on);
         }
     }
 }

@@ -17,6 +17,8 @@ const RESTART_DELAY: Duration = Duration::from_secs(1);
 pub struct Slot {
     /// What has become of its worker.
     pub state: SlotState,
+    /// Whether its worker came to a job that had begun, and so gets the job's state from others.
+    pub is_late: bool,
     backoff: CrashBackoff,
 }
 
@@ -44,7 +46,8 @@ pub enum SlotState {
 impl Slot {
     /// As many slots, whose workers start now.
     pub fn several(count: usize, now: Instant) -> Vec<Self> {
-        vec![Self { state: SlotState::Running { since: now }, backoff: CrashBackoff::default() }; count]
+        let state = SlotState::Running { since: now };
+        vec![Self { state, is_late: false, backoff: CrashBackoff::default() }; count]
     }
 
     /// Its worker has failed, and is not replaced yet. Returns how long to wait before that; `None` if the slot's
@@ -63,6 +66,7 @@ impl Slot {
         let is_due = self.due_at().is_some_and(|until| until <= now);
         if is_due {
             self.state = SlotState::Running { since: now };
+            self.is_late = true;
         }
         is_due
     }
@@ -72,6 +76,16 @@ impl Slot {
         match self.state {
             SlotState::Restarting { at } => Some(at),
             _ => None,
+        }
+    }
+
+    /// Whether its worker may hold the job's state: it was there from the start, or is no longer new.
+    pub fn may_hold_state(&self, now: Instant) -> bool {
+        match self.state {
+            SlotState::Running { since } => {
+                !self.is_late || now.saturating_duration_since(since) >= CRASH_LIMIT
+            }
+            _ => false,
         }
     }
 

@@ -222,7 +222,7 @@ impl Shared {
         let frame = frame(self.header(call, ticket, buffer.as_bytes().len()));
         let (work, completer) = Work::pending_in(self.health.clone());
         let begin = self.trace.is_enabled().then(Instant::now);
-        (Op { ticket, call, frame, buffer, deadline, completer, begin }, work)
+        (Op { ticket, call, frame, has_begun: false, buffer, deadline, completer, begin }, work)
     }
 
     /// Takes the turn of `ticket` on `line` and steps until the frame is done.
@@ -234,7 +234,11 @@ impl Shared {
         step: impl FnMut(&mut E) -> Result<Step>,
     ) -> Result<()> {
         let turn = line.wait_for_turn(ticket, timeout, &self.health);
-        let outcome = turn.and_then(|()| self.step_through(&mut line.driven(), timeout, step));
+        let outcome = turn.and_then(|()| {
+            let mut driven = line.driven();
+            self.check_receiver(&driven.end)?;
+            self.step_through(&mut driven, timeout, step)
+        });
         self.health.waits.message(None);
         let outcome = outcome.map_err(|error| self.fail(error, call, ticket));
         if line.leave(ticket) {
@@ -304,6 +308,15 @@ impl Shared {
     fn is_over<E: LineEnd>(&self, end: &E) -> bool {
         // In this order: what a peer has sent before it left comes on a connection that stands by then.
         self.health.has_failed() || (self.health.has_left(end.peer()) && !end.may_come())
+    }
+
+    /// Before the first step of a message: an error if it is to be sent to a rank that has left. A connection, or a ring with room, would
+    /// take it, and it would count as sent. Not later: that rank may have received all of it, and have left since.
+    fn check_receiver<E: LineEnd>(&self, end: &E) -> Result<()> {
+        match !E::RECEIVES && self.health.has_left(end.peer()) {
+            true => Err(self.health.peer_failed(end.peer(), "it has dropped out of the group")),
+            false => Ok(()),
+        }
     }
 
     fn fail(&self, error: Error, call: Call, ticket: u64) -> Error {

@@ -2,12 +2,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::*;
+use crate::collective::ReduceOp;
 use crate::credentials::Credentials;
 use crate::dtype::DType;
 use crate::group::ProcessGroup;
 use crate::group::connect::TransportOptions;
 use crate::interrupt::interruptible;
-use crate::testing::groups_of;
+use crate::testing::{self, Fabric, groups_of};
 use crate::transport::TransportKind;
 use crate::transport::messages::offered;
 
@@ -390,6 +391,38 @@ fn a_peer_that_stops_within_a_line_is_late() {
     });
     for error in errors {
         assert!(error.is_timeout() && error.peer() == Some(Rank::new(1)), "{error}");
+    }
+}
+
+/// What is short goes into a buffer, whether anybody reads it or not.
+#[test]
+fn nothing_counts_as_sent_to_a_rank_that_has_left() {
+    type Sends = fn(&ProcessGroup, Rank) -> Result<()>;
+    let messages: [Sends; 2] = [
+        |group, to| group.send(&[7u8], to),
+        |group, to| group.isend(Buffer::from_slice(&[7u8]), to)?.wait().map(drop),
+    ];
+    let collectives: [Sends; 3] = [
+        |group, _| group.broadcast(&mut [7u8], Rank::MAIN),
+        |group, to| group.reduce(&mut [7u8], to, ReduceOp::Sum),
+        |group, to| group.gather(&[7u8], &mut [0u8; 2], to),
+    ];
+    let everywhere = Fabric::ALL.map(|fabric| (fabric, &messages[..]));
+    // Ranks that share memory all wait for each other.
+    let apart = [Fabric::InProcess, Fabric::Tcp, Fabric::TwoHosts].map(|fabric| (fabric, &collectives[..]));
+    for (fabric, sends) in everywhere.into_iter().chain(apart) {
+        for (number, send) in sends.iter().enumerate() {
+            let mut groups = testing::groups(2, fabric).unwrap();
+            let to = groups.pop().unwrap().rank();
+            let group = groups.pop().unwrap().with_timeout(LIMIT);
+            let start = Instant::now();
+            while !group.health().has_left(to) {
+                assert!(start.elapsed() < LIMIT, "{fabric:?}");
+                std::thread::yield_now();
+            }
+            let error = send(&group, to).unwrap_err();
+            assert!(error.is_peer_left() && error.peer() == Some(to), "{fabric:?}, {number}: {error}");
+        }
     }
 }
 

@@ -29,6 +29,8 @@ pub(super) struct Op<E: LineEnd> {
     pub ticket: u64,
     pub call: Call,
     pub frame: E::Frame,
+    /// Whether a step was made.
+    pub has_begun: bool,
     pub buffer: Buffer,
     pub deadline: Deadline,
     pub completer: Completer,
@@ -281,7 +283,9 @@ impl<E: LineEnd> Pending<E> {
             for _ in 0..ROW {
                 let Some(op) = ops.front_mut().filter(|op| line.is_served(op.ticket)) else { break };
                 let mut end = line.end();
-                let step = end.advance(&mut op.frame, &mut op.buffer);
+                let may_begin = if op.has_begun { Ok(()) } else { shared.check_receiver(&*end) };
+                op.has_begun = true;
+                let step = may_begin.and_then(|()| end.advance(&mut op.frame, &mut op.buffer));
                 let step = step.map_err(|error| Failed { error, call: op.call, ticket: op.ticket })?;
                 round.moved |= step != Step::Idle;
                 if step != Step::Done {

@@ -405,24 +405,10 @@ impl Store for TcpStore {
     ) -> Result<Vec<Vec<u8>>> {
         let keys: Vec<&str> = changes.iter().map(|(key, ..)| *key).collect();
         let call = Call::new(&self.name, "compare_set", &keys, deadline)?;
-        check_changes(&call, changes)?;
+        check_changes(&call, None, changes)?;
         let mut link = self.link(&call)?;
-        let mut answers = Vec::with_capacity(changes.len());
-        let (mut requests, mut sent) = (Vec::new(), 0);
-        let mut send = |link: &mut Link, requests: &mut Vec<u8>, count: usize| {
-            link.send(requests)?;
-            requests.clear();
-            (0..count).try_for_each(|_| link.value().map(|value| answers.push(value)))
-        };
-        for (index, (key, expected, desired)) in changes.iter().enumerate() {
-            let request = compare_set(key, expected, desired);
-            if requests.len() + request.len() > PIPELINED {
-                send(&mut link, &mut requests, index - sent).map_err(|error| call.failed(error))?;
-                sent = index;
-            }
-            requests.extend(request);
-        }
-        send(&mut link, &mut requests, changes.len() - sent).map_err(|error| call.failed(error))?;
+        let answers = send_changes(&mut link, changes, Vec::new(), &mut || Ok(()));
+        let answers = answers.map_err(|error| call.failed(error))??;
         self.put_back(link);
         Ok(answers)
     }
@@ -436,7 +422,7 @@ impl Store for TcpStore {
     ) -> Result<Option<Vec<Vec<u8>>>> {
         let keys: Vec<&str> = [before].into_iter().chain(changes.iter().map(|(key, ..)| *key)).collect();
         let call = Call::new(&self.name, "compare_set", &keys, deadline)?;
-        check_changes(&call, changes)?;
+        check_changes(&call, Some(before), changes)?;
         let mut link = self.link(&call)?;
         if !link.is_own {
             self.put_back(link);
@@ -469,27 +455,16 @@ impl Store for TcpStore {
     ) -> Result<Vec<Vec<u8>>> {
         let changed: Vec<&str> = changes.iter().map(|(key, ..)| *key).collect();
         let changing = Call::new(&self.name, "compare_set", &changed, deadline)?;
-        check_changes(&changing, changes)?;
+        check_changes(&changing, None, changes)?;
         let call = Call::new(&self.name, "multi_get", keys, deadline)?;
         check_size(&call, keys.len(), Frame::new(Op::WaitGet).keys(keys).len())?;
-        let mut request: Vec<u8> =
-            changes.iter().flat_map(|(key, expected, desired)| compare_set(key, expected, desired)).collect();
         let mut link = self.link(&call)?;
-        if request.len() > PIPELINED {
-            self.put_back(link);
-            found(&self.multi_compare_set(changes, deadline)?)?;
-            return self.set_and_get(&[], keys, deadline, go_on);
-        }
         // PyTorch's server is asked for the values when they are there.
         let (op, values) = if link.is_own { (Op::WaitGet, keys.len()) } else { (Op::Wait, 0) };
-        request.extend(Frame::new(op).keys(keys).into_bytes());
-        link.send(&request).map_err(|error| changing.failed(error))?;
-        let mut answers = Vec::with_capacity(changes.len());
-        for _ in changes {
-            // A server that does not answer, or not all, holds nobody up who does not want to go on.
-            link.wait_to_read(&mut || self.counted(go_on)).map_err(|error| changing.failed(error))??;
-            answers.push(link.value().map_err(|error| changing.failed(error))?);
-        }
+        let wait = Frame::new(op).keys(keys).into_bytes();
+        // A server that does not answer, or not all, holds nobody up who does not want to go on.
+        let answers = send_changes(&mut link, changes, wait, &mut || self.counted(go_on));
+        let answers = answers.map_err(|error| changing.failed(error))??;
         if let Err(error) = found(&answers) {
             link.leave_wait(values).map_err(|error| call.failed(error))?;
             self.put_back(link);
@@ -583,11 +558,52 @@ fn compare_set(key: &str, expected: &[u8], desired: &[u8]) -> Vec<u8> {
     Frame::new(Op::CompareSet).key(key).value(expected).value(desired).into_bytes()
 }
 
-/// Checks the caps of changes together, and of each.
-fn check_changes(call: &Call<'_>, changes: &[(&str, &[u8], &[u8])]) -> Result<()> {
+/// Sends the changes, so many together that no side waits for the other to read, and `then` with the last of them. Returns the values in the
+/// answers to the changes; an error of `go_on` ends the wait for them.
+fn send_changes(
+    link: &mut Link,
+    changes: &[(&str, &[u8], &[u8])],
+    then: Vec<u8>,
+    go_on: &mut dyn FnMut() -> Result<()>,
+) -> io::Result<Result<Vec<Vec<u8>>>> {
+    let (mut requests, mut sent) = (Vec::new(), 0);
+    let mut answers = Vec::with_capacity(changes.len());
+    let mut exchange = |requests: &mut Vec<u8>, count: usize| -> io::Result<Result<()>> {
+        link.send(requests)?;
+        requests.clear();
+        for _ in 0..count {
+            if let Err(error) = link.wait_to_read(go_on)? {
+                return Ok(Err(error));
+            }
+            answers.push(link.value()?);
+        }
+        Ok(Ok(()))
+    };
+    for (index, (key, expected, desired)) in changes.iter().enumerate() {
+        let request = compare_set(key, expected, desired);
+        if !requests.is_empty() && requests.len() + request.len() > PIPELINED {
+            if let Err(error) = exchange(&mut requests, index - sent)? {
+                return Ok(Err(error));
+            }
+            sent = index;
+        }
+        requests.extend(request);
+    }
+    if requests.len() > PIPELINED {
+        if let Err(error) = exchange(&mut requests, changes.len() - sent)? {
+            return Ok(Err(error));
+        }
+        sent = changes.len();
+    }
+    requests.extend(then);
+    Ok(exchange(&mut requests, changes.len() - sent)?.map(|()| answers))
+}
+
+/// Checks the caps of changes together, and of each, in a request that also names the key `before`.
+fn check_changes(call: &Call<'_>, before: Option<&str>, changes: &[(&str, &[u8], &[u8])]) -> Result<()> {
     changes.iter().try_for_each(|(_, expected, desired)| call.value(expected).and(call.value(desired)))?;
     let bytes = changes.iter().map(|(key, expected, desired)| key.len() + expected.len() + desired.len() + 1);
-    check_size(call, changes.len(), bytes.sum())
+    check_size(call, changes.len(), before.map_or(0, |key| key.len() + 1) + bytes.sum::<usize>())
 }
 
 /// The request that sets `pairs`, whose size is checked.

@@ -31,6 +31,8 @@ use crate::interfaces::is_every_hosts;
 use crate::key::JobKey;
 use crate::notice::{Aside, warn};
 
+/// How often a server that drains asks whether it goes on.
+const DRAIN_INTERVAL: Duration = Duration::from_millis(5);
 /// The most connections at a time; further ones are closed at once.
 const MAX_CONNECTIONS: usize = 16_384;
 /// The most ranks of a job that a server is for. Over a network each has two connections while it starts; some are left for launchers and tools.
@@ -177,6 +179,15 @@ impl TcpStoreServer {
     /// Continues to serve until every admitted client has closed its connections, or until `deadline`; then stops.
     pub fn drain(mut self, deadline: Deadline) {
         self.finish(Order::Drain(deadline.instant()));
+    }
+
+    /// As [`drain`](Self::drain), as long as `goes_on` says so, which is asked every few milliseconds.
+    pub fn drain_while(self, deadline: Deadline, mut goes_on: impl FnMut() -> bool) {
+        // As below. What follows this is that `self` is dropped.
+        let _ = self.orders.send(Order::Drain(deadline.instant()));
+        while self.thread.as_ref().is_some_and(|thread| !thread.is_finished()) && goes_on() {
+            std::thread::sleep(DRAIN_INTERVAL);
+        }
     }
 
     fn finish(&mut self, order: Order) {

@@ -20,7 +20,7 @@ use crate::store::Store;
 use crate::wire::auth::TAG;
 use crate::wire::greeting::{CALL, Responder, StoreSecret};
 use crate::wire::store::{
-    CHECK_READY, Decoder, Frame, MAGIC, MAX_COUNT, MAX_VALUE, Op, WAIT_CANCELLED, WAIT_DONE,
+    CHECK_READY, Decoder, Frame, MAGIC, MAX_COUNT, MAX_REQUEST, MAX_VALUE, Op, WAIT_CANCELLED, WAIT_DONE,
 };
 
 fn soon() -> Deadline {
@@ -464,6 +464,16 @@ fn dropping_a_server_ends_its_waits_and_draining_lets_clients_finish() {
     let server = serve();
     let _stays = client(&server);
     server.drain(Deadline::after(Duration::from_millis(50)));
+    // Nor, before that, one that is no longer waited for.
+    let server = serve();
+    let stays = client(&server);
+    let mut asked = 0;
+    server.drain_while(Deadline::after(Duration::from_secs(3600)), || {
+        asked += 1;
+        asked < 3
+    });
+    assert_eq!(asked, 3);
+    assert!(!stays.num_keys(soon()).unwrap_err().is_timeout());
 }
 
 /// Raises the limit for this many connections, both sides in this process; `false` if the system does not allow it.
@@ -761,12 +771,17 @@ fn a_server_that_does_not_answer_all_changes_holds_nobody_up() {
         streams.push(stream);
     });
     let store = TcpStore::connect(server, soon()).unwrap();
-    let changes = [("first", &b""[..], &b"v"[..]), ("second", b"", b"v")];
-    let stopped = store.compare_set_and_get(&changes, &["key"], soon(), &mut |_| Ok(()), &mut || {
-        Err(Error::aborted("enough"))
-    });
-    let error = stopped.unwrap_err();
-    assert!(error.to_string().contains("enough"), "{error}");
+    // Also if they are more than one request after the other.
+    for length in [1, 1 << 10] {
+        let keys: Vec<String> = (0..40).map(|number| format!("{number:0length$}")).collect();
+        let changes: Vec<(&str, &[u8], &[u8])> =
+            keys.iter().map(|key| (&**key, &b""[..], &b"v"[..])).collect();
+        let stopped = store.compare_set_and_get(&changes, &["key"], soon(), &mut |_| Ok(()), &mut || {
+            Err(Error::aborted("enough"))
+        });
+        let error = stopped.unwrap_err();
+        assert!(error.to_string().contains("enough"), "{error}");
+    }
 }
 
 #[test]
@@ -818,4 +833,12 @@ fn many_changes_are_made_in_order_and_no_request_is_larger_than_the_cap() {
     assert!(error.to_string().contains("a request takes"), "{error}");
     assert!(!store.check(&["more"], soon()).unwrap());
     assert!(store.multi_compare_set(&[], soon()).unwrap().is_empty());
+    // The key that is waited for counts too.
+    let rest =
+        MAX_REQUEST - changes[..7].iter().map(|(key, _, value)| key.len() + 1 + value.len()).sum::<usize>();
+    let last = ("more", &b""[..], &longest[..rest - "/more".len()]);
+    let changes: Vec<(&str, &[u8], &[u8])> = changes[..7].iter().copied().chain([last]).collect();
+    let error = store.multi_compare_set_after("key", &changes, soon(), soon()).unwrap_err();
+    assert!(error.to_string().contains("a request takes"), "{error}");
+    assert!(!store.check(&["more"], soon()).unwrap());
 }

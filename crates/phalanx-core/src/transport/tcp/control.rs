@@ -84,6 +84,9 @@ const NEAR_LEAVE_GRACE: Duration = Duration::from_secs(2);
 /// The same after a failure, when a peer that does not answer may be the cause.
 const FAILURE_GRACE: Duration = Duration::from_secs(1);
 
+/// So many full buffers of messages are read at once from a peer, which may send without end.
+const LAST_FILLS: usize = 64;
+
 /// In worlds of up to this many ranks, each says to all others which process it is, so that who loses it can see whether it has ended.
 const INTRODUCED: u32 = 32;
 /// After this silence of a host, the kernel sends it a probe, …
@@ -325,13 +328,22 @@ impl Parting<'_> {
         let unread = end.peer.and_then(|peer| Some((peer, self.unread.get_mut(peer.index())?)));
         let Some((peer, unread)) = unread else { return end.connection.has_ended() };
         let mut received = Buffered { bytes: std::mem::take(unread) };
-        let held = received.bytes.len();
-        let has_ended = received.fill(end.connection).is_err();
-        if received.bytes.len() > held {
-            self.heard.extend(end.connection.host());
+        let (mut has_ended, mut has_come) = (false, false);
+        for _ in 0..LAST_FILLS {
+            let held = received.bytes.len();
+            has_ended = received.fill(end.connection).is_err();
+            has_come |= received.bytes.len() > held;
+            // The rest is not read another time, and of what a TLS session has read ahead no poll tells.
+            let is_full = received.is_full();
+            while let Ok(Some(message)) = received.next() {
+                self.hear(peer, message);
+            }
+            if has_ended || !is_full {
+                break;
+            }
         }
-        while let Ok(Some(message)) = received.next() {
-            self.hear(peer, message);
+        if has_come {
+            self.heard.extend(end.connection.host());
         }
         self.unread[peer.index()] = received.bytes;
         has_ended
@@ -395,6 +407,7 @@ pub(super) mod tests {
     use std::time::Instant;
 
     use super::*;
+    use crate::wire::control::MAX_BODY;
 
     /// A connection with a peer that listens at `address`, and the peer's end.
     pub(in super::super) fn connected(address: &str) -> (Connection, TcpStream) {
@@ -540,6 +553,25 @@ pub(super) mod tests {
         let unanswered = connections.leave((soon, soon), |_| false, |_| true, |end| parting.has_ended(end));
         assert_eq!(unanswered.len(), 1);
         assert_eq!(unanswered, parting.heard);
+    }
+
+    #[test]
+    fn all_that_a_peer_has_sent_is_heard_however_much_it_is() {
+        let (own, mut peer) = pair();
+        let beat = control::encode(&Control::Beat).unwrap();
+        let failure = Notice::of(&Error::mismatch("the calls differ"));
+        let sent = [beat.repeat(2 * MAX_BODY), control::encode(&Control::Failure(failure)).unwrap()].concat();
+        peer.write_all(&sent).unwrap();
+        let (arrived, mut there) = (Deadline::after(Duration::from_secs(20)), vec![0; sent.len()]);
+        while own.peek(&mut there).unwrap_or(0) < sent.len() {
+            assert!(!arrived.has_passed());
+        }
+        let connections = Connections { control: vec![None, Some(own)], ..Connections::default() };
+        let health = Health::new(Rank::MAIN, vec!["here".into(), "there".into()]);
+        let mut parting = Parting { health: &health, unread: vec![Vec::new(); 2], heard: HashSet::new() };
+        let soon = Deadline::now();
+        connections.leave((soon, soon), |_| false, |_| true, |end| parting.has_ended(end));
+        assert!(health.cause().unwrap().is_mismatch());
     }
 
     #[test]

@@ -442,7 +442,7 @@ impl Buffered {
     pub(super) fn fill(&mut self, stream: &Connection) -> Result<(), String> {
         let mut chunk = [0; 1024];
         // At most one and a half messages are buffered.
-        while self.bytes.len() <= PREFIX + MAX_BODY {
+        while !self.is_full() {
             match stream.receive(&mut [IoSliceMut::new(&mut chunk)]) {
                 Ok(0) => return Err("its connection closed".to_owned()),
                 Ok(count) => self.bytes.extend_from_slice(&chunk[..count]),
@@ -452,6 +452,11 @@ impl Buffered {
             }
         }
         Ok(())
+    }
+
+    /// Whether there may be more to read than it takes.
+    pub(super) fn is_full(&self) -> bool {
+        self.bytes.len() > PREFIX + MAX_BODY
     }
 
     /// The first message, if it is complete. After an error nothing more can be read.

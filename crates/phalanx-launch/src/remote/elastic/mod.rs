@@ -59,6 +59,10 @@ impl HostDiscovery {
 }
 
 impl ElasticHosts {
+    /// As [`max_restarts`](Self::max_restarts): any number of times, as long as a worker goes on that holds the state. When all have failed the
+    /// job ends, as Horovod's.
+    pub const NO_LIMIT: u32 = crate::host_manager::NO_LIMIT;
+
     /// The job goes on as long as at least `min` workers are left.
     pub fn new(min: WorldSize) -> Self {
         Self {
@@ -79,7 +83,7 @@ impl ElasticHosts {
     }
 
     /// How often a failed worker is replaced, or a lost host is tried again, for all hosts together; 0 if not given. A
-    /// host that has not worked since the last try is tried again at no cost.
+    /// host that has not worked since the last try is tried again at no cost. [`NO_LIMIT`](Self::NO_LIMIT) is no limit.
     pub fn max_restarts(mut self, restarts: u32) -> Self {
         self.max_restarts = restarts;
         self

@@ -17,6 +17,7 @@ use crate::host;
 use crate::host_manager::{Action, HostDecision, HostManager, Limits};
 use crate::interfaces;
 use crate::job::random_name;
+use crate::notice::warn;
 use crate::own_address::own_address;
 use crate::remote::address;
 use crate::remote::driver::{DriverEnd, Launchers, Plan};
@@ -228,7 +229,12 @@ impl ElasticPlan {
         let stays_here = self.discovery.is_none()
             && launchers.job.hosts.hosts().iter().all(|host| launchers.job.is_this_machine(host));
         // Hosts on other networks may come later.
-        let address = if stays_here { None } else { own_address().ok() };
+        let unknown = |error: &Error| {
+            warn(format_args!(
+                "{error}; hosts that come later are told the loopback, at which they do not reach this one"
+            ));
+        };
+        let address = if stays_here { None } else { own_address().inspect_err(unknown).ok() };
         Some(address.unwrap_or_else(|| IpAddr::from([127, 0, 0, 1])).to_string())
     }
 

@@ -15,7 +15,7 @@ impl HostManager {
         self.decided = Some(now);
         if self.is_ending() {
             self.leave_empty(&mut actions);
-        } else {
+        } else if !self.have_all_failed {
             self.retire(now, &mut actions);
             self.replace(now, &mut actions);
             self.launch(now, &mut actions);
@@ -98,7 +98,8 @@ impl HostManager {
             let first = self.free_numbers(index, workers);
             let host = &mut self.hosts[index];
             host.first = Some(first);
-            let slots = Slot::several(workers as usize, now);
+            let mut slots = Slot::several(workers as usize, now);
+            slots.iter_mut().for_each(|slot| slot.is_late = self.begun);
             host.state = HostState::Active { slots, listed_slots: host.slots, up: None };
             actions.push(Action::Launch { host: index, first, slots: workers });
         }
@@ -124,6 +125,9 @@ impl HostManager {
     /// The number of workers, if it is too small and no more will come.
     fn too_few(&mut self, now: Instant) -> Option<u32> {
         let there = self.hosts.iter().map(Host::active).sum::<u32>() + self.done + self.not_needed;
+        if self.have_all_failed {
+            return Some(there);
+        }
         if there >= self.limits.min {
             self.few_since = None;
             return None;

@@ -22,7 +22,8 @@ pub struct Limits {
     pub min: u32,
     /// The largest number of workers.
     pub max: u32,
-    /// How often a worker, or a host that has worked, may be started again.
+    /// How often a worker, or a host that has worked, may be started again. With [`NO_LIMIT`] the job ends when all workers have failed: no
+    /// one holds the state then, and the next ones would begin anew and fail again, without an end.
     pub max_restarts: u32,
     /// How long a host is left out after a failure, the first time and at most.
     pub cool_down: (Duration, Duration),
@@ -31,6 +32,9 @@ pub struct Limits {
     /// Whether hosts may be added that are not listed yet.
     pub is_open: bool,
 }
+
+/// As [`Limits::max_restarts`]: any number of times.
+pub const NO_LIMIT: u32 = u32::MAX;
 
 /// So many hosts are remembered that are not listed, and do not run.
 const MAX_REMEMBERED: usize = 1024;
@@ -48,6 +52,8 @@ pub struct HostManager {
     not_needed: u32,
     /// Whether any host has ever been up.
     begun: bool,
+    /// Whether no worker is left that holds the state, in a job whose restarts have no limit.
+    have_all_failed: bool,
     few_since: Option<Instant>,
     expected: Option<u32>,
     /// When the last decision was made.
@@ -183,6 +189,7 @@ impl HostManager {
             done: 0,
             not_needed: 0,
             begun: false,
+            have_all_failed: false,
             few_since: None,
             expected: None,
             decided: None,
@@ -261,7 +268,6 @@ impl HostManager {
 
     /// A worker has failed.
     pub fn failed(&mut self, host: usize, slot: u32, now: Instant) -> HostDecision {
-        let may = !self.is_ending() && self.used < self.limits.max_restarts;
         let enough_elsewhere = {
             let others = self.hosts.iter().enumerate().filter(|(index, _)| *index != host);
             others.map(|(_, other)| other.active()).sum::<u32>() >= self.limits.min
@@ -270,11 +276,17 @@ impl HostManager {
             return HostDecision::LeaveEmpty;
         };
         // A worker that does not run cannot fail, whatever a launcher reports.
-        let slot = slots.get_mut(slot as usize).filter(|slot| slot.is_running());
-        let Some(slot) = slot else { return HostDecision::LeaveEmpty };
-        match slot.fail(now) {
+        let running = slots.get_mut(slot as usize).filter(|slot| slot.is_running());
+        let Some(running) = running else { return HostDecision::LeaveEmpty };
+        let pause = running.fail(now);
+        let may = self.may_restart(now);
+        match pause {
             Some(after) if may => {
-                slot.state = SlotState::Restarting { at: now + after };
+                if let HostState::Active { slots, .. } = &mut self.hosts[host].state
+                    && let Some(slot) = slots.get_mut(slot as usize)
+                {
+                    slot.state = SlotState::Restarting { at: now + after };
+                }
                 self.used += 1;
                 HostDecision::Replace { after }
             }
@@ -309,8 +321,8 @@ impl HostManager {
             if now.saturating_duration_since(since) >= self.limits.cool_down.1 {
                 self.hosts[host].failures = 0;
             }
-            if self.used >= self.limits.max_restarts || self.is_ending() {
-                self.hosts[host].state = HostState::GivenUp;
+            self.hosts[host].state = HostState::GivenUp;
+            if !self.may_restart(now) {
                 return None;
             }
             self.used += 1;
@@ -333,6 +345,23 @@ impl HostManager {
     /// started.
     pub fn is_ending(&self) -> bool {
         self.done > 0
+    }
+
+    /// Whether a worker, or a host, may be started again after a failure.
+    fn may_restart(&mut self, now: Instant) -> bool {
+        if self.is_ending() {
+            return false;
+        }
+        self.have_all_failed |= self.limits.max_restarts == NO_LIMIT && !self.is_state_held(now);
+        !self.have_all_failed && self.used < self.limits.max_restarts
+    }
+
+    /// Whether a worker runs that may hold the job's state.
+    fn is_state_held(&self, now: Instant) -> bool {
+        self.hosts.iter().any(|host| {
+            let is_up = matches!(host.state, HostState::Active { up: Some(_), .. });
+            host.slots().iter().any(|slot| (is_up || !slot.is_late) && slot.may_hold_state(now))
+        })
     }
 
     /// How long the host is left out after one more failure.

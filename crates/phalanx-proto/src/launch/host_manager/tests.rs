@@ -97,6 +97,43 @@ fn a_worker_is_replaced_and_one_that_fails_again_and_again_takes_its_host_along(
 }
 
 #[test]
+fn restarts_without_a_limit_end_when_all_workers_have_failed() {
+    let mut now = crate::some_time();
+    let started = |now: Instant| {
+        let mut manager = manager_of(limits(1, 3, NO_LIMIT), &[("a", 2), ("b", 1)], now);
+        manager.decide(now);
+        (0..2).for_each(|host| manager.up(host, now));
+        assert_eq!(manager.decide(now), []);
+        manager
+    };
+    // All fail at about the same time: a replacement that has just been started has no state.
+    let mut manager = started(now);
+    now += seconds(9);
+    assert_eq!(manager.failed(0, 0, now), HostDecision::Replace { after: Duration::ZERO });
+    assert_eq!(manager.decide(now), [Action::Replace { host: 0, slot: 0 }]);
+    assert_eq!(manager.failed(0, 1, now), HostDecision::Replace { after: Duration::ZERO });
+    assert_eq!(manager.failed(1, 0, now), HostDecision::LeaveEmpty);
+    assert_eq!(manager.decide(now), [Action::TooFew { there: 2 }]);
+    // Also when the last of them are lost with their host.
+    let mut manager = started(now);
+    now += seconds(9);
+    assert_eq!(manager.lost(0, now), Some(FIRST_DELAY));
+    assert_eq!(manager.lost(1, now), None);
+    assert_eq!(manager.decide(now), [Action::TooFew { there: 0 }]);
+    // As long as one goes on, the others are started again, however often.
+    let mut manager = started(now);
+    for _ in 0..1000 {
+        now += seconds(9);
+        assert_eq!(manager.failed(0, 1, now), HostDecision::Replace { after: Duration::ZERO });
+        assert!(manager.decide(now).contains(&Action::Replace { host: 0, slot: 1 }));
+    }
+    // Who has come later has got the state meanwhile.
+    now += seconds(9);
+    assert_eq!(manager.failed(1, 0, now), HostDecision::Replace { after: Duration::ZERO });
+    assert_eq!(manager.failed(0, 0, now), HostDecision::Replace { after: Duration::ZERO });
+}
+
+#[test]
 fn the_only_host_keeps_its_other_workers_which_hold_the_state() {
     let mut now = crate::some_time();
     let mut manager = manager_of(limits(1, 2, 9), &[("a", 2)], now);
