@@ -153,10 +153,6 @@ impl Transport for Tcp {
         if let Some(stranger) = peers.into_iter().flatten().find(|peer| !connections.is_peer(*peer)) {
             return Err(Error::invalid_argument(format!("rank {stranger} is no peer of rank {rank}")));
         }
-        // What the kernel took would count as sent. A rank that has left when it had all that it awaits is sent nothing.
-        if let Some(frame) = send.as_ref().filter(|frame| health.has_left(frame.to)) {
-            return Err(health.peer_failed(frame.to, "it has dropped out of the group"));
-        }
         let stream = |peer: Rank| connections.get(Channel::Data, peer);
         let broken = |peer: Rank, error: std::io::Error| health.broken(peer, error);
 
