@@ -356,9 +356,12 @@ impl HostManager {
         !self.have_all_failed && self.used < self.limits.max_restarts
     }
 
-    /// Whether a worker runs that may hold the job's state.
+    /// Whether a worker runs that may hold the job's state. One of a host that was told to end may still do so.
     fn is_state_held(&self, now: Instant) -> bool {
         self.hosts.iter().any(|host| {
+            if matches!(host.state, HostState::Ending { count: 1.., .. }) {
+                return true;
+            }
             let is_up = matches!(host.state, HostState::Active { up: Some(_), .. });
             host.slots().iter().any(|slot| (is_up || !slot.is_late) && slot.may_hold_state(now))
         })
