@@ -97,7 +97,7 @@ fn training_goes_on_from_a_checkpoint_bit_for_bit_on_any_rank() {
 }
 
 #[test]
-fn steps_by_gradients_that_are_not_averaged_are_not_compared() {
+fn steps_by_gradients_of_a_plain_backward_are_not_compared() {
     run(2, |group| {
         let mut training = Training::new(Rule::sgd(0.9)).with_group(&group);
         for step in 0..70 {
