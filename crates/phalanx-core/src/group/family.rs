@@ -165,6 +165,8 @@ impl Inner {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Barrier;
+
     use super::*;
     use crate::rank::Rank;
     use crate::world_size::WorldSize;
@@ -177,10 +179,14 @@ mod tests {
             [|whole, _, error| whole.abort(error), |_, smaller, error| smaller.abort_all(error)];
         for end in ends {
             let groups = ProcessGroup::in_process(WorldSize::new(4).unwrap()).unwrap();
+            let all_are_here = Barrier::new(groups.len());
             std::thread::scope(|scope| {
                 for group in groups {
+                    let all_are_here = &all_are_here;
                     scope.spawn(move || {
                         let part = group.new_group(&[Rank::new(2), Rank::new(3)]).unwrap();
+                        // None ends the whole group while another is still in that call.
+                        all_are_here.wait();
                         match (group.rank().get(), &part) {
                             (3, Some(part)) => part.abort(Error::aborted("the fault of the test")),
                             (2, Some(part)) => {
