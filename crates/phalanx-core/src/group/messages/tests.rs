@@ -9,11 +9,19 @@ use crate::group::connect::TransportOptions;
 use crate::interrupt::interruptible;
 use crate::testing::{self, Fabric, groups_of};
 use crate::transport::TransportKind;
-use crate::transport::messages::offered;
 
 const LIMIT: Duration = Duration::from_secs(20);
 const SHORT_TIMEOUT: Duration = Duration::from_millis(200);
 const LENGTH: usize = 1 << 27;
+/// Senders of these tests offer payloads of so many bytes and more.
+const OFFERED: usize = 256 << 10;
+
+/// Two ranks that share memory. The first offers its payloads.
+fn offering() -> Vec<ProcessGroup> {
+    let groups = groups(&[on("a"); 2]);
+    line(&groups[0].inner.messages.shared.outbound, Rank::new(1)).unwrap().end().offer_from(OFFERED);
+    groups
+}
 
 /// The groups of ranks with these options.
 fn groups(options: &[TransportOptions<'_>]) -> Vec<ProcessGroup> {
@@ -99,9 +107,9 @@ fn short_messages_arrive_whole_in_the_line_of_their_header_or_behind_it() {
 #[test]
 fn long_messages_are_copied_once_and_go_through_the_ring_where_the_kernel_forbids_it() {
     for may_copy in [true, false] {
-        let groups = groups(&[on("a"); 2]);
+        let groups = offering();
         let text = |length: usize| -> Vec<u8> { (0..length).map(|at| (at % 251) as u8).collect() };
-        let lengths = [offered() - 1, offered(), offered() + 1, offered() + (2 << 20) + 12345];
+        let lengths = [OFFERED - 1, OFFERED, OFFERED + 1, OFFERED + (2 << 20) + 12345];
         let [sender, receiver] = &groups[..] else { panic!("two ranks") };
         if !may_copy {
             line(&receiver.inner.messages.shared.inbound, Rank::MAIN).unwrap().end().may_not_copy();
@@ -140,9 +148,9 @@ fn long_messages_are_copied_once_and_go_through_the_ring_where_the_kernel_forbid
 
 #[test]
 fn what_a_sender_has_given_up_is_not_received() {
-    let groups = groups(&[on("a"); 2]);
+    let groups = offering();
     let [sender, receiver] = &groups[..] else { panic!("two ranks") };
-    let mut sent = vec![1u8; offered() + (2 << 20)];
+    let mut sent = vec![1u8; OFFERED + (2 << 20)];
     let error = sender.with_timeout(SHORT_TIMEOUT).send(&sent, Rank::new(1)).unwrap_err();
     assert!(error.is_timeout(), "{error}");
     sent.fill(2);
@@ -165,7 +173,7 @@ fn header(group: &ProcessGroup, number: u64, length: usize) -> Header {
 /// A sender that sleeps until its end is ready must neither sleep when it is, nor be woken when it is not.
 #[test]
 fn an_end_that_sends_a_long_message_is_ready_for_what_comes_next() {
-    let groups = groups(&[on("a"); 2]);
+    let groups = offering();
     let [sender, receiver] = &groups[..] else { panic!("two ranks") };
     let mut out = line(&sender.inner.messages.shared.outbound, Rank::new(1)).unwrap().end();
     let mut into = line(&receiver.inner.messages.shared.inbound, Rank::MAIN).unwrap().end();
@@ -179,8 +187,8 @@ fn an_end_that_sends_a_long_message_is_ready_for_what_comes_next() {
     while out.push(&mut Sending::new(header(sender, short, 1)), &[1u8]).unwrap() == Step::Done {
         short += 1;
     }
-    let long = vec![2u8; offered()];
-    let mut frame = Sending::new(header(sender, short, offered()));
+    let long = vec![2u8; OFFERED];
+    let mut frame = Sending::new(header(sender, short, OFFERED));
     assert_eq!(out.push(&mut frame, &long).unwrap(), Step::Idle);
     assert!(!out.is_ready(), "the ring is full");
     assert_eq!(receive(0, 1), [1]);
@@ -189,21 +197,21 @@ fn an_end_that_sends_a_long_message_is_ready_for_what_comes_next() {
     assert!(!out.is_ready(), "it waits for an answer");
     (1..short).for_each(|number| assert_eq!(receive(number, 1), [1]));
     assert!(!out.is_ready(), "it waits for no room");
-    assert!(receive(short, offered()) == long);
+    assert!(receive(short, OFFERED) == long);
     assert!(out.is_ready());
     assert_eq!(out.push(&mut frame, &long).unwrap(), Step::Done);
 }
 
 #[test]
 fn a_process_that_was_forked_offers_none_of_its_memory() {
-    let groups = groups(&[on("a"); 2]);
+    let groups = offering();
     let [sender, receiver] = &groups[..] else { panic!("two ranks") };
     let mut out = line(&sender.inner.messages.shared.outbound, Rank::new(1)).unwrap().end();
     out.is_of_another_process();
     let mut into = line(&receiver.inner.messages.shared.inbound, Rank::MAIN).unwrap().end();
-    let long: Vec<u8> = (0..offered()).map(|at| (at % 251) as u8).collect();
-    let (mut sent, mut got) = (Sending::new(header(sender, 0, offered())), vec![0u8; offered()]);
-    let mut received = Receiving::new(Rank::new(1), header(receiver, 0, offered()));
+    let long: Vec<u8> = (0..OFFERED).map(|at| (at % 251) as u8).collect();
+    let (mut sent, mut got) = (Sending::new(header(sender, 0, OFFERED)), vec![0u8; OFFERED]);
+    let mut received = Receiving::new(Rank::new(1), header(receiver, 0, OFFERED));
     assert_eq!(out.push(&mut sent, &long).unwrap(), Step::Moved);
     assert!(out.is_ready(), "what follows goes into the ring");
     while into.pull(&mut received, &mut got).unwrap() != Step::Done {

@@ -1,6 +1,7 @@
 //! The sending end of a line.
 
 use std::io::{ErrorKind, IoSlice};
+use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
@@ -24,8 +25,8 @@ enum Medium {
     Ring {
         ring: Producer,
         peer: Arc<Segment>,
-        /// Whether the peer may copy long payloads out of this process, as far as known.
-        offers: bool,
+        /// The lengths of payloads that the peer may copy out of this process, as far as known.
+        offers: Range<usize>,
         /// The process out of which it would copy: one that was forked from it has other memory at the same addresses.
         pid: u32,
     },
@@ -61,17 +62,28 @@ impl Outbound {
     }
 
     pub(super) fn ring(peer: Rank, ring: Producer, segment: Arc<Segment>) -> Self {
-        Self { peer, medium: Medium::Ring { ring, peer: segment, offers: true, pid: std::process::id() } }
+        Self {
+            peer,
+            medium: Medium::Ring { ring, peer: segment, offers: offered(), pid: std::process::id() },
+        }
     }
 
     pub(super) fn mailbox(peer: Rank, mailbox: Arc<Mailbox>, notifier: Arc<Notifier>) -> Self {
         Self { peer, medium: Medium::Mailbox { mailbox, peer: notifier } }
     }
 
-    /// Whether the peer may copy long payloads out of this process, as far as known.
+    /// Whether payloads of any length are offered to the peer.
     #[cfg(test)]
     pub(crate) fn offers(&self) -> bool {
-        matches!(self.medium, Medium::Ring { offers: true, .. })
+        matches!(&self.medium, Medium::Ring { offers, .. } if !offers.is_empty())
+    }
+
+    /// Offers payloads of so many bytes and more, whatever the processor.
+    #[cfg(test)]
+    pub(crate) fn offer_from(&mut self, length: usize) {
+        if let Medium::Ring { offers, .. } = &mut self.medium {
+            *offers = length..usize::MAX;
+        }
     }
 
     /// As if this process had been forked from the one that has made the line.
@@ -169,7 +181,7 @@ fn push_to_ring(
     ring: &mut Producer,
     frame: &mut Sending,
     payload: &[u8],
-    (offers, pid): (&mut bool, u32),
+    (offers, pid): (&mut Range<usize>, u32),
 ) -> Result<()> {
     const PADDING: [u8; ALIGNMENT] = [0; ALIGNMENT];
     if payload.len() <= INLINE {
@@ -178,7 +190,7 @@ fn push_to_ring(
         return Ok(());
     }
     let end = HEAD + payload.len();
-    if frame.sent == 0 && *offers && payload.len() >= offered() && pid == std::process::id() {
+    if frame.sent == 0 && offers.contains(&payload.len()) && pid == std::process::id() {
         // Not before its number can be told: an end that waits for an answer does not look whether there is room.
         if ring.room().map_err(corrupt)? < HEAD {
             return Ok(());
@@ -194,7 +206,7 @@ fn push_to_ring(
         match ring.answer().map_err(corrupt)? {
             None => return Ok(()),
             Some(Answer::Copied) => frame.sent = ring_bytes(payload),
-            Some(Answer::Refused) => *offers = false,
+            Some(Answer::Refused) => *offers = 0..0,
         }
         frame.offer = None;
     }
