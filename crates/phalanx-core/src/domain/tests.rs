@@ -1,4 +1,3 @@
-use std::net::Ipv4Addr;
 use std::thread;
 use std::time::Duration;
 
@@ -8,7 +7,6 @@ use crate::buffer::Buffer;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::group::{Connected, TransportOptions, connect};
-use crate::health::Heartbeat;
 use crate::store::{MemoryStore, Store};
 use crate::testing::{Fabric, groups_of, run};
 use crate::transport::bootstrap::Starting;
@@ -16,20 +14,6 @@ use crate::transport::{MeshConfig, TransportKind};
 use crate::world_size::WorldSize;
 
 const LIMIT: Duration = Duration::from_secs(20);
-
-fn config(store: &MemoryStore, rank: Rank, world: WorldSize) -> MeshConfig<'_> {
-    MeshConfig {
-        store,
-        rank,
-        world,
-        generation: Generation::default(),
-        interface: Ipv4Addr::LOCALHOST.into(),
-        credentials: Credentials::none(),
-        heartbeat: Heartbeat::default(),
-        number: None,
-        watch: &|| Ok(()),
-    }
-}
 
 /// The result on ranks that are configured to be on these hosts.
 fn connected(hosts: &[&str], kind: Option<TransportKind>) -> Vec<Result<Connected>> {
@@ -41,7 +25,7 @@ fn connected(hosts: &[&str], kind: Option<TransportKind>) -> Vec<Result<Connecte
                 let (store, host) = (&store, Some(hosts[rank.index()]));
                 scope.spawn(move || {
                     connect(
-                        &config(store, rank, world),
+                        &MeshConfig::on_loopback(store, rank, world),
                         TransportOptions { kind, host, ..TransportOptions::default() },
                         Deadline::after(LIMIT),
                     )
@@ -111,7 +95,7 @@ fn ranks_that_are_alone_on_their_hosts_tell_only_where_their_memory_is() {
         for rank in world.ranks() {
             let store = &store;
             scope.spawn(move || {
-                let (config, host) = (config(store, rank, world), rank.to_string());
+                let (config, host) = (MeshConfig::on_loopback(store, rank, world), rank.to_string());
                 let starting = Starting::default();
                 let joined = join(&config, Some(&host), &starting, Deadline::after(LIMIT)).unwrap();
                 assert!(joined.partition.is_alone());

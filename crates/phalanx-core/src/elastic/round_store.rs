@@ -320,47 +320,22 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::store::{MAX_VALUE, MemoryStore};
-
-    /// A store that answers so many more calls, as one at the end of a slow network does until the time is up.
-    #[derive(Default)]
-    struct Slow {
-        store: MemoryStore,
-        left: AtomicUsize,
-    }
-
-    macro_rules! pass_on {
-        ($($call:ident($($name:ident: $kind:ty),*) -> $result:ty;)*) => {
-            impl Store for Slow {
-                $(fn $call(&self, $($name: $kind,)* deadline: Deadline) -> Result<$result> {
-                    let left = self.left.load(Ordering::Relaxed);
-                    let left = left.checked_sub(1).ok_or_else(|| Error::timeout("the time is up"))?;
-                    self.left.store(left, Ordering::Relaxed);
-                    self.store.$call($($name,)* deadline)
-                })*
-            }
-        };
-    }
-
-    pass_on! {
-        set(key: &str, value: &[u8]) -> ();
-        get(key: &str) -> Vec<u8>;
-        wait(keys: &[&str]) -> ();
-        check(keys: &[&str]) -> bool;
-        add(key: &str, amount: i64) -> i64;
-        compare_set(key: &str, expected: &[u8], desired: &[u8]) -> Vec<u8>;
-        delete_key(key: &str) -> bool;
-        num_keys() -> usize;
-        append(key: &str, value: &[u8]) -> ();
-        multi_get(keys: &[&str]) -> Vec<Vec<u8>>;
-        multi_set(pairs: &[(&str, &[u8])]) -> ();
-    }
+    use crate::store::{MAX_VALUE, MemoryStore, Watched};
 
     #[test]
     fn a_sweep_whose_time_is_up_goes_on_where_it_was() {
         let limit = Deadline::after(Duration::from_secs(20));
-        let slow = Arc::new(Slow::default());
-        slow.left.store(usize::MAX, Ordering::Relaxed);
+        // It answers so many more requests, as one at the end of a slow network does until the time is up.
+        let left = Arc::new(AtomicUsize::new(usize::MAX));
+        let answers = Arc::clone(&left);
+        let slow = Arc::new(Watched::new(move |_| {
+            let left = answers.load(Ordering::Relaxed);
+            answers.store(
+                left.checked_sub(1).ok_or_else(|| Error::timeout("the time is up"))?,
+                Ordering::Relaxed,
+            );
+            Ok(())
+        }));
         let all: SharedStore = Arc::clone(&slow) as SharedStore;
         // Two rounds, of which none can be removed at once.
         for number in 1..=2 {
@@ -369,7 +344,7 @@ mod tests {
         }
         let mut calls = 0;
         loop {
-            slow.left.store(SWEPT_TOGETHER + 20, Ordering::Relaxed);
+            left.store(SWEPT_TOGETHER + 20, Ordering::Relaxed);
             match sweep(&*slow, 3, limit) {
                 Ok(()) => break,
                 Err(error) => assert!(error.is_timeout(), "{error}"),
@@ -377,7 +352,7 @@ mod tests {
             calls += 1;
             assert!(calls < 20, "it comes to no end");
         }
-        slow.left.store(1, Ordering::Relaxed);
+        left.store(1, Ordering::Relaxed);
         assert_eq!(slow.num_keys(limit).unwrap(), 1);
     }
 

@@ -398,7 +398,7 @@ mod tests {
     use crate::collective::ReduceOp;
     use crate::group::GroupOptions;
     use crate::rendezvous;
-    use crate::store::{CheckingStore, MemoryStore};
+    use crate::store::{MemoryStore, checking};
 
     #[test]
     fn an_adapter_s_calls_are_not_the_program_s_and_may_be_left_out_of_the_trace() {
@@ -433,7 +433,7 @@ mod tests {
             CHECKS.set(CHECKS.get() + 1);
             Err(Error::aborted("enough"))
         }
-        let (store, key): (SharedStore, _) = (Arc::new(CheckingStore), ["key".to_owned()]);
+        let (store, key): (SharedStore, _) = (Arc::new(checking()), ["key".to_owned()]);
         let after = interrupt::interruptible(ends, || {
             clear(&store, &key);
             assert_eq!(CHECKS.get(), 0);

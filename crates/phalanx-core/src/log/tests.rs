@@ -16,7 +16,7 @@ use super::compaction::{IN_PARTS, Looks, PART, answer, state_key};
 use super::participant::{Caretaker, STANDSTILL_LIMIT};
 use super::*;
 use crate::error::Kind;
-use crate::store::{MemoryStore, Store};
+use crate::store::{MemoryStore, Request, Store, Watched};
 
 /// Longer than a newcomer needs to ask for the state.
 const LOOK_DELAY: Duration = Duration::from_millis(200);
@@ -339,58 +339,19 @@ fn many_who_append_at_once_make_few_requests_each() {
     assert!(!shared.check(&[&key(WRITERS.into())], limit()).unwrap());
 }
 
-/// A store at the end of a network, as far as a reader of a log asks it: counts the requests that may wait.
-#[derive(Default)]
-struct Distant {
-    store: MemoryStore,
-    waits: AtomicUsize,
-}
-
-macro_rules! pass_on_to_distant {
-    ($($call:ident($($name:ident: $kind:ty),*) -> $result:ty;)*) => {
-        impl Store for Distant {
-            $(fn $call(&self, $($name: $kind,)* deadline: Deadline) -> Result<$result> {
-                self.store.$call($($name,)* deadline)
-            })*
-
-            fn compare_set_and_get(
-                &self,
-                changes: &[(&str, &[u8], &[u8])],
-                keys: &[&str],
-                deadline: Deadline,
-                found: &mut dyn FnMut(&[Vec<u8>]) -> Result<()>,
-                go_on: &mut dyn FnMut() -> Result<()>,
-            ) -> Result<Vec<Vec<u8>>> {
-                self.waits.fetch_add(1, Ordering::Relaxed);
-                self.store.compare_set_and_get(changes, keys, deadline, found, go_on)
-            }
-        }
-    };
-}
-
-pass_on_to_distant! {
-    set(key: &str, value: &[u8]) -> ();
-    get(key: &str) -> Vec<u8>;
-    wait(keys: &[&str]) -> ();
-    check(keys: &[&str]) -> bool;
-    add(key: &str, amount: i64) -> i64;
-    compare_set(key: &str, expected: &[u8], desired: &[u8]) -> Vec<u8>;
-    delete_key(key: &str) -> bool;
-    num_keys() -> usize;
-    append(key: &str, value: &[u8]) -> ();
-    multi_get(keys: &[&str]) -> Vec<Vec<u8>>;
-    multi_set(pairs: &[(&str, &[u8])]) -> ();
-}
-
 #[test]
 fn whoever_is_behind_reads_many_entries_with_each_request() {
     const WORDS: u32 = 1000;
     fn read_all<const COMPACTED: bool>() {
-        let distant = Arc::new(Distant::default());
-        let store = Arc::clone(&distant) as SharedStore;
+        let waits = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&waits);
+        let store: SharedStore = Arc::new(Watched::new(move |request| {
+            counted.fetch_add(usize::from(request == Request::SetAndGet), Ordering::Relaxed);
+            Ok(())
+        }));
         let log = log::<COMPACTED>(&store);
         (0..WORDS).for_each(|word| log.append(&Entry::Word(word), limit()).unwrap());
-        assert_eq!(distant.waits.load(Ordering::Relaxed), 0);
+        assert_eq!(waits.load(Ordering::Relaxed), 0);
         let (member, threads) = participant::<Heard<COMPACTED>>(&store, Mac::none());
         wait_for(member.replica(), |view| view.next == u64::from(WORDS));
         assert_eq!(member.replica().view().state.words, (0..WORDS).collect::<Vec<_>>());
@@ -398,7 +359,7 @@ fn whoever_is_behind_reads_many_entries_with_each_request() {
         assert_eq!(threads.strong_count(), 0);
         // Each of two readers asks for 17, 33, 65 and then 129 entries, and waits for one that does not come.
         let most = 2 * (4 + u64::from(WORDS).div_ceil(AHEAD.1) + 1);
-        let waits = distant.waits.load(Ordering::Relaxed);
+        let waits = waits.load(Ordering::Relaxed);
         assert!(waits as u64 <= most, "{waits} requests for {WORDS} entries");
     }
     read_all::<false>();

@@ -12,9 +12,9 @@ mod prefix;
 mod tcp;
 
 #[cfg(test)]
-mod checking;
-#[cfg(test)]
 mod conformance;
+#[cfg(test)]
+mod watched;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,8 +23,6 @@ use crate::deadline::Deadline;
 use crate::error::Result;
 use phalanx_proto::store::table;
 
-#[cfg(test)]
-pub(crate) use checking::CheckingStore;
 #[cfg(feature = "etcd")]
 #[doc(hidden)]
 pub use etcd::EtcdStore;
@@ -37,12 +35,14 @@ pub use memory::MemoryStore;
 pub use prefix::PrefixStore;
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub use tcp::fuzz as fuzz_reply;
-#[doc(hidden)]
 pub use tcp::{
     Access, AtEnd, KeylessClients, MAX_RANKS, Patience, Refusals, addresses_to_serve, host_port, listen,
     resolve, warn_of_own_name,
 };
 pub use tcp::{TcpStore, TcpStoreServer};
+#[doc(hidden)]
+#[cfg(test)]
+pub(crate) use watched::{Request, Watched, checking};
 
 pub use crate::wire::store::{MAX_KEY, MAX_VALUE};
 

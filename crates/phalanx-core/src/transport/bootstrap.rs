@@ -220,31 +220,13 @@ pub(super) fn fuzz(bytes: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use std::cell::Cell;
-    use std::net::Ipv4Addr;
     use std::thread;
 
     use super::*;
-    use crate::credentials::Credentials;
-    use crate::health::Heartbeat;
-    use crate::rank::Generation;
-    use crate::store::{CheckingStore, MemoryStore, Store};
+    use crate::store::{MemoryStore, Store, checking};
     use crate::world_size::WorldSize;
 
     const LIMIT: Duration = Duration::from_secs(60);
-
-    fn config(store: &dyn Store, rank: Rank, world: WorldSize) -> MeshConfig<'_> {
-        MeshConfig {
-            store,
-            rank,
-            world,
-            generation: Generation::default(),
-            interface: Ipv4Addr::LOCALHOST.into(),
-            credentials: Credentials::none(),
-            heartbeat: Heartbeat::default(),
-            number: None,
-            watch: &|| Ok(()),
-        }
-    }
 
     #[test]
     fn each_of_many_ranks_has_the_messages_of_all_and_reads_few() {
@@ -254,7 +236,8 @@ mod tests {
                 for rank in world.ranks() {
                     let store = &store;
                     scope.spawn(move || {
-                        let (config, own) = (config(store, rank, world), format!("of {rank}"));
+                        let (config, own) =
+                            (MeshConfig::on_loopback(store, rank, world), format!("of {rank}"));
                         let deadline = Deadline::after(LIMIT);
                         let all = exchange(&config, &Starting::default(), "topic", &own, deadline).unwrap();
                         assert!(all.into_iter().eq(world.ranks().map(|rank| format!("of {rank}"))));
@@ -275,9 +258,9 @@ mod tests {
         let (store, world, deadline) =
             (MemoryStore::new(), WorldSize::new(PART as u32 + 4).unwrap(), Deadline::after(LIMIT));
         for first in [Rank::MAIN, Rank::new(PART as u32)] {
-            publish(&config(&store, first, world), "topic", &first.get(), deadline).unwrap();
+            publish(&MeshConfig::on_loopback(&store, first, world), "topic", &first.get(), deadline).unwrap();
         }
-        let config = config(&store, Rank::new(1), world);
+        let config = MeshConfig::on_loopback(&store, Rank::new(1), world);
         let all = exchange(&config, &Starting::default(), "topic", &1u32, deadline).unwrap();
         assert_eq!(all, [vec![0; PART], vec![PART as u32; 4]].concat());
     }
@@ -291,8 +274,8 @@ mod tests {
             CHECKS.set(CHECKS.get() + 1);
             Err(Error::aborted("enough"))
         }
-        let store = CheckingStore;
-        let config = config(&store, Rank::MAIN, WorldSize::new(2).unwrap());
+        let store = checking();
+        let config = MeshConfig::on_loopback(&store, Rank::MAIN, WorldSize::new(2).unwrap());
         let after = interrupt::interruptible(ends, || {
             assert_eq!(missing(&config, &[(Rank::new(1), "key".to_owned())]), "other ranks");
             assert_eq!(CHECKS.get(), 0);
@@ -306,10 +289,10 @@ mod tests {
     fn messages_of_fewer_ranks_than_a_part_has_are_an_error() {
         let (store, world, deadline) =
             (MemoryStore::new(), WorldSize::new(PART as u32 + 4).unwrap(), Deadline::after(LIMIT));
-        publish(&config(&store, Rank::MAIN, world), "topic", &0u8, deadline).unwrap();
+        publish(&MeshConfig::on_loopback(&store, Rank::MAIN, world), "topic", &0u8, deadline).unwrap();
         let second = encode("topic", &vec![vec![1u8]; 3]).unwrap();
         store.set(&part_key("topic", Rank::new(PART as u32)), &second, deadline).unwrap();
-        let config = config(&store, Rank::new(1), world);
+        let config = MeshConfig::on_loopback(&store, Rank::new(1), world);
         let error = exchange(&config, &Starting::default(), "topic", &1u8, deadline).unwrap_err();
         assert!(error.to_string().contains("holds 3 messages on topic of 4 ranks"), "{error}");
     }

@@ -165,7 +165,8 @@ fn nesting(header: &[u8]) -> usize {
             (_, Some(begun)) if byte == begun => quote = None,
             (b'(' | b'[' | b'{', None) => open += 1,
             (b')' | b']' | b'}', None) => open = open.saturating_sub(1),
-            _ => {}
+            // Any other character, and all that is in a string.
+            (_, None | Some(_)) => {}
         }
         most = most.max(open);
     }

@@ -90,6 +90,24 @@ pub(crate) struct MeshConfig<'a> {
     pub watch: &'a (dyn Fn() -> Result<()> + Sync),
 }
 
+#[cfg(test)]
+impl<'a> MeshConfig<'a> {
+    /// On the loopback, without credentials.
+    pub(crate) fn on_loopback(store: &'a dyn Store, rank: Rank, world: WorldSize) -> Self {
+        Self {
+            store,
+            rank,
+            world,
+            generation: Generation::default(),
+            interface: std::net::Ipv4Addr::LOCALHOST.into(),
+            credentials: Credentials::none(),
+            heartbeat: Heartbeat::default(),
+            number: None,
+            watch: &|| Ok(()),
+        }
+    }
+}
+
 /// One rank's connections to all others.
 pub(crate) struct Tcp {
     health: Arc<Health>,

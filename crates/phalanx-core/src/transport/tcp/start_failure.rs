@@ -330,44 +330,29 @@ pub(super) fn gone(peer: Rank, address: &Address) -> Error {
 
 #[cfg(test)]
 mod tests {
-    use std::net::Ipv4Addr;
-
     use proptest::prelude::*;
 
     use super::*;
-    use crate::credentials::Credentials;
-    use crate::health::Heartbeat;
-    use crate::rank::Generation;
     use crate::store::MemoryStore;
     use crate::world_size::WorldSize;
 
     proptest! {
-           #[test]
-           fn the_first_that_is_missing_is_found(
-               there in prop::collection::vec(prop::bool::weighted(0.9), 1..40), known in 0_usize..40
-           ) {
-               let store = MemoryStore::new();
-               let config = MeshConfig {
-                   store: &store,
-                   rank: Rank::MAIN,
-                   world: WorldSize::ONE,
-                   generation: Generation(0),
-                   interface: Ipv4Addr::LOCALHOST.into(),
-                   credentials: Credentials::none(),
-                   heartbeat: Heartbeat::default(),
-    number: None,
-    watch: &|| Ok(()),
-               };
-               let names: Vec<String> = (0..there.len()).map(|key| key.to_string()).collect();
-               for (name, _) in names.iter().zip(&there).filter(|(_, is_there)| **is_there) {
-                   store.set(name, b"x", Deadline::after(LAST_MESSAGE_TIMEOUT)).unwrap();
-               }
-               let first = there.iter().position(|is_there| !is_there).unwrap_or(there.len());
-               let names: Vec<&str> = names.iter().map(String::as_str).collect();
-               let found = count_there(&config, &names, known.min(first), Deadline::after(LAST_MESSAGE_TIMEOUT));
-               prop_assert_eq!(found.unwrap(), first);
-           }
-       }
+        #[test]
+        fn the_first_that_is_missing_is_found(
+            there in prop::collection::vec(prop::bool::weighted(0.9), 1..40), known in 0_usize..40
+        ) {
+            let store = MemoryStore::new();
+            let config = MeshConfig::on_loopback(&store, Rank::MAIN, WorldSize::ONE);
+            let names: Vec<String> = (0..there.len()).map(|key| key.to_string()).collect();
+            for (name, _) in names.iter().zip(&there).filter(|(_, is_there)| **is_there) {
+                store.set(name, b"x", Deadline::after(LAST_MESSAGE_TIMEOUT)).unwrap();
+            }
+            let first = there.iter().position(|is_there| !is_there).unwrap_or(there.len());
+            let names: Vec<&str> = names.iter().map(String::as_str).collect();
+            let found = count_there(&config, &names, known.min(first), Deadline::after(LAST_MESSAGE_TIMEOUT));
+            prop_assert_eq!(found.unwrap(), first);
+        }
+    }
 
     /// A store that answers nothing in time, and remembers how long it was asked for.
     #[derive(Debug, Default)]
@@ -448,17 +433,7 @@ mod tests {
     #[test]
     fn a_store_that_is_slow_is_asked_no_longer_than_the_start_may_take() {
         let store = Slow::default();
-        let config = MeshConfig {
-            store: &store,
-            rank: Rank::MAIN,
-            world: WorldSize::new(2).unwrap(),
-            generation: Generation(0),
-            interface: Ipv4Addr::LOCALHOST.into(),
-            credentials: Credentials::none(),
-            heartbeat: Heartbeat::default(),
-            number: None,
-            watch: &|| Ok(()),
-        };
+        let config = MeshConfig::on_loopback(&store, Rank::MAIN, WorldSize::new(2).unwrap());
         let deadline = Deadline::after(10 * POLL_INTERVAL);
         let error = exchange(&config, "here", &[], &[(Rank::new(1), "key".into())], deadline).unwrap_err();
         assert!(error.to_string().contains("asked once"), "{error}");
@@ -471,17 +446,7 @@ mod tests {
     #[test]
     fn a_thread_that_ends_its_wait_for_the_store_ends_all_that_it_asks() {
         let store = Slow { is_interrupted: true, ..Slow::default() };
-        let config = MeshConfig {
-            store: &store,
-            rank: Rank::MAIN,
-            world: WorldSize::new(2).unwrap(),
-            generation: Generation(0),
-            interface: Ipv4Addr::LOCALHOST.into(),
-            credentials: Credentials::none(),
-            heartbeat: Heartbeat::default(),
-            number: None,
-            watch: &|| Ok(()),
-        };
+        let config = MeshConfig::on_loopback(&store, Rank::MAIN, WorldSize::new(2).unwrap());
         let deadline = Deadline::after(LAST_MESSAGE_TIMEOUT);
         assert!(count_there(&config, &["key"], 0, deadline).unwrap_err().is_aborted());
         let mut probe = StopProbe::new(&config);

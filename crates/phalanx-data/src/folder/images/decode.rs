@@ -93,7 +93,7 @@ pub(super) fn decode(bytes: &[u8], options: Options) -> Result<DynamicImage, Cau
             }
             let (mut image, orientation) = read(TiffDecoder::new(&mut file)?)?;
             if tiff::is_premultiplied(bytes) {
-                divide_by_opacity(&mut image);
+                divide_by_opacity(&mut image)?;
             }
             (image, orientation)
         }
@@ -188,7 +188,7 @@ fn read(mut decoder: impl ImageDecoder) -> Result<(DynamicImage, Orientation), C
 }
 
 /// Divides colours that were multiplied by their opacity. Those of which nothing is seen are black, as in Pillow.
-fn divide_by_opacity(image: &mut DynamicImage) {
+fn divide_by_opacity(image: &mut DynamicImage) -> Result<(), Cause> {
     let divided = |colour: u32, opacity: u32, most: u32| {
         let colour = (colour * most).checked_div(opacity).unwrap_or(0);
         colour.min(most)
@@ -208,9 +208,19 @@ fn divide_by_opacity(image: &mut DynamicImage) {
                 }
             }
         }
-        // Without opacity.
-        _ => {}
+        DynamicImage::ImageLuma8(_)
+        | DynamicImage::ImageLuma16(_)
+        | DynamicImage::ImageRgb8(_)
+        | DynamicImage::ImageRgb16(_)
+        | DynamicImage::ImageRgb32F(_)
+        // Floats are refused.
+        | DynamicImage::ImageRgba32F(_) => {}
+        other => {
+            let cause = format!("its colours were multiplied by their opacity, and are {:?}", other.color());
+            return Err(Cause::Unsupported(cause));
+        }
     }
+    Ok(())
 }
 
 fn is_text(header: &PnmHeader) -> bool {
@@ -227,19 +237,20 @@ mod tests {
     use super::*;
 
     /// A TIFF of one row, with samples of so many bits and this kind of opacity.
-    fn rgba_tiff(bits: u32, kind: u32, samples: &[u8]) -> Vec<u8> {
+    fn tiff_with_opacity(channels: u32, bits: u32, kind: u32, samples: &[u8]) -> Vec<u8> {
         const SHORT: u32 = 3;
         const LONG: u32 = 4;
-        let width = samples.len() as u32 * 8 / bits / 4;
+        let width = samples.len() as u32 * 8 / bits / channels;
         let (depths, pixels) = (8 + 2 + 11 * 12 + 4, 8 + 2 + 11 * 12 + 4 + 8);
         let entries: [(u32, u32, u32, u32); 11] = [
             (256, LONG, 1, width),
             (257, LONG, 1, 1),
-            (258, SHORT, 4, depths),
+            // Two have room in the entry.
+            (258, SHORT, channels, if channels == 2 { bits << 16 | bits } else { depths }),
             (259, SHORT, 1, 1),
-            (262, SHORT, 1, 2),
+            (262, SHORT, 1, if channels == 2 { 1 } else { 2 }),
             (273, LONG, 1, pixels),
-            (277, SHORT, 1, 4),
+            (277, SHORT, 1, channels),
             (278, LONG, 1, 1),
             (279, LONG, 1, samples.len() as u32),
             (284, SHORT, 1, 1),
@@ -264,12 +275,20 @@ mod tests {
             Ok(image) => image.into_rgb8().into_raw(),
             Err(cause) => panic!("{}", cause.text()),
         };
-        assert_eq!(colours(&rgba_tiff(8, 1, &samples)), [199, 99, 0, 255, 255, 255, 0, 0, 0, 7, 8, 9]);
-        assert_eq!(colours(&rgba_tiff(8, 2, &samples)), [100, 50, 0, 200, 200, 200, 9, 9, 9, 7, 8, 9]);
+        assert_eq!(
+            colours(&tiff_with_opacity(4, 8, 1, &samples)),
+            [199, 99, 0, 255, 255, 255, 0, 0, 0, 7, 8, 9]
+        );
+        assert_eq!(
+            colours(&tiff_with_opacity(4, 8, 2, &samples)),
+            [100, 50, 0, 200, 200, 200, 9, 9, 9, 7, 8, 9]
+        );
         // Of 16 bits: 0x2000 by 0x4000 is 32767 of 65535, which is rounded to 127 of 255.
         let samples = [0x2000_u16, 0x4000, 0, 0x4000].map(u16::to_le_bytes).concat();
-        assert_eq!(colours(&rgba_tiff(16, 1, &samples)), [127, 255, 0]);
-        assert_eq!(colours(&rgba_tiff(16, 2, &samples)), [32, 64, 0]);
+        assert_eq!(colours(&tiff_with_opacity(4, 16, 1, &samples)), [127, 255, 0]);
+        assert_eq!(colours(&tiff_with_opacity(4, 16, 2, &samples)), [32, 64, 0]);
+        // Of gray this is not decoded, and is not taken for the plain colour.
+        assert!(decode(&tiff_with_opacity(2, 8, 1, &[100, 128, 200, 100]), Options::default()).is_err());
     }
 
     #[test]

@@ -131,7 +131,8 @@ fn as_libjpeg(bytes: &[u8]) -> Result<Cow<'_, [u8]>, Cause> {
             0xc0..=0xcf if !matches!(marker, 0xc4 | 0xc8 | 0xcc) => {
                 components = content.get(6..).unwrap_or_default().as_chunks::<3>().0.to_vec();
             }
-            _ => {}
+            // Tables, other programs' data, comments.
+            0..=u8::MAX => {}
         }
         at += 2 + content.len();
     }
