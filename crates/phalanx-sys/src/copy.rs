@@ -26,8 +26,8 @@ const LONG: usize = 16 << 10;
 
 /// Data of so many bytes and more is written around the caches, which it does not fit into: otherwise each line of its destination is read from memory
 /// before it is written. The C library does the same if it copies all at once; here it only sees pieces. On an EPYC with 32 MiB of cache a broadcast
-/// of 64 MiB took 5.0 ms so and 6.1 without, an all_to_all 9.9 and 10.4; a broadcast of 16 MiB took longer. Messages do not go this way: a piece is 8 KiB,
-/// and 16 MiB took a third longer if each ended with a fence.
+/// of 64 MiB took 5.0 ms so and 6.1 without, an all_to_all 9.9 and 10.4; a broadcast of 16 MiB took longer. Pieces of 8 KiB should not go this way, since
+/// each ends with a fence.
 const AROUND: usize = 32 << 20;
 
 /// As `copy_from_slice`.

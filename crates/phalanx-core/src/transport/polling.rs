@@ -6,8 +6,9 @@
 
 use std::time::{Duration, Instant};
 
-/// The longest wait for a prompt peer.
-const PROMPT_LIMIT: Duration = Duration::from_micros(50);
+/// The longest wait for a prompt peer: longer than a sleeping peer takes to wake, which is some 50 us in a virtual machine. Of two ranks that have both
+/// fallen asleep each finds the other late otherwise, and neither polls again.
+const PROMPT_LIMIT: Duration = Duration::from_micros(200);
 /// After so many polls in one wait the rank yields its processor between two polls. The peer may be on the same processor, if other programs
 /// take the rest.
 const POLLS: u32 = 10;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::doorbell::Doorbell;
 use super::{FIELDS, LINE, POSITIONS, Segment};
-use crate::copy::{take, take_lines};
+use crate::copy::{take_lines, take_part};
 use crate::sync::{AtomicU64, Ordering};
 
 /// The most unread bytes that are prefetched when they are first seen.
@@ -153,10 +153,11 @@ impl Consumer {
         self.most_unread >= self.segment.layout.ring_bytes as u64 / 2
     }
 
-    /// Copies the first unread bytes `into` memory, and gives the first `bytes` back to the producer, which are at least as many.
-    pub fn take(&mut self, into: &mut [u8], bytes: usize) {
+    /// Copies the first unread bytes `into` memory, and gives the first `bytes` back to the producer, which are at least as many. They are a
+    /// piece of data of `whole` bytes.
+    pub fn take(&mut self, into: &mut [u8], bytes: usize, whole: usize) {
         assert!(into.len() <= bytes, "what is given back was not copied");
-        take(self.lend(bytes, into.len()), into);
+        take_part(self.lend(bytes, into.len()), into, whole);
         self.give_back(bytes);
     }
 

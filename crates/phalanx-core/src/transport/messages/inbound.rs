@@ -7,7 +7,7 @@ use std::sync::Arc;
 use phalanx_sys::shared::{ALIGNMENT, Answer, Consumer, Segment};
 use rustix::event::PollFlags;
 
-use super::{CHUNK, COPIED, HEAD, INLINE, LineEnd, Mailbox, Step, Stream, corrupt};
+use super::{CHUNK, COPIED, HEAD, INLINE, LineEnd, Mailbox, Step, Stream, chunk, corrupt};
 use crate::buffer::Buffer;
 use crate::error::Result;
 use crate::rank::Rank;
@@ -167,12 +167,15 @@ fn pull_from_ring(ring: &mut Consumer, frame: &mut Receiving, into: &mut [u8], p
     if frame.offer.is_some() {
         return Ok(());
     }
+    let chunk = chunk(into.len());
+    // Around the caches only in long pieces: each ends with a fence.
+    let whole = if chunk == CHUNK { chunk } else { into.len() };
     let rest = &mut into[frame.received..];
-    let waiting = ring.peek(rest.len().next_multiple_of(ALIGNMENT).min(CHUNK)).map_err(corrupt)?;
+    let waiting = ring.peek(rest.len().next_multiple_of(ALIGNMENT).min(chunk)).map_err(corrupt)?;
     let lines = waiting.len() - waiting.len() % ALIGNMENT;
     if lines > 0 {
         let bytes = lines.min(rest.len());
-        ring.take(&mut rest[..bytes], lines);
+        ring.take(&mut rest[..bytes], lines, whole);
         frame.received += bytes;
     }
     Ok(())

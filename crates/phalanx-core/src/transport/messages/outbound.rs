@@ -8,7 +8,7 @@ use std::sync::Arc;
 use phalanx_sys::shared::{ALIGNMENT, Answer, Offer, Producer, Segment};
 use rustix::event::PollFlags;
 
-use super::{CHUNK, HEAD, INLINE, LineEnd, Mailbox, Notifier, Step, Stream, corrupt, offered};
+use super::{HEAD, INLINE, LineEnd, Mailbox, Notifier, Step, Stream, chunk, corrupt, offered};
 use crate::buffer::{AlignedBytes, Buffer};
 use crate::error::Result;
 use crate::rank::Rank;
@@ -212,7 +212,7 @@ fn push_to_ring(
     }
     if (HEAD..end).contains(&frame.sent) {
         let rest = &payload[frame.sent - HEAD..];
-        frame.sent += ring.push(&rest[..rest.len().min(CHUNK)]).map_err(corrupt)?;
+        frame.sent += ring.push(&rest[..rest.len().min(chunk(payload.len()))]).map_err(corrupt)?;
     }
     if frame.sent >= end {
         let missing = end.next_multiple_of(ALIGNMENT) - frame.sent;
