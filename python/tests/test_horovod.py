@@ -788,6 +788,24 @@ def test_an_optimizer_goes_on_after_a_step_that_has_failed(groups):
     run(2, _goes_on, groups)
 
 
+def _frozen_in_a_group(rank):
+    frozen, trained = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    base = torch.optim.SGD([frozen, trained], lr=1.0, momentum=0.5, weight_decay=0.5)
+    optimizer = hvd.DistributedOptimizer(base, [("frozen", frozen), ("trained", trained)], num_groups=1)
+    frozen.requires_grad_(False)
+    for _ in range(2):
+        optimizer.zero_grad()
+        trained.sum().mul(rank + 1.0).backward()
+        optimizer.step()
+    # A gradient of zeros would have moved it by the decay.
+    assert frozen.grad is None and frozen.tolist() == [1.0, 1.0]
+    assert trained.tolist() == [-3.0, -3.0]
+
+
+def test_a_frozen_parameter_of_a_group_gets_no_gradient():
+    run(2, _frozen_in_a_group)
+
+
 def _pressed_in_a_step(rank):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     wrong, late = torch.nn.Parameter(torch.zeros(2 + rank)), torch.nn.Parameter(torch.zeros(2))
