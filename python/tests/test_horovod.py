@@ -1226,6 +1226,26 @@ def test_processes_that_run_the_file_again_find_horovod(method, tmp_path):
     assert (ended.stdout, ended.returncode) == ("[[0, 1, 2, 3]]\n", 0), ended.stderr
 
 
+@pytest.mark.parametrize("safe", [False, True])
+def test_a_linked_program_imports_what_lies_beside_its_file(safe, tmp_path):
+    if safe and sys.version_info < (3, 11):
+        pytest.skip("PYTHONSAFEPATH is ignored")
+    (files := tmp_path / "files").mkdir()
+    (links := tmp_path / "links").mkdir()
+    (files / "beside.py").write_text("PLACE = 'files'\n")
+    (links / "beside.py").write_text("PLACE = 'links'\n")
+    (files / "program.py").write_text("import horovod.torch\nimport beside\nprint(beside.PLACE)\n")
+    (links / "program.py").symlink_to(files / "program.py")
+    package = os.path.dirname(os.path.dirname(hvd.__file__))
+    variables = os.environ | {"PYTHONPATH": os.path.dirname(package)} | ({"PYTHONSAFEPATH": "1"} if safe else {})
+    start = [sys.executable, "-m", "phalanx_torch.horovod", str(links / "program.py")]
+    ended = subprocess.run(start, env=variables, capture_output=True, text=True, timeout=120)
+    if safe:
+        assert "No module named 'beside'" in ended.stderr, ended.stderr
+    else:
+        assert (ended.stdout, ended.returncode) == ("files\n", 0), ended.stderr
+
+
 def test_a_program_that_fails_tells_the_others_why(tmp_path):
     ended = _programs(tmp_path / "program.py", ["-m", "phalanx_torch.horovod"], fails=1)
     assert all(code != 0 for _, code in ended)
