@@ -806,6 +806,24 @@ def test_a_frozen_parameter_of_a_group_gets_no_gradient():
     run(2, _frozen_in_a_group)
 
 
+def _taken_away(rank):
+    p = torch.nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)])
+    p.sum().backward()
+    # Unlike the optimizer's own it does not know that the gradient is on its way.
+    torch.nn.ParameterList([p]).zero_grad()
+    with pytest.raises(AssertionError, match=r"taken away after loss\.backward\(\)"):
+        optimizer.step()
+    assert p.tolist() == [0.0, 0.0] and not _operations._handles
+    p.sum().mul(rank + 1.0).backward()
+    optimizer.step()
+    assert p.tolist() == [-1.5, -1.5]
+
+
+def test_a_gradient_that_is_taken_away_on_its_way_is_told():
+    run(2, _taken_away)
+
+
 def _pressed_in_a_step(rank):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     wrong, late = torch.nn.Parameter(torch.zeros(2 + rank)), torch.nn.Parameter(torch.zeros(2))

@@ -348,7 +348,12 @@ vars(_Distributed.step)["hooked"] = True
 
 
 def _gradient(p: torch.Tensor) -> torch.Tensor:
-    assert p.grad is not None  # Zeros, if no pass has made one.
+    # Zeros, if no pass has made one.
+    if p.grad is None:
+        raise AssertionError(
+            "a gradient was taken away after loss.backward() but before optimizer.step() or optimizer.synchronize(), while its average was on its "
+            "way. Call optimizer.zero_grad(), or model.zero_grad(), before loss.backward()."
+        )
     return p.grad
 
 
