@@ -788,6 +788,42 @@ def test_an_optimizer_goes_on_after_a_step_that_has_failed(groups):
     run(2, _goes_on, groups)
 
 
+def _frozen_in_a_group(rank):
+    frozen, trained = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    base = torch.optim.SGD([frozen, trained], lr=1.0, momentum=0.5, weight_decay=0.5)
+    optimizer = hvd.DistributedOptimizer(base, [("frozen", frozen), ("trained", trained)], num_groups=1)
+    frozen.requires_grad_(False)
+    for _ in range(2):
+        optimizer.zero_grad()
+        trained.sum().mul(rank + 1.0).backward()
+        optimizer.step()
+    # A gradient of zeros would have moved it by the decay.
+    assert frozen.grad is None and frozen.tolist() == [1.0, 1.0]
+    assert trained.tolist() == [-3.0, -3.0]
+
+
+def test_a_frozen_parameter_of_a_group_gets_no_gradient():
+    run(2, _frozen_in_a_group)
+
+
+def _taken_away(rank):
+    p = torch.nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)])
+    p.sum().backward()
+    # Unlike the optimizer's own it does not know that the gradient is on its way.
+    torch.nn.ParameterList([p]).zero_grad()
+    with pytest.raises(AssertionError, match=r"taken away after loss\.backward\(\)"):
+        optimizer.step()
+    assert p.tolist() == [0.0, 0.0] and not _operations._handles
+    p.sum().mul(rank + 1.0).backward()
+    optimizer.step()
+    assert p.tolist() == [-1.5, -1.5]
+
+
+def test_a_gradient_that_is_taken_away_on_its_way_is_told():
+    run(2, _taken_away)
+
+
 def _pressed_in_a_step(rank):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     wrong, late = torch.nn.Parameter(torch.zeros(2 + rank)), torch.nn.Parameter(torch.zeros(2))
@@ -1206,6 +1242,26 @@ def test_processes_that_run_the_file_again_find_horovod(method, tmp_path):
     variables = {name: value for name, value in os.environ.items() if name != "PHALANX_AS_HOROVOD"}
     ended = subprocess.run(start, env=variables, capture_output=True, text=True, timeout=120)
     assert (ended.stdout, ended.returncode) == ("[[0, 1, 2, 3]]\n", 0), ended.stderr
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_a_linked_program_imports_what_lies_beside_its_file(safe, tmp_path):
+    if safe and sys.version_info < (3, 11):
+        pytest.skip("PYTHONSAFEPATH is ignored")
+    (files := tmp_path / "files").mkdir()
+    (links := tmp_path / "links").mkdir()
+    (files / "beside.py").write_text("PLACE = 'files'\n")
+    (links / "beside.py").write_text("PLACE = 'links'\n")
+    (files / "program.py").write_text("import horovod.torch\nimport beside\nprint(beside.PLACE)\n")
+    (links / "program.py").symlink_to(files / "program.py")
+    package = os.path.dirname(os.path.dirname(hvd.__file__))
+    variables = os.environ | {"PYTHONPATH": os.path.dirname(package)} | ({"PYTHONSAFEPATH": "1"} if safe else {})
+    start = [sys.executable, "-m", "phalanx_torch.horovod", str(links / "program.py")]
+    ended = subprocess.run(start, env=variables, capture_output=True, text=True, timeout=120)
+    if safe:
+        assert "No module named 'beside'" in ended.stderr, ended.stderr
+    else:
+        assert (ended.stdout, ended.returncode) == ("files\n", 0), ended.stderr
 
 
 def test_a_program_that_fails_tells_the_others_why(tmp_path):

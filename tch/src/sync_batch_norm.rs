@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 
-use phalanx::batch_statistics::Exchange;
+use phalanx::batch_statistics::{Exchange, SMALL_VARIANCE};
 use phalanx::reducer::panicked;
 use phalanx::{Communicator, Error, Result};
 use tch::nn::BatchNorm;
@@ -16,8 +16,8 @@ use crate::tensors::torch;
 /// On a CUDA device these sums go through the host's memory.
 ///
 /// Output, gradients and running statistics are those of one process with the whole batch, also if the ranks' batches are
-/// of different sizes. Each training pass exchanges `2·channels + 1` numbers in forward and as many in backward; an
-/// evaluation, and a world of one, exchange nothing.
+/// of different sizes. Each training pass exchanges `2·channels + 1` numbers in forward and as many in backward, and `channels` more where
+/// the values of one are far from zero beside their spread; an evaluation, and a world of one, exchange nothing.
 ///
 /// ```
 /// use phalanx_tch::SyncBatchNorm;
@@ -138,30 +138,21 @@ impl SyncBatchNorm {
         };
         let others: Vec<i64> = (0..size.len() as i64).filter(|&side| side != 1).collect();
         let count = size.iter().product::<i64>() as f64 / channels as f64;
-        // Each rank's part is its mean and the variance about it; merging the parts is exact to f64.
-        let part = if count == 0.0 {
+        // Each rank's part is its mean and the variance about it.
+        let (own_mean, own_variance) = if count == 0.0 {
             // Zeros that depend on the input: this rank takes part in backward, too.
             let zeros = input.f_sum_dim_intlist(others.as_slice(), false, Kind::Double)?;
-            Tensor::f_cat(&[&zeros, &zeros], 0)?
+            (zeros.shallow_clone(), zeros)
         } else {
             let mean = input.f_mean_dim(others.as_slice(), true, input.kind())?;
             let variance =
                 input.f_sub(&mean)?.f_square()?.f_mean_dim(others.as_slice(), false, input.kind())?;
-            let mean = mean.f_reshape([channels])?.f_to_kind(Kind::Double)?;
-            let squares = variance.f_to_kind(Kind::Double)?.f_add(&mean.f_square()?)?;
-            Tensor::f_cat(&[mean, squares], 0)?.f_mul_scalar(count)?
+            (mean.f_reshape([channels])?.f_to_kind(Kind::Double)?, variance.f_to_kind(Kind::Double)?)
         };
+        let squares = own_variance.f_add(&own_mean.f_square()?)?;
+        let part = Tensor::f_cat(&[&own_mean, &squares], 0)?.f_mul_scalar(count)?;
         let counted = Tensor::f_full([1], count, (Kind::Double, input.device()))?;
-        let part = Tensor::f_cat(&[part, counted], 0)?;
-        let line = exchange.clone();
-        let sum = move |values: &mut [f64]| {
-            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| line.sum(values))) {
-                values.fill(f64::NAN);
-                line.abort(panicked(&*panic));
-            }
-        };
-        let sums =
-            shim::sum_over_ranks(&part, sum).map_err(|error| tch::TchError::Torch(error.to_string()))?;
+        let sums = summed(&Tensor::f_cat(&[part, counted], 0)?, &exchange)?;
         let total = sums.f_narrow(0, 2 * channels, 1)?.f_detach()?;
         // NaN after a failure.
         let values = total.f_double_value(&[0])?;
@@ -177,6 +168,15 @@ impl SyncBatchNorm {
             .f_div(&divisor)?
             .f_sub(&mean.f_square()?)?
             .f_clamp_min(0.0)?;
+        // All ranks have the same sums, and find it alike.
+        let least = mean.f_detach()?.f_square()?.f_mul_scalar(SMALL_VARIANCE)?;
+        let is_small = variance.f_detach()?.f_sub(&least)?.f_min()?.f_double_value(&[])? < 0.0;
+        let variance = if is_small {
+            let squares = own_variance.f_add(&own_mean.f_sub(&mean)?.f_square()?)?;
+            summed(&squares.f_mul_scalar(count)?, &exchange)?.f_div(&divisor)?
+        } else {
+            variance
+        };
 
         // After a failure they are NaN, and the caller gets the cause. A batch of no sample changes nothing.
         if exchange.failure().is_none() && values != 0.0 {
@@ -219,6 +219,18 @@ impl SyncBatchNorm {
     fn exchange(&self) -> Exchange {
         self.exchange.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
     }
+}
+
+/// The sums over all ranks, with a gradient; NaN if an exchange fails.
+fn summed(part: &Tensor, exchange: &Exchange) -> std::result::Result<Tensor, tch::TchError> {
+    let line = exchange.clone();
+    let sum = move |values: &mut [f64]| {
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| line.sum(values))) {
+            values.fill(f64::NAN);
+            line.abort(panicked(&*panic));
+        }
+    };
+    shim::sum_over_ranks(part, sum).map_err(|error| tch::TchError::Torch(error.to_string()))
 }
 
 /// Whether a tensor of this size has one value of each channel.

@@ -1,4 +1,7 @@
 //! Statistics of a batch over all ranks, for synchronised batch norms: sums, in f64, by one blocking all_reduce.
+//!
+//! The variance is a difference of two sums, which has few digits where it is small beside the squared mean. The ranks see that in their sums, which are the
+//! same bits on all, and then add up squares about the mean of all, by one all_reduce more.
 
 use std::any::Any;
 use std::fmt;
@@ -10,6 +13,9 @@ use crate::collective::ReduceOp;
 use crate::error::{Error, Result};
 use crate::group::{Communicator, ProcessGroup};
 use crate::world_size::WorldSize;
+
+/// A variance that is a smaller part of the squared mean than this is added up about the mean of all ranks.
+pub const SMALL_VARIANCE: f64 = 1e-8;
 
 /// Statistics of each channel.
 #[derive(Clone, Debug, PartialEq)]
@@ -60,6 +66,18 @@ impl Moments {
             if variance < 0.0 { 0.0 } else { variance }
         };
         Self { values, variance: squares.iter().zip(&mean).map(variance).collect(), mean }
+    }
+
+    /// Whether the difference of two sums may have lost a channel's variance.
+    fn has_small_variance(&self) -> bool {
+        self.mean.iter().zip(&self.variance).any(|(mean, variance)| *variance < SMALL_VARIANCE * mean * mean)
+    }
+
+    /// Of each channel the sum of squares about the number in `centre`.
+    fn squares_about(&self, centre: &[f64]) -> Vec<f64> {
+        let channels = self.mean.iter().zip(&self.variance).zip(centre);
+        let square = |((mean, variance), centre): ((&f64, &f64), &f64)| variance + (mean - centre).powi(2);
+        channels.map(|channel| self.values * square(channel)).collect()
     }
 }
 
@@ -139,7 +157,14 @@ impl Exchange {
         }
         let mut sums = own.sums();
         self.sum(&mut sums);
-        Moments::from_sums(&sums)
+        let mut all = Moments::from_sums(&sums);
+        if all.has_small_variance() {
+            let mut squares = own.squares_about(&all.mean);
+            self.sum(&mut squares);
+            let values = all.values;
+            all.variance = squares.into_iter().map(|square| square / values).collect();
+        }
+        all
     }
 
     /// Sums over all ranks, in place; NaN if that failed, and then the group has ended with the cause.
@@ -196,6 +221,22 @@ mod tests {
         assert_eq!(merged.values, 97.0);
         assert!((merged.mean[0] / whole.mean[0] - 1.0).abs() < 1e-14);
         assert!((merged.variance[0] / whole.variance[0] - 1.0).abs() < 1e-6, "{merged:?} {whole:?}");
+    }
+
+    #[test]
+    fn a_variance_that_is_small_beside_the_squared_mean_is_that_of_one_process() {
+        use crate::testing::{Fabric, run};
+        // Their squares are 1024 apart, or not at all.
+        let parts: [&[f64]; 3] = [&[1e9, 1e9 + 1.0], &[], &[1e9 + 2.0, 1e9 + 3.0, 1e9 + 4.0]];
+        let merged = run(3, Fabric::InProcess, |group| {
+            let own = parts[group.rank().index()];
+            Exchange::new(&group).moments(if own.is_empty() { Moments::none(1) } else { of(own) })
+        });
+        for moments in &merged {
+            assert_eq!((moments.values, moments.mean[0]), (5.0, 1e9 + 2.0));
+            assert!((moments.variance[0] - 2.0).abs() < 1e-6, "{moments:?}");
+            assert_eq!(moments, &merged[0], "the same bits on every rank");
+        }
     }
 
     #[test]

@@ -50,6 +50,21 @@ impl State for Training {
     }
 }
 
+impl Training {
+    /// Goes along the mean of the gradients of `samples`, whose sum this is. Without any nothing changes: a worker that has died may have had all of a
+    /// step.
+    fn learn(&mut self, sum: &[f32], samples: f32) {
+        if samples == 0.0 {
+            return;
+        }
+        let momentum = self.momentum.iter_mut().zip(&mut self.weights);
+        for ((momentum, weight), sum) in momentum.zip(sum) {
+            *momentum = 0.9 * *momentum + sum / samples;
+            *weight -= 0.01 * *momentum;
+        }
+    }
+}
+
 /// Called anew whenever the workers change, with another group. What depends on rank or world size is made here.
 fn train(context: &mut Context<'_, Training>, group: &ProcessGroup) -> Result<()> {
     let settings = Settings::read(|name| std::env::var_os(name))?;
@@ -78,11 +93,7 @@ fn train(context: &mut Context<'_, Training>, group: &ProcessGroup) -> Result<()
         let state = &mut *context.state;
         // Those samples come again.
         state.sampler.put_back(&step.missing);
-        let momentum = state.momentum.iter_mut().zip(&mut state.weights);
-        for ((momentum, weight), sum) in momentum.zip(&sums) {
-            *momentum = 0.9 * *momentum + sum / step.value;
-            *weight -= 0.01 * *momentum;
-        }
+        state.learn(&sums, step.value);
         state.step += 1;
         std::thread::sleep(settings.pause);
         // From here on, no failure leads back further than to this step. `?` is all that elastic jobs ask for: where the loop
@@ -182,6 +193,17 @@ fn main() -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_step_whose_samples_have_all_gone_with_a_worker_changes_nothing() {
+        let sampler = ElasticSampler::new(SAMPLES);
+        let mut training =
+            Training { weights: vec![1.0; FEATURES], momentum: vec![0.5; FEATURES], sampler, step: 0 };
+        training.learn(&[0.0; FEATURES], 0.0);
+        assert_eq!((training.weights[0], training.momentum[0]), (1.0, 0.5));
+        training.learn(&[4.0; FEATURES], 2.0);
+        assert!((training.momentum[0] - 2.45).abs() < 1e-6 && (training.weights[0] - 0.9755).abs() < 1e-6);
+    }
 
     #[test]
     fn settings_that_are_no_numbers_are_refused_by_name() {

@@ -158,10 +158,13 @@ class _Distributed(_Base):
         ready.append(p)
         self._waits[p] = None
         if len(ready) == len(self._groups[group]):
-            self._waits.update(dict.fromkeys(ready))
-            first = self._groups[group][0]
-            self._waits[first] = self._allreduce(self._groups[group], f"group.{group}.{self._parameter_names[first]}")
-            del self._ready[group]
+            self._submit_group(group)
+
+    def _submit_group(self, group: int) -> None:
+        """Starts the average of the gradients of a group that are ready."""
+        del self._ready[group]
+        members = [p for p in self._groups[group] if p in self._waits]
+        self._waits[members[0]] = self._allreduce(members, f"group.{group}.{self._parameter_names[members[0]]}")
 
     def _allreduce(self, parameters: list[torch.Tensor], name: str) -> Callable[[], None]:
         """Starts the average of gradients, and returns what waits for it."""
@@ -262,11 +265,9 @@ class _Distributed(_Base):
             # One that is frozen now is so on every rank.
             if p not in self._waits and p.requires_grad:
                 self._submit(p)
-        # Groups some of whose parameters are frozen.
+        # Groups some of whose parameters are frozen. These get no gradient: by one of zeros, decay and momentum would change them.
         for group in list(self._ready):
-            for p in self._groups[group]:
-                if p not in self._waits:
-                    self._submit(p)
+            self._submit_group(group)
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -347,7 +348,12 @@ vars(_Distributed.step)["hooked"] = True
 
 
 def _gradient(p: torch.Tensor) -> torch.Tensor:
-    assert p.grad is not None  # Zeros, if no pass has made one.
+    # Zeros, if no pass has made one.
+    if p.grad is None:
+        raise AssertionError(
+            "a gradient was taken away after loss.backward() but before optimizer.step() or optimizer.synchronize(), while its average was on its "
+            "way. Call optimizer.zero_grad(), or model.zero_grad(), before loss.backward()."
+        )
     return p.grad
 
 

@@ -169,6 +169,32 @@ fn half_precision_is_normalised_in_single() {
     assert!(distance(&[parts[1][2].clone()], &[variance]) < 1e-5);
 }
 
+/// The squares of such values, as doubles, say nothing of the variance.
+#[test]
+fn a_variance_that_is_small_beside_the_squared_mean_is_that_of_the_whole_batch() {
+    let of = |group: &ProcessGroup, images: Tensor| {
+        let mut store = nn::VarStore::new(device());
+        let config = nn::BatchNormConfig { ws_init: nn::Init::Const(1.0), ..Default::default() };
+        let norm = nn::batch_norm2d(store.root(), 3, config);
+        let norm = SyncBatchNorm::new(norm, config, group);
+        store.double();
+        let input = (images.to_kind(Kind::Double) + 1e9).set_requires_grad(true);
+        let output = norm.forward(&input, true).unwrap();
+        output.pow_tensor_scalar(3.0).sum(Kind::Double).backward();
+        [elements(&output), elements(&input.grad()), elements(&norm.norm.running_var)]
+    };
+    let [output, gradient, variance] = of(&ProcessGroup::alone().unwrap(), images(0, 9));
+    let ends = [0, 4, 9];
+    let parts = run(2, |group| {
+        let rank = group.rank().index();
+        of(&group, images(ends[rank], ends[rank + 1]))
+    });
+    let both = |which: usize| vec![[&parts[0][which][..], &parts[1][which][..]].concat()];
+    assert!(distance(&both(0), &[output]) < 1e-5);
+    assert!(distance(&both(1), &[gradient]) < 1e-4);
+    assert!(distance(&[parts[1][2].clone()], &[variance]) < 1e-5);
+}
+
 #[test]
 fn gradients_of_gradients_are_those_of_the_whole_batch() {
     let start = floats(&Network::new(&ProcessGroup::alone().unwrap()).store);

@@ -34,7 +34,8 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     }
 
     /// [`Ddp::backward_weighted`](crate::Ddp::backward_weighted) as a step of an elastic job, as [`backward`](Self::backward): the average
-    /// is over the samples of the ranks that are not [missing](Step::missing).
+    /// is over the samples of the ranks that are not [missing](Step::missing). If none of them has a sample, that is an error: with
+    /// [`Tail::Repeat`](phalanx::sampler::Tail::Repeat) each has one.
     ///
     /// # Errors
     /// As [`Ddp::backward_weighted`](crate::Ddp::backward_weighted) and [`Context::step`].

@@ -16,7 +16,8 @@ use crate::world_size::WorldSize;
 pub enum Tail {
     /// They are distributed as evenly as possible: the batches of that step differ by at most one sample, and some may
     /// be empty. Every sample is seen exactly once. The default. With the sum of gradients divided by the number of
-    /// samples of all ranks, no sample is lost and none counts twice.
+    /// samples of all ranks, no sample is lost and none counts twice. That number is 0 in an elastic step if all who had samples have
+    /// died: such a step changes nothing.
     #[default]
     Split,
     /// They are left out: every batch of every step is full.
