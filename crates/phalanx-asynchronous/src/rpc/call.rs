@@ -87,7 +87,11 @@ impl<R: DeserializeOwned> PendingCall<R> {
         let Self { shared, work, to, name, timeout, deadline: last, .. } = self;
         match Pool::waiting(|| work.wait_until(deadline)) {
             Ok(outcome) => {
-                let result = outcome.and_then(|result| read_result(&shared, &result, &name, to));
+                let result = outcome.and_then(|answer| {
+                    let result = read_result(&shared, &answer, &name, to);
+                    shared.spare.give(answer);
+                    result
+                });
                 Ok(result.map_err(|error| shared.located(error, format!("rpc {name:?} on rank {to}"))))
             }
             Err(work) => Err(Self { shared, work, to, name, timeout, deadline: last, _result: PhantomData }),

@@ -34,6 +34,7 @@ mod pool;
 mod registry;
 mod remote;
 mod serve;
+mod spare;
 mod window;
 
 use std::sync::Arc;
@@ -42,6 +43,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use phalanx_sys::freed::keep_freed_memory;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -53,6 +55,7 @@ pub use self::registry::Answer;
 pub(super) use self::registry::caught;
 use self::registry::{Registry, deferred, method, object, plain};
 pub use self::remote::{RemoteRef, Ticket};
+use self::spare::Spare;
 use crate::caller::Caller;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -153,6 +156,8 @@ struct Shared {
     links: Vec<Link>,
     pool: Arc<Pool>,
     objects: Objects,
+    /// Of payloads that have been read.
+    spare: Spare,
     last_object: AtomicU64,
     receivers: Mutex<Vec<JoinHandle<()>>>,
     closed: AtomicBool,
@@ -297,6 +302,8 @@ impl RpcBuilder {
                 }
             }
         }
+        // Each call takes memory for what is written and read of it, and frees it.
+        keep_freed_memory();
         let pool = Pool::new(threads, format!("phalanx-rpc-{rank}"))?;
         let shared = Arc::new(Shared {
             rank,
@@ -307,6 +314,7 @@ impl RpcBuilder {
             links,
             pool,
             objects: Objects::default(),
+            spare: Spare::default(),
             last_object: AtomicU64::new(0),
             receivers: Mutex::default(),
             closed: AtomicBool::new(false),
@@ -537,7 +545,7 @@ impl Shared {
         let (call, work) = Pool::waiting(|| link.enter(depth, bytes, deadline))?;
         let head = Head { kind, depth, name: name.len() as u16, call, object, length: bytes };
         let sent = match to == self.rank {
-            true => self.accept(to, head, crate::buffer::Buffer::from_slice(&payload)),
+            true => self.spare.copy(&payload).and_then(|payload| self.accept(to, head, payload)),
             false => Pool::waiting(|| link.send(&head, &payload, deadline)),
         };
         match sent {

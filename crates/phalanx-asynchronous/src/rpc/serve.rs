@@ -13,7 +13,6 @@ use super::remote::is_builtin;
 use super::{FAREWELL_TIMEOUT, Shared};
 use crate::buffer::Buffer;
 use crate::deadline::{Backoff, Deadline};
-use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 use crate::rank::Rank;
@@ -87,10 +86,10 @@ impl Shared {
                 Kind::Bye => return Ok(()),
             }
             let payload = match head.inline(&frame) {
-                Some(payload) => Buffer::from_slice(payload),
+                Some(payload) => self.spare.copy(payload)?,
                 None => {
                     // The header and the window have bounded it.
-                    let mut payload = Buffer::zeroed(DType::U8, head.length as usize);
+                    let mut payload = self.spare.take(head.length as usize)?;
                     group.recv(payload.as_mut_slice::<u8>()?, from)?;
                     payload
                 }
@@ -122,7 +121,7 @@ impl Shared {
         };
         let shared = self.clone();
         let is_builtin = is_builtin(&payload.as_bytes()[..usize::from(head.name)]);
-        let job = move || shared.run(from, head, &payload, object);
+        let job = move || shared.run(from, head, payload, object);
         match is_builtin {
             true => self.pool.push_internal(job),
             false => self.pool.push(head.depth, job),
@@ -131,7 +130,7 @@ impl Shared {
     }
 
     /// `object` is what a method is called on.
-    fn run(self: Arc<Self>, from: Rank, head: Head, payload: &Buffer, object: Option<Result<Value>>) {
+    fn run(self: Arc<Self>, from: Rank, head: Head, payload: Buffer, object: Option<Result<Value>>) {
         let (name, args) = payload.as_bytes().split_at(usize::from(head.name));
         let name = String::from_utf8_lossy(name).into_owned();
         let context = self.context(from);
@@ -144,7 +143,7 @@ impl Shared {
             (Function::Deferred(function), Kind::Call, _) => {
                 // If it panics, that drops the pledge, which says so.
                 let _ = caught(HANDLER, || function(&context, args, pledge));
-                return;
+                return self.spare.give(payload);
             }
             (Function::Plain(function), Kind::Call, _) => caught(HANDLER, || function(&context, args)),
             (Function::Object(function), Kind::Make, _) => caught(HANDLER, || {
@@ -159,6 +158,8 @@ impl Shared {
             (Function::Object(_), ..) => Err(misused(&name, "Rpc::remote")),
             (Function::Method(_), ..) => Err(misused(&name, "RemoteRef::call")),
         };
+        // Before the answer: the next call may follow it at once.
+        self.spare.give(payload);
         pledge.keep(outcome);
     }
 
@@ -173,7 +174,7 @@ impl Shared {
             outcome => outcome,
         };
         if to == self.rank {
-            let outcome = outcome.map(|result| Buffer::from_slice(&result));
+            let outcome = outcome.and_then(|result| self.spare.copy(&result));
             return link.answered(head.call, outcome);
         }
         link.leave(head);

@@ -290,3 +290,27 @@ fn answers_on_the_way_to_a_slow_rank_delay_no_calls_of_others() {
         rpc.shutdown().unwrap();
     });
 }
+
+#[test]
+fn long_calls_one_after_the_other_share_their_memory_on_both_sides() {
+    for to_itself in [false, true] {
+        two(|group| {
+            let rpc = Rpc::builder()
+                .handler("length", |_, text: String| Ok(text.len()))
+                .handler("text", |_, length: usize| Ok("t".repeat(length)))
+                .start(&group)
+                .unwrap();
+            let to = Rank::new(u32::from(!to_itself));
+            if group.rank().is_main() {
+                for length in [100_000, 99_000, 100_000] {
+                    assert_eq!(rpc.call::<_, usize>(to, "length", &"t".repeat(length)).unwrap(), length);
+                    assert_eq!(rpc.call::<_, String>(to, "text", &length).unwrap().len(), length);
+                }
+                assert_eq!(rpc.shared.spare.count(), 1);
+            }
+            group.barrier().unwrap();
+            assert_eq!(rpc.shared.spare.count(), usize::from(group.rank().is_main() || !to_itself));
+            rpc.shutdown().unwrap();
+        });
+    }
+}
