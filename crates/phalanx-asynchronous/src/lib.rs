@@ -19,7 +19,7 @@ mod server;
 pub use self::clock::Consistency;
 pub use self::local::{LocalMethod, LocalState, LocalUpdates};
 pub use self::optimizer::{Adam, Sgd, UpdateRule};
-pub use self::rpc::{Answer, Context, PendingCall, RemoteRef, Rpc, RpcBuilder, Ticket};
+pub use self::rpc::{Answer, Bytes, Context, PendingCall, RemoteRef, Rpc, RpcBuilder, Ticket};
 pub use self::server::{
     Compensation, DelayCompensation, ParameterServer, ParameterServerBuilder, ShardStatistics, Staleness,
 };

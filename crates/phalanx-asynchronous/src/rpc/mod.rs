@@ -30,6 +30,7 @@
 mod call;
 mod link;
 mod objects;
+mod payload;
 mod pool;
 mod registry;
 mod remote;
@@ -50,6 +51,8 @@ use serde::{Deserialize, Serialize};
 pub use self::call::PendingCall;
 use self::link::{Link, shut_down};
 use self::objects::Objects;
+pub use self::payload::Bytes;
+use self::payload::Written;
 use self::pool::Pool;
 pub use self::registry::Answer;
 pub(super) use self::registry::caught;
@@ -103,7 +106,7 @@ pub struct RpcBuilder {
 /// Calls between the ranks of a group, by the name of a function and with typed arguments.
 ///
 /// Every rank says which functions others may call on it, and starts; then any rank calls any other, or itself.
-/// Arguments and results are whatever serde can write; large arrays of numbers are fastest as bytes or in collectives.
+/// Arguments and results are whatever serde can write; large arrays of numbers are fastest as [`Bytes`] or in collectives.
 ///
 /// ```
 /// use phalanx::asynchronous::Rpc;
@@ -157,7 +160,7 @@ struct Shared {
     pool: Arc<Pool>,
     objects: Objects,
     /// Of payloads that have been read.
-    spare: Spare,
+    spare: Arc<Spare>,
     last_object: AtomicU64,
     receivers: Mutex<Vec<JoinHandle<()>>>,
     closed: AtomicBool,
@@ -314,7 +317,7 @@ impl RpcBuilder {
             links,
             pool,
             objects: Objects::default(),
-            spare: Spare::default(),
+            spare: Arc::default(),
             last_object: AtomicU64::new(0),
             receivers: Mutex::default(),
             closed: AtomicBool::new(false),
@@ -529,7 +532,7 @@ impl Shared {
         if name.is_empty() || name.len() > MAX_NAME {
             return Err(Error::invalid_argument(format!("the name of a function has 1 to {MAX_NAME} bytes")));
         }
-        let payload = postcard::to_extend(args, name.as_bytes().to_vec()).map_err(|error| {
+        let payload = Written::behind(name.as_bytes().to_vec(), args).map_err(|error| {
             Error::invalid_argument("the arguments could not be written").with_source(error)
         })?;
         if payload.len() > MAX_PAYLOAD {
@@ -545,7 +548,7 @@ impl Shared {
         let (call, work) = Pool::waiting(|| link.enter(depth, bytes, deadline))?;
         let head = Head { kind, depth, name: name.len() as u16, call, object, length: bytes };
         let sent = match to == self.rank {
-            true => self.spare.copy(&payload).and_then(|payload| self.accept(to, head, payload)),
+            true => self.spare.copy(&payload.parts()).and_then(|payload| self.accept(to, head, payload)),
             false => Pool::waiting(|| link.send(&head, &payload, deadline)),
         };
         match sent {

@@ -7,8 +7,9 @@ use std::time::Duration;
 
 use super::link::{Link, release, shut_down};
 use super::objects::Value;
+use super::payload::{Received, Written};
 use super::pool::Pool;
-use super::registry::{Function, HANDLER, Pledge, caught};
+use super::registry::{Arguments, Function, HANDLER, Pledge, caught};
 use super::remote::is_builtin;
 use super::{FAREWELL_TIMEOUT, Shared};
 use crate::buffer::Buffer;
@@ -86,7 +87,7 @@ impl Shared {
                 Kind::Bye => return Ok(()),
             }
             let payload = match head.inline(&frame) {
-                Some(payload) => self.spare.copy(payload)?,
+                Some(payload) => self.spare.copy(&[payload])?,
                 None => {
                     // The header and the window have bounded it.
                     let mut payload = self.spare.take(head.length as usize)?;
@@ -131,8 +132,8 @@ impl Shared {
 
     /// `object` is what a method is called on.
     fn run(self: Arc<Self>, from: Rank, head: Head, payload: Buffer, object: Option<Result<Value>>) {
-        let (name, args) = payload.as_bytes().split_at(usize::from(head.name));
-        let name = String::from_utf8_lossy(name).into_owned();
+        let args = Arguments { payload: Received::new(payload, &self.spare), begin: usize::from(head.name) };
+        let name = String::from_utf8_lossy(&args.payload.as_bytes()[..args.begin]).into_owned();
         let context = self.context(from);
         let pledge = Pledge::new(&self, from, head, name.clone());
         let function = match self.functions.get(&name, &context) {
@@ -142,29 +143,32 @@ impl Shared {
         let outcome = match (function, head.kind, object) {
             (Function::Deferred(function), Kind::Call, _) => {
                 // If it panics, that drops the pledge, which says so.
-                let _ = caught(HANDLER, || function(&context, args, pledge));
-                return self.spare.give(payload);
+                let _ = caught(HANDLER, || function(&context, &args, pledge));
+                return;
             }
-            (Function::Plain(function), Kind::Call, _) => caught(HANDLER, || function(&context, args)),
+            (Function::Plain(function), Kind::Call, _) => caught(HANDLER, || function(&context, &args)),
             (Function::Object(function), Kind::Make, _) => caught(HANDLER, || {
-                drop(self.objects.keep(head.object, function(&context, args)?));
-                Ok(Vec::new())
+                drop(self.objects.keep(head.object, function(&context, &args)?));
+                Ok(Written::default())
             }),
             (Function::Method(function), Kind::Method, Some(value)) => value.and_then(|value| {
                 // It drops the value too, which may be the last to hold it.
-                caught(HANDLER, move || function(&context, &value, args))
+                caught(HANDLER, || {
+                    let value = value;
+                    function(&context, &value, &args)
+                })
             }),
             (Function::Plain(_) | Function::Deferred(_), ..) => Err(misused(&name, "Rpc::call")),
             (Function::Object(_), ..) => Err(misused(&name, "Rpc::remote")),
             (Function::Method(_), ..) => Err(misused(&name, "RemoteRef::call")),
         };
-        // Before the answer: the next call may follow it at once.
-        self.spare.give(payload);
+        // Before the answer: the next call, which may use its memory, may follow at once.
+        drop(args);
         pledge.keep(outcome);
     }
 
     /// Answers the call `head` of `to`.
-    pub(super) fn answer(self: &Arc<Self>, to: Rank, head: &Head, outcome: Result<Vec<u8>>) {
+    pub(super) fn answer(self: &Arc<Self>, to: Rank, head: &Head, outcome: Result<Written>) {
         let Ok(link) = self.link(to) else { return };
         let outcome = match outcome {
             Ok(result) if result.len() > MAX_PAYLOAD => {
@@ -174,13 +178,15 @@ impl Shared {
             outcome => outcome,
         };
         if to == self.rank {
-            let outcome = outcome.and_then(|result| self.spare.copy(&result));
+            let outcome = outcome.and_then(|result| self.spare.copy(&result.parts()));
             return link.answered(head.call, outcome);
         }
         link.leave(head);
         let (kind, payload) = match outcome {
             Ok(result) => (Kind::Answer, result),
-            Err(error) => (Kind::Failure, postcard::to_stdvec(&Notice::of(&error)).unwrap_or_default()),
+            Err(error) => {
+                (Kind::Failure, postcard::to_stdvec(&Notice::of(&error)).unwrap_or_default().into())
+            }
         };
         let head = Head { call: head.call, length: payload.len() as u64, ..Head::plain(kind) };
         // If it cannot be sent, the connection has failed, which the caller sees too.
@@ -193,7 +199,7 @@ impl Shared {
         let Ok(link) = self.link(owner) else { return };
         while let Some(objects) = link.take_released() {
             for object in objects {
-                let _ = link.deliver(&release(object), &[]);
+                let _ = link.deliver(&release(object), &Written::default());
             }
         }
     }
@@ -227,7 +233,7 @@ impl Shared {
             }
         }
         for link in others() {
-            let _ = link.deliver(&Head::plain(Kind::Done), &[]);
+            let _ = link.deliver(&Head::plain(Kind::Done), &Written::default());
         }
         others().for_each(Link::await_done);
         // A peer that has sent `Done` has its answers, or its own time-out has passed.

@@ -12,7 +12,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 
 /// Shorter payloads cost little in new memory.
-const LEAST: usize = 32 << 10;
+pub(super) const LEAST: usize = 32 << 10;
 /// How many bytes, and how many payloads, are kept.
 const MOST_BYTES: usize = 64 << 20;
 const MOST: usize = 64;
@@ -50,13 +50,18 @@ impl Spare {
         Ok(Buffer::zeroed(DType::U8, length))
     }
 
-    /// A copy of `bytes`.
+    /// A copy of these parts, one after the other.
     ///
     /// # Errors
     /// If there is no memory.
-    pub(super) fn copy(&self, bytes: &[u8]) -> Result<Buffer> {
-        let mut copy = self.take(bytes.len())?;
-        copy.as_bytes_mut().copy_from_slice(bytes);
+    pub(super) fn copy(&self, parts: &[&[u8]]) -> Result<Buffer> {
+        let mut copy = self.take(parts.iter().map(|part| part.len()).sum())?;
+        let mut rest = copy.as_bytes_mut();
+        for part in parts {
+            let (now, later) = rest.split_at_mut(part.len());
+            now.copy_from_slice(part);
+            rest = later;
+        }
         Ok(copy)
     }
 
@@ -98,7 +103,7 @@ mod tests {
         spare.give(long);
         let short = spare.take((1 << 19) - 1).unwrap();
         assert_ne!(address(&short), memory, "it would hold more than twice its length");
-        let same = spare.copy(&vec![3; 1 << 19]).unwrap();
+        let same = spare.copy(&[&[3; 1 << 18], &[3; 1 << 18]]).unwrap();
         assert_eq!((address(&same), same.len(), spare.count()), (memory, 1 << 19, 0));
         assert!(same.as_bytes().iter().all(|byte| *byte == 3));
         spare.give(same);
