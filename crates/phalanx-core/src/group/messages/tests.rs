@@ -221,6 +221,24 @@ fn a_process_that_was_forked_offers_none_of_its_memory() {
 }
 
 #[test]
+fn a_message_of_several_parts_goes_through_the_ring() {
+    let groups = offering();
+    let [sender, receiver] = &groups[..] else { panic!("two ranks") };
+    let mut out = line(&sender.inner.messages.shared.outbound, Rank::new(1)).unwrap().end();
+    let mut into = line(&receiver.inner.messages.shared.inbound, Rank::MAIN).unwrap().end();
+    let (part, length) = (vec![3u8; OFFERED], 2 * OFFERED + 5);
+    let parts: [&[u8]; 3] = [&[3; 5], &part, &part];
+    let (mut sent, mut got) = (Sending::new(header(sender, 0, length)), vec![0u8; length]);
+    let mut received = Receiving::new(Rank::new(1), header(receiver, 0, length));
+    assert_eq!(out.push(&mut sent, &parts).unwrap(), Step::Moved);
+    assert!(out.is_ready(), "an offer would be one piece of memory");
+    while into.pull(&mut received, &mut got).unwrap() != Step::Done {
+        out.push(&mut sent, &parts).unwrap();
+    }
+    assert!(got == vec![3; length]);
+}
+
+#[test]
 fn a_message_that_moves_all_the_time_is_ended_by_the_program_s_check() {
     fn ends() -> Result<()> {
         Err(Error::aborted("enough"))
