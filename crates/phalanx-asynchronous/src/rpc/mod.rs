@@ -548,7 +548,7 @@ impl Shared {
         let (call, work) = Pool::waiting(|| link.enter(depth, bytes, deadline))?;
         let head = Head { kind, depth, name: name.len() as u16, call, object, length: bytes };
         let sent = match to == self.rank {
-            true => self.spare.copy(&payload.parts()).and_then(|payload| self.accept(to, head, payload)),
+            true => self.copy(&payload).and_then(|payload| self.accept(to, head, payload)),
             false => Pool::waiting(|| link.send(&head, &payload, deadline)),
         };
         match sent {

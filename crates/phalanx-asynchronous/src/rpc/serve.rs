@@ -87,10 +87,12 @@ impl Shared {
                 Kind::Bye => return Ok(()),
             }
             let payload = match head.inline(&frame) {
-                Some(payload) => self.spare.copy(&[payload])?,
+                Some(payload) => Buffer::from_slice(payload),
                 None => {
                     // The header and the window have bounded it.
-                    let mut payload = self.spare.take(head.length as usize)?;
+                    let length = head.length as usize;
+                    let mut payload =
+                        self.spare.take(length).ok_or_else(|| self.has_no_memory(length, link.peer))?;
                     group.recv(payload.as_mut_slice::<u8>()?, from)?;
                     payload
                 }
@@ -178,7 +180,7 @@ impl Shared {
             outcome => outcome,
         };
         if to == self.rank {
-            let outcome = outcome.and_then(|result| self.spare.copy(&result.parts()));
+            let outcome = outcome.and_then(|result| self.copy(&result));
             return link.answered(head.call, outcome);
         }
         link.leave(head);
@@ -192,6 +194,20 @@ impl Shared {
         // If it cannot be sent, the connection has failed, which the caller sees too.
         let _ = Pool::waiting(|| link.deliver(&head, &payload));
         link.has_answered();
+    }
+
+    /// What this rank sends to itself.
+    pub(super) fn copy(&self, payload: &Written) -> Result<Buffer> {
+        let copy = self.spare.copy(&payload.parts());
+        copy.ok_or_else(|| self.has_no_memory(payload.len(), self.rank))
+    }
+
+    fn has_no_memory(&self, length: usize, from: Rank) -> Error {
+        let cause =
+            format!("rank {} has no memory for the {length} bytes that rank {from} has sent", self.rank);
+        Error::out_of_memory(cause).with_remedy(
+            "send less in one call, or lower RpcBuilder::bytes_in_flight of the rank that is called",
+        )
     }
 
     /// Tells `owner` which of its objects this rank no longer holds.

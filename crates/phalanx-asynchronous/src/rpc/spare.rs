@@ -9,7 +9,6 @@ use parking_lot::Mutex;
 
 use crate::buffer::{Buffer, has_room};
 use crate::dtype::DType;
-use crate::error::{Error, Result};
 
 /// Shorter payloads cost little in new memory.
 pub(super) const LEAST: usize = 32 << 10;
@@ -22,11 +21,8 @@ const MOST: usize = 64;
 pub(super) struct Spare(Mutex<VecDeque<Buffer>>);
 
 impl Spare {
-    /// Memory for `length` bytes, whose values are unspecified.
-    ///
-    /// # Errors
-    /// If there is none.
-    pub(super) fn take(&self, length: usize) -> Result<Buffer> {
+    /// Memory for `length` bytes, whose values are unspecified; None if there is not so much.
+    pub(super) fn take(&self, length: usize) -> Option<Buffer> {
         if length >= LEAST {
             // Not much more than is needed: limits count payloads by their lengths, and many short ones may wait at a time.
             let fits = |buffer: &Buffer| (length..=length.saturating_mul(2)).contains(&buffer.capacity());
@@ -36,25 +32,17 @@ impl Spare {
             let found = least.and_then(|index| kept.remove(index));
             drop(kept);
             if let Some(buffer) = found {
-                return Ok(buffer.reused(length));
+                return Some(buffer.reused(length));
             }
             if !has_room(length) {
-                return Err(Error::out_of_memory(format!(
-                    "this rank has no memory for the {length} bytes of a remote call"
-                ))
-                .with_remedy(
-                    "send less at once, or lower RpcBuilder::bytes_in_flight on the rank that is called",
-                ));
+                return None;
             }
         }
-        Ok(Buffer::zeroed(DType::U8, length))
+        Some(Buffer::zeroed(DType::U8, length))
     }
 
-    /// A copy of these parts, one after the other.
-    ///
-    /// # Errors
-    /// If there is no memory.
-    pub(super) fn copy(&self, parts: &[&[u8]]) -> Result<Buffer> {
+    /// A copy of these parts, one after the other; None if there is no memory for it.
+    pub(super) fn copy(&self, parts: &[&[u8]]) -> Option<Buffer> {
         let mut copy = self.take(parts.iter().map(|part| part.len()).sum())?;
         let mut rest = copy.as_bytes_mut();
         for part in parts {
@@ -62,7 +50,7 @@ impl Spare {
             now.copy_from_slice(part);
             rest = later;
         }
-        Ok(copy)
+        Some(copy)
     }
 
     /// Keeps the memory of a payload that is not needed any more, for a while.
