@@ -298,8 +298,11 @@ impl Service {
             answer.send(Err(Error::aborted(format!("rank {worker} is lost"))));
             return outcome.finish(context);
         }
-        // If it asks again, its earlier question has no reader.
-        hosted.parked.retain(|parked| parked.worker != worker || parked.number > number);
+        // If it asks again, its earlier question has no reader. As all, it is answered without the lock: the connection may be slow.
+        let earlier = |parked: &mut Parked| parked.worker == worker && parked.number <= number;
+        outcome.answers.extend(hosted.parked.extract_if(.., earlier).map(|Parked { answer, .. }| {
+            (answer, Err(Error::aborted(format!("rank {worker} has asked again before it was answered"))))
+        }));
         let (op, pull, waits) = match request.ask {
             Ask::Join => (Op::Join(worker, number), None, false),
             Ask::Enter { clock, keys } => {
