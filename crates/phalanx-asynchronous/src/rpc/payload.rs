@@ -304,7 +304,7 @@ mod tests {
         struct Text(Bytes);
         impl Serialize for Text {
             fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-                let text = serde_json::to_string(&self.0).map_err(serde::ser::Error::custom)?;
+                let text = serde_json::to_string(&self.0).map_err(<S::Error as serde::ser::Error>::custom)?;
                 serializer.serialize_str(&text)
             }
         }
