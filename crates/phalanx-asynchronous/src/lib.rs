@@ -23,7 +23,7 @@ pub use self::rpc::{Answer, Bytes, Context, PendingCall, RemoteRef, Rpc, RpcBuil
 pub use self::server::{
     Compensation, DelayCompensation, ParameterServer, ParameterServerBuilder, ShardStatistics, Staleness,
 };
-use phalanx_core::{buffer, deadline, group, host, sampler};
+use phalanx_core::{buffer, deadline, group, host, random, sampler};
 use phalanx_proto::{caller, clock, collective, dtype, error, hash, rank, wire, world_size};
 
 /// The program on this crate's page must run.

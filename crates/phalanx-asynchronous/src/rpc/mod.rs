@@ -64,6 +64,7 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 use crate::host;
+use crate::random;
 use crate::rank::Rank;
 use crate::wire::rpc::{Head, Kind, ObjectId};
 use crate::world_size::WorldSize;
@@ -152,6 +153,8 @@ pub struct Context {
 struct Shared {
     rank: Rank,
     world: WorldSize,
+    /// Rank 0 has drawn it: each start of calls has another one.
+    number: u64,
     functions: Registry,
     lost: Vec<Lost>,
     timeout: Duration,
@@ -271,19 +274,21 @@ impl RpcBuilder {
     /// connected, which ends `group` on every rank, or `group` fails.
     pub fn start(self, group: &ProcessGroup) -> Result<Rpc> {
         let Self { functions, lost, threads, limits, timeout, hubs } = self;
-        let registry = functions.and_then(|registry| registry.with_builtins());
+        let own = functions.and_then(|registry| Ok((registry.with_builtins()?, random::number()?)));
         let (rank, world) = (group.rank(), group.world_size());
         // A rank that cannot start tells the others, which would wait for it.
-        let theirs =
-            group.in_call(Caller::RpcStart).all_gather_object(&registry.is_ok().then_some(limits))?;
-        let functions = registry?;
+        let said = own.as_ref().ok().map(|(_, number)| (limits, *number));
+        let theirs = group.in_call(Caller::RpcStart).all_gather_object(&said)?;
+        let (functions, _) = own?;
         if let Some(other) = theirs.iter().position(Option::is_none) {
             return Err(Error::invalid_argument(format!("rank {other} could not start its remote calls"))
                 .with_peer(Rank::new(other as u32))
                 .with_remedy("see its own error"));
         }
+        let (theirs, numbers): (Vec<Limits>, Vec<u64>) = theirs.into_iter().flatten().unzip();
+        let number = numbers.first().copied().unwrap_or_default();
         let mut links = Vec::new();
-        for (peer, theirs) in world.ranks().zip(theirs.into_iter().flatten()) {
+        for (peer, theirs) in world.ranks().zip(theirs) {
             links.push(Link::new(peer, limits, theirs));
         }
         let is_hub = |rank| hubs.as_ref().is_none_or(|hubs| hubs.contains(&rank));
@@ -311,6 +316,7 @@ impl RpcBuilder {
         let shared = Arc::new(Shared {
             rank,
             world,
+            number,
             functions,
             lost,
             timeout,

@@ -171,6 +171,32 @@ fn a_reference_that_is_dropped_does_not_overtake_a_call_on_its_object() {
 }
 
 #[test]
+fn a_ticket_of_other_calls_is_refused() {
+    two(|group| {
+        let start = || {
+            let builder = Rpc::builder().object("number", |_, n: i64| Ok(n));
+            builder.method("read", |_, n: &i64, (): ()| Ok(*n)).start(&group).unwrap()
+        };
+        let (rpc, other) = (start(), start());
+        if group.rank().is_main() {
+            // Each is the first object of its calls.
+            let remote =
+                |rpc: &Rpc, n: i64| -> RemoteRef<i64> { rpc.remote(Rank::new(1), "number", &n).unwrap() };
+            let (one, _two) = (remote(&rpc, 1), remote(&other, 2));
+            let ticket = one.lend(Rank::MAIN).unwrap();
+            let error = other.accept::<i64>(ticket).unwrap_err();
+            assert!(
+                error.is_invalid_argument() && error.to_string().contains("other remote calls"),
+                "{error}"
+            );
+            assert_eq!(rpc.accept::<i64>(ticket).unwrap().call::<_, i64>("read", &()).unwrap(), 1);
+        }
+        rpc.shutdown().unwrap();
+        other.shutdown().unwrap();
+    });
+}
+
+#[test]
 fn what_a_kept_object_does_when_it_is_dropped_harms_nobody() {
     two(|group| {
         let (say, said) = mpsc::channel();
