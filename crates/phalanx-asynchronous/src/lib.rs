@@ -19,11 +19,11 @@ mod server;
 pub use self::clock::Consistency;
 pub use self::local::{LocalMethod, LocalState, LocalUpdates};
 pub use self::optimizer::{Adam, Sgd, UpdateRule};
-pub use self::rpc::{Answer, Context, PendingCall, RemoteRef, Rpc, RpcBuilder, Ticket};
+pub use self::rpc::{Answer, Bytes, Context, PendingCall, RemoteRef, Rpc, RpcBuilder, Ticket};
 pub use self::server::{
     Compensation, DelayCompensation, ParameterServer, ParameterServerBuilder, ShardStatistics, Staleness,
 };
-use phalanx_core::{buffer, deadline, group, host, sampler};
+use phalanx_core::{buffer, deadline, group, host, random, sampler};
 use phalanx_proto::{caller, clock, collective, dtype, error, hash, rank, wire, world_size};
 
 /// The program on this crate's page must run.

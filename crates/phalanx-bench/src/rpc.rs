@@ -1,15 +1,13 @@
 //! `phalanx bench rpc`: calls between two ranks.
 
 use std::collections::VecDeque;
-use std::fmt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use phalanx::asynchronous::{PendingCall, Rpc as Calls};
+use phalanx::asynchronous::{Bytes, PendingCall, Rpc as Calls};
 use phalanx::{Error, GroupOptions, ProcessGroup, Rank, Result, TransportKind, rendezvous};
-use serde::de::{Deserializer, Visitor};
-use serde::{Deserialize, Serialize, Serializer};
+use serde::Serialize;
 
 use crate::measure::percentile;
 use crate::options::{MAX_ITERATIONS, bytes};
@@ -83,33 +81,6 @@ struct Row {
     mb_per_s: f64,
 }
 
-/// Bytes in one piece, as tensors travel in other libraries.
-struct Bytes(Vec<u8>);
-
-impl Serialize for Bytes {
-    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
-        serializer.serialize_bytes(&self.0)
-    }
-}
-
-impl<'de> Deserialize<'de> for Bytes {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        struct Copied;
-        impl Visitor<'_> for Copied {
-            type Value = Bytes;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("bytes")
-            }
-
-            fn visit_bytes<E>(self, bytes: &[u8]) -> std::result::Result<Bytes, E> {
-                Ok(Bytes(bytes.to_vec()))
-            }
-        }
-        deserializer.deserialize_bytes(Copied)
-    }
-}
-
 impl Rpc {
     pub(crate) fn run(&self) -> Result<()> {
         if self.min_bytes > self.max_bytes {
@@ -175,7 +146,7 @@ impl Rpc {
 
     fn time(&self, calls: &Calls, transport: &str, bytes: usize) -> Result<Row> {
         let count = self.iterations.map_or((MOVED / bytes).clamp(20, 5000), |count| count as usize);
-        let argument = Bytes(vec![1; bytes]);
+        let argument = Bytes::from(vec![1; bytes]);
         let to = Rank::new(1);
         let start = || calls.call_async::<_, Bytes>(to, "echo", &argument);
         let mut times = Vec::with_capacity(count);
@@ -183,7 +154,7 @@ impl Rpc {
             let begin = Instant::now();
             let back = start()?.wait()?;
             let time = begin.elapsed();
-            if back.0 != argument.0 {
+            if back != argument {
                 return Err(Error::other("a call has returned other bytes than it got"));
             }
             // The first tenth warms up.
@@ -221,7 +192,7 @@ impl Rpc {
 
 /// Calls until processors, connections and allocators are in the state in which they stay.
 fn warm_up(calls: &Calls, bytes: usize) -> Result<()> {
-    let (begin, argument) = (Instant::now(), Bytes(vec![1; bytes]));
+    let (begin, argument) = (Instant::now(), Bytes::from(vec![1; bytes]));
     while begin.elapsed() < WARM_UP_DELAY {
         calls.call::<_, Bytes>(Rank::new(1), "echo", &argument)?;
     }

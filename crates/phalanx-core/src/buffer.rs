@@ -28,6 +28,11 @@ impl AlignedBytes {
         Self { lines: vec![Line::zeroed(); len.div_ceil(64)], len }
     }
 
+    /// The bytes that its memory can hold.
+    fn capacity(&self) -> usize {
+        self.lines.len() * size_of::<Line>()
+    }
+
     /// Grows to at least `len` bytes; the new ones are zero.
     pub(crate) fn reserve_len(&mut self, len: usize) {
         if len > self.len {
@@ -95,6 +100,29 @@ impl Buffer {
         let mut buffer = Self::zeroed(T::DTYPE, elements.len());
         buffer.as_bytes_mut().copy_from_slice(bytemuck::cast_slice(elements));
         buffer
+    }
+
+    /// A buffer of `elements`, in this one's memory if that is long enough; their values are then those of earlier use. For memory that is
+    /// written next: new memory is cleared, and comes page by page from the kernel.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn reused(self, elements: usize) -> Self {
+        let Self { storage, dtype } = self;
+        match (storage, elements.saturating_mul(dtype.size())) {
+            (Storage::Unregistered(bytes), len) if len <= bytes.capacity() => {
+                Self { storage: Storage::Unregistered(AlignedBytes { len, ..bytes }), dtype }
+            }
+            _ => Self::zeroed(dtype, elements),
+        }
+    }
+
+    /// The bytes that it may have after [`reused`](Self::reused) without new memory.
+    #[doc(hidden)]
+    pub fn capacity(&self) -> usize {
+        match &self.storage {
+            Storage::Unregistered(bytes) => bytes.capacity(),
+            Storage::Registered(_) | Storage::Kept(_) => 0,
+        }
     }
 
     /// All of a region, as elements of `dtype`.
@@ -282,6 +310,26 @@ mod tests {
         assert!(buffer.as_slice::<f32>().unwrap_err().is_invalid_argument());
         assert_eq!(buffer.as_bytes().as_ptr() as usize % 64, 0);
         assert!(Buffer::zeroed(DType::U8, 0).is_empty());
+    }
+
+    #[test]
+    fn a_reused_buffer_has_its_memory_and_the_length_that_was_asked() {
+        let buffer = Buffer::from_slice(&[1u8; 1000]);
+        let address = buffer.as_bytes().as_ptr();
+        assert_eq!(buffer.capacity(), 1024);
+        let buffer = buffer.reused(100);
+        assert_eq!(
+            (buffer.as_bytes().as_ptr(), buffer.as_bytes(), buffer.capacity()),
+            (address, &[1; 100][..], 1024)
+        );
+        let buffer = buffer.reused(1024);
+        assert_eq!((buffer.as_bytes().as_ptr(), buffer.len()), (address, 1024));
+        assert_eq!(buffer.reused(1025).as_bytes(), [0; 1025]);
+        let mut kept = Buffer::zeroed(DType::U8, 64);
+        let _keeper = kept.keeper();
+        let other = kept.as_bytes().as_ptr();
+        assert_eq!(kept.capacity(), 0);
+        assert_ne!(kept.reused(64).as_bytes().as_ptr(), other, "whoever keeps its memory may use it");
     }
 
     #[test]

@@ -7,8 +7,8 @@ use std::time::Duration;
 use serde::de::DeserializeOwned;
 
 use super::Shared;
+use super::payload::{Received, read};
 use super::pool::Pool;
-use super::registry::read;
 use crate::buffer::Buffer;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -87,7 +87,7 @@ impl<R: DeserializeOwned> PendingCall<R> {
         let Self { shared, work, to, name, timeout, deadline: last, .. } = self;
         match Pool::waiting(|| work.wait_until(deadline)) {
             Ok(outcome) => {
-                let result = outcome.and_then(|result| read_result(&shared, &result, &name, to));
+                let result = outcome.and_then(|answer| read_result(&shared, answer, &name, to));
                 Ok(result.map_err(|error| shared.located(error, format!("rpc {name:?} on rank {to}"))))
             }
             Err(work) => Err(Self { shared, work, to, name, timeout, deadline: last, _result: PhantomData }),
@@ -95,8 +95,8 @@ impl<R: DeserializeOwned> PendingCall<R> {
     }
 }
 
-fn read_result<R: DeserializeOwned>(shared: &Shared, result: &Buffer, name: &str, to: Rank) -> Result<R> {
-    read(result.as_bytes()).map_err(|why| {
+fn read_result<R: DeserializeOwned>(shared: &Shared, result: Buffer, name: &str, to: Rank) -> Result<R> {
+    read(&Received::new(result, &shared.spare), 0).map_err(|why| {
         Error::mismatch(format!(
             "rank {} cannot read the result of {name:?} that rank {to} has sent as {}: {why}",
             shared.rank,

@@ -6,6 +6,7 @@ use std::time::Duration;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::Limits;
+use super::payload::Written;
 use super::window::Window;
 use crate::buffer::Buffer;
 use crate::deadline::Deadline;
@@ -170,19 +171,19 @@ impl Link {
             let Some(group) = self.group() else { return };
             // If it cannot be sent, the peer has left or does not receive: there is no need to wait for it.
             let brief = group.with_timeout(deadline.remaining().max(MIN_TIMEOUT));
-            let _ = self.send_in(&brief, &Head::plain(Kind::Bye), &[], deadline);
+            let _ = self.send_in(&brief, &Head::plain(Kind::Bye), &Written::default(), deadline);
         }
     }
 
     /// Sends a frame with its payload. Waits until `deadline` for its turn.
-    pub(super) fn send(&self, head: &Head, payload: &[u8], deadline: Deadline) -> Result<()> {
+    pub(super) fn send(&self, head: &Head, payload: &Written, deadline: Deadline) -> Result<()> {
         let group = self.group().ok_or_else(|| self.failure().unwrap_or_else(shut_down))?;
         self.send_in(&group, head, payload, deadline)
     }
 
     /// Sends what the peer must have as long as the connection stands: an answer, or an end. Waits for its turn without a limit, since
     /// each thread that has it ends in time, or the connection fails.
-    pub(super) fn deliver(&self, head: &Head, payload: &[u8]) -> Result<()> {
+    pub(super) fn deliver(&self, head: &Head, payload: &Written) -> Result<()> {
         self.send(head, payload, Deadline::after(Duration::MAX))
     }
 
@@ -199,7 +200,13 @@ impl Link {
     }
 
     /// `group` is the group of the two.
-    fn send_in(&self, group: &ProcessGroup, head: &Head, payload: &[u8], deadline: Deadline) -> Result<()> {
+    fn send_in(
+        &self,
+        group: &ProcessGroup,
+        head: &Head,
+        payload: &Written,
+        deadline: Deadline,
+    ) -> Result<()> {
         let Some(_turn) = self.turn.try_lock_until(deadline.instant()) else {
             let cause = format!("what was sent to rank {} before it is still under way", self.peer);
             return Err(Error::timeout(cause)
@@ -207,10 +214,13 @@ impl Link {
                 .with_remedy("is that rank or the network slow? A longer time-out can be set"));
         };
         let to = self.rank_in(group);
-        let sent = group.send(&head.encode(payload), to).and_then(|()| match payload.len() > INLINE {
-            true => group.send(payload, to),
-            false => Ok(()),
-        });
+        let parts = payload.parts();
+        let sent = if payload.len() > INLINE {
+            group.send(&head.encode(&[]), to).and_then(|()| group.send_parts(&parts, to))
+        } else {
+            // What is so short is in one part.
+            group.send(&head.encode(parts.first().copied().unwrap_or_default()), to)
+        };
         sent.map_err(|error| self.fail(self.explained(&error)))
     }
 

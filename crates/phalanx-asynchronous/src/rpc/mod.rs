@@ -30,10 +30,12 @@
 mod call;
 mod link;
 mod objects;
+mod payload;
 mod pool;
 mod registry;
 mod remote;
 mod serve;
+mod spare;
 mod window;
 
 use std::sync::Arc;
@@ -42,22 +44,27 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use phalanx_sys::freed::keep_freed_memory;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 pub use self::call::PendingCall;
 use self::link::{Link, shut_down};
 use self::objects::Objects;
+pub use self::payload::Bytes;
+use self::payload::Written;
 use self::pool::Pool;
 pub use self::registry::Answer;
 pub(super) use self::registry::caught;
 use self::registry::{Registry, deferred, method, object, plain};
 pub use self::remote::{RemoteRef, Ticket};
+use self::spare::Spare;
 use crate::caller::Caller;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 use crate::host;
+use crate::random;
 use crate::rank::Rank;
 use crate::wire::rpc::{Head, Kind, ObjectId};
 use crate::world_size::WorldSize;
@@ -100,7 +107,7 @@ pub struct RpcBuilder {
 /// Calls between the ranks of a group, by the name of a function and with typed arguments.
 ///
 /// Every rank says which functions others may call on it, and starts; then any rank calls any other, or itself.
-/// Arguments and results are whatever serde can write; large arrays of numbers are fastest as bytes or in collectives.
+/// Arguments and results are whatever serde can write; large arrays of numbers are fastest as [`Bytes`] or in collectives.
 ///
 /// ```
 /// use phalanx::asynchronous::Rpc;
@@ -146,6 +153,8 @@ pub struct Context {
 struct Shared {
     rank: Rank,
     world: WorldSize,
+    /// Rank 0 has drawn it: each start of calls has another one.
+    number: u64,
     functions: Registry,
     lost: Vec<Lost>,
     timeout: Duration,
@@ -153,6 +162,8 @@ struct Shared {
     links: Vec<Link>,
     pool: Arc<Pool>,
     objects: Objects,
+    /// Of payloads that have been read.
+    spare: Arc<Spare>,
     last_object: AtomicU64,
     receivers: Mutex<Vec<JoinHandle<()>>>,
     closed: AtomicBool,
@@ -263,19 +274,21 @@ impl RpcBuilder {
     /// connected, which ends `group` on every rank, or `group` fails.
     pub fn start(self, group: &ProcessGroup) -> Result<Rpc> {
         let Self { functions, lost, threads, limits, timeout, hubs } = self;
-        let registry = functions.and_then(|registry| registry.with_builtins());
+        let own = functions.and_then(|registry| Ok((registry.with_builtins()?, random::number()?)));
         let (rank, world) = (group.rank(), group.world_size());
         // A rank that cannot start tells the others, which would wait for it.
-        let theirs =
-            group.in_call(Caller::RpcStart).all_gather_object(&registry.is_ok().then_some(limits))?;
-        let functions = registry?;
+        let said = own.as_ref().ok().map(|(_, number)| (limits, *number));
+        let theirs = group.in_call(Caller::RpcStart).all_gather_object(&said)?;
+        let (functions, _) = own?;
         if let Some(other) = theirs.iter().position(Option::is_none) {
             return Err(Error::invalid_argument(format!("rank {other} could not start its remote calls"))
                 .with_peer(Rank::new(other as u32))
                 .with_remedy("see its own error"));
         }
+        let (theirs, numbers): (Vec<Limits>, Vec<u64>) = theirs.into_iter().flatten().unzip();
+        let number = numbers.first().copied().unwrap_or_default();
         let mut links = Vec::new();
-        for (peer, theirs) in world.ranks().zip(theirs.into_iter().flatten()) {
+        for (peer, theirs) in world.ranks().zip(theirs) {
             links.push(Link::new(peer, limits, theirs));
         }
         let is_hub = |rank| hubs.as_ref().is_none_or(|hubs| hubs.contains(&rank));
@@ -297,16 +310,20 @@ impl RpcBuilder {
                 }
             }
         }
+        // Each call takes memory for what is written and read of it, and frees it.
+        keep_freed_memory();
         let pool = Pool::new(threads, format!("phalanx-rpc-{rank}"))?;
         let shared = Arc::new(Shared {
             rank,
             world,
+            number,
             functions,
             lost,
             timeout,
             links,
             pool,
             objects: Objects::default(),
+            spare: Arc::default(),
             last_object: AtomicU64::new(0),
             receivers: Mutex::default(),
             closed: AtomicBool::new(false),
@@ -521,7 +538,7 @@ impl Shared {
         if name.is_empty() || name.len() > MAX_NAME {
             return Err(Error::invalid_argument(format!("the name of a function has 1 to {MAX_NAME} bytes")));
         }
-        let payload = postcard::to_extend(args, name.as_bytes().to_vec()).map_err(|error| {
+        let payload = Written::behind(name.as_bytes().to_vec(), args).map_err(|error| {
             Error::invalid_argument("the arguments could not be written").with_source(error)
         })?;
         if payload.len() > MAX_PAYLOAD {
@@ -537,7 +554,7 @@ impl Shared {
         let (call, work) = Pool::waiting(|| link.enter(depth, bytes, deadline))?;
         let head = Head { kind, depth, name: name.len() as u16, call, object, length: bytes };
         let sent = match to == self.rank {
-            true => self.accept(to, head, crate::buffer::Buffer::from_slice(&payload)),
+            true => self.copy(&payload).and_then(|payload| self.accept(to, head, payload)),
             false => Pool::waiting(|| link.send(&head, &payload, deadline)),
         };
         match sent {

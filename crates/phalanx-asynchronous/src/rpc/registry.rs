@@ -10,16 +10,23 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::objects::Value;
+use super::payload::{Received, Written, read};
 use super::{Context, Shared};
 use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::wire::rpc::{Head, MAX_NAME};
 
-/// A function of the bytes of its arguments.
-type Plain = dyn Fn(&Context, &[u8]) -> Result<Vec<u8>> + Send + Sync;
-type Deferred = dyn Fn(&Context, &[u8], Pledge) -> Result<()> + Send + Sync;
-type Object = dyn Fn(&Context, &[u8]) -> Result<Value> + Send + Sync;
-type Method = dyn Fn(&Context, &Value, &[u8]) -> Result<Vec<u8>> + Send + Sync;
+/// A function of its arguments as they have come.
+type Plain = dyn Fn(&Context, &Arguments) -> Result<Written> + Send + Sync;
+type Deferred = dyn Fn(&Context, &Arguments, Pledge) -> Result<()> + Send + Sync;
+type Object = dyn Fn(&Context, &Arguments) -> Result<Value> + Send + Sync;
+type Method = dyn Fn(&Context, &Value, &Arguments) -> Result<Written> + Send + Sync;
+
+/// The arguments of a call: what follows the name of the function in its payload.
+pub(super) struct Arguments {
+    pub payload: Arc<Received>,
+    pub begin: usize,
+}
 
 /// What a name stands for.
 pub(super) enum Function {
@@ -68,8 +75,8 @@ pub(super) fn plain<A: DeserializeOwned, R: Serialize>(
     function: impl Fn(&Context, A) -> Result<R> + Send + Sync + 'static,
 ) -> Function {
     let name = name.to_owned();
-    Function::Plain(Box::new(move |context, bytes| {
-        write_result(&name, &function(context, arguments(&name, context, bytes)?)?)
+    Function::Plain(Box::new(move |context, args| {
+        write_result(&name, &function(context, arguments(&name, context, args)?)?)
     }))
 }
 
@@ -78,8 +85,8 @@ pub(super) fn deferred<A: DeserializeOwned, R: Serialize>(
     function: impl Fn(&Context, A, Answer<R>) + Send + Sync + 'static,
 ) -> Function {
     let name = name.to_owned();
-    Function::Deferred(Box::new(move |context, bytes, pledge| {
-        match arguments(&name, context, bytes) {
+    Function::Deferred(Box::new(move |context, args, pledge| {
+        match arguments(&name, context, args) {
             Ok(arguments) => {
                 function(context, arguments, Answer::new(pledge));
             }
@@ -94,8 +101,8 @@ pub(super) fn object<A: DeserializeOwned, T: Send + Sync + 'static>(
     function: impl Fn(&Context, A) -> Result<T> + Send + Sync + 'static,
 ) -> Function {
     let name = name.to_owned();
-    Function::Object(Box::new(move |context, bytes| {
-        Ok(Arc::new(function(context, arguments(&name, context, bytes)?)?))
+    Function::Object(Box::new(move |context, args| {
+        Ok(Arc::new(function(context, arguments(&name, context, args)?)?))
     }))
 }
 
@@ -104,7 +111,7 @@ pub(super) fn method<T: Send + Sync + 'static, A: DeserializeOwned, R: Serialize
     function: impl Fn(&Context, &T, A) -> Result<R> + Send + Sync + 'static,
 ) -> Function {
     let name = name.to_owned();
-    Function::Method(Box::new(move |context, value, bytes| {
+    Function::Method(Box::new(move |context, value, args| {
         let Some(value) = value.downcast_ref::<T>() else {
             return Err(Error::mismatch(format!(
                 "{name:?} is a function of {}, and the object that rank {} has called it on is another",
@@ -112,12 +119,12 @@ pub(super) fn method<T: Send + Sync + 'static, A: DeserializeOwned, R: Serialize
                 context.caller()
             )));
         };
-        write_result(&name, &function(context, value, arguments(&name, context, bytes)?)?)
+        write_result(&name, &function(context, value, arguments(&name, context, args)?)?)
     }))
 }
 
-fn arguments<A: DeserializeOwned>(name: &str, context: &Context, bytes: &[u8]) -> Result<A> {
-    read(bytes).map_err(|why| {
+fn arguments<A: DeserializeOwned>(name: &str, context: &Context, args: &Arguments) -> Result<A> {
+    read(&args.payload, args.begin).map_err(|why| {
         Error::mismatch(format!(
             "rank {} cannot read the arguments of {name:?} that rank {} has sent as {}: {why}",
             context.rpc().rank(),
@@ -128,19 +135,10 @@ fn arguments<A: DeserializeOwned>(name: &str, context: &Context, bytes: &[u8]) -
     })
 }
 
-fn write_result<R: Serialize>(name: &str, result: &R) -> Result<Vec<u8>> {
-    postcard::to_stdvec(result).map_err(|error| {
+fn write_result<R: Serialize>(name: &str, result: &R) -> Result<Written> {
+    Written::behind(Vec::new(), result).map_err(|error| {
         Error::invalid_argument(format!("the result of {name:?} could not be written")).with_source(error)
     })
-}
-
-/// The value in `bytes`, all of which must be used; or why it cannot be read.
-pub(super) fn read<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
-    match postcard::take_from_bytes(bytes) {
-        Ok((value, [])) => Ok(value),
-        Ok((_, rest)) => Err(format!("{} bytes are left over", rest.len())),
-        Err(error) => Err(error.to_string()),
-    }
 }
 
 /// The duty to answer a call. If it is dropped, the caller gets an error.
@@ -160,11 +158,11 @@ impl Pledge {
         Self { shared: Arc::downgrade(shared), to, head, name, is_kept: false }
     }
 
-    pub(super) fn keep(mut self, outcome: Result<Vec<u8>>) {
+    pub(super) fn keep(mut self, outcome: Result<Written>) {
         self.finish(outcome);
     }
 
-    fn finish(&mut self, outcome: Result<Vec<u8>>) {
+    fn finish(&mut self, outcome: Result<Written>) {
         if !std::mem::replace(&mut self.is_kept, true)
             && let Some(shared) = self.shared.upgrade()
         {

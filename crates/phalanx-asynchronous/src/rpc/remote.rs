@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::registry::{Registry, plain};
 use super::{PendingCall, Rpc, Shared};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::wire::rpc::{Kind, ObjectId};
 
@@ -57,6 +57,8 @@ struct Held {
 /// A [reference](RemoteRef) on its way to another rank: what [`RemoteRef::lend`] gives, and [`Rpc::accept`] takes there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ticket {
+    /// Which calls it is of: others have objects of the same numbers.
+    calls: u64,
     owner: Rank,
     object: ObjectId,
     to: Rank,
@@ -80,10 +82,14 @@ impl Rpc {
     /// The reference that another rank has [lent](RemoteRef::lend) to this one. A ticket is good for one reference.
     ///
     /// # Errors
-    /// If it was lent to another rank.
+    /// If it was lent to another rank, or by another start of remote calls.
     pub fn accept<T>(&self, ticket: Ticket) -> Result<RemoteRef<T>> {
+        if ticket.calls != self.shared.number {
+            return Err(Error::invalid_argument("the reference belongs to other remote calls")
+                .with_remedy("accept it with the Rpc of the start with which it was lent"));
+        }
         if ticket.to != self.rank() {
-            return Err(crate::error::Error::invalid_argument(format!(
+            return Err(Error::invalid_argument(format!(
                 "the reference was lent to rank {}, not to rank {}",
                 ticket.to,
                 self.rank()
@@ -134,7 +140,7 @@ impl<T> RemoteRef<T> {
     pub fn lend(&self, to: Rank) -> Result<Ticket> {
         let Held { rpc, owner, object } = &*self.held;
         rpc.call::<_, ()>(*owner, LEND, &(object, to))?;
-        Ok(Ticket { owner: *owner, object: *object, to })
+        Ok(Ticket { calls: rpc.shared.number, owner: *owner, object: *object, to })
     }
 }
 

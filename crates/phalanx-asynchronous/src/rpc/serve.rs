@@ -7,13 +7,13 @@ use std::time::Duration;
 
 use super::link::{Link, release, shut_down};
 use super::objects::Value;
+use super::payload::{Received, Written};
 use super::pool::Pool;
-use super::registry::{Function, HANDLER, Pledge, caught};
+use super::registry::{Arguments, Function, HANDLER, Pledge, caught};
 use super::remote::is_builtin;
 use super::{FAREWELL_TIMEOUT, Shared};
 use crate::buffer::Buffer;
 use crate::deadline::{Backoff, Deadline};
-use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 use crate::rank::Rank;
@@ -90,7 +90,9 @@ impl Shared {
                 Some(payload) => Buffer::from_slice(payload),
                 None => {
                     // The header and the window have bounded it.
-                    let mut payload = Buffer::zeroed(DType::U8, head.length as usize);
+                    let length = head.length as usize;
+                    let mut payload =
+                        self.spare.take(length).ok_or_else(|| self.has_no_memory(length, link.peer))?;
                     group.recv(payload.as_mut_slice::<u8>()?, from)?;
                     payload
                 }
@@ -122,7 +124,7 @@ impl Shared {
         };
         let shared = self.clone();
         let is_builtin = is_builtin(&payload.as_bytes()[..usize::from(head.name)]);
-        let job = move || shared.run(from, head, &payload, object);
+        let job = move || shared.run(from, head, payload, object);
         match is_builtin {
             true => self.pool.push_internal(job),
             false => self.pool.push(head.depth, job),
@@ -131,9 +133,9 @@ impl Shared {
     }
 
     /// `object` is what a method is called on.
-    fn run(self: Arc<Self>, from: Rank, head: Head, payload: &Buffer, object: Option<Result<Value>>) {
-        let (name, args) = payload.as_bytes().split_at(usize::from(head.name));
-        let name = String::from_utf8_lossy(name).into_owned();
+    fn run(self: Arc<Self>, from: Rank, head: Head, payload: Buffer, object: Option<Result<Value>>) {
+        let args = Arguments { payload: Received::new(payload, &self.spare), begin: usize::from(head.name) };
+        let name = String::from_utf8_lossy(&args.payload.as_bytes()[..args.begin]).into_owned();
         let context = self.context(from);
         let pledge = Pledge::new(&self, from, head, name.clone());
         let function = match self.functions.get(&name, &context) {
@@ -143,27 +145,32 @@ impl Shared {
         let outcome = match (function, head.kind, object) {
             (Function::Deferred(function), Kind::Call, _) => {
                 // If it panics, that drops the pledge, which says so.
-                let _ = caught(HANDLER, || function(&context, args, pledge));
+                let _ = caught(HANDLER, || function(&context, &args, pledge));
                 return;
             }
-            (Function::Plain(function), Kind::Call, _) => caught(HANDLER, || function(&context, args)),
+            (Function::Plain(function), Kind::Call, _) => caught(HANDLER, || function(&context, &args)),
             (Function::Object(function), Kind::Make, _) => caught(HANDLER, || {
-                drop(self.objects.keep(head.object, function(&context, args)?));
-                Ok(Vec::new())
+                drop(self.objects.keep(head.object, function(&context, &args)?));
+                Ok(Written::default())
             }),
             (Function::Method(function), Kind::Method, Some(value)) => value.and_then(|value| {
                 // It drops the value too, which may be the last to hold it.
-                caught(HANDLER, move || function(&context, &value, args))
+                caught(HANDLER, || {
+                    let value = value;
+                    function(&context, &value, &args)
+                })
             }),
             (Function::Plain(_) | Function::Deferred(_), ..) => Err(misused(&name, "Rpc::call")),
             (Function::Object(_), ..) => Err(misused(&name, "Rpc::remote")),
             (Function::Method(_), ..) => Err(misused(&name, "RemoteRef::call")),
         };
+        // Before the answer: the next call, which may use its memory, may follow at once.
+        drop(args);
         pledge.keep(outcome);
     }
 
     /// Answers the call `head` of `to`.
-    pub(super) fn answer(self: &Arc<Self>, to: Rank, head: &Head, outcome: Result<Vec<u8>>) {
+    pub(super) fn answer(self: &Arc<Self>, to: Rank, head: &Head, outcome: Result<Written>) {
         let Ok(link) = self.link(to) else { return };
         let outcome = match outcome {
             Ok(result) if result.len() > MAX_PAYLOAD => {
@@ -173,13 +180,15 @@ impl Shared {
             outcome => outcome,
         };
         if to == self.rank {
-            let outcome = outcome.map(|result| Buffer::from_slice(&result));
+            let outcome = outcome.and_then(|result| self.copy(&result));
             return link.answered(head.call, outcome);
         }
         link.leave(head);
         let (kind, payload) = match outcome {
             Ok(result) => (Kind::Answer, result),
-            Err(error) => (Kind::Failure, postcard::to_stdvec(&Notice::of(&error)).unwrap_or_default()),
+            Err(error) => {
+                (Kind::Failure, postcard::to_stdvec(&Notice::of(&error)).unwrap_or_default().into())
+            }
         };
         let head = Head { call: head.call, length: payload.len() as u64, ..Head::plain(kind) };
         // If it cannot be sent, the connection has failed, which the caller sees too.
@@ -187,12 +196,26 @@ impl Shared {
         link.has_answered();
     }
 
+    /// What this rank sends to itself.
+    pub(super) fn copy(&self, payload: &Written) -> Result<Buffer> {
+        let copy = self.spare.copy(&payload.parts());
+        copy.ok_or_else(|| self.has_no_memory(payload.len(), self.rank))
+    }
+
+    fn has_no_memory(&self, length: usize, from: Rank) -> Error {
+        let cause =
+            format!("rank {} has no memory for the {length} bytes that rank {from} has sent", self.rank);
+        Error::out_of_memory(cause).with_remedy(
+            "send less in one call, or lower RpcBuilder::bytes_in_flight of the rank that is called",
+        )
+    }
+
     /// Tells `owner` which of its objects this rank no longer holds.
     pub(super) fn send_releases(&self, owner: Rank) {
         let Ok(link) = self.link(owner) else { return };
         while let Some(objects) = link.take_released() {
             for object in objects {
-                let _ = link.deliver(&release(object), &[]);
+                let _ = link.deliver(&release(object), &Written::default());
             }
         }
     }
@@ -226,7 +249,7 @@ impl Shared {
             }
         }
         for link in others() {
-            let _ = link.deliver(&Head::plain(Kind::Done), &[]);
+            let _ = link.deliver(&Head::plain(Kind::Done), &Written::default());
         }
         others().for_each(Link::await_done);
         // A peer that has sent `Done` has its answers, or its own time-out has passed.

@@ -171,6 +171,32 @@ fn a_reference_that_is_dropped_does_not_overtake_a_call_on_its_object() {
 }
 
 #[test]
+fn a_ticket_of_other_calls_is_refused() {
+    two(|group| {
+        let start = || {
+            let builder = Rpc::builder().object("number", |_, n: i64| Ok(n));
+            builder.method("read", |_, n: &i64, (): ()| Ok(*n)).start(&group).unwrap()
+        };
+        let (rpc, other) = (start(), start());
+        if group.rank().is_main() {
+            // Each is the first object of its calls.
+            let remote =
+                |rpc: &Rpc, n: i64| -> RemoteRef<i64> { rpc.remote(Rank::new(1), "number", &n).unwrap() };
+            let (one, _two) = (remote(&rpc, 1), remote(&other, 2));
+            let ticket = one.lend(Rank::MAIN).unwrap();
+            let error = other.accept::<i64>(ticket).unwrap_err();
+            assert!(
+                error.is_invalid_argument() && error.to_string().contains("other remote calls"),
+                "{error}"
+            );
+            assert_eq!(rpc.accept::<i64>(ticket).unwrap().call::<_, i64>("read", &()).unwrap(), 1);
+        }
+        rpc.shutdown().unwrap();
+        other.shutdown().unwrap();
+    });
+}
+
+#[test]
 fn what_a_kept_object_does_when_it_is_dropped_harms_nobody() {
     two(|group| {
         let (say, said) = mpsc::channel();
@@ -289,4 +315,28 @@ fn answers_on_the_way_to_a_slow_rank_delay_no_calls_of_others() {
         }
         rpc.shutdown().unwrap();
     });
+}
+
+#[test]
+fn long_calls_one_after_the_other_share_their_memory_on_both_sides() {
+    for to_itself in [false, true] {
+        two(|group| {
+            let rpc = Rpc::builder()
+                .handler("length", |_, text: String| Ok(text.len()))
+                .handler("text", |_, length: usize| Ok("t".repeat(length)))
+                .start(&group)
+                .unwrap();
+            let to = Rank::new(u32::from(!to_itself));
+            if group.rank().is_main() {
+                for length in [100_000, 99_000, 100_000] {
+                    assert_eq!(rpc.call::<_, usize>(to, "length", &"t".repeat(length)).unwrap(), length);
+                    assert_eq!(rpc.call::<_, String>(to, "text", &length).unwrap().len(), length);
+                }
+                assert_eq!(rpc.shared.spare.count(), 1);
+            }
+            group.barrier().unwrap();
+            assert_eq!(rpc.shared.spare.count(), usize::from(group.rank().is_main() || !to_itself));
+            rpc.shutdown().unwrap();
+        });
+    }
 }

@@ -432,15 +432,15 @@ impl ParameterServer {
 
 /// Copies the parameters that a server has sent.
 fn take(done: &Done, into: &mut [f32]) -> Result<()> {
-    let values = &done.values.0;
-    if values.len() != into.len() {
+    let (values, rest) = done.values.as_chunks::<4>();
+    if values.len() != into.len() || !rest.is_empty() {
         return Err(Error::protocol(format!(
-            "a server has sent {} parameters, and {} were asked for",
-            values.len(),
+            "a server has sent {} bytes of parameters, and {} parameters were asked for",
+            done.values.len(),
             into.len()
         )));
     }
-    into.copy_from_slice(values);
+    into.iter_mut().zip(values).for_each(|(into, value)| *into = f32::from_le_bytes(*value));
     Ok(())
 }
 

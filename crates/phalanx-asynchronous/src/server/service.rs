@@ -4,7 +4,6 @@
 //! when the replica has it. The replica applies operations by their numbers. So it has a prefix of the primary's operations, with
 //! all that were answered. If the replica may lack one, the shard fails, or the answer says that there is no replica.
 
-use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,7 +16,7 @@ use super::shard::{Op, Shard};
 use super::{Place, ShardStatistics};
 use crate::error::{Error, Result};
 use crate::rank::Rank;
-use crate::rpc::{Answer, Context, PendingCall, RpcBuilder, aside, caught, waiting};
+use crate::rpc::{Answer, Bytes, Context, PendingCall, RpcBuilder, aside, caught, waiting};
 
 pub(super) const STEP: &str = "step";
 pub(super) const STATISTICS: &str = "statistics";
@@ -62,7 +61,8 @@ pub(super) struct Done {
     pub staleness: u64,
     /// The steps that the worker has ended.
     pub clock: u64,
-    pub values: Floats<'static>,
+    /// The parameters, as [`Floats`] travel.
+    pub values: Bytes,
     /// Whether the replica has all that this answers. If not, it must not be asked after this server.
     pub is_replicated: bool,
 }
@@ -207,8 +207,8 @@ impl Hosted {
     }
 
     fn reply(&self, worker: Rank, staleness: u64, pull: Option<&Range<usize>>) -> Result<Done> {
-        let values = pull.map(|keys| self.shard.parameters(keys).map(<[f32]>::to_vec)).transpose()?;
-        let values = Floats(Cow::Owned(values.unwrap_or_default()));
+        let values = pull.map(|keys| self.shard.parameters(keys)).transpose()?.unwrap_or_default();
+        let values = bytemuck::cast_slice::<f32, u8>(values).to_vec().into();
         let clock = self.shard.clocks().workers().get(&worker).copied().unwrap_or(0);
         Ok(Done { staleness, clock, values, is_replicated: false })
     }
@@ -298,8 +298,11 @@ impl Service {
             answer.send(Err(Error::aborted(format!("rank {worker} is lost"))));
             return outcome.finish(context);
         }
-        // If it asks again, its earlier question has no reader.
-        hosted.parked.retain(|parked| parked.worker != worker || parked.number > number);
+        // If it asks again, its earlier question has no reader. As all, it is answered without the lock: the connection may be slow.
+        let earlier = |parked: &mut Parked| parked.worker == worker && parked.number <= number;
+        outcome.answers.extend(hosted.parked.extract_if(.., earlier).map(|Parked { answer, .. }| {
+            (answer, Err(Error::aborted(format!("rank {worker} has asked again before it was answered"))))
+        }));
         let (op, pull, waits) = match request.ask {
             Ask::Join => (Op::Join(worker, number), None, false),
             Ask::Enter { clock, keys } => {

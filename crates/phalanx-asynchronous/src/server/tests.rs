@@ -205,6 +205,40 @@ fn a_late_operation_does_not_end_the_wait_of_a_later_one() {
 }
 
 #[test]
+fn a_worker_that_asks_again_over_a_slow_connection_holds_up_nobody() {
+    run(2, |group| {
+        let rpc = hosted(&[0, 1], group.rank()).functions(Rpc::builder()).start(&group).unwrap();
+        let ask = |number, ask| -> PendingCall<Reply<Done>> {
+            rpc.call_async(Rank::MAIN, STEP, &Request { shard: 0, number, ask }).unwrap()
+        };
+        let worker = Rank::new(1);
+        if group.rank() == worker {
+            let waits = ask(5, Ask::Step { push: None, advance: true, pull: None });
+            group.barrier().unwrap();
+            let leaves = ask(6, Ask::Leave);
+            group.barrier().unwrap();
+            let error = waits.wait().unwrap_err().to_string();
+            assert!(error.contains("rank 1 has asked again"), "{error}");
+            leaves.wait().unwrap();
+        } else {
+            let deadline = Deadline::after(Duration::from_secs(60));
+            while !clocks(&rpc).contains(&(worker, 1)) {
+                assert!(!deadline.has_passed(), "it has ended its step, and waits for this rank");
+            }
+            // As if a long message to it were under way.
+            let busy = rpc.occupy(worker).unwrap();
+            group.barrier().unwrap();
+            while clocks(&rpc).iter().any(|(rank, _)| *rank == worker) {
+                assert!(!deadline.has_passed(), "it has left");
+            }
+            group.barrier().unwrap();
+            drop(busy);
+        }
+        rpc.shutdown().unwrap();
+    });
+}
+
+#[test]
 fn who_is_lost_becomes_no_worker_although_it_has_asked() {
     run(2, |group| {
         let (say, said) = std::sync::mpsc::channel();

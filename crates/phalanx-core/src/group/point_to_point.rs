@@ -2,9 +2,10 @@
 
 use super::{ProcessGroup, Work};
 use crate::buffer::Buffer;
-use crate::dtype::Element;
+use crate::dtype::{DType, Element};
 use crate::error::Result;
 use crate::rank::Rank;
+use crate::transport::messages::length;
 use crate::wire::frame::{Call, Operation};
 
 /// A message of a batch; see [`ProcessGroup::batch_isend_irecv`].
@@ -69,7 +70,19 @@ impl ProcessGroup {
         let to = self.peer(to)?;
         self.begin()?;
         let call = Call::new(Operation::PointToPoint, T::DTYPE, data.len());
-        self.inner.messages.send(call, to, bytemuck::cast_slice(data), &self.operation_timeout())
+        self.inner.messages.send(call, to, &[bytemuck::cast_slice(data)], &self.operation_timeout())
+    }
+
+    /// As [`send`](Self::send) of the bytes of these parts, one after the other, without a copy that joins them.
+    ///
+    /// # Errors
+    /// As [`send`](Self::send).
+    #[doc(hidden)]
+    pub fn send_parts(&self, parts: &[&[u8]], to: Rank) -> Result<()> {
+        let to = self.peer(to)?;
+        self.begin()?;
+        let call = Call::new(Operation::PointToPoint, DType::U8, length(parts));
+        self.inner.messages.send(call, to, parts, &self.operation_timeout())
     }
 
     /// Receives into `data` the next message from `from`.

@@ -106,6 +106,34 @@ fn messages_of_a_pair_keep_their_order_whoever_drives_them() {
 }
 
 #[test]
+fn parts_that_are_sent_together_are_one_message() {
+    for fabric in Fabric::ALL {
+        run(2, fabric, |group| {
+            let (group, peer) = (patient(&group), other(&group));
+            // In a header's place, in a ring, and longer than one; some parts are empty.
+            for lengths in [&[0usize; 0][..], &[0, 3, 0, 9, 1], &[10, 300_000, 0, 77], &[1 << 20, 3, 1 << 20]]
+            {
+                let whole = message(Rank::MAIN, Rank::new(1), 1, lengths.iter().sum());
+                if group.rank().is_main() {
+                    let mut rest = whole.as_bytes();
+                    let mut parts = Vec::new();
+                    for length in lengths {
+                        let (part, later) = rest.split_at(*length);
+                        parts.push(part);
+                        rest = later;
+                    }
+                    group.send_parts(&parts, peer).unwrap();
+                } else {
+                    let mut got = vec![0u8; whole.len()];
+                    group.recv(&mut got, peer).unwrap();
+                    assert!(got == whole.as_bytes(), "{lengths:?} over {fabric:?}");
+                }
+            }
+        });
+    }
+}
+
+#[test]
 fn a_message_in_flight_stands_in_no_collectives_way() {
     for fabric in Fabric::ALL {
         for world in 2..=5 {

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
-use phalanx::asynchronous::{Answer, RemoteRef, Rpc, RpcBuilder, Ticket};
+use phalanx::asynchronous::{Answer, Bytes, RemoteRef, Rpc, RpcBuilder, Ticket};
 use phalanx::testing::{Fabric, run};
 use phalanx::{Error, ProcessGroup, Rank, ReduceOp};
 
@@ -56,6 +56,33 @@ fn functions_are_called_by_name_with_arguments_of_any_length() {
         }
         rpc.shutdown().unwrap();
         group.barrier().unwrap();
+    });
+}
+
+#[test]
+fn bytes_of_any_length_are_carried_in_both_directions_and_outlive_the_calls() {
+    everywhere(|group, fabric| {
+        let rpc = Rpc::builder()
+            .handler("turned", |_, (name, parts, number): (String, Vec<Bytes>, u32)| {
+                Ok((number + 1, parts, name))
+            })
+            .start(&group)
+            .unwrap();
+        let mut kept = Vec::new();
+        for lengths in
+            [vec![], vec![1], vec![40_000], vec![3_000_000, 5, 70_000], vec![1 << 15; 3], vec![40_000]]
+        {
+            let parts: Vec<Bytes> =
+                lengths.iter().zip(1u8..).map(|(length, byte)| vec![byte; *length].into()).collect();
+            for to in rpc.world_size().ranks() {
+                let (number, back, name): (u32, Vec<Bytes>, String) =
+                    rpc.call(to, "turned", &("name", &parts, 6u32)).unwrap();
+                assert!((number, &*name) == (7, "name") && back == parts, "{lengths:?} over {fabric:?}");
+                kept.push((back, parts.clone()));
+            }
+        }
+        rpc.shutdown().unwrap();
+        assert!(kept.iter().all(|(back, sent)| back == sent), "nothing was received into memory in use");
     });
 }
 

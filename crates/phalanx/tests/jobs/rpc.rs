@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use phalanx::asynchronous::{Answer, Rpc};
+use phalanx::asynchronous::{Answer, Bytes, Rpc};
 use phalanx::{ProcessGroup, Rank};
 use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 
@@ -22,6 +22,10 @@ pub const TESTS: &[(&str, fn())] = &[
     ("a_rank_that_is_killed_ends_its_calls_and_the_others_go_on", || lost(Signal::KILL, DEATH_LIMIT)),
     ("a_rank_that_is_frozen_ends_its_calls_and_the_others_go_on", || lost(Signal::STOP, SILENCE_LIMIT)),
     ("a_rank_that_cannot_connect_its_calls_tells_all", a_rank_that_cannot_connect_its_calls_tells_all),
+    (
+        "a_call_for_which_there_is_no_memory_ends_the_connection_and_no_process",
+        a_call_for_which_there_is_no_memory_ends_the_connection_and_no_process,
+    ),
 ];
 
 /// These need root and `ip`.
@@ -35,6 +39,7 @@ pub fn play(scenario: &str) {
         "call" => end_with(call()),
         "across" => end_with(across()),
         "poor" => end_with(poor()),
+        "narrow" => end_with(narrow()),
         other => panic!("no scenario {other}"),
     }
 }
@@ -87,6 +92,45 @@ fn poor() -> phalanx::Result<()> {
         setrlimit(Resource::Nofile, limit).unwrap();
     }
     started(&group.with_timeout(LIMIT * 10)).map(drop)
+}
+
+/// Rank 1 gets no more memory when rank 0 sends it much.
+fn narrow() -> phalanx::Result<()> {
+    const MUCH: usize = 200 << 20;
+    let group = phalanx::init()?;
+    let rpc = started(&group)?;
+    let other = Rank::new(1 - rpc.rank().get());
+    sums(&rpc, other)?;
+    if rpc.rank().is_main() {
+        let much = Bytes::from(vec![0; MUCH]);
+        group.barrier()?;
+        let error = rpc.call::<_, i64>(other, "add", &much).expect_err("there is no memory for it");
+        assert!(error.to_string().contains("rank 1 has no memory for the"), "{error}");
+    } else {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let size = status.lines().find_map(|line| line.strip_prefix("VmSize:")).unwrap();
+        let size: u64 = size.trim().trim_end_matches("kB").trim().parse().unwrap();
+        let limit = Rlimit { current: Some((size << 10) + MUCH as u64 / 2), ..getrlimit(Resource::As) };
+        setrlimit(Resource::As, limit).unwrap();
+        group.barrier()?;
+        let deadline = Instant::now() + LIMIT;
+        while rpc.failure(other)?.is_none() {
+            assert!(Instant::now() < deadline, "it has taken the bytes");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let error = rpc.failure(other)?.expect("it has failed");
+        assert!(error.is_out_of_memory(), "{error}");
+    }
+    group.barrier()
+}
+
+fn a_call_for_which_there_is_no_memory_ends_the_connection_and_no_process() {
+    for transport in ["shm", "tcp"] {
+        let (outcomes, _) = World::start("rpc::narrow", 2, false, &[("PHALANX_TRANSPORT", transport)]).end();
+        for (rank, (code, error)) in outcomes.into_iter().enumerate() {
+            assert_eq!(code, Some(0), "rank {rank} over {transport}: {error}");
+        }
+    }
 }
 
 fn a_rank_that_cannot_connect_its_calls_tells_all() {

@@ -32,7 +32,7 @@ use crate::interrupt;
 use crate::rank::{Generation, Rank, Sequence};
 use crate::trace::Trace;
 use crate::transport::messages::{
-    Inbound, LineEnd, Messages as Ends, Notifier, Outbound, Receiving, Sending, Step,
+    Inbound, LineEnd, Messages as Ends, Notifier, Outbound, Receiving, Sending, Step, length,
 };
 use crate::transport::polling::{Next, Polling, Wait};
 use crate::wire::frame::{Call, Header, History, Operation};
@@ -106,12 +106,12 @@ impl Messages {
         Self { shared: Arc::new(shared), local, worker: Mutex::new(None) }
     }
 
-    /// Sends from the caller's thread and memory; returns when all of `data` has been sent.
-    pub(super) fn send(&self, call: Call, to: Rank, data: &[u8], timeout: &Timeout) -> Result<()> {
+    /// Sends a message of these `parts` from the caller's thread and memory; returns when all of it has been sent.
+    pub(super) fn send(&self, call: Call, to: Rank, parts: &[&[u8]], timeout: &Timeout) -> Result<()> {
         let line = line(&self.shared.outbound, to)?;
         let ticket = line.take_ticket();
-        let mut frame = Sending::new(self.shared.header(call, ticket, data.len()));
-        self.shared.drive(line, (call, ticket), timeout, |end| end.push(&mut frame, data))
+        let mut frame = Sending::new(self.shared.header(call, ticket, length(parts)));
+        self.shared.drive(line, (call, ticket), timeout, |end| end.push(&mut frame, parts))
     }
 
     /// Receives on the caller's thread, into the caller's memory.

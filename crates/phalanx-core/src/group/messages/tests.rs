@@ -206,22 +206,22 @@ fn an_end_that_sends_a_long_message_is_ready_for_what_comes_next() {
         got
     };
     let mut short = 0;
-    while out.push(&mut Sending::new(header(sender, short, 1)), &[1u8]).unwrap() == Step::Done {
+    while out.push(&mut Sending::new(header(sender, short, 1)), &[&[1u8]]).unwrap() == Step::Done {
         short += 1;
     }
     let long = vec![2u8; OFFERED];
     let mut frame = Sending::new(header(sender, short, OFFERED));
-    assert_eq!(out.push(&mut frame, &long).unwrap(), Step::Idle);
+    assert_eq!(out.push(&mut frame, &[&long]).unwrap(), Step::Idle);
     assert!(!out.is_ready(), "the ring is full");
     assert_eq!(receive(0, 1), [1]);
     assert!(out.is_ready(), "there is room for its header");
-    assert_eq!(out.push(&mut frame, &long).unwrap(), Step::Moved);
+    assert_eq!(out.push(&mut frame, &[&long]).unwrap(), Step::Moved);
     assert!(!out.is_ready(), "it waits for an answer");
     (1..short).for_each(|number| assert_eq!(receive(number, 1), [1]));
     assert!(!out.is_ready(), "it waits for no room");
     assert!(receive(short, OFFERED) == long);
     assert!(out.is_ready());
-    assert_eq!(out.push(&mut frame, &long).unwrap(), Step::Done);
+    assert_eq!(out.push(&mut frame, &[&long]).unwrap(), Step::Done);
 }
 
 #[test]
@@ -234,12 +234,30 @@ fn a_process_that_was_forked_offers_none_of_its_memory() {
     let long: Vec<u8> = (0..OFFERED).map(|at| (at % 251) as u8).collect();
     let (mut sent, mut got) = (Sending::new(header(sender, 0, OFFERED)), vec![0u8; OFFERED]);
     let mut received = Receiving::new(Rank::new(1), header(receiver, 0, OFFERED));
-    assert_eq!(out.push(&mut sent, &long).unwrap(), Step::Moved);
+    assert_eq!(out.push(&mut sent, &[&long]).unwrap(), Step::Moved);
     assert!(out.is_ready(), "what follows goes into the ring");
     while into.pull(&mut received, &mut got).unwrap() != Step::Done {
-        out.push(&mut sent, &long).unwrap();
+        out.push(&mut sent, &[&long]).unwrap();
     }
     assert!(got == long);
+}
+
+#[test]
+fn a_message_of_several_parts_goes_through_the_ring() {
+    let groups = offering();
+    let [sender, receiver] = &groups[..] else { panic!("two ranks") };
+    let mut out = line(&sender.inner.messages.shared.outbound, Rank::new(1)).unwrap().end();
+    let mut into = line(&receiver.inner.messages.shared.inbound, Rank::MAIN).unwrap().end();
+    let (part, length) = (vec![3u8; OFFERED], 2 * OFFERED + 5);
+    let parts: [&[u8]; 3] = [&[3; 5], &part, &part];
+    let (mut sent, mut got) = (Sending::new(header(sender, 0, length)), vec![0u8; length]);
+    let mut received = Receiving::new(Rank::new(1), header(receiver, 0, length));
+    assert_eq!(out.push(&mut sent, &parts).unwrap(), Step::Moved);
+    assert!(out.is_ready(), "an offer would be one piece of memory");
+    while into.pull(&mut received, &mut got).unwrap() != Step::Done {
+        out.push(&mut sent, &parts).unwrap();
+    }
+    assert!(got == vec![3; length]);
 }
 
 #[test]

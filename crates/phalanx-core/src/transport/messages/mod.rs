@@ -21,7 +21,7 @@ use rustix::event::PollFlags;
 
 pub(crate) use self::inbound::{Inbound, Receiving};
 pub(crate) use self::notifier::Notifier;
-pub(crate) use self::outbound::{Outbound, Sending};
+pub(crate) use self::outbound::{Outbound, Sending, length};
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub(super) use self::rings::fuzz;
 pub(crate) use self::rings::{Opened, RingAddress, RingLending, Rings, keys_of, rings};

@@ -36,7 +36,7 @@ enum Medium {
     },
 }
 
-/// A frame that is being sent. Its payload is passed at each step, because it may belong to the caller.
+/// A frame that is being sent. Its payload is passed at each step, in the same parts, because it may belong to the caller.
 pub(crate) struct Sending {
     header: Header,
     head: [u8; HEAD],
@@ -118,28 +118,28 @@ impl Outbound {
         }
     }
 
-    /// Sends as much as possible now of a frame with this `payload`.
-    pub(crate) fn push(&mut self, frame: &mut Sending, payload: &[u8]) -> Result<Step> {
-        let before = frame.sent;
+    /// Sends as much as possible now of a frame whose payload is these `parts`, one after the other.
+    pub(crate) fn push(&mut self, frame: &mut Sending, parts: &[&[u8]]) -> Result<Step> {
+        let (before, length) = (frame.sent, length(parts));
         let whole = match &mut self.medium {
             Medium::Stream(stream) => {
-                push_to_stream(stream, frame, payload)?;
-                HEADER + payload.len()
+                push_to_stream(stream, frame, parts)?;
+                HEADER + length
             }
             Medium::Ring { ring, peer, offers, pid } => {
-                push_to_ring(ring, frame, payload, (offers, *pid))?;
+                push_to_ring(ring, frame, parts, (offers, *pid))?;
                 if frame.sent > before {
                     ring.publish();
                     peer.doorbell().ring();
                 }
-                ring_bytes(payload)
+                ring_bytes(length)
             }
             Medium::Mailbox { mailbox, peer } => {
-                let mut copy = AlignedBytes::zeroed(payload.len());
-                copy.as_mut_slice().copy_from_slice(payload);
+                let mut copy = AlignedBytes::zeroed(length);
+                copy_parts(parts, copy.as_mut_slice());
                 mailbox.lock().push_back((frame.header, copy));
                 peer.notify();
-                frame.sent = HEADER + payload.len();
+                frame.sent = HEADER + length;
                 frame.sent
             }
         };
@@ -151,10 +151,36 @@ impl Outbound {
     }
 }
 
-fn push_to_stream(stream: &Stream, frame: &mut Sending, payload: &[u8]) -> Result<()> {
+/// The bytes of all `parts` together.
+pub(crate) fn length(parts: &[&[u8]]) -> usize {
+    parts.iter().map(|part| part.len()).sum()
+}
+
+/// Copies `parts` one after the other into `into`, which is as long as all of them.
+fn copy_parts(parts: &[&[u8]], into: &mut [u8]) {
+    let mut begin = 0;
+    for part in parts {
+        into[begin..begin + part.len()].copy_from_slice(part);
+        begin += part.len();
+    }
+}
+
+/// What follows the first `sent` bytes of `parts`: the rest of a part, and the part after it.
+fn following<'a>(parts: &[&'a [u8]], sent: usize) -> [&'a [u8]; 2] {
+    let mut before = sent;
+    for (index, part) in parts.iter().enumerate() {
+        if before < part.len() {
+            return [&part[before..], parts.get(index + 1).copied().unwrap_or_default()];
+        }
+        before -= part.len();
+    }
+    [&[], &[]]
+}
+
+fn push_to_stream(stream: &Stream, frame: &mut Sending, parts: &[&[u8]]) -> Result<()> {
     let header = &frame.head[frame.sent.min(HEADER)..HEADER];
-    let payload = &payload[frame.sent.saturating_sub(HEADER)..];
-    let parts = [IoSlice::new(header), IoSlice::new(payload)];
+    let [now, next] = following(parts, frame.sent.saturating_sub(HEADER));
+    let parts = [IoSlice::new(header), IoSlice::new(now), IoSlice::new(next)];
     let Some(connection) = stream.get()? else {
         stream.ask();
         return Ok(());
@@ -170,27 +196,33 @@ fn push_to_stream(stream: &Stream, frame: &mut Sending, payload: &[u8]) -> Resul
     Ok(())
 }
 
-/// What a frame takes of a ring: header and payload are each padded to whole lines, because only whole lines are taken out. A payload that
+/// What a frame with a payload of this length takes of a ring: header and payload are each padded to whole lines, because only whole lines are taken out. A payload that
 /// fits into the header's line is there.
-fn ring_bytes(payload: &[u8]) -> usize {
-    if payload.len() <= INLINE { HEAD } else { HEAD + payload.len().next_multiple_of(ALIGNMENT) }
+fn ring_bytes(length: usize) -> usize {
+    if length <= INLINE { HEAD } else { HEAD + length.next_multiple_of(ALIGNMENT) }
 }
 
 /// Writes at most a chunk.
 fn push_to_ring(
     ring: &mut Producer,
     frame: &mut Sending,
-    payload: &[u8],
+    parts: &[&[u8]],
     (offers, pid): (&mut Range<usize>, u32),
 ) -> Result<()> {
     const PADDING: [u8; ALIGNMENT] = [0; ALIGNMENT];
-    if payload.len() <= INLINE {
-        frame.head[HEADER..HEADER + payload.len()].copy_from_slice(payload);
+    let length = length(parts);
+    if length <= INLINE {
+        copy_parts(parts, &mut frame.head[HEADER..HEADER + length]);
         frame.sent += ring.push(&frame.head[frame.sent..]).map_err(corrupt)?;
         return Ok(());
     }
-    let end = HEAD + payload.len();
-    if frame.sent == 0 && offers.contains(&payload.len()) && pid == std::process::id() {
+    let end = HEAD + length;
+    // An offer is one piece of memory.
+    if let [payload] = parts
+        && frame.sent == 0
+        && offers.contains(&length)
+        && pid == std::process::id()
+    {
         // Not before its number can be told: an end that waits for an answer does not look whether there is room.
         if ring.room().map_err(corrupt)? < HEAD {
             return Ok(());
@@ -205,14 +237,14 @@ fn push_to_ring(
     if frame.sent == HEAD && frame.offer.is_some() {
         match ring.answer().map_err(corrupt)? {
             None => return Ok(()),
-            Some(Answer::Copied) => frame.sent = ring_bytes(payload),
+            Some(Answer::Copied) => frame.sent = ring_bytes(length),
             Some(Answer::Refused) => *offers = 0..0,
         }
         frame.offer = None;
     }
     if (HEAD..end).contains(&frame.sent) {
-        let rest = &payload[frame.sent - HEAD..];
-        frame.sent += ring.push(&rest[..rest.len().min(chunk(payload.len()))]).map_err(corrupt)?;
+        let [rest, _] = following(parts, frame.sent - HEAD);
+        frame.sent += ring.push(&rest[..rest.len().min(chunk(length))]).map_err(corrupt)?;
     }
     if frame.sent >= end {
         let missing = end.next_multiple_of(ALIGNMENT) - frame.sent;
@@ -230,7 +262,7 @@ impl LineEnd for Outbound {
     }
 
     fn advance(&mut self, frame: &mut Sending, buffer: &mut Buffer) -> Result<Step> {
-        self.push(frame, buffer.as_bytes())
+        self.push(frame, &[buffer.as_bytes()])
     }
 
     fn socket(&self) -> Option<(BorrowedFd<'_>, PollFlags)> {
