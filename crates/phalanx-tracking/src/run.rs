@@ -145,7 +145,8 @@ impl Run {
     }
 
     /// Records the settings of the run: a struct or map that serde can write. Those of inner structs get names such as
-    /// `optimizer.learning_rate`.
+    /// `optimizer.learning_rate`. An `Option` without a value is `none`, and so are NaN and the infinities, for which serde's JSON has no word: give
+    /// them as a text.
     ///
     /// # Errors
     /// On every rank, if serde cannot write them.
