@@ -97,6 +97,10 @@ fn records_of_csv_are_read_by_their_places() {
     assert_eq!(sheet.get(1).unwrap(), Mail { text: "b".into(), spam: false });
     let twice = CsvDataset::<Mail>::open(written(folder.path(), "z.csv", "text,spam,text\na,true,b\n"));
     names(twice, &["z.csv", "two columns", "\"text\""]);
+    let path = written(folder.path(), "few.csv", "text,spam\na,true\n");
+    for delimiter in [b'"', b'\n', b'\r'] {
+        names(CsvDataset::<Mail>::with_delimiter(&path, delimiter), &["cannot stand between", "b','"]);
+    }
 }
 
 /// A safetensors file of tensors: type, shape, bytes.
