@@ -617,6 +617,7 @@ fn options_that_make_no_sense_are_refused() {
         (loader(4).batch_size(0).build(), "batch_size is 0"),
         (loader(4).num_workers(100_000).build(), "num_workers"),
         (loader(4).prefetch_factor(0).build(), "prefetch_factor"),
+        (loader(4).timeout(Duration::ZERO).build(), "Duration::MAX"),
         (loader(4).sampler(sampler(5)).build(), "for 5 items"),
         (loader(4).sampler(sampler(4)).shard(Rank::MAIN, world(2)).build(), "the same group"),
         (loader(4).shard(Rank::new(2), world(2)).build(), "2"),
@@ -629,6 +630,7 @@ fn options_that_make_no_sense_are_refused() {
         assert!(error.is_invalid_argument() && error.to_string().contains(words), "{error}");
     }
     assert!(loader(4).sampler(sampler(4)).shard(Rank::new(1), world(2)).build().is_ok());
+    assert_eq!(loader(4).num_workers(1).timeout(Duration::MAX).build().unwrap().iter().count(), 4);
 }
 
 #[test]
