@@ -389,6 +389,11 @@ impl TrainOptions {
         ensure!(self.save_every > 0, "--save-every must be at least 1");
         ensure!((0.0..=1.0).contains(&self.warmup), "--warmup is {}: it must be from 0 to 1", self.warmup);
         ensure!(self.lr.is_finite() && self.lr > 0.0, "--lr is {}: it must be greater than 0", self.lr);
+        ensure!(
+            self.weight_decay.is_finite() && self.weight_decay >= 0.0,
+            "--weight-decay is {}: it must be at least 0",
+            self.weight_decay
+        );
         Ok(())
     }
 

@@ -465,6 +465,19 @@ fn gradients_are_not_accumulated_on_replicas_of_one_process() {
 }
 
 #[test]
+fn a_decay_by_which_weights_would_grow_is_refused() {
+    let corpus = Corpus::new(8, 4);
+    let task = classification(&corpus, 0.0);
+    let model = classifier(&task.config);
+    let group = ProcessGroup::alone().unwrap();
+    for weight_decay in [-0.01, f64::NAN, f64::INFINITY] {
+        let options = TrainOptions { weight_decay, ..options(&corpus.path("refused")) };
+        let error = train(&task, &model, &group, &options).unwrap_err().to_string();
+        assert!(error.contains("--weight-decay is"), "{error}");
+    }
+}
+
+#[test]
 fn no_held_out_example_counts_twice_and_none_is_lost() {
     for held_out in [1, 2, 7] {
         let corpus = Corpus::new(8, held_out);
