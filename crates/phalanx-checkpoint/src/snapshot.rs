@@ -220,7 +220,9 @@ impl Snapshot {
         }
     }
 
-    /// Adds a part that holds a value, encoded by postcard: floating-point numbers keep all their bits.
+    /// Adds a part that holds a value, encoded by postcard: floating-point numbers keep all their bits. Fields are written in their order and
+    /// without their names. So give the part another name if the order of the fields changes, or their number or their types: what
+    /// was saved before could be read into the wrong ones.
     ///
     /// # Errors
     /// As [`part`](Self::part), and if the value cannot be encoded.

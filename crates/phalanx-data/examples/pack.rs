@@ -32,12 +32,12 @@ pub fn pack(folder: &Path, packed: &Path) -> Result<(), Box<dyn Error>> {
     let mut writer = LmdbWriter::create(packed)?;
     let mut classes = Vec::new();
     for class in sorted(folder)? {
-        if !class.is_dir() {
+        if !about(&class)?.is_dir() {
             continue;
         }
         let number = u32::try_from(classes.len())?.to_le_bytes();
         for file in sorted(&class)? {
-            if file.is_file() {
+            if about(&file)?.is_file() {
                 writer.push(&[&number[..], &fs::read(file)?].concat())?;
             }
         }
@@ -47,6 +47,11 @@ pub fn pack(folder: &Path, packed: &Path) -> Result<(), Box<dyn Error>> {
     fs::write(packed.join("classes.txt"), classes.join("\n"))?;
     println!("{items} files of {} classes", classes.len());
     Ok(())
+}
+
+/// Of what a link leads to. One that leads nowhere is an error: what is behind it may be a class that this host does not see.
+fn about(path: &Path) -> Result<fs::Metadata, String> {
+    fs::metadata(path).map_err(|error| format!("{}: {error}", path.display()))
 }
 
 fn sorted(folder: &Path) -> std::io::Result<Vec<std::path::PathBuf>> {

@@ -27,8 +27,9 @@ use phalanx::{Rank, WorldSize};
 /// # Ok::<(), phalanx::Error>(())
 /// ```
 pub trait Sampler: Send + Sync {
-    /// The indices of all ranks' items in the pass `epoch`, in order. An item may come several times, or not at all. It must be
-    /// the same on every rank and on every call: what is random in it is seeded by the epoch.
+    /// The indices of all ranks' items in the pass `epoch`, in order. An item may come several times, each time with another
+    /// [`item_seed`](crate::WorkerInfo::item_seed), or not at all. It must be the same on every rank and on every call: what is random in it is seeded
+    /// by the epoch.
     fn order(&self, epoch: u64) -> Vec<usize>;
 }
 

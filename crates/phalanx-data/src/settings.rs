@@ -50,7 +50,12 @@ impl Settings {
     pub fn check(&self) -> Result<()> {
         checked("batch_size", self.batch_size, 1..=usize::MAX)?;
         checked("num_workers", self.num_workers, 0..=MAX_WORKERS)?;
-        checked("prefetch_factor", self.prefetch_factor, 1..=MAX_PREFETCH)
+        checked("prefetch_factor", self.prefetch_factor, 1..=MAX_PREFETCH)?;
+        if self.timeout.is_zero() {
+            return Err(Error::invalid_argument("timeout is 0: no batch comes in that time")
+                .with_remedy("to wait without an end, as PyTorch does with 0, give Duration::MAX"));
+        }
+        Ok(())
     }
 }
 

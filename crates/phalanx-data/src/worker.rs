@@ -21,7 +21,8 @@ pub struct WorkerInfo {
     /// A seed of (the loader's seed, epoch, rank, worker): no two workers of a job draw alike.
     pub seed: u64,
     /// A seed of (the loader's seed, epoch, index of the item): the same whoever loads the item. What draws from it augments
-    /// each item alike with any number of workers and ranks, and after a resume.
+    /// each item alike with any number of workers and ranks, and after a resume. If a [`Sampler`](crate::Sampler) gives an item several times in a
+    /// pass, the seed is another one each time.
     ///
     /// - In a stream: of the shard and the number of the item in it. While the shard is opened, the [shard's](crate::Shard::seed).
     /// - In the function of `collate_each` that adds an item: the item's.
@@ -30,6 +31,8 @@ pub struct WorkerInfo {
     pub item_seed: u64,
     /// The loader's, of which the others are made.
     pub(crate) loader_seed: u64,
+    /// How often the item has come before in the pass.
+    pub(crate) repeat: u32,
 }
 
 impl WorkerInfo {
@@ -40,7 +43,17 @@ impl WorkerInfo {
         (rank, world_size): (Rank, WorldSize),
     ) -> Self {
         let own = mix(&[WORKER, seed, epoch, u64::from(rank.get()), id as u64]);
-        Self { id, num_workers, rank, world_size, epoch, seed: own, item_seed: 0, loader_seed: seed }
+        Self {
+            id,
+            num_workers,
+            rank,
+            world_size,
+            epoch,
+            seed: own,
+            item_seed: 0,
+            loader_seed: seed,
+            repeat: 0,
+        }
     }
 
     /// As it works for this rank of so many, which the process has from now on.
@@ -48,9 +61,16 @@ impl WorkerInfo {
         Self::new(self.loader_seed, self.epoch, (self.id, self.num_workers), place)
     }
 
+    /// As it loads an item that has come so often before in the pass.
+    pub(crate) fn repeating(self, repeat: u32) -> Self {
+        Self { repeat, ..self }
+    }
+
     /// As it loads the item at `index` by a loader with this `seed`.
     pub(crate) fn at(self, seed: u64, index: usize) -> Self {
-        Self { loader_seed: seed, item_seed: mix(&[ITEM, seed, self.epoch, index as u64]), ..self }
+        let first = mix(&[ITEM, seed, self.epoch, index as u64]);
+        let item_seed = if self.repeat == 0 { first } else { mix(&[REPEAT, first, self.repeat.into()]) };
+        Self { loader_seed: seed, item_seed, ..self }
     }
 
     /// As it reads the item at `place` of a shard with this `seed`.
@@ -70,6 +90,7 @@ const WORKER: u64 = 1;
 const ITEM: u64 = 2;
 const PLACE: u64 = 3;
 const BATCH: u64 = 4;
+const REPEAT: u64 = 5;
 
 /// One number of several, by splitmix64's finalizer (Steele, Lea and Flood, 2014).
 pub(crate) fn mix(numbers: &[u64]) -> u64 {
@@ -141,6 +162,8 @@ mod tests {
             assert_eq!(worker.at(seed, 5).item_seed, elsewhere.at(seed, 5).item_seed);
             assert_ne!(worker.at(seed, 5).item_seed, worker.at(seed, 6).item_seed);
             assert_ne!(worker.at(seed, 5).item_seed, worker.at(seed + 1, 5).item_seed);
+            let times = [0, 1, 2].map(|repeat| worker.repeating(repeat).at(seed, 5).item_seed);
+            assert!(times[0] == worker.at(seed, 5).item_seed && times[1] != times[0] && times[2] != times[1]);
         }
     }
 

@@ -20,7 +20,7 @@ struct Masks {
 /// [`linear`], [`gelu`] and [`dropout`].
 ///
 /// `mask_pad`, of `[samples, length]`, is true for tokens to which none attends; `mask_attn`, of `[samples, length, length]`, for tokens to
-/// which one does not attend.
+/// which one does not attend. A token that may attend to none attends to all of them alike, as in Burn. In PyTorch it becomes NaN.
 ///
 /// # Panics
 /// As Burn's `forward`: if the width of `x` is not the encoder's.

@@ -7,6 +7,9 @@ use std::time::Duration;
 use crate::sinks::{Csv, JsonLines, Progress, TensorBoard};
 use crate::{Console, Sink};
 
+/// With less between two writes the thread that writes would never sleep.
+const MIN_FLUSH_INTERVAL: Duration = Duration::from_millis(1);
+
 /// Opens a sink in the run's directory.
 pub(crate) type OpenSink = Box<dyn FnOnce(&Path) -> io::Result<Box<dyn Sink>> + Send>;
 
@@ -83,10 +86,10 @@ impl RunOptions {
         self
     }
 
-    /// How often the sinks write: each 0.2 s unless set. A process that is killed loses no more than that.
+    /// How often the sinks write: each 0.2 s unless set, and at most each millisecond. A process that is killed loses no more than that.
     #[doc(alias = "flush_secs")]
     pub fn flush_interval(mut self, interval: Duration) -> Self {
-        self.flush_interval = interval;
+        self.flush_interval = interval.max(MIN_FLUSH_INTERVAL);
         self
     }
 
@@ -94,5 +97,17 @@ impl RunOptions {
     pub fn finish_timeout(mut self, timeout: Duration) -> Self {
         self.finish_timeout = timeout;
         self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_thread_that_writes_sleeps_between_two_writes() {
+        let of = |interval| RunOptions::new("run").flush_interval(interval).flush_interval;
+        assert_eq!(of(Duration::ZERO), MIN_FLUSH_INTERVAL);
+        assert_eq!(of(Duration::from_secs(2)), Duration::from_secs(2));
     }
 }

@@ -145,7 +145,8 @@ impl Run {
     }
 
     /// Records the settings of the run: a struct or map that serde can write. Those of inner structs get names such as
-    /// `optimizer.learning_rate`.
+    /// `optimizer.learning_rate`. An `Option` without a value is `none`, and so are NaN and the infinities, for which serde's JSON has no word: give
+    /// them as a text.
     ///
     /// # Errors
     /// On every rank, if serde cannot write them.
@@ -166,7 +167,7 @@ impl Run {
     /// Records the mean of all ranks' `value`s, and gives it to every rank. A collective.
     ///
     /// # Errors
-    /// Those of [`all_gather`](ProcessGroup::all_gather); on every rank, if the ranks log other tags.
+    /// Those of [`all_gather`](ProcessGroup::all_gather); on every rank, if the ranks log other tags, or at other steps.
     pub fn log_mean(&self, step: u64, tag: &str, value: impl Into<f64>) -> Result<f64> {
         let means = self.log_means(step, 1.0, &[(tag, value.into())])?;
         Ok(means.first().copied().unwrap_or(f64::NAN))
@@ -189,13 +190,12 @@ impl Run {
     /// ```
     ///
     /// # Errors
-    /// Those of [`all_gather`](ProcessGroup::all_gather); on every rank, if the ranks log other tags, or a weight is negative, NaN
+    /// Those of [`all_gather`](ProcessGroup::all_gather); on every rank, if the ranks log other tags, or at other steps, or a weight is negative, NaN
     /// or infinite.
     pub fn log_means(&self, step: u64, weight: f64, values: &[(&str, f64)]) -> Result<Vec<f64>> {
         let mut hasher = DefaultHasher::new();
         values.iter().for_each(|(tag, _)| tag.hash(&mut hasher));
-        // Which tags these are, as bits: the ranks compare them.
-        let own: Vec<f64> = [f64::from_bits(hasher.finish()), weight]
+        let own: Vec<f64> = [f64::from_bits(hasher.finish()), f64::from_bits(step), weight]
             .into_iter()
             .chain(values.iter().map(|(_, value)| *value))
             .collect();
@@ -206,7 +206,7 @@ impl Run {
         let means = mean(&ranks);
         if let Some(recorder) = &self.recorder {
             for (place, ((tag, _), mean)) in values.iter().zip(&means).enumerate() {
-                recorder.tell_culprit(step, tag, &ranks, place + 2);
+                recorder.tell_culprit(step, tag, &ranks, VALUES + place);
                 recorder.push(Some(step), tag, Value::Scalar(*mean));
             }
         }
@@ -369,7 +369,7 @@ impl Recorder {
 
     /// Names the first rank whose value spoils a mean; the writer says that the mean itself is not finite.
     fn tell_culprit(&self, step: u64, tag: &str, ranks: &[(&[f64], Rank)], place: usize) {
-        let is_spoilt = |(values, _): &&(&[f64], Rank)| values[1] > 0.0 && !values[place].is_finite();
+        let is_spoilt = |(values, _): &&(&[f64], Rank)| values[WEIGHT] > 0.0 && !values[place].is_finite();
         if let Some((values, rank)) = ranks.iter().find(is_spoilt)
             && self.told.lock().insert(tag.to_owned())
         {
@@ -405,17 +405,33 @@ fn finished(directory: &Path) -> Error {
         .with_remedy("take another directory, or say with RunOptions::resume_at at which step it goes on")
 }
 
-/// Checks that all ranks log the same tags, with weights that can be added. All find the same.
+/// What a rank says in front of its values. First which tags they are and at which step, as bits, which the ranks compare.
+const TAGS: usize = 0;
+const STEP: usize = 1;
+/// By how much it counts.
+const WEIGHT: usize = 2;
+/// From here on they are its values.
+const VALUES: usize = 3;
+
+/// Checks that all ranks log the same tags at the same step, with weights that can be added. All find the same.
 fn check(ranks: &[(&[f64], Rank)]) -> Result<()> {
     for (values, rank) in ranks {
-        if values[0].to_bits() != ranks[0].0[0].to_bits() {
+        let [own, first] = [*values, ranks[0].0].map(|values| [values[TAGS], values[STEP]].map(f64::to_bits));
+        if own[TAGS] != first[TAGS] {
             return Err(Error::mismatch(format!("rank {rank} logs other tags than rank 0"))
                 .with_remedy("log the same tags in the same order on every rank"));
         }
-        if !(values[1].is_finite() && values[1] >= 0.0) {
+        if own[STEP] != first[STEP] {
+            return Err(Error::mismatch(format!(
+                "rank {rank} logs a mean at step {}, and rank 0 at step {}",
+                own[STEP], first[STEP]
+            ))
+            .with_remedy("log it after the same step on every rank"));
+        }
+        if !(values[WEIGHT].is_finite() && values[WEIGHT] >= 0.0) {
             return Err(Error::invalid_argument(format!(
                 "rank {rank} logs means with the weight {}",
-                values[1]
+                values[WEIGHT]
             ))
             .with_remedy("a weight is a number of samples: 0 or more"));
         }
@@ -425,9 +441,9 @@ fn check(ranks: &[(&[f64], Rank)]) -> Result<()> {
 
 /// The means of all ranks' values, added up by rank, so that all have the same bits.
 fn mean(ranks: &[(&[f64], Rank)]) -> Vec<f64> {
-    let total: f64 = ranks.iter().map(|(values, _)| values[1]).sum();
+    let total: f64 = ranks.iter().map(|(values, _)| values[WEIGHT]).sum();
     // What a rank without samples brings is not looked at: it may be 0 / 0.
-    let counted = || ranks.iter().map(|(values, _)| values).filter(|values| values[1] > 0.0);
-    let places = 2..ranks.first().map_or(2, |(values, _)| values.len());
-    places.map(|place| counted().map(|values| values[1] * values[place]).sum::<f64>() / total).collect()
+    let counted = || ranks.iter().map(|(values, _)| values).filter(|values| values[WEIGHT] > 0.0);
+    let places = VALUES..ranks.first().map_or(VALUES, |(values, _)| values.len());
+    places.map(|place| counted().map(|values| values[WEIGHT] * values[place]).sum::<f64>() / total).collect()
 }

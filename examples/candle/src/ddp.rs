@@ -4,8 +4,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Tensor};
-use candle_nn::{VarBuilder, VarMap};
+use candle_core::{DType, Device, Shape, Tensor, bail};
+use candle_nn::var_builder::SimpleBackend;
+use candle_nn::{Init, VarBuilder, VarMap};
 use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions, states_identical, verify_state};
 use phalanx::state::{StateReader, StateWriter};
@@ -71,7 +72,9 @@ impl Ddp {
         let buffers = self.buffers.iter().map(|one| Ok((one.spec.name.clone(), one.var.as_tensor().clone())));
         let tensors = hooked.chain(buffers).collect::<candle_core::Result<HashMap<_, _>>>();
         let first = &self.sink.parameters[0].var; // A reducer has one.
-        let builder = |tensors| VarBuilder::from_tensors(tensors, first.dtype(), first.device());
+        let builder = |tensors| {
+            VarBuilder::from_backend(Box::new(Pass(tensors)), first.dtype(), first.device().clone())
+        };
         tensors.and_then(|tensors| pass(builder(tensors))).map_err(Error::other)
     }
 
@@ -223,3 +226,34 @@ impl Ddp {
 
 /// The part of a saved state that says what is in it.
 const CONTENTS: &str = "candle.variables";
+
+/// The tensors of a pass, each in its own type, as a `VarMap` gives its variables. `VarBuilder::from_tensors` would give all in the builder's.
+struct Pass(HashMap<String, Tensor>);
+
+impl SimpleBackend for Pass {
+    fn get(
+        &self,
+        shape: Shape,
+        name: &str,
+        _: Init,
+        dtype: DType,
+        device: &Device,
+    ) -> candle_core::Result<Tensor> {
+        let tensor = self.get_unchecked(name, dtype, device)?;
+        if *tensor.shape() != shape {
+            bail!("{name} has the shape {:?}, and {shape:?} is asked for", tensor.shape())
+        }
+        Ok(tensor)
+    }
+
+    fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> candle_core::Result<Tensor> {
+        match self.0.get(name) {
+            Some(tensor) => Ok(tensor.clone()),
+            None => bail!("there is no variable {name}: make the whole model before Ddp::new"),
+        }
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        self.0.contains_key(name)
+    }
+}

@@ -284,6 +284,25 @@ fn unused_parameters_have_no_gradient_if_no_rank_uses_them() {
 }
 
 #[test]
+fn each_parameter_of_a_pass_has_its_own_type() {
+    let map = VarMap::new();
+    for (name, dtype) in [("a", DType::F32), ("b", DType::F64)] {
+        builder(&map, dtype).get(1, name).unwrap();
+    }
+    let mut ddp = Ddp::new(&map, &ProcessGroup::alone().unwrap(), ReducerOptions::default()).unwrap();
+    let loss = ddp.forward(|vb| {
+        let (a, b) = (vb.get(1, "a")?, vb.get(1, "b")?);
+        assert_eq!((a.dtype(), b.dtype()), (DType::F32, DType::F64));
+        assert!(vb.get(2, "a").is_err() && vb.get(1, "c").is_err());
+        (a.to_dtype(DType::F64)? + b)?.sum_all()
+    });
+    let gradients = ddp.backward(&loss.unwrap()).unwrap();
+    for (name, var) in sorted(&map) {
+        assert_eq!(gradients.get(&var).unwrap().dtype(), var.dtype(), "{name}");
+    }
+}
+
+#[test]
 fn an_unused_parameter_is_named_on_every_rank() {
     let errors = run(2, Fabric::InProcess, |group| {
         let map = pair_map(|vb| drop(pair(vb, 1.0, true).unwrap()));

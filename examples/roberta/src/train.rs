@@ -101,14 +101,14 @@ struct Progress {
     labels: Vec<String>,
 }
 
-/// Devices, batch size, seed and examples.
-type Distribution = (Devices, usize, u64, usize);
+/// Devices, batch size, batches of a step, seed and examples.
+type Distribution = (Devices, usize, usize, u64, usize);
 
 /// Whether a run with the distribution `here` takes the same texts in each step as one with that of `there`, and can read
 /// its checkpoints.
 fn goes_on(here: Distribution, there: Distribution) -> bool {
-    let texts = |(devices, batch_size, seed, examples): Distribution| {
-        (devices.count as usize * batch_size, seed, examples)
+    let texts = |(devices, batch_size, accumulate, seed, examples): Distribution| {
+        (devices.count as usize * batch_size * accumulate, seed, examples)
     };
     texts(here) == texts(there) && here.0.go_on_from(there.0)
 }
@@ -174,7 +174,7 @@ impl<'a, T: Task> Training<'a, T> {
         let loader = loading.training(task, &mesh.data, options.seed, &Device::flex().autodiff())?;
         let total = loader.len().div_ceil(options.accumulate) as u64 * options.epochs;
 
-        let distribution = (devices, options.batch_size, options.seed, examples);
+        let distribution = (devices, options.batch_size, options.accumulate, options.seed, examples);
         let checkpoints = Checkpoints::open(options.out.join("checkpoints"), group)?.keep(2);
         let saved = checkpoints.newest()?;
         let mut progress = match &saved {
@@ -198,7 +198,7 @@ impl<'a, T: Task> Training<'a, T> {
         let there = std::mem::replace(&mut progress.distribution, distribution);
         ensure!(
             goes_on(distribution, there),
-            "the checkpoint in {} is of (devices, batch size, seed, examples) {there:?}, this run has {distribution:?}: start \
+            "the checkpoint in {} is of (devices, batch size, accumulate, seed, examples) {there:?}, this run has {distribution:?}: start \
              it with as many texts in a step, the same seed and examples, and --strategy zero only if it was zero, or with another --out",
             options.out.display()
         );
@@ -340,6 +340,8 @@ fn save_best<T: Task>(task: &Arc<T>, model: &T::Model, out: &Path) -> Result<()>
     task.save(model, &new)?;
     for file in fs::read_dir(&new).with_context(|| cannot(&new))? {
         let file = file.with_context(|| cannot(&new))?;
+        // Else a loss of power could leave an empty file in the place of a whole one.
+        fs::File::open(file.path()).and_then(|new| new.sync_all()).with_context(|| cannot(&new))?;
         fs::rename(file.path(), best.join(file.file_name())).with_context(|| cannot(&best))?;
     }
     fs::remove_dir(&new).with_context(|| cannot(&new))
@@ -387,6 +389,11 @@ impl TrainOptions {
         ensure!(self.save_every > 0, "--save-every must be at least 1");
         ensure!((0.0..=1.0).contains(&self.warmup), "--warmup is {}: it must be from 0 to 1", self.warmup);
         ensure!(self.lr.is_finite() && self.lr > 0.0, "--lr is {}: it must be greater than 0", self.lr);
+        ensure!(
+            self.weight_decay.is_finite() && self.weight_decay >= 0.0,
+            "--weight-decay is {}: it must be at least 0",
+            self.weight_decay
+        );
         Ok(())
     }
 

@@ -118,8 +118,16 @@ impl<T: DeserializeOwned> CsvDataset<T> {
     /// ```
     ///
     /// # Errors
-    /// As [`open`](Self::open); without headers an empty file has no records.
+    /// As [`open`](Self::open), and if a quote or the end of a line is to separate values; without headers an empty file has no records.
     pub fn with_options(path: impl AsRef<Path>, options: CsvOptions) -> Result<Self> {
+        if matches!(options.delimiter, b'"' | b'\r' | b'\n') {
+            // All of the file would be the headers.
+            let delimiter = char::from(options.delimiter);
+            return Err(Error::invalid_argument(format!(
+                "{delimiter:?} cannot stand between the values of a CSV file"
+            ))
+            .with_remedy("give the byte that separates them, such as b',' or b'\\t'"));
+        }
         let path = path.as_ref().to_owned();
         let file = open_file(&path)?;
         let (headers, records) = without_panic(&path, "its records", || records(&path, &file, options))?;

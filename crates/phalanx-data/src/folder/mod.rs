@@ -159,10 +159,11 @@ fn without_panic<T>(path: &Path, place: impl Display, read: impl FnOnce() -> Res
     })
 }
 
-/// The files under `path` with one of these extensions, in the order of their names; or the file that it is.
+/// The files under `path` with one of these extensions, in the order of their names; or the file that it is. Entries whose names begin with
+/// a dot are left out.
 ///
 /// # Errors
-/// If there are none, or a folder cannot be listed.
+/// If there are none, a folder cannot be listed, or a link leads nowhere.
 pub fn files(path: impl AsRef<Path>, extensions: &[&str]) -> Result<Vec<PathBuf>> {
     let path = path.as_ref();
     let mut found = Vec::new();
@@ -195,16 +196,33 @@ fn list(folder: &Path, extensions: &[&str], depth: usize, found: &mut Vec<PathBu
 }
 
 /// The entries of a folder in the order of their names, and which of them are folders. Hidden entries are left out.
+///
+/// # Errors
+/// If it is not known of an entry: a link may lead to a folder that this host does not see. Without it a folder of images would have a class
+/// less, and the classes behind it other numbers.
 fn entries(folder: &Path) -> Result<Vec<(PathBuf, bool)>> {
     let failed = |error: io::Error| io_error(folder, &error);
     let mut entries = Vec::new();
     for entry in fs::read_dir(folder).map_err(failed)? {
         let entry = entry.map_err(failed)?;
-        if !entry.file_name().as_encoded_bytes().starts_with(b".") {
-            let path = entry.path();
-            // Of what a link leads to; one that leads nowhere is no file.
-            let is_folder = path.is_dir();
-            entries.push((path, is_folder));
+        if entry.file_name().as_encoded_bytes().starts_with(b".") {
+            continue;
+        }
+        let path = entry.path();
+        let is_folder = match entry.file_type() {
+            // Of what it leads to.
+            Ok(kind) if kind.is_symlink() => fs::metadata(&path).map(|about| about.is_dir()),
+            kind => kind.map(|kind| kind.is_dir()),
+        };
+        match is_folder {
+            Ok(is_folder) => entries.push((path, is_folder)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return Err(Error::invalid_argument(format!("{} leads nowhere", path.display()))
+                    .with_remedy(
+                        "does every host see what the link leads to? If nothing is missing, remove the link",
+                    ));
+            }
+            Err(error) => return Err(io_error(&path, &error)),
         }
     }
     entries.sort();

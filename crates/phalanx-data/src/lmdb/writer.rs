@@ -85,7 +85,7 @@ impl LmdbWriter {
         Ok((env, database))
     }
 
-    /// Adds an item, and gives its index.
+    /// Adds an item, and gives its index. After an error it is not added: with room on the disk the call may be made again.
     ///
     /// # Errors
     /// If the item is longer than a gibibyte, or cannot be written: the disk is full, or there is more than was said.
@@ -97,11 +97,16 @@ impl LmdbWriter {
             ))
             .with_remedy("divide it into several"));
         }
-        let index = self.len as usize + self.pending.len();
-        self.bytes += item.len() + size_of::<Vec<u8>>();
+        let (index, bytes) = (self.len as usize + self.pending.len(), item.len() + size_of::<Vec<u8>>());
+        self.bytes += bytes;
         self.pending.push(item.to_vec());
-        if self.bytes >= PIECE {
-            self.flush()?;
+        if self.bytes >= PIECE
+            && let Err(error) = self.flush()
+        {
+            // Nothing was written.
+            self.pending.pop();
+            self.bytes -= bytes;
+            return Err(error);
         }
         Ok(index)
     }

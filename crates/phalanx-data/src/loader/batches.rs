@@ -11,7 +11,7 @@ use phalanx::{Error, Rank, Result, WorldSize};
 use super::Inner;
 use super::collate::Collating;
 use super::position::over;
-use super::work::Loading;
+use super::work::{Entry, Loading};
 use crate::dataset::outside;
 use crate::error::During;
 use crate::pool::{Missing, Pool};
@@ -31,7 +31,7 @@ pub struct Batches<D: Dataset, B: Send + 'static> {
     /// Behind the batches that were handed to workers.
     ahead: ElasticSampler,
     /// The sampler's own order of this epoch.
-    order: Option<Vec<usize>>,
+    order: Option<Order>,
     shard: (Rank, WorldSize),
     /// Whose workers load: the rank of the process, of so many.
     worker_rank: (Rank, WorldSize),
@@ -47,6 +47,38 @@ struct InFlight {
     indices: Vec<usize>,
     /// The position behind it.
     after: ElasticSampler,
+}
+
+/// An order of one's own.
+struct Order {
+    indices: Vec<usize>,
+    /// How often the item of each place comes before it; nothing if no item comes twice.
+    repeats: Vec<u32>,
+}
+
+impl Order {
+    fn new(indices: Vec<usize>) -> Self {
+        let mut items = indices.clone();
+        items.sort_unstable();
+        items.dedup();
+        if items.len() == indices.len() {
+            return Self { indices, repeats: Vec::new() };
+        }
+        let mut times = vec![0_u32; items.len()];
+        let repeat = |index: &usize| {
+            // It is one of them.
+            let item = items.binary_search(index).unwrap_or_default();
+            let before = times[item];
+            times[item] = before.saturating_add(1);
+            before
+        };
+        let repeats = indices.iter().map(repeat).collect();
+        Self { indices, repeats }
+    }
+
+    fn entry(&self, place: usize) -> Entry {
+        Entry { index: self.indices[place], repeat: self.repeats.get(place).copied().unwrap_or(0) }
+    }
 }
 
 impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
@@ -88,7 +120,7 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
             }
             self.ahead = over(&self.ahead, order.len());
             self.record(&self.ahead);
-            self.order = Some(order);
+            self.order = Some(Order::new(order));
         }
         if self.ahead.consumed() == 0 {
             self.inner.check(self.ahead.samples(), shard.1)?;
@@ -108,14 +140,17 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
         while let Some(pool) = self.pool.as_mut()
             && self.in_flight.len() < most
             && self.inner.steps_left(&self.ahead, world) > 0
-            && let Some(mut indices) = self.ahead.next_batch(batch_size, rank, world)
+            && let Some(places) = self.ahead.next_batch(batch_size, rank, world)
         {
-            if let Some(order) = &self.order {
-                indices.iter_mut().for_each(|place| *place = order[*place]);
-            }
+            let entry = |place: usize| match &self.order {
+                Some(order) => order.entry(place),
+                None => Entry { index: place, repeat: 0 },
+            };
+            let entries: Vec<Entry> = places.into_iter().map(entry).collect();
+            let indices = entries.iter().map(|entry| entry.index).collect();
             let (number, workers) = (self.issued, pool.workers() as u64);
             self.issued += 1;
-            pool.submit((number % workers) as usize, number, (indices.clone(), worker_rank));
+            pool.submit((number % workers) as usize, number, (entries, worker_rank));
             self.in_flight.push_back(InFlight { number, indices, after: self.ahead.clone() });
         }
     }
@@ -278,5 +313,20 @@ impl<D: Dataset + 'static, B: Send + 'static> ExactSizeIterator for Batches<D, B
 impl<D: Dataset, B: Send + 'static> fmt::Debug for Batches<D, B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Batches(epoch {}, {} in flight)", self.ahead.epoch(), self.in_flight.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_order_counts_how_often_each_item_has_come() {
+        let order = Order::new(vec![7, 2, 7, usize::MAX, 7, 2]);
+        let entries: Vec<(usize, u32)> =
+            (0..6).map(|place| order.entry(place)).map(|entry| (entry.index, entry.repeat)).collect();
+        assert_eq!(entries, [(7, 0), (2, 0), (7, 1), (usize::MAX, 0), (7, 2), (2, 1)]);
+        let once = Order::new(vec![3, 1, 2]);
+        assert!(once.repeats.is_empty() && once.entry(1) == Entry { index: 1, repeat: 0 });
     }
 }

@@ -12,6 +12,14 @@ use crate::settings::Init;
 use crate::worker::{as_worker, worker_info};
 use crate::{Dataset, LoadError, WorkerInfo};
 
+/// An item of a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Entry {
+    pub index: usize,
+    /// How often it has come before in the pass.
+    pub repeat: u32,
+}
+
 pub(super) struct Loading<D: Dataset, B> {
     dataset: Arc<D>,
     collate: Collating<D::Item, B>,
@@ -28,34 +36,32 @@ impl<D: Dataset, B> Loading<D, B> {
         Self { dataset: dataset.clone(), collate: collate.clone(), init, worker, seed }
     }
 
-    fn batch(&mut self, indices: &[usize], wanted: &dyn Fn() -> bool) -> Result<Option<B>, LoadError> {
+    fn batch(&mut self, entries: &[Entry], wanted: &dyn Fn() -> bool) -> Result<Option<B>, LoadError> {
         let worker = self.worker;
         if let Some(init) = &self.init {
             as_worker(worker, || guarded(worker, || During::Start, || init(&worker)))?;
             self.init = None;
         }
+        let all = || During::Collate(entries.iter().map(|entry| entry.index).collect());
         match &self.collate {
             Collating::All(collate) => {
-                let mut items = Vec::with_capacity(indices.len());
-                let mut seeds = Vec::with_capacity(indices.len());
-                for index in indices {
-                    let Some((item, seeded)) = self.item(*index, wanted)? else { return Ok(None) };
+                let mut items = Vec::with_capacity(entries.len());
+                let mut seeds = Vec::with_capacity(entries.len());
+                for entry in entries {
+                    let Some((item, seeded)) = self.item(*entry, wanted)? else { return Ok(None) };
                     items.push(item);
                     seeds.push(seeded.item_seed);
                 }
-                let all = || During::Collate(indices.to_vec());
                 as_worker(worker.of_batch(&seeds), || guarded(worker, all, || collate(items))).map(Some)
             }
             Collating::Each(each) => {
-                let all = || During::Collate(indices.to_vec());
                 // No item has been read yet.
-                let seeds: Vec<u64> =
-                    indices.iter().map(|index| worker.at(self.seed, *index).item_seed).collect();
-                let begin = || guarded(worker, all, || Ok(each.begin(indices.len())));
+                let seeds: Vec<u64> = entries.iter().map(|entry| self.seeded(*entry).item_seed).collect();
+                let begin = || guarded(worker, all, || Ok(each.begin(entries.len())));
                 let mut batch = as_worker(worker.of_batch(&seeds), begin)?;
-                for index in indices {
-                    let Some((item, seeded)) = self.item(*index, wanted)? else { return Ok(None) };
-                    let one = || During::Collate(vec![*index]);
+                for entry in entries {
+                    let Some((item, seeded)) = self.item(*entry, wanted)? else { return Ok(None) };
+                    let one = || During::Collate(vec![entry.index]);
                     as_worker(seeded, || guarded(worker, one, || each.add(&mut batch, item)))?;
                 }
                 Ok(Some(batch))
@@ -63,16 +69,21 @@ impl<D: Dataset, B> Loading<D, B> {
         }
     }
 
-    /// The item at `index`, and the worker with its seed; none if its batch is not wanted any more.
+    /// The worker with the seed of an item.
+    fn seeded(&self, Entry { index, repeat }: Entry) -> WorkerInfo {
+        self.worker.repeating(repeat).at(self.seed, index)
+    }
+
+    /// An item, and the worker with its seed; none if its batch is not wanted any more.
     fn item(
         &self,
-        index: usize,
+        entry: Entry,
         wanted: &dyn Fn() -> bool,
     ) -> Result<Option<(D::Item, WorkerInfo)>, LoadError> {
         if !wanted() {
             return Ok(None);
         }
-        let worker = self.worker.at(self.seed, index);
+        let (index, worker) = (entry.index, self.seeded(entry));
         // The data set may have said that it is another one: `set_item`.
         let get = || self.dataset.get(index).map(|item| (item, worker_info().unwrap_or(worker)));
         as_worker(worker, || guarded(self.worker, || During::Item(index), get)).map(Some)
@@ -80,12 +91,12 @@ impl<D: Dataset, B> Loading<D, B> {
 }
 
 impl<D: Dataset, B: Send + 'static> Work for Loading<D, B> {
-    /// The indices of the items, and the rank of the process, of so many: in an elastic job it changes in the middle of a pass.
-    type Task = (Vec<usize>, (Rank, WorldSize));
+    /// The items, and the rank of the process, of so many: in an elastic job it changes in the middle of a pass.
+    type Task = (Vec<Entry>, (Rank, WorldSize));
     type Done = Result<B, LoadError>;
 
-    fn run(&mut self, (indices, rank): Self::Task, wanted: &dyn Fn() -> bool) -> Option<Self::Done> {
+    fn run(&mut self, (entries, rank): Self::Task, wanted: &dyn Fn() -> bool) -> Option<Self::Done> {
         self.worker = self.worker.of_rank(rank);
-        self.batch(&indices, wanted).transpose()
+        self.batch(&entries, wanted).transpose()
     }
 }

@@ -8,7 +8,7 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, SystemTime};
 
 use phalanx_data::folder::{
-    CsvDataset, ElementType, ImageFolder, JsonLinesDataset, NpyDataset, SafetensorsDataset,
+    CsvDataset, ElementType, ImageFolder, JsonLinesDataset, NpyDataset, SafetensorsDataset, files,
 };
 use phalanx_data::{DataLoader, Dataset};
 use serde::{Deserialize, Serialize};
@@ -97,6 +97,10 @@ fn records_of_csv_are_read_by_their_places() {
     assert_eq!(sheet.get(1).unwrap(), Mail { text: "b".into(), spam: false });
     let twice = CsvDataset::<Mail>::open(written(folder.path(), "z.csv", "text,spam,text\na,true,b\n"));
     names(twice, &["z.csv", "two columns", "\"text\""]);
+    let path = written(folder.path(), "few.csv", "text,spam\na,true\n");
+    for delimiter in [b'"', b'\n', b'\r'] {
+        names(CsvDataset::<Mail>::with_delimiter(&path, delimiter), &["cannot stand between", "b','"]);
+    }
 }
 
 /// A safetensors file of tensors: type, shape, bytes.
@@ -349,4 +353,28 @@ fn images_have_their_folder_as_class() {
     fs::create_dir(folder.path().join("empty")).unwrap();
     names(ImageFolder::open(folder.path()), &["empty", "is the path right?"]);
     names(ImageFolder::open(folder.path().join("empty")), &["a folder for each class"]);
+}
+
+/// Without it the class of a disk that a host has not mounted would be left out there, and those behind it would have other numbers.
+#[test]
+fn a_link_that_leads_nowhere_is_refused_and_one_to_a_folder_is_followed() {
+    let (folder, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    for path in [folder.path().join("dog/a.png"), elsewhere.path().join("photos/b.png")] {
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        image::RgbImage::new(1, 1).save(path).unwrap();
+    }
+    std::os::unix::fs::symlink(elsewhere.path().join("photos"), folder.path().join("cat")).unwrap();
+    let images = ImageFolder::open(folder.path()).unwrap();
+    assert_eq!((images.classes(), images.len()), (&["cat".to_owned(), "dog".to_owned()][..], 2));
+    // Hidden entries are none of the data set's.
+    std::os::unix::fs::symlink("nowhere", folder.path().join(".lock")).unwrap();
+    assert_eq!(ImageFolder::open(folder.path()).unwrap().len(), 2);
+
+    fs::rename(elsewhere.path().join("photos"), elsewhere.path().join("gone")).unwrap();
+    names(ImageFolder::open(folder.path()), &["cat leads nowhere", "does every host see"]);
+    names(files(folder.path(), &["png"]), &["cat leads nowhere"]);
+    // One that leads to itself.
+    fs::remove_file(folder.path().join("cat")).unwrap();
+    std::os::unix::fs::symlink("cat", folder.path().join("cat")).unwrap();
+    names(ImageFolder::open(folder.path()), &["cat"]);
 }

@@ -496,6 +496,41 @@ fn an_item_is_augmented_alike_whoever_loads_it() {
     assert_eq!(noise(1, 0), noise(2, 1));
 }
 
+/// As samplers with weights and replacement give it. Equal copies would teach no more than one.
+#[test]
+fn an_item_that_comes_several_times_draws_anew_each_time_whoever_loads_it() {
+    let order: [usize; 8] = [3, 1, 3, 3, 0, 1, 3, 2];
+    let loader = |rank: Rank, of: WorldSize, workers: usize| {
+        let noisy = numbers(4).map(|item| Ok((item, worker_info().unwrap().item_seed)));
+        let loader = DataLoader::builder(noisy).sampler(from_fn(move |_| order.to_vec())).seed(4);
+        loader.shard(rank, of).num_workers(workers).build().unwrap()
+    };
+    let noise = |ranks: u32, workers: usize| {
+        let of_rank =
+            |(rank, of)| loader(rank, of, workers).iter().flat_map(Result::unwrap).collect::<Vec<_>>();
+        let mut all: Vec<(usize, u64)> = shards(ranks).flat_map(of_rank).collect();
+        all.sort_unstable();
+        all
+    };
+    let all = noise(1, 0);
+    assert_eq!(all.iter().map(|(_, seed)| *seed).collect::<HashSet<u64>>().len(), 8);
+    assert!(all == noise(1, 3) && all == noise(2, 1) && all == noise(4, 2));
+
+    let first = loader(Rank::MAIN, world(1), 0);
+    let mut batches = first.iter();
+    let mut whole: Vec<(usize, u64)> = batches.by_ref().take(3).flat_map(Result::unwrap).collect();
+    let resumed = loader(Rank::MAIN, world(1), 2);
+    resumed.resume(&first.position()).unwrap();
+    whole.extend(resumed.iter().flat_map(Result::unwrap));
+    whole.sort_unstable();
+    assert_eq!(whole, all);
+
+    // The first time it is the seed that the item has in any order.
+    let once = numbers(4).map(|item| Ok((item, worker_info().unwrap().item_seed)));
+    let once = DataLoader::builder(once).seed(4).build().unwrap();
+    assert!(once.iter().flat_map(Result::unwrap).all(|item| all.contains(&item)));
+}
+
 #[test]
 fn collate_functions_draw_from_the_seeds_of_their_items() {
     let seed = || worker_info().unwrap().item_seed;
@@ -582,6 +617,7 @@ fn options_that_make_no_sense_are_refused() {
         (loader(4).batch_size(0).build(), "batch_size is 0"),
         (loader(4).num_workers(100_000).build(), "num_workers"),
         (loader(4).prefetch_factor(0).build(), "prefetch_factor"),
+        (loader(4).timeout(Duration::ZERO).build(), "Duration::MAX"),
         (loader(4).sampler(sampler(5)).build(), "for 5 items"),
         (loader(4).sampler(sampler(4)).shard(Rank::MAIN, world(2)).build(), "the same group"),
         (loader(4).shard(Rank::new(2), world(2)).build(), "2"),
@@ -594,6 +630,7 @@ fn options_that_make_no_sense_are_refused() {
         assert!(error.is_invalid_argument() && error.to_string().contains(words), "{error}");
     }
     assert!(loader(4).sampler(sampler(4)).shard(Rank::new(1), world(2)).build().is_ok());
+    assert_eq!(loader(4).num_workers(1).timeout(Duration::MAX).build().unwrap().iter().count(), 4);
 }
 
 #[test]

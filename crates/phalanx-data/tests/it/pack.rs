@@ -24,3 +24,15 @@ fn a_folder_is_packed_with_the_class_of_each_file() {
     assert_eq!(items, [&b"\0\0\0\0tom"[..], b"\x01\0\0\0", b"\x01\0\0\0rex"]);
     assert_eq!(fs::read_to_string(packed.join("classes.txt")).unwrap(), "cats\ndogs");
 }
+
+#[test]
+fn a_class_that_is_a_link_to_nowhere_is_not_left_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let (photos, packed) = (folder.path().join("photos"), folder.path().join("photos.lmdb"));
+    fs::create_dir_all(photos.join("dogs")).unwrap();
+    fs::write(photos.join("dogs/a"), "rex").unwrap();
+    std::os::unix::fs::symlink("nowhere", photos.join("cats")).unwrap();
+    let error = example::pack(&photos, &packed).unwrap_err().to_string();
+    assert!(error.contains("photos/cats"), "{error}");
+    assert!(!packed.exists());
+}

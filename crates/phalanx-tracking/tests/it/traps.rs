@@ -136,6 +136,9 @@ fn ranks_that_log_other_things_are_told_so_and_a_nan_names_its_rank() {
             let tag = if rank == 1 { "accuracy" } else { "loss" };
             let error = run.log_mean(3, tag, 1.0).unwrap_err();
             assert!(error.is_mismatch() && error.to_string().contains("rank 1 logs other tags"), "{error}");
+            let error = run.log_mean(if rank == 2 { 4 } else { 3 }, "loss", 1.0).unwrap_err();
+            let said = "rank 2 logs a mean at step 4, and rank 0 at step 3";
+            assert!(error.is_mismatch() && error.to_string().contains(said), "{error}");
             let error = run.log_means(4, if rank == 2 { -1.0 } else { 1.0 }, &[("loss", 1.0)]).unwrap_err();
             assert!(error.to_string().contains("rank 2 logs means with the weight -1"), "{error}");
             run.finish().unwrap();

@@ -465,6 +465,19 @@ fn gradients_are_not_accumulated_on_replicas_of_one_process() {
 }
 
 #[test]
+fn a_decay_by_which_weights_would_grow_is_refused() {
+    let corpus = Corpus::new(8, 4);
+    let task = classification(&corpus, 0.0);
+    let model = classifier(&task.config);
+    let group = ProcessGroup::alone().unwrap();
+    for weight_decay in [-0.01, f64::NAN, f64::INFINITY] {
+        let options = TrainOptions { weight_decay, ..options(&corpus.path("refused")) };
+        let error = train(&task, &model, &group, &options).unwrap_err().to_string();
+        assert!(error.contains("--weight-decay is"), "{error}");
+    }
+}
+
+#[test]
 fn no_held_out_example_counts_twice_and_none_is_lost() {
     for held_out in [1, 2, 7] {
         let corpus = Corpus::new(8, held_out);
@@ -547,6 +560,30 @@ fn ranks_and_accumulation_take_the_steps_of_one_large_batch() {
     }
 }
 
+/// Else the rate of each step, and how many steps there are, would be another run's.
+#[test]
+fn a_training_goes_on_only_with_as_many_texts_in_a_step_however_they_are_accumulated() {
+    let corpus = Corpus::new(32, 8);
+    let task = classification(&corpus, 0.0);
+    let model = classifier(&task.config);
+    let out = corpus.path("run");
+    let run = |ranks, batch_size, accumulate| {
+        let options = TrainOptions { batch_size, accumulate, save_every: 10, ..options(&out) };
+        on_ranks(ranks, |group| train(&task, &model, &group, &options)).remove(0)
+    };
+    let whole = run(2, 4, 1).unwrap();
+    // It is to go on at step 10, in the middle of the third epoch.
+    without_the_last_checkpoint(&out);
+    for (ranks, batch_size, accumulate) in [(2, 4, 2), (1, 4, 1), (2, 8, 1)] {
+        let error = format!("{:#}", run(ranks, batch_size, accumulate).unwrap_err());
+        assert!(error.contains("start it with as many texts in a step"), "{error}");
+    }
+    let again = run(1, 4, 2).unwrap();
+    assert_eq!(again[..2], whole[..2]);
+    assert!(again[2].steps == 12 && (again[2].train_loss - whole[2].train_loss).abs() < 1e-3, "{again:?}");
+    assert_eq!(Record::read(&out).steps("train/loss"), (1..=12).collect::<Vec<_>>(), "each step once");
+}
+
 #[test]
 fn a_data_set_shorter_than_the_world_is_an_error_on_every_rank() {
     let corpus = Corpus::new(2, 1);
@@ -608,7 +645,7 @@ fn another_number_of_ranks_does_not_go_on_from_a_checkpoint() {
     on_ranks(2, |group| train(&task, &model, &group, &options).unwrap());
     let error = on_ranks(1, |group| train(&task, &model, &group, &options).unwrap_err().to_string());
     let [there, here] =
-        [2, 1].map(|count| format!("(Devices {{ count: {count}, strategy: Ddp, parts: 1 }}, 4, 3, 8)"));
+        [2, 1].map(|count| format!("(Devices {{ count: {count}, strategy: Ddp, parts: 1 }}, 4, 1, 3, 8)"));
     assert!(error[0].contains(&format!("{there}, this run has {here}")), "{error:?}");
 }
 

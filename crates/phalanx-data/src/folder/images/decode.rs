@@ -99,6 +99,12 @@ pub(super) fn decode(bytes: &[u8], options: Options) -> Result<DynamicImage, Cau
         }
         ImageFormat::Pnm => {
             let decoder = PnmDecoder::new(&mut file)?;
+            let pam = decoder.header().as_arbitrary();
+            if pam.is_some_and(|pam| pam.tupltype.is_none() && pam.maxval > u32::from(u8::MAX)) {
+                // The decoder takes each half of a sample for one.
+                let cause = "its samples have 16 bits, and no TUPLTYPE says of which colours they are";
+                return Err(Cause::Unsupported(cause.into()));
+            }
             let is_text = is_text(decoder.header());
             let image = read(decoder)?;
             let end = usize::try_from(file.position()).unwrap_or(usize::MAX);
@@ -289,6 +295,21 @@ mod tests {
         assert_eq!(colours(&tiff_with_opacity(4, 16, 2, &samples)), [32, 64, 0]);
         // Of gray this is not decoded, and is not taken for the plain colour.
         assert!(decode(&tiff_with_opacity(2, 8, 1, &[100, 128, 200, 100]), Options::default()).is_err());
+    }
+
+    #[test]
+    fn a_pam_of_which_half_samples_would_be_read_is_refused() {
+        let read = |most: u32, of: &str| {
+            let header = format!("P7\nWIDTH 1\nHEIGHT 1\nDEPTH 1\nMAXVAL {most}\n{of}ENDHDR\n");
+            let samples: &[u8] = if most > 255 { &[0x80, 0x80] } else { &[0x80] };
+            let file = [header.as_bytes(), samples].concat();
+            let image = decode(&file, Options { first_frame: true, ..Options::default() });
+            image.map(|image| image.into_rgb8().into_raw()).map_err(|cause| cause.text().to_owned())
+        };
+        for (most, of) in [(65535, "TUPLTYPE GRAYSCALE\n"), (255, "TUPLTYPE GRAYSCALE\n"), (255, "")] {
+            assert_eq!(read(most, of), Ok(vec![0x80; 3]), "{most} {of}");
+        }
+        assert!(read(65535, "").unwrap_err().contains("TUPLTYPE"));
     }
 
     #[test]
