@@ -232,11 +232,15 @@ impl Health {
         }
     }
 
-    /// This rank has left, and has heard all that the others said: if ranks have made different calls, and no call has returned that to
-    /// the program, it is the error of leaving. If no call returns it, says it by `say`, and leaves it to the launcher.
+    /// This rank has left, and has heard all that the others said: if ranks have made different calls, or one has left without a call of this
+    /// rank, and no call has returned that to the program, it is the error of leaving. If no call returns it, says it by `say`, and leaves it to
+    /// the launcher.
     pub(crate) fn part(&self, say: impl FnOnce(String)) {
+        // Of a rank that has left, whoever has made the call that it has not made.
+        let is_own = |cause: &Error| cause.is_peer_left() && cause.rank() == Some(self.rank);
+        let is_of_calls = |cause: &Error| cause.is_mismatch() || is_own(cause);
         let error = match self.cause() {
-            Some(cause) if cause.is_mismatch() && !self.returned.load(Ordering::Relaxed) => cause,
+            Some(cause) if is_of_calls(&cause) && !self.returned.load(Ordering::Relaxed) => cause,
             Some(_) => return,
             None => {
                 let Some(error) = self.calls(|calls| calls.missing()).map(|missing| self.of_missing(missing))

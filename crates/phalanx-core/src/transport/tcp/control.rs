@@ -208,7 +208,8 @@ impl Drop for Monitor {
         };
         let silent = self.silent.known();
         let is_awaited = |host| !silent.contains(&host);
-        let mut parting = Parting { health: &self.health, unread, heard: HashSet::new() };
+        let mut parting =
+            Parting { health: &self.health, unread, heard: HashSet::new(), failed: HashSet::new() };
         let has_root = last.is_some_and(|last| last.call.root.is_some());
         // What one that has left had to say has been read.
         let awaits_near = |peer| has_root && !self.health.has_left(peer);
@@ -320,6 +321,8 @@ struct Parting<'a> {
     unread: Vec<Vec<u8>>,
     /// The hosts of which something has come since.
     heard: HashSet<IpAddr>,
+    /// The peers whose group has failed since. They do not say which call was their last.
+    failed: HashSet<Rank>,
 }
 
 impl Parting<'_> {
@@ -355,20 +358,22 @@ impl Parting<'_> {
         self.health.compare_calls();
     }
 
-    fn hear(&self, peer: Rank, message: Control) {
+    fn hear(&mut self, peer: Rank, message: Control) {
         match message {
             Control::Waiting(call) => self.hear_call(peer, call, Told::Waiting),
             Control::Latest(call) => self.hear_call(peer, call, Told::Latest),
             Control::Last(call) => self.hear_call(peer, call, Told::Last),
             // Whatever else fails from now on, this rank has left before.
             Control::Failure(notice) => {
+                self.failed.insert(peer);
                 let error = notice.into_error(peer, self.health.host(peer));
                 if error.is_mismatch() {
                     self.health.hear(error);
                 }
             }
-            Control::Beat
-            | Control::Goodbye
+            Control::Goodbye if !self.failed.contains(&peer) => self.health.calls(|calls| calls.left(peer)),
+            Control::Goodbye
+            | Control::Beat
             | Control::Watching(_)
             | Control::Connected(_)
             | Control::LongWait(_)
@@ -547,7 +552,12 @@ pub(super) mod tests {
         let (control, mut peer) = far();
         let connections = Connections { control: vec![None, Some(control)], ..Connections::default() };
         let health = Health::new(Rank::MAIN, vec!["here".into(), "there".into()]);
-        let mut parting = Parting { health: &health, unread: vec![Vec::new(); 2], heard: HashSet::new() };
+        let mut parting = Parting {
+            health: &health,
+            unread: vec![Vec::new(); 2],
+            heard: HashSet::new(),
+            failed: HashSet::new(),
+        };
         peer.write_all(&control::encode(&Control::Beat).unwrap()).unwrap();
         let soon = Deadline::after(Duration::from_millis(300));
         let unanswered = connections.leave((soon, soon), |_| false, |_| true, |end| parting.has_ended(end));
@@ -568,7 +578,12 @@ pub(super) mod tests {
         }
         let connections = Connections { control: vec![None, Some(own)], ..Connections::default() };
         let health = Health::new(Rank::MAIN, vec!["here".into(), "there".into()]);
-        let mut parting = Parting { health: &health, unread: vec![Vec::new(); 2], heard: HashSet::new() };
+        let mut parting = Parting {
+            health: &health,
+            unread: vec![Vec::new(); 2],
+            heard: HashSet::new(),
+            failed: HashSet::new(),
+        };
         let soon = Deadline::now();
         connections.leave((soon, soon), |_| false, |_| true, |end| parting.has_ended(end));
         assert!(health.cause().unwrap().is_mismatch());
