@@ -21,7 +21,8 @@ use crate::rank::Rank;
 use crate::store::Store;
 use crate::wire::control::{self, Control, MAX_BODY, Notice, PREFIX};
 
-const KEY: &str = "mesh/failure";
+/// The key of the cause for which a start has failed.
+pub(crate) const KEY: &str = "mesh/failure";
 /// How often a rank that waits for others checks whether one of them has failed.
 pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// A missing rank has died if it refuses this many connections, `POLL_INTERVAL` apart. One is not enough: its connections may be
