@@ -132,10 +132,7 @@ impl Engine {
         // After the exchange, in which ranks compare their calls. A rank that waits for nobody would not notice: the system takes what it
         // sends. If the other leaves later, the next call notices it, or the end.
         match absent.filter(|_| outcome.is_ok()) {
-            Some(peer) => {
-                let error = self.health.peer_failed(peer, "it has dropped out of the group");
-                Err(self.health.fail_operation(error, call, sequence))
-            }
+            Some(peer) => Err(self.health.fail_without(peer, call, sequence)),
             None => outcome,
         }
     }
