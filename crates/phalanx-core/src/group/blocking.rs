@@ -187,7 +187,7 @@ mod tests {
         let groups = groups.map(|group| group.with_timeout(LIMIT));
         std::thread::scope(|scope| {
             for group in groups.iter().filter(|_| called) {
-                scope.spawn(|| group.barrier().unwrap());
+                scope.spawn(move || group.barrier().unwrap());
             }
         });
         groups
