@@ -2,6 +2,7 @@
 
 use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
+use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -40,6 +41,10 @@ pub const TESTS: &[(&str, fn())] = &[
         "a_worker_that_cannot_start_ends_all_that_wait_for_it",
         a_worker_that_cannot_start_ends_all_that_wait_for_it,
     ),
+    (
+        "a_rank_that_cannot_watch_its_connections_tells_the_others_why",
+        a_rank_that_cannot_watch_its_connections_tells_the_others_why,
+    ),
     ("a_start_that_waits_says_for_whom", a_start_that_waits_says_for_whom),
     ("a_name_without_an_address_ends_a_start_soon", a_name_without_an_address_ends_a_start_soon),
     ("ranks_of_other_launchers_are_no_worlds_of_one", ranks_of_other_launchers_are_no_worlds_of_one),
@@ -61,6 +66,7 @@ pub fn play(scenario: &str) {
         "poor_part" => poor_part(),
         "poor_mesh" => poor_mesh(),
         "no_threads" => no_threads(),
+        "no_watch" => no_watch(),
         other => panic!("no scenario {other}"),
     });
 }
@@ -178,6 +184,9 @@ fn poor_mesh() -> phalanx::Result<()> {
     DeviceMesh::new(&with_poor(1)?, &[("data", 2), ("tensor", 2)]).map(drop)
 }
 
+/// A stack of a thread for which no system has addresses: `RUST_MIN_STACK` of a process that can start no threads.
+const TOO_MUCH: &str = "1152921504606846976";
+
 /// A thread that the system does start, whatever `RUST_MIN_STACK` asks for.
 fn small_thread() -> std::thread::Builder {
     std::thread::Builder::new().stack_size(1 << 20)
@@ -235,9 +244,33 @@ fn no_threads() -> phalanx::Result<()> {
 
 fn a_worker_that_cannot_start_ends_all_that_wait_for_it() {
     let mut program = Command::new(std::env::current_exe().unwrap());
-    program.env(ROLE, "processes::no_threads").env("RUST_MIN_STACK", (1u64 << 60).to_string());
+    program.env(ROLE, "processes::no_threads").env("RUST_MIN_STACK", TOO_MUCH);
     let ended = program.output().unwrap();
     assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
+}
+
+/// One of two ranks has no thread to watch its connections: all else that it does needs none.
+fn no_watch() -> phalanx::Result<()> {
+    if std::env::var("RANK").unwrap() == "1" && std::env::var_os("RUST_MIN_STACK").is_none() {
+        let mut again = Command::new(std::env::current_exe().unwrap());
+        panic!("{}", again.env("RUST_MIN_STACK", TOO_MUCH).exec());
+    }
+    phalanx::init()?.with_timeout(LIMIT * 10).barrier()
+}
+
+fn a_rank_that_cannot_watch_its_connections_tells_the_others_why() {
+    for transport in ["tcp", "shm"] {
+        let world = World::start("processes::no_watch", 2, false, &[("PHALANX_TRANSPORT", transport)]);
+        let (outcomes, _) = world.end();
+        for (code, error) in outcomes {
+            assert_eq!(code, Some(1), "{error}");
+            assert!(
+                error.contains("rank 1 (") && error.contains("control connections could not be started"),
+                "{error}"
+            );
+            assert!(error.contains("ulimit -u"), "{error}");
+        }
+    }
 }
 
 /// Kills `victim` of three ranks that run `scenario`; every survivor must name it in time, whatever carries the data.
