@@ -43,8 +43,8 @@ pub const GRACE: Duration = Duration::from_secs(5);
 pub(crate) const FIRST_START: &str = "phalanx/0";
 
 /// The keys of a start that `rank` writes, and those that all write.
-pub(crate) fn keys_of(rank: Rank) -> [String; 3] {
-    [format!("rank/{rank}"), "world".to_owned(), "verdict".to_owned()]
+pub(crate) fn keys_of(rank: Rank) -> [String; 4] {
+    [format!("rank/{rank}"), "world".to_owned(), arrival::HOSTS.to_owned(), "verdict".to_owned()]
 }
 
 /// How long rank 0, when it is done, waits for its own store's answer.
