@@ -8,6 +8,7 @@ so that must live on: not in a process that may die.
 # mypy: disable-error-code="override"
 # pyright: reportIncompatibleMethodOverride=false, reportAssignmentType=false
 
+import collections
 import datetime
 import hashlib
 import sys
@@ -17,10 +18,14 @@ from typing import Any, NoReturn
 
 from torch._C import _distributed_c10d as c10d
 
-from phalanx_torch import _uncompiled
+from phalanx_torch import _native, _uncompiled
 from phalanx_torch._errors import Error
 from phalanx_torch.process_group import ProcessGroup, _call_hooks
 from phalanx_torch.work import Ended, Work, ended
+
+# The store keeps what this process has written in so many calls of `reconfigure`, the last ones. A process that comes late to one of them, with
+# other handles, hears that at once, and does not wait for who has come and gone.
+_KEPT = 16
 
 
 class _NoRanks:
@@ -40,6 +45,9 @@ class _NoRanks:
 
     def abort(self, cause: str) -> None:
         """Nothing: no rank waits."""
+
+    def clear_parts(self) -> None:
+        """Nothing: no part was made of it."""
 
     def close(self) -> None:
         """Nothing: there is nobody to say goodbye to."""
@@ -62,6 +70,8 @@ class ReconfigurableGroup(ProcessGroup):
         self._rank, self._size = rank, size
         self._handle = f"phalanx/{uuid.uuid4().hex}"
         self._uuids: set[int] = set()
+        # Where this process has met others, and as which rank.
+        self._meetings: collections.deque[tuple[c10d.Store, int]] = collections.deque()
         return _NoRanks()
 
     def rank(self) -> int:
@@ -98,12 +108,14 @@ class ReconfigurableGroup(ProcessGroup):
         _call_hooks(self)
         rank, last, self._native = handles.index(self._handle), self._native, _NoRanks()
         last.abort(f"rank {self._rank} of this group has left it with reconfigure")
+        last.clear_parts()
         try:
             last.close()
         except Error:
             # Why it has failed is known to whoever has called something in it.
             pass
         store = c10d.PrefixStore(f"reconfigure/{opts.uuid}", self._store)
+        self._meetings.append((store, rank))
         begin = time.monotonic()
         self._agree(store, rank, handles, timeout)
         rest = timeout - datetime.timedelta(seconds=time.monotonic() - begin)
@@ -111,7 +123,19 @@ class ReconfigurableGroup(ProcessGroup):
         native.set_timeout(self._timeout.total_seconds())
         self._native, self._rank, self._size = native, rank, len(handles)
         self._sequence = self._barriers = 0
+        while len(self._meetings) > _KEPT:
+            self._clear(*self._meetings.popleft())
         return ended([], 0)
+
+    def _clear(self, store: c10d.Store, rank: int) -> None:
+        """Removes what this process wrote while it met others in ``store``, and what all wrote: a job that runs for weeks would fill the store."""
+        _native.Group.clear_meeting(store, rank)
+        try:
+            for key in ("handles", f"came/{rank}", "came", "verdict"):
+                store.delete_key(key)
+        except RuntimeError:
+            # Not every store of a program removes keys. The group is connected, and needs none.
+            pass
 
     def _agree(self, store: c10d.Store, rank: int, handles: list[str], timeout: datetime.timedelta) -> None:
         """Waits until all have come with the same handles; the error of one that has come with others is everybody's."""

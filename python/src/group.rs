@@ -479,6 +479,23 @@ impl Group {
         .inspect_err(|raised| self.interrupted(py, raised))
     }
 
+    /// Removes what `rank` and the others wrote to a store in which they have met by `in_store`, and to which nobody comes any more.
+    #[staticmethod]
+    fn clear_meeting(py: Python<'_>, store: Py<PyAny>, rank: u32) {
+        let store: SharedStore = Arc::new(TorchStore::new(store, GivenUp::default()));
+        py.detach(|| ProcessGroup::clear_meeting(store, Rank::new(rank)));
+    }
+
+    /// Removes what this rank wrote to connect the last parts that were made of this group, to which nobody comes any more.
+    fn clear_parts(&self, py: Python<'_>) {
+        py.detach(|| {
+            let group = self.0.group.read().clone();
+            if let Some(group) = group.filter(|_| self.0.is_here()) {
+                group.clear_parts();
+            }
+        });
+    }
+
     /// Whether it is this process's, and has not been left.
     fn is_open(&self) -> bool {
         self.0.is_here() && self.0.group.read().is_some()

@@ -21,6 +21,9 @@ const PAUSES: (Duration, Duration) = (Duration::from_micros(100), Duration::from
 /// thousand ranks that wait for long ask the store as seldom as with pauses that double.
 const GROWTH: u32 = 4;
 
+/// A wait for more keys than these looks at one of them alone, as long as that is missing.
+const LOOKED_AT_TOGETHER: usize = 32;
+
 /// A `torch.distributed.Store`, of whatever kind.
 ///
 /// Waits look again and again. PyTorch's `get` and `wait` hold a lock of the store until they end, so that another
@@ -194,6 +197,39 @@ impl TorchStore {
         self.call("get", key, |py, store| bytes(&store.call_method1(intern!(py, "get"), (key,))?))
     }
 
+    /// Whether the store answers several keys at once: not every store of PyTorch does.
+    fn has_batches(&self) -> bool {
+        let has = |py: Python<'_>| -> PyResult<bool> {
+            self.store.bind(py).call_method0(intern!(py, "has_extended_api"))?.extract()
+        };
+        Python::try_attach(|py| has(py).unwrap_or(false)).unwrap_or(false)
+    }
+
+    /// How many of `keys` exist before the first that is missing; `known` of them do. If there are many, that one is looked at alone until it has
+    /// come: all ranks ask the same server, and all keys each time would be as many as the square of the ranks.
+    fn there(&self, keys: &[&str], known: usize, deadline: Deadline) -> Result<usize> {
+        let are_there = |from: usize, to: usize| match keys.get(from..to) {
+            Some(keys) => self.check(keys, deadline),
+            None => Ok(false),
+        };
+        if keys.len() - known <= LOOKED_AT_TOGETHER {
+            return Ok(if are_there(known, keys.len())? { keys.len() } else { known });
+        }
+        if !are_there(known, known + 1)? {
+            return Ok(known);
+        }
+        // All before `low` exist, and not all before `high`, which may be one too many.
+        let (mut low, mut high) = (known + 1, keys.len() + 1);
+        while high - low > 1 {
+            let middle = low + (high - low) / 2;
+            match are_there(low, middle)? {
+                true => low = middle,
+                false => high = middle,
+            }
+        }
+        Ok(low)
+    }
+
     fn until<T>(
         &self,
         operation: &str,
@@ -234,7 +270,11 @@ impl Store for TorchStore {
 
     fn wait(&self, keys: &[&str], deadline: Deadline) -> Result<()> {
         let first = keys.first().copied().unwrap_or_default();
-        self.until("wait", first, deadline, || Ok(self.check(keys, deadline)?.then_some(())))
+        let mut there = 0;
+        self.until("wait", first, deadline, || {
+            there = self.there(keys, there, deadline)?;
+            Ok((there == keys.len()).then_some(()))
+        })
     }
 
     fn check(&self, keys: &[&str], _deadline: Deadline) -> Result<bool> {
@@ -279,8 +319,14 @@ impl Store for TorchStore {
 
     fn multi_get(&self, keys: &[&str], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
         self.wait(keys, deadline)?;
-        // Not every store of PyTorch has `multi_get`.
-        keys.iter().map(|key| self.get_now(key)).collect()
+        match keys {
+            // Most times each is a round trip.
+            [first, _, ..] if self.has_batches() => self.call("multi_get", first, |py, store| {
+                let values = store.call_method1(intern!(py, "multi_get"), (keys.to_vec(),))?;
+                values.try_iter()?.map(|value| bytes(&value?)).collect()
+            }),
+            _ => keys.iter().map(|key| self.get_now(key)).collect(),
+        }
     }
 
     fn multi_set(&self, pairs: &[(&str, &[u8])], deadline: Deadline) -> Result<()> {

@@ -1,5 +1,6 @@
 """Groups: how they are made, of which ranks, in which stores, how often."""
 
+import collections
 import datetime
 import os
 import threading
@@ -12,6 +13,7 @@ from conftest import SINCE_2_15, environment, free_port, processes
 from torch._C import _distributed_c10d as c10d
 
 import phalanx_torch
+from phalanx_torch import _native
 from phalanx_torch.process_group import ProcessGroup
 
 
@@ -46,6 +48,48 @@ def started(rank, world, how, place):
 def test_stores(tmp_path, how):
     place = str(tmp_path / "store") if "ile" in how else free_port()
     processes(2, started, 2, how, place)
+
+
+class Counting:
+    """A store that counts the keys of each request."""
+
+    def __init__(self, store):
+        self.store, self.keys = store, collections.defaultdict(list)
+
+    def __getattr__(self, name):
+        method = getattr(self.store, name)
+
+        def call(*arguments):
+            self.keys[name].append(len(arguments[0]) if arguments and isinstance(arguments[0], list) else 1)
+            return method(*arguments)
+
+        return call
+
+
+def counted(rank, port):
+    store = Counting(dist.TCPStore("127.0.0.1", port, 2, rank == 0))
+    group = _native.Group.in_store(store, rank, 2, 60.0)
+    group.barrier((None, True))
+    group.close()
+    return store.keys["multi_get"]
+
+
+def test_a_store_is_asked_for_the_keys_of_all_ranks_at_once():
+    for counts in processes(2, counted, free_port()):
+        assert counts and set(counts) == {2}, counts
+
+
+def looks(rank):
+    store = Counting(dist.HashStore())
+    with pytest.raises(phalanx_torch.Error) as caught:
+        _native.Group.in_store(store, rank, 300, 2.0)
+    assert caught.value.kind == "timeout"
+    return store.keys["check"]
+
+
+def test_a_rank_that_waits_for_many_looks_at_one():
+    (counts,) = processes(1, looks)
+    assert sum(counts) < 60 * len(counts), (sum(counts), len(counts))
 
 
 def keys_of_groups(rank, port, is_local):

@@ -13,6 +13,7 @@ from conftest import SINCE_2_15, blind_watcher, processes
 from torch._C import _distributed_c10d as c10d
 
 import phalanx_torch
+from phalanx_torch import reconfigure
 
 pytestmark = pytest.mark.skipif(not SINCE_2_15, reason="this PyTorch has no enable_reconfigure")
 TIMEOUT = datetime.timedelta(seconds=60)
@@ -97,6 +98,23 @@ def _merged(number, path):
     dist._reconfigure(3 + number, [dist._get_reconfigure_handle()]).wait()
     assert (dist.get_rank(), dist.get_world_size(), _sum()) == (0, 1, 1.0)
     dist.destroy_process_group()
+
+
+def _often(number, path):
+    store = _begin(path, number, 2)
+    handles, counts = _handles(store, "handle", [0, 1], number), []
+    for uuid in range(reconfigure._KEPT + 4):
+        dist._reconfigure(uuid, handles).wait()
+        # While both are here, neither writes.
+        assert _sum() == 3.0
+        counts.append(store.num_keys())
+        assert _sum() == 3.0
+    assert counts[0] < counts[1] < counts[-4] == counts[-1], counts
+    dist.destroy_process_group()
+
+
+def test_a_store_does_not_grow_with_the_number_of_calls(tmp_path):
+    processes(2, _often, f"{tmp_path}/store")
 
 
 def test_groups_merge_and_part(tmp_path):

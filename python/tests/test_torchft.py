@@ -56,6 +56,23 @@ def test_replicas_that_are_jobs_of_their_own_meet(address):
     processes(4, _in_a_job_of_its_own, address)
 
 
+def _leaves_no_keys(rank, address):
+    host, port = address.split(":")
+    store, counts = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False), []
+    for quorum in (1, 2, 3):
+        group = _configured(rank, address, quorum)
+        # While both are here, neither writes.
+        assert _sum(group, 1.0) == [2, 2]
+        counts.append(store.num_keys())
+        assert _sum(group, 1.0) == [2, 2]
+        group.parent.shutdown()
+    assert len(set(counts)) == 1, counts
+
+
+def test_a_store_does_not_grow_with_the_number_of_quorums(address):
+    processes(2, _leaves_no_keys, address)
+
+
 def _aborts(rank, address):
     group = _configured(rank, address)
     assert _sum(group, 1.0) == [2, 2]

@@ -83,7 +83,8 @@ impl ProcessGroup {
     /// every other rank of a [`reduce`](Self::reduce) or a [`gather`](Self::gather), may only send. Between hosts its call
     /// then returns before it can know what the others have called. If they have called something else, such as the same
     /// with another root, the next collective returns the error on every rank. A program whose last collective is such a
-    /// call learns it here, or from [`leave`](Self::leave), which does not wait for ranks that are still busy.
+    /// call learns it here, or from [`leave`](Self::leave), which does not wait for ranks that are still busy. So it is if another rank
+    /// leaves without that call; if this rank knows that it has left, the call itself returns the error.
     ///
     /// This is a [`barrier`](Self::barrier), and then a drop of this handle. Other handles stay, and so does the group with
     /// them.
@@ -161,4 +162,92 @@ impl ProcessGroup {
 
 pub(super) fn out_of_place<'a, T: Element>(input: &'a [T], output: &'a mut [T]) -> Memory<'a> {
     Memory::OutOfPlace { input: bytemuck::cast_slice(input), output: bytemuck::cast_slice_mut(output) }
+}
+
+#[cfg(all(test, feature = "testing"))]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use super::*;
+    use crate::testing::{Fabric, groups};
+
+    const LIMIT: Duration = Duration::from_secs(20);
+
+    /// Calls in which a rank waits for nobody: of rank 0, with another rank.
+    const ONLY_SENDING: [fn(&ProcessGroup, Rank) -> Result<()>; 4] = [
+        |group, _| group.broadcast(&mut [7u8], Rank::MAIN),
+        |group, _| group.scatter(&[7u8; 2], &mut [0u8], Rank::MAIN),
+        |group, other| group.reduce(&mut [7u8], other, ReduceOp::Sum),
+        |group, other| group.gather(&[7u8], &mut [], other),
+    ];
+
+    /// The groups of two ranks, which have made a call if `called`.
+    fn two(fabric: Fabric, called: bool) -> [ProcessGroup; 2] {
+        let groups: [ProcessGroup; 2] = groups(2, fabric).unwrap().try_into().unwrap();
+        let groups = groups.map(|group| group.with_timeout(LIMIT));
+        std::thread::scope(|scope| {
+            for group in groups.iter().filter(|_| called) {
+                scope.spawn(move || group.barrier().unwrap());
+            }
+        });
+        groups
+    }
+
+    #[test]
+    fn a_call_in_which_a_rank_only_sends_is_an_error_if_another_has_left() {
+        for fabric in Fabric::ALL {
+            for (number, send) in ONLY_SENDING.iter().enumerate() {
+                for called in [false, true] {
+                    let [group, other] = two(fabric, called);
+                    let to = other.rank();
+                    drop(other);
+                    let start = Instant::now();
+                    while !group.health().has_left(to) {
+                        assert!(start.elapsed() < LIMIT, "{fabric:?}");
+                        std::thread::yield_now();
+                    }
+                    let what = format!("{number}, {called}, {fabric:?}");
+                    let error = send(&group, to).unwrap_err();
+                    assert!(error.is_peer_left() && error.peer() == Some(to), "{what}: {error}");
+                    // It has been returned.
+                    group.leave().unwrap();
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn who_has_only_sent_hears_when_it_leaves_that_another_has_left_without_the_call() {
+        // Ranks that share memory wait for each other in the call, and threads have no connections.
+        for fabric in [Fabric::Tcp, Fabric::TwoHosts] {
+            for (number, send) in ONLY_SENDING.iter().enumerate() {
+                for called in [false, true] {
+                    let [group, other] = two(fabric, called);
+                    let to = other.rank();
+                    send(&group, to).unwrap();
+                    drop(other);
+                    let error = group.leave().unwrap_err();
+                    let what = format!("{number}, {called}, {fabric:?}: {error}");
+                    assert!(error.is_peer_left() && error.peer() == Some(to), "{what}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn an_error_that_no_call_has_returned_is_that_of_leaving() {
+        for fabric in [Fabric::Tcp, Fabric::TwoHosts] {
+            let [group, other] = two(fabric, false);
+            let to = other.rank();
+            drop(other);
+            let start = Instant::now();
+            while !group.health().has_left(to) {
+                assert!(start.elapsed() < LIMIT, "{fabric:?}");
+                std::thread::yield_now();
+            }
+            drop(group.broadcast_async(Buffer::from_slice(&[7u8]), Rank::MAIN).unwrap());
+            let error = group.leave().unwrap_err();
+            assert!(error.is_peer_left() && error.peer() == Some(to), "{fabric:?}: {error}");
+        }
+    }
 }

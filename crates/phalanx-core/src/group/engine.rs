@@ -124,9 +124,17 @@ impl Engine {
         }
         self.health.calls(|calls| calls.begin(self.header(call, sequence)));
         let outcome = self.between_hosts(call, sequence, memory, timeout);
-        self.health.calls(|calls| calls.end());
+        let absent = self.health.calls(|calls| {
+            calls.end();
+            calls.absent(sequence)
+        });
         self.history = self.history.with(&self.header(call, sequence));
-        outcome
+        // After the exchange, in which ranks compare their calls. A rank that waits for nobody would not notice: the system takes what it
+        // sends. If the other leaves later, the next call notices it, or the end.
+        match absent.filter(|_| outcome.is_ok()) {
+            Some(peer) => Err(self.health.fail_without(peer, call, sequence)),
+            None => outcome,
+        }
     }
 
     /// What goes before each payload of this call.

@@ -6,6 +6,7 @@
 //! The ranks compare the members in a collective of the parent, so a missing call is found as in any other collective.
 //! `local_rank`, which selects a device, is the same in all groups of a process.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::connect::keys_of;
@@ -16,7 +17,8 @@ use crate::error::{Error, Kind, Result};
 use crate::hash::fnv1a;
 use crate::interrupt;
 use crate::rank::Rank;
-use crate::store::SharedStore;
+use crate::rendezvous;
+use crate::store::{PrefixStore, SharedStore};
 use crate::trace::Trace;
 use crate::transport::tcp;
 use crate::world_size::WorldSize;
@@ -291,6 +293,26 @@ impl ProcessGroup {
         ))
     }
 
+    /// Removes what `rank` wrote to `store` while it met others there by [`from_store`](crate::rendezvous::from_store), and what all of them
+    /// wrote: for adapters of libraries that form groups again and again, which would fill the store. Whoever still came to that meeting would
+    /// wait in vain.
+    #[doc(hidden)]
+    pub fn clear_meeting(store: SharedStore, rank: Rank) {
+        let connected = keys_of(rank).into_iter().chain([tcp::FAILURE.to_owned()]);
+        let connected = connected.map(|key| PrefixStore::key_in("group", &key));
+        let keys: Vec<String> = rendezvous::keys_of(rank).into_iter().chain(connected).collect();
+        let store: SharedStore = Arc::new(PrefixStore::new(rendezvous::FIRST_START, store));
+        clear(&store, &keys);
+    }
+
+    /// Removes what this rank wrote to connect the last [parts](Self::part) that were made of this group and of its parts. Whoever
+    /// still came to one of them would wait until this group fails.
+    #[doc(hidden)]
+    pub fn clear_parts(&self) {
+        let parts = std::mem::take(&mut *self.inner.config.parts.lock());
+        parts.into_iter().for_each(|(store, rank)| clear(&store, &tcp::keys_of(rank)));
+    }
+
     /// Connects the sub-group `name`, if this rank is a member.
     fn join_part(&self, name: &str, members: &[Rank], caller: Caller) -> Result<Option<Self>> {
         let Some(rank) = members.iter().position(|member| *member == self.rank()) else { return Ok(None) };
@@ -391,13 +413,11 @@ pub(super) fn digest(ranks: &[Rank]) -> i64 {
 #[cfg(test)]
 mod tests {
     use std::cell::Cell;
-    use std::sync::Arc;
     use std::time::Instant;
 
     use super::*;
     use crate::collective::ReduceOp;
     use crate::group::GroupOptions;
-    use crate::rendezvous;
     use crate::store::{MemoryStore, checking};
 
     #[test]
@@ -540,6 +560,21 @@ mod tests {
             assert!(full > before);
             (KEPT_PARTS..2 * KEPT_PARTS).for_each(make);
             assert_eq!(keys(), full);
+            group.clear_parts();
+            assert_eq!(keys(), before);
+        });
+    }
+
+    #[test]
+    fn nothing_of_a_meeting_stays_in_its_store_when_it_is_cleared() {
+        met(3, |group, store| {
+            let left = || store.num_keys(Deadline::after(LIMIT)).unwrap();
+            group.barrier().unwrap();
+            assert!(left() > 0);
+            group.barrier().unwrap();
+            ProcessGroup::clear_meeting(store.clone(), group.rank());
+            group.barrier().unwrap();
+            assert_eq!(left(), 0);
         });
     }
 

@@ -76,6 +76,8 @@ pub(crate) struct Health {
     parting: OnceLock<Error>,
     /// Whether the program leaves by a call that returns it.
     is_asked: AtomicBool,
+    /// Whether the group has failed because a rank has left without a call of this rank.
+    called_without_all: AtomicBool,
 }
 
 struct HealthState {
@@ -120,6 +122,7 @@ impl Health {
             returned: AtomicBool::new(false),
             parting: OnceLock::new(),
             is_asked: AtomicBool::new(false),
+            called_without_all: AtomicBool::new(false),
         })
     }
 
@@ -232,11 +235,14 @@ impl Health {
         }
     }
 
-    /// This rank has left, and has heard all that the others said: if ranks have made different calls, and no call has returned that to
-    /// the program, it is the error of leaving. If no call returns it, says it by `say`, and leaves it to the launcher.
+    /// This rank has left, and has heard all that the others said: if ranks have made different calls, or one has left without a call of this
+    /// rank, and no call has returned that to the program, it is the error of leaving. If no call returns it, says it by `say`, and leaves it to
+    /// the launcher.
     pub(crate) fn part(&self, say: impl FnOnce(String)) {
+        let is_of_calls =
+            |cause: &Error| cause.is_mismatch() || self.called_without_all.load(Ordering::Relaxed);
         let error = match self.cause() {
-            Some(cause) if cause.is_mismatch() && !self.returned.load(Ordering::Relaxed) => cause,
+            Some(cause) if is_of_calls(&cause) && !self.returned.load(Ordering::Relaxed) => cause,
             Some(_) => return,
             None => {
                 let Some(error) = self.calls(|calls| calls.missing()).map(|missing| self.of_missing(missing))
@@ -481,6 +487,16 @@ impl Health {
         let operation = call.to_string();
         let cause = self.fail(error.in_operation(operation.as_str(), Some(sequence)));
         if cause.operation().is_some() { cause } else { cause.in_operation(operation, Some(sequence)) }
+    }
+
+    /// Fails the group because `peer` has left without this call, which has waited for nobody.
+    pub(crate) fn fail_without(&self, peer: Rank, call: Call, sequence: Sequence) -> Error {
+        let error = self.peer_failed(peer, "it has dropped out of the group");
+        let cause = self.fail_operation(error, call, sequence);
+        if cause.is_peer_left() && cause.rank() == Some(self.rank) {
+            self.called_without_all.store(true, Ordering::Relaxed);
+        }
+        cause
     }
 
     /// An error outside the connections, such as in the store, may be caused by the end of a rank, which the

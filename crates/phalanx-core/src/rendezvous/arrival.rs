@@ -6,6 +6,7 @@
 //! rank/<r>   who came as rank r: a number of its own, world size, process, host, the address at which it found the store, and what
 //!            identifies the host and the process, as their names and numbers do not
 //! world      the world size that the first to come expects, and the version of this protocol
+//! hosts      the ranks' hosts, if there are many ranks: rank 0 writes them with the verdict
 //! verdict    the outcome: "ok" with the number of the first group, "over", or what went wrong; written once, read by all
 //! ```
 //!
@@ -38,6 +39,12 @@ use crate::store::{PrefixStore, SharedStore, Store};
 use crate::transport;
 use crate::wire::hello::JobId;
 use crate::world_size::WorldSize;
+
+/// In a world of at most so many ranks, each reads where the others are. In a larger one rank 0 writes it for all: else the store would look up as
+/// many entries as the square of the ranks.
+const READ_BY_ALL: usize = 256;
+/// Where rank 0 writes it.
+pub(super) const HOSTS: &str = "hosts";
 
 /// In a world of at most so many ranks, each checks which ranks are missing; in a larger one only rank 0.
 const ASKED: u32 = 64;
@@ -226,7 +233,12 @@ fn judge(
             roll_call::judge(config.rank, config.world_size, entries.iter().map(Vec::as_slice))
                 .map_err(|error| fail(roll_call, error, deadline))?;
             let fine = [OK, &random::bytes::<{ size_of::<JobId>() }>()?].concat();
-            roll_call.compare_set("verdict", b"", &fine, deadline)
+            if entries.len() <= READ_BY_ALL {
+                return roll_call.compare_set("verdict", b"", &fine, deadline);
+            }
+            let hosts = hosts_in(&entries)?.to_bytes()?;
+            let changes: [Change<'_>; 2] = [(HOSTS, b"", &hosts), ("verdict", b"", &fine)];
+            Ok(roll_call.multi_compare_set(&changes, deadline)?.pop().unwrap_or_default())
         }
     }
 }
@@ -363,21 +375,31 @@ fn missing(
 impl Arrived {
     /// The hosts of all ranks.
     pub fn hosts(&self, deadline: Deadline) -> Result<Hosts> {
+        if self.world_size.count() > READ_BY_ALL {
+            return Hosts::from_bytes(&self.roll_call.get(HOSTS, deadline)?, self.world_size.count());
+        }
         let keys: Vec<String> = self.world_size.ranks().map(|rank| format!("rank/{rank}")).collect();
         let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
-        let entries = self.roll_call.multi_get(&keys, deadline)?;
-        let hosts = entries.iter().map(|entry| {
-            let Entry { identity, store, .. } = Entry::parse(entry).map_err(Error::protocol)?;
-            Ok(Host { id: identity.host_id, store })
-        });
-        hosts.collect::<Result<_>>().map(Hosts)
+        hosts_in(&self.roll_call.multi_get(&keys, deadline)?)
     }
+}
+
+/// The hosts in the entries of all ranks.
+fn hosts_in(entries: &[Vec<u8>]) -> Result<Hosts> {
+    let hosts = entries.iter().map(|entry| {
+        let Entry { identity, store, .. } = Entry::parse(entry).map_err(Error::protocol)?;
+        Ok(Host { id: identity.host_id.into(), store })
+    });
+    hosts.collect::<Result<_>>().map(Hosts)
 }
 
 /// For `phalanx::fuzzing`: a rank's entry, or an outcome.
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub(super) fn fuzz(bytes: &[u8]) -> bool {
     assert_eq!(phalanx_proto::rendezvous::read_outcome(bytes).operation(), Some("rendezvous"));
+    if let Ok(hosts) = Hosts::from_bytes(bytes, 3) {
+        assert_eq!(hosts.0.len(), 3);
+    }
     let Ok(entry) = Entry::parse(bytes) else { return serde_json::from_slice::<ArrivalError>(bytes).is_ok() };
     assert_eq!(Entry::parse(entry.to_text().as_bytes()).ok(), Some(entry));
     true
@@ -433,6 +455,37 @@ mod tests {
                 .unwrap();
         }
         store
+    }
+
+    #[test]
+    fn in_a_large_world_each_rank_reads_once_where_all_are() {
+        const RANKS: u32 = 260;
+        let (store, world): (SharedStore, _) = (Arc::new(MemoryStore::new()), WorldSize::new(RANKS).unwrap());
+        let soon = Deadline::after(Duration::from_secs(60));
+        let arrived: Vec<Arrived> = std::thread::scope(|scope| {
+            let come = |rank: Rank| {
+                let (host, process) = (format!("host-{}", rank.get() / 8), rank.to_string());
+                let me = Identity {
+                    host: host.clone(),
+                    process: process.clone(),
+                    host_id: host,
+                    process_id: process,
+                };
+                let config = RankConfig::given("the store", Some(rank), Some(world)).unwrap();
+                let store = store.clone();
+                scope.spawn(move || arrive(&store, None, &config, &me, soon).unwrap().met().unwrap())
+            };
+            let ranks: Vec<_> = world.ranks().map(come).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        });
+        // It is not in the entries of the ranks that they look.
+        for rank in world.ranks() {
+            assert!(store.delete_key(&format!("phalanx/0/rank/{rank}"), soon).unwrap());
+        }
+        for (rank, arrived) in world.ranks().zip(&arrived).step_by(100) {
+            let hosts = arrived.hosts(soon).unwrap();
+            assert_eq!(hosts.local(rank), (rank.get() % 8, if rank.get() < 256 { 8 } else { 4 }));
+        }
     }
 
     #[test]

@@ -1,8 +1,12 @@
 //! Which rank is on which host, and how ranks on other hosts reach this one.
 
+use std::collections::HashMap;
 use std::net::IpAddr;
+use std::sync::Arc;
 
-use crate::error::Result;
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
 use crate::interfaces::{is_every_hosts, is_own, outward};
 use crate::rank::Rank;
 
@@ -12,11 +16,48 @@ pub(super) struct Hosts(pub Vec<Host>);
 /// A rank's host, and the address at which the rank found the store.
 pub(super) struct Host {
     /// What identifies it; its name does not.
-    pub id: String,
+    pub id: Arc<str>,
     pub store: Option<IpAddr>,
 }
 
+/// The hosts of many ranks, as rank 0 writes them for all: each host once.
+#[derive(Serialize, Deserialize)]
+struct Written {
+    hosts: Vec<(String, Option<IpAddr>)>,
+    /// The index of each rank's host, by rank.
+    of: Vec<u32>,
+}
+
 impl Hosts {
+    /// As rank 0 writes them.
+    pub fn to_bytes(&self) -> Result<Vec<u8>> {
+        let mut written = Written { hosts: Vec::new(), of: Vec::with_capacity(self.0.len()) };
+        let mut known = HashMap::new();
+        for Host { id, store } in &self.0 {
+            let next = written.hosts.len() as u32;
+            let index = *known.entry((id, store)).or_insert(next);
+            if index == next {
+                written.hosts.push((id.to_string(), *store));
+            }
+            written.of.push(index);
+        }
+        postcard::to_stdvec(&written).map_err(|error| malformed().with_source(error))
+    }
+
+    /// Reads what rank 0 has written of so many ranks.
+    pub fn from_bytes(bytes: &[u8], ranks: usize) -> Result<Self> {
+        let written = postcard::from_bytes(bytes).map_err(|error| malformed().with_source(error));
+        let Written { hosts, of } = written?;
+        let hosts: Vec<(Arc<str>, Option<IpAddr>)> =
+            hosts.into_iter().map(|(id, store)| (id.into(), store)).collect();
+        let host = |index: u32| {
+            let (id, store) = hosts.get(usize::try_from(index).ok()?)?;
+            Some(Host { id: id.clone(), store: *store })
+        };
+        let all: Option<Vec<Host>> = of.into_iter().map(host).collect();
+        all.filter(|all| all.len() == ranks).map(Self).ok_or_else(malformed)
+    }
+
     /// A rank's local rank, and the number of ranks on its host.
     pub fn local(&self, rank: Rank) -> (u32, u32) {
         let Some(mine) = self.0.get(rank.index()) else { return (0, 1) };
@@ -41,10 +82,14 @@ impl Hosts {
         if one_host || !is_every_hosts(interface) {
             return Some(interface);
         }
-        let own = self.0.get(rank.index()).map(|host| host.id.as_str());
-        let elsewhere = self.0.iter().filter(|host| Some(host.id.as_str()) != own);
+        let own = self.0.get(rank.index()).map(|host| &host.id);
+        let elsewhere = self.0.iter().filter(|host| Some(&host.id) != own);
         elsewhere.filter_map(|host| host.store).find(|address| !is_every_hosts(*address) && is_own(*address))
     }
+}
+
+fn malformed() -> Error {
+    Error::malformed("the store holds a malformed list of the ranks' hosts")
 }
 
 #[cfg(test)]
@@ -72,6 +117,23 @@ mod tests {
         let hosts = hosts(&[("a", ""), ("b", ""), ("a", ""), ("b", ""), ("b", "")]);
         let locals: Vec<(u32, u32)> = (0..5).map(|rank| hosts.local(Rank::new(rank))).collect();
         assert_eq!(locals, [(0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]);
+    }
+
+    #[test]
+    fn what_rank_0_writes_of_many_ranks_is_short_and_read_as_it_was() {
+        let ranks: Vec<(String, &str)> =
+            (0..1000).map(|rank| (format!("host-{}", rank / 8), ["10.0.0.5", "-"][rank % 2])).collect();
+        let ranks: Vec<(&str, &str)> = ranks.iter().map(|(id, store)| (id.as_str(), *store)).collect();
+        let written = hosts(&ranks).to_bytes().unwrap();
+        assert!(written.len() < 10_000, "{}", written.len());
+        let read = Hosts::from_bytes(&written, 1000).unwrap();
+        let same = |(read, (id, store)): (&Host, &(&str, &str))| {
+            *read.id == **id && read.store == store.parse().ok()
+        };
+        assert!(read.0.len() == 1000 && read.0.iter().zip(&ranks).all(same));
+        assert!(Hosts::from_bytes(&written, 999).is_err() && Hosts::from_bytes(b"hosts", 5).is_err());
+        let beyond = postcard::to_stdvec(&Written { hosts: Vec::new(), of: vec![0] }).unwrap();
+        assert!(Hosts::from_bytes(&beyond, 1).is_err());
     }
 
     #[test]

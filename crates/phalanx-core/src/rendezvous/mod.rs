@@ -39,6 +39,14 @@ use crate::world_size::WorldSize;
 /// How long rank 0, when it is done, serves the store for ranks that still use it.
 pub const GRACE: Duration = Duration::from_secs(5);
 
+/// Where a store of [`from_store`] has the keys of its ranks' first start, and below `group` those of their group.
+pub(crate) const FIRST_START: &str = "phalanx/0";
+
+/// The keys of a start that `rank` writes, and those that all write.
+pub(crate) fn keys_of(rank: Rank) -> [String; 4] {
+    [format!("rank/{rank}"), "world".to_owned(), arrival::HOSTS.to_owned(), "verdict".to_owned()]
+}
+
 /// How long rank 0, when it is done, waits for its own store's answer.
 const FAREWELL_TIMEOUT: Duration = Duration::from_secs(1);
 

@@ -77,9 +77,14 @@ pub(crate) fn publish<T: Serialize>(
     }
 }
 
+/// Whether some of the ranks gather the messages of others.
+pub(crate) fn is_gathered(config: &MeshConfig<'_>) -> bool {
+    config.world.count() > PART
+}
+
 /// The ranks of which this one gathers the messages in an [`exchange`], beginning with itself.
 fn gathers(config: &MeshConfig<'_>) -> Option<Vec<Rank>> {
-    let is_first = config.world.count() > PART && config.rank.index().is_multiple_of(PART);
+    let is_first = is_gathered(config) && config.rank.index().is_multiple_of(PART);
     is_first.then(|| config.world.ranks().skip(config.rank.index()).take(PART).collect())
 }
 
@@ -95,22 +100,33 @@ pub(crate) fn exchange<T: Serialize + for<'a> Deserialize<'a>>(
     message: &T,
     deadline: Deadline,
 ) -> Result<Vec<T>> {
-    let ranks: Vec<Rank> = config.world.ranks().collect();
-    if ranks.len() <= PART {
-        return exchange_among(config, &ranks, starting, topic, message, deadline);
-    }
-    let swap = |pair: (&str, &[u8]), keys: &[(Rank, String)]| {
-        set_and_get(config, starting, topic, pair, keys, deadline)
-    };
     let (own, message) = (key(topic, config.rank), encode(topic, message)?);
+    let messages = of_all(config, topic, |gathered, keys| {
+        let pair = gathered.unwrap_or((own.as_str(), message.as_slice()));
+        set_and_get(config, starting, topic, pair, keys, deadline)
+    })?;
+    messages.iter().map(|bytes| decode(topic, bytes)).collect()
+}
+
+/// The messages of all ranks on `topic`, by rank. `swap` writes this rank's own, or what this rank has gathered, if it is given that; and returns
+/// the values of keys, each with the rank that writes it.
+pub(crate) fn of_all(
+    config: &MeshConfig<'_>,
+    topic: &str,
+    mut swap: impl FnMut(Option<(&str, &[u8])>, &[(Rank, String)]) -> Result<Vec<Vec<u8>>>,
+) -> Result<Vec<Vec<u8>>> {
+    let ranks: Vec<Rank> = config.world.ranks().collect();
+    if !is_gathered(config) {
+        return swap(None, &keys_on(topic, &ranks));
+    }
     let parts: Vec<(Rank, String)> =
         ranks.iter().step_by(PART).map(|first| (*first, part_key(topic, *first))).collect();
     let parts = match gathers(config) {
-        None => swap((&own, &message), &parts)?,
+        None => swap(None, &parts)?,
         Some(part) => {
-            let keys: Vec<(Rank, String)> = part.iter().map(|rank| (*rank, key(topic, *rank))).collect();
-            let gathered = encode(topic, &swap((&own, &message), &keys)?)?;
-            swap((&part_key(topic, config.rank), &gathered), &parts)?
+            let gathered = encode(topic, &swap(None, &keys_on(topic, &part))?)?;
+            let own = part_key(topic, config.rank);
+            swap(Some((own.as_str(), gathered.as_slice())), &parts)?
         }
     };
     let mut messages = Vec::with_capacity(ranks.len());
@@ -123,9 +139,7 @@ pub(crate) fn exchange<T: Serialize + for<'a> Deserialize<'a>>(
                 ranks.len()
             )));
         }
-        for message in &part {
-            messages.push(decode(topic, message)?);
-        }
+        messages.extend(part);
     }
     Ok(messages)
 }
@@ -140,7 +154,7 @@ pub(crate) fn exchange_among<T: Serialize + for<'a> Deserialize<'a>>(
     deadline: Deadline,
 ) -> Result<Vec<T>> {
     let (own, message) = (key(topic, config.rank), encode(topic, message)?);
-    let keys: Vec<(Rank, String)> = ranks.iter().map(|rank| (*rank, key(topic, *rank))).collect();
+    let keys = keys_on(topic, ranks);
     let messages = set_and_get(config, starting, topic, (&own, &message), &keys, deadline)?;
     messages.iter().map(|bytes| decode(topic, bytes)).collect()
 }
@@ -190,6 +204,11 @@ fn missing(config: &MeshConfig<'_>, keys: &[(Rank, String)]) -> String {
 /// The key of the message of `rank` on `topic`.
 pub(crate) fn key(topic: &str, rank: Rank) -> String {
     format!("{topic}/{rank}")
+}
+
+/// The keys of the messages of these `ranks`.
+pub(crate) fn keys_on(topic: &str, ranks: &[Rank]) -> Vec<(Rank, String)> {
+    ranks.iter().map(|rank| (*rank, key(topic, *rank))).collect()
 }
 
 /// The key of the messages that `first` has gathered.

@@ -11,6 +11,7 @@ use crate::buffer::AlignedBytes;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::health::Health;
+use crate::health::calls::Told;
 use crate::interrupt;
 use crate::rank::Rank;
 use crate::wire::control::Notice;
@@ -153,7 +154,12 @@ impl InProcess {
 
 impl Drop for Membership {
     fn drop(&mut self) {
+        let last = self.hub.healths[self.rank.index()].calls(|calls| calls.latest());
         for health in &self.hub.healths {
+            health.calls(|calls| {
+                last.into_iter().for_each(|last| calls.hear(self.rank, last, Told::Last));
+                calls.left(self.rank);
+            });
             health.left(self.rank);
         }
         self.hub.wake();

@@ -31,8 +31,8 @@ pub struct Calls {
     untold: Vec<Header>,
     /// The calls that peers have told, if this rank has not reached them.
     waiting: Vec<(Rank, Header, Told)>,
-    /// The last calls of the peers that have left.
-    lasts: Vec<(Rank, Header)>,
+    /// The peers that leave, with the last call of each that has made one.
+    lasts: Vec<(Rank, Option<Header>)>,
 }
 
 /// Why a peer tells one of its calls.
@@ -118,8 +118,21 @@ impl Calls {
         self.waiting.push((peer, theirs, told));
         if told == Told::Last {
             self.lasts.retain(|(known, _)| *known != peer);
-            self.lasts.push((peer, theirs));
+            self.lasts.push((peer, Some(theirs)));
         }
+    }
+
+    /// `peer` has left. If it has not told its last call, it has made none.
+    pub fn left(&mut self, peer: Rank) {
+        if self.lasts.iter().all(|(known, _)| *known != peer) {
+            self.lasts.push((peer, None));
+        }
+    }
+
+    /// A peer that has left without the call numbered `sequence`, if there is one. A rank that only sends to it would never hear of that.
+    pub fn absent(&self, sequence: Sequence) -> Option<Rank> {
+        let is_absent = |last: &Option<Header>| last.is_none_or(|last| last.sequence < sequence);
+        self.lasts.iter().find(|(_, last)| is_absent(last)).map(|(peer, _)| *peer)
     }
 
     /// When this rank has left: a call that one of the ranks that have left has made, and the other has not. Only a call in which
@@ -129,10 +142,12 @@ impl Calls {
             return None;
         }
         let own = self.latest;
-        self.lasts.iter().find_map(|&(peer, theirs)| match own {
-            Some(own) if own.sequence > theirs.sequence => Some(Missing::There(peer, own)),
-            Some(own) if own.sequence == theirs.sequence => None,
-            Some(_) | None => Some(Missing::Here(peer, theirs)),
+        self.lasts.iter().find_map(|&(peer, theirs)| match (own, theirs) {
+            (Some(own), Some(theirs)) if own.sequence == theirs.sequence => None,
+            (Some(own), Some(theirs)) if own.sequence < theirs.sequence => Some(Missing::Here(peer, theirs)),
+            (Some(own), _) => Some(Missing::There(peer, own)),
+            (None, Some(theirs)) => Some(Missing::Here(peer, theirs)),
+            (None, None) => None,
         })
     }
 
@@ -220,6 +235,24 @@ mod tests {
         calls.begin(call(1));
         calls.end();
         assert_eq!(calls.missing(), Some(Missing::There(peer, call(1))));
+    }
+
+    #[test]
+    fn who_has_left_without_a_call_is_absent_from_it_and_misses_it() {
+        let (peer, call) = (Rank::new(2), |sequence| header(Operation::Broadcast, sequence));
+        let mut calls = Calls::default();
+        assert_eq!(calls.absent(Sequence(0)), None);
+        // It has made no call at all.
+        calls.left(peer);
+        assert_eq!((calls.absent(Sequence(0)), calls.missing()), (Some(peer), None));
+        calls.begin(call(0));
+        calls.end();
+        assert_eq!(calls.missing(), Some(Missing::There(peer, call(0))));
+        // What it tells before it leaves is its last call.
+        let mut calls = Calls::default();
+        calls.hear(peer, call(3), Told::Last);
+        calls.left(peer);
+        assert_eq!([3, 4].map(|sequence| calls.absent(Sequence(sequence))), [None, Some(peer)]);
     }
 
     #[test]

@@ -2,12 +2,15 @@
 
 use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
+use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use phalanx::mesh::DeviceMesh;
 use phalanx::store::TcpStore;
-use phalanx::{Buffer, Credentials, DType, Deadline, JobKey, P2pOp, ProcessGroup, Rank, ReduceOp, Tls};
+use phalanx::{
+    Buffer, Credentials, DType, Deadline, Error, JobKey, P2pOp, ProcessGroup, Rank, ReduceOp, Tls, WorldSize,
+};
 
 use crate::certificates::Authority;
 use crate::support::ROLE;
@@ -34,6 +37,14 @@ pub const TESTS: &[(&str, fn())] = &[
     ("who_has_no_descriptors_for_a_mesh_tells_all", who_has_no_descriptors_for_a_mesh_tells_all),
     ("rank_0_says_that_it_has_turned_a_client_away", rank_0_says_that_it_has_turned_a_client_away),
     ("a_rank_0_without_descriptors_names_the_limit", a_rank_0_without_descriptors_names_the_limit),
+    (
+        "a_worker_that_cannot_start_ends_all_that_wait_for_it",
+        a_worker_that_cannot_start_ends_all_that_wait_for_it,
+    ),
+    (
+        "a_rank_that_cannot_watch_its_connections_tells_the_others_why",
+        a_rank_that_cannot_watch_its_connections_tells_the_others_why,
+    ),
     ("a_start_that_waits_says_for_whom", a_start_that_waits_says_for_whom),
     ("a_name_without_an_address_ends_a_start_soon", a_name_without_an_address_ends_a_start_soon),
     ("ranks_of_other_launchers_are_no_worlds_of_one", ranks_of_other_launchers_are_no_worlds_of_one),
@@ -54,6 +65,8 @@ pub fn play(scenario: &str) {
         "pair" => pair(),
         "poor_part" => poor_part(),
         "poor_mesh" => poor_mesh(),
+        "no_threads" => no_threads(),
+        "no_watch" => no_watch(),
         other => panic!("no scenario {other}"),
     });
 }
@@ -169,6 +182,95 @@ fn poor_part() -> phalanx::Result<()> {
 /// All make a mesh, in whose first dimension ranks 0 and 2 have nothing to do with rank 1, which has no descriptors.
 fn poor_mesh() -> phalanx::Result<()> {
     DeviceMesh::new(&with_poor(1)?, &[("data", 2), ("tensor", 2)]).map(drop)
+}
+
+/// A stack of a thread for which no system has addresses: `RUST_MIN_STACK` of a process that can start no threads.
+const TOO_MUCH: &str = "1152921504606846976";
+
+/// A thread that the system does start, whatever `RUST_MIN_STACK` asks for.
+fn small_thread() -> std::thread::Builder {
+    std::thread::Builder::new().stack_size(1 << 20)
+}
+
+/// Two ranks as threads, for which no worker can be started.
+fn without_workers(rank: &(dyn Fn(ProcessGroup) + Sync)) -> phalanx::Result<()> {
+    let groups = ProcessGroup::in_process(WorldSize::new(2)?)?;
+    std::thread::scope(|scope| {
+        for group in groups {
+            small_thread().spawn_scoped(scope, move || rank(group.with_timeout(LIMIT * 10))).unwrap();
+        }
+    });
+    Ok(())
+}
+
+/// Calls that need a worker, and calls that wait for their ranks.
+fn no_threads() -> phalanx::Result<()> {
+    let names = |error: &Error, worker: &str| {
+        let text = error.to_string();
+        assert!(text.contains(worker) && text.contains("could not be started"), "{text}");
+        assert!(text.contains("ulimit -u") && !error.is_timeout(), "{text}");
+    };
+    without_workers(&|group: ProcessGroup| {
+        let (peer, worker) = (Rank::new(1 - group.rank().get()), "the communication worker");
+        std::thread::scope(|scope| {
+            // On either rank a thread waits for a message.
+            let waits = || names(&group.recv(&mut [0u8], peer).unwrap_err(), worker);
+            small_thread().spawn_scoped(scope, waits).unwrap();
+            let error = match group.rank().is_main() {
+                true => group.all_reduce(&mut [1f32], ReduceOp::Sum).unwrap_err(),
+                false => group.all_reduce_async(Buffer::from_slice(&[1f32]), ReduceOp::Sum).unwrap_err(),
+            };
+            names(&error, worker);
+            assert_eq!(error.rank(), Some(Rank::new(1)));
+            names(&group.barrier().unwrap_err(), worker);
+        });
+    })?;
+    without_workers(&|group: ProcessGroup| {
+        let peer = Rank::new(1 - group.rank().get());
+        let started =
+            [group.isend(Buffer::from_slice(&[7u8]), peer), group.irecv(Buffer::zeroed(DType::U8, 1), peer)];
+        started.into_iter().for_each(|work| names(&work.unwrap_err(), "the worker for messages"));
+        // No message was begun, and the group is usable.
+        if group.rank().is_main() {
+            group.send(&[5u8], peer).unwrap();
+        } else {
+            let mut got = [0u8];
+            group.recv(&mut got, peer).unwrap();
+            assert_eq!(got, [5]);
+        }
+        group.barrier().unwrap();
+    })
+}
+
+fn a_worker_that_cannot_start_ends_all_that_wait_for_it() {
+    let mut program = Command::new(std::env::current_exe().unwrap());
+    program.env(ROLE, "processes::no_threads").env("RUST_MIN_STACK", TOO_MUCH);
+    let ended = program.output().unwrap();
+    assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
+}
+
+/// One of two ranks has no thread to watch its connections: all else that it does needs none.
+fn no_watch() -> phalanx::Result<()> {
+    if std::env::var("RANK").unwrap() == "1" && std::env::var_os("RUST_MIN_STACK").is_none() {
+        let mut again = Command::new(std::env::current_exe().unwrap());
+        panic!("{}", again.env("RUST_MIN_STACK", TOO_MUCH).exec());
+    }
+    phalanx::init()?.with_timeout(LIMIT * 10).barrier()
+}
+
+fn a_rank_that_cannot_watch_its_connections_tells_the_others_why() {
+    for transport in ["tcp", "shm"] {
+        let world = World::start("processes::no_watch", 2, false, &[("PHALANX_TRANSPORT", transport)]);
+        let (outcomes, _) = world.end();
+        for (code, error) in outcomes {
+            assert_eq!(code, Some(1), "{error}");
+            assert!(
+                error.contains("rank 1 (") && error.contains("control connections could not be started"),
+                "{error}"
+            );
+            assert!(error.contains("ulimit -u"), "{error}");
+        }
+    }
 }
 
 /// Kills `victim` of three ranks that run `scenario`; every survivor must name it in time, whatever carries the data.

@@ -199,7 +199,8 @@ impl Store for EtcdStore {
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8], deadline: Deadline) -> Result<Vec<u8>> {
         let call = Call::new(&self.name, "compare_set", from_ref(&key), deadline)?;
         call.value(desired)?;
-        let mut seen = self.look(&call, key)?;
+        // If nothing is expected, one request makes the key, or says what is there.
+        let mut seen = if expected.is_empty() { None } else { self.look(&call, key)? };
         loop {
             match &seen {
                 Some(found) if found.value != expected => return Ok(found.value.clone()),

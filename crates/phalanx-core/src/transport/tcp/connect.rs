@@ -24,6 +24,7 @@ use crate::poll;
 use crate::random;
 use crate::rank::Rank;
 use crate::store;
+use crate::transport::bootstrap;
 use crate::wire::auth::NONCE;
 use crate::wire::control::{Control, Notice};
 use crate::wire::handshake::GroupSecret;
@@ -31,6 +32,8 @@ use crate::wire::hello::{Channel, Hello, JobId};
 
 /// The key of the number that distinguishes a group's connections.
 const JOB: &str = "mesh/job";
+/// Where each rank writes its address.
+pub(super) const ADDRESS: &str = "mesh/address";
 /// The longest host name that is shown.
 const MAX_HOST: usize = 255;
 
@@ -362,7 +365,8 @@ fn agree_on_job(config: &MeshConfig<'_>, host: &str, deadline: Deadline) -> Resu
     drawn.try_into().map_err(|_| Error::malformed("the store holds a malformed job number"))
 }
 
-fn exchange_addresses(
+/// Publishes where this rank listens. Returns the addresses of all ranks, by rank.
+pub(super) fn exchange_addresses(
     config: &MeshConfig<'_>,
     announcement: Option<&Announcement<'_>>,
     host: &str,
@@ -373,16 +377,21 @@ fn exchange_addresses(
     let malformed =
         |error| Error::malformed("the store holds a malformed address of a rank").with_source(error);
     let mut own = postcard::to_stdvec(&Address { socket, host: host.to_owned() }).map_err(malformed)?;
-    let keys: Vec<(Rank, String)> = config.world.ranks().map(|rank| (rank, key(rank))).collect();
     let own_key = key(config.rank);
     let values = match announcement {
-        None => start_failure::exchange(config, host, &[(&own_key, &own)], &keys, deadline)?,
+        None => bootstrap::of_all(config, ADDRESS, |gathered, keys| {
+            let pair = gathered.unwrap_or((own_key.as_str(), own.as_slice()));
+            start_failure::exchange(config, host, &[pair], keys, deadline)
+        })?,
         Some(announcement) => {
             own.extend_from_slice(&announcement.own);
             // No other request has told which process this is.
             let (name, process) = stop_probe::process_record(config.rank)?;
             let pairs: [(&str, &[u8]); 2] = [(&name, &process), (&own_key, &own)];
-            start_failure::exchange_once(config, host, &pairs, &keys, deadline)?
+            bootstrap::of_all(config, ADDRESS, |gathered, keys| match gathered {
+                None => start_failure::exchange_once(config, host, &pairs, keys, deadline),
+                Some(pair) => start_failure::exchange(config, host, &[pair], keys, deadline),
+            })?
         }
     };
     let mut announced = Vec::with_capacity(values.len());
@@ -398,13 +407,13 @@ fn exchange_addresses(
 }
 
 pub(super) fn key(rank: Rank) -> String {
-    format!("mesh/address/{rank}")
+    bootstrap::key(ADDRESS, rank)
 }
 
 /// The keys under which `rank` writes to the store while the mesh is built.
 pub(crate) fn keys_of(rank: Rank) -> Vec<String> {
     let job = rank.is_main().then(|| JOB.to_owned());
-    [stop_probe::key(rank), key(rank)].into_iter().chain(job).collect()
+    bootstrap::keys_of(ADDRESS, rank).into_iter().chain([stop_probe::key(rank)]).chain(job).collect()
 }
 
 pub(super) fn no_descriptors(what: &str, error: io::Error) -> Error {

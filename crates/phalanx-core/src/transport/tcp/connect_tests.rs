@@ -11,7 +11,7 @@ use socket2::{Domain, Socket, Type};
 
 use super::MeshConfig;
 use super::accept::{MAX_PENDING, take_arrivals};
-use super::connect::{Address, key, listen, mesh};
+use super::connect::{Address, exchange_addresses, key, keys_of, listen, mesh};
 use super::connection::Connection;
 use super::dial::{ANSWER_TIMEOUT, attempt_together, dial};
 use super::pending::{HandshakeLimit, Pending, Progress};
@@ -69,6 +69,56 @@ fn bury(store: &MemoryStore, rank: u32) {
     let socket = listen(Ipv4Addr::new(127, 0, 6, 2).into()).unwrap().local_addr().unwrap();
     let own = postcard::to_stdvec(&Address { socket, host: "gone".into() }).unwrap();
     store.set(&key(Rank::new(rank)), &own, Deadline::after(Duration::from_secs(1))).unwrap();
+}
+
+#[test]
+fn each_of_many_ranks_has_all_addresses_and_asks_for_few() {
+    const RANKS: u32 = 260;
+    let (store, world) = (MemoryStore::new(), WorldSize::new(RANKS).unwrap());
+    let (listener, deadline) =
+        (listen(Ipv4Addr::LOCALHOST.into()).unwrap(), Deadline::after(Duration::from_secs(60)));
+    let ask = |rank: Rank| {
+        let (config, host) = (config_in(&store, rank.get(), RANKS), format!("host {rank}"));
+        let addresses = exchange_addresses(&config, None, &host, &listener, deadline).unwrap();
+        assert!(
+            addresses
+                .into_iter()
+                .map(|address| address.host)
+                .eq(world.ranks().map(|rank| format!("host {rank}")))
+        );
+    };
+    thread::scope(|scope| {
+        for rank in world.ranks() {
+            let ask = &ask;
+            scope.spawn(move || ask(rank));
+        }
+    });
+    // Two have gathered those of all: that is enough for the others.
+    let delete = |keys: Vec<String>| {
+        let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+        store.delete_keys(&keys, deadline).unwrap();
+    };
+    delete(world.ranks().map(key).collect());
+    assert_eq!(store.num_keys(deadline).unwrap(), 2);
+    ask(Rank::new(1));
+    delete(world.ranks().flat_map(keys_of).collect());
+    assert_eq!(store.num_keys(deadline).unwrap(), 0);
+}
+
+#[test]
+fn a_rank_among_many_that_does_not_come_is_named_and_not_who_gathers_its_address() {
+    const RANKS: u32 = 258;
+    let (store, world) = (MemoryStore::new(), WorldSize::new(RANKS).unwrap());
+    let (listener, soon) =
+        (listen(Ipv4Addr::LOCALHOST.into()).unwrap(), Deadline::after(Duration::from_millis(300)));
+    let missing = Rank::new(3);
+    for rank in world.ranks().filter(|rank| *rank != missing) {
+        store.set(&key(rank), b"an address", Deadline::after(Duration::from_secs(20))).unwrap();
+    }
+    let config = config_in(&store, 257, RANKS);
+    let outcome = exchange_addresses(&config, None, "here", &listener, soon);
+    let error = outcome.err().unwrap();
+    assert!(error.is_timeout() && error.peer() == Some(missing), "{error}");
 }
 
 #[test]

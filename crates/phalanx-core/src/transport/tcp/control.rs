@@ -131,38 +131,13 @@ impl Monitor {
         silent: Arc<SilentHosts>,
     ) -> Result<Self> {
         let heartbeat = heartbeat.among(world);
-        let failed = |error| Error::io("the control connections could not be watched", error);
-        let (stop, stopped) = UnixStream::pair().map_err(failed)?;
-        let mut control = connections.control.iter().flatten();
-        control.try_for_each(|connection| keep_alive(connection, heartbeat)).map_err(failed)?;
         let on_failure = connections.clone();
         health.on_failure(Box::new(move |error| on_failure.alarm(error)));
-        // Before the thread starts: then a rank that is stopped right after the start counts as silent, and not as one
-        // that has never sent anything.
-        let introduction = Introduction::new(heartbeat.interval, process::own());
-        let listened = connections.listened_to(rank);
-        connections.tell(&Control::Watching(introduction), |peer| {
-            world.get() <= INTRODUCED || listened.get(peer.index()).is_some_and(|listens| *listens)
-        });
-        let (watched, watching) = (connections.clone(), health.clone());
-        let thread = std::thread::Builder::new()
-            .name(format!("phalanx-watch-{rank}"))
-            .spawn(move || {
-                let watch = Watch::new((rank, world), &watched, &watching, heartbeat, &stopped);
-                watch.and_then(Watch::run).unwrap_or_else(|error| {
-                    watching.fail(error);
-                    Vec::new()
-                })
-            })
-            .map_err(|error| {
-                Error::not_started(
-                    "the thread that watches the control connections could not be started",
-                    error,
-                )
-            })?;
-        let leave_grace = leave_grace(heartbeat);
-        let thread = Some(thread);
-        Ok(Self { stop: Some(stop), thread, caller: None, connections, health, silent, leave_grace })
+        let watched = watch((rank, world), &connections, &health, heartbeat);
+        // The others are connected: without the failure they would only see that their connections end.
+        let (stop, thread) = watched.map_err(|error| health.fail(error))?;
+        let (stop, thread, leave_grace) = (Some(stop), Some(thread), leave_grace(heartbeat));
+        Ok(Self { stop, thread, caller: None, connections, health, silent, leave_grace })
     }
 
     /// Answers and makes calls from now on, until the monitor is dropped.
@@ -180,6 +155,39 @@ impl Monitor {
         self.caller = Some(thread.map_err(|error| self.health.fail(failed(error)))?);
         Ok(self)
     }
+}
+
+/// Starts the thread that watches the control connections. Returns what ends it when that is dropped, and the thread.
+fn watch(
+    (rank, world): (Rank, WorldSize),
+    connections: &Arc<Connections>,
+    health: &Arc<Health>,
+    heartbeat: Heartbeat,
+) -> Result<(UnixStream, JoinHandle<Vec<Vec<u8>>>)> {
+    let failed = |error| Error::io("the control connections could not be watched", error);
+    let (stop, stopped) = UnixStream::pair().map_err(failed)?;
+    let mut control = connections.control.iter().flatten();
+    control.try_for_each(|connection| keep_alive(connection, heartbeat)).map_err(failed)?;
+    // Before the thread starts: then a rank that is stopped right after the start counts as silent, and not as one
+    // that has never sent anything.
+    let introduction = Introduction::new(heartbeat.interval, process::own());
+    let listened = connections.listened_to(rank);
+    connections.tell(&Control::Watching(introduction), |peer| {
+        world.get() <= INTRODUCED || listened.get(peer.index()).is_some_and(|listens| *listens)
+    });
+    let (watched, watching) = (connections.clone(), health.clone());
+    let run = move || {
+        let watch = Watch::new((rank, world), &watched, &watching, heartbeat, &stopped);
+        watch.and_then(Watch::run).unwrap_or_else(|error| {
+            watching.fail(error);
+            Vec::new()
+        })
+    };
+    let thread = std::thread::Builder::new().name(format!("phalanx-watch-{rank}")).spawn(run);
+    let thread = thread.map_err(|error| {
+        Error::not_started("the thread that watches the control connections could not be started", error)
+    });
+    Ok((stop, thread?))
 }
 
 impl Drop for Monitor {
@@ -208,7 +216,8 @@ impl Drop for Monitor {
         };
         let silent = self.silent.known();
         let is_awaited = |host| !silent.contains(&host);
-        let mut parting = Parting { health: &self.health, unread, heard: HashSet::new() };
+        let mut parting =
+            Parting { health: &self.health, unread, heard: HashSet::new(), failed: HashSet::new() };
         let has_root = last.is_some_and(|last| last.call.root.is_some());
         // What one that has left had to say has been read.
         let awaits_near = |peer| has_root && !self.health.has_left(peer);
@@ -320,6 +329,8 @@ struct Parting<'a> {
     unread: Vec<Vec<u8>>,
     /// The hosts of which something has come since.
     heard: HashSet<IpAddr>,
+    /// The peers whose group has failed since. They do not say which call was their last.
+    failed: HashSet<Rank>,
 }
 
 impl Parting<'_> {
@@ -355,20 +366,22 @@ impl Parting<'_> {
         self.health.compare_calls();
     }
 
-    fn hear(&self, peer: Rank, message: Control) {
+    fn hear(&mut self, peer: Rank, message: Control) {
         match message {
             Control::Waiting(call) => self.hear_call(peer, call, Told::Waiting),
             Control::Latest(call) => self.hear_call(peer, call, Told::Latest),
             Control::Last(call) => self.hear_call(peer, call, Told::Last),
             // Whatever else fails from now on, this rank has left before.
             Control::Failure(notice) => {
+                self.failed.insert(peer);
                 let error = notice.into_error(peer, self.health.host(peer));
                 if error.is_mismatch() {
                     self.health.hear(error);
                 }
             }
-            Control::Beat
-            | Control::Goodbye
+            Control::Goodbye if !self.failed.contains(&peer) => self.health.calls(|calls| calls.left(peer)),
+            Control::Goodbye
+            | Control::Beat
             | Control::Watching(_)
             | Control::Connected(_)
             | Control::LongWait(_)
@@ -547,7 +560,12 @@ pub(super) mod tests {
         let (control, mut peer) = far();
         let connections = Connections { control: vec![None, Some(control)], ..Connections::default() };
         let health = Health::new(Rank::MAIN, vec!["here".into(), "there".into()]);
-        let mut parting = Parting { health: &health, unread: vec![Vec::new(); 2], heard: HashSet::new() };
+        let mut parting = Parting {
+            health: &health,
+            unread: vec![Vec::new(); 2],
+            heard: HashSet::new(),
+            failed: HashSet::new(),
+        };
         peer.write_all(&control::encode(&Control::Beat).unwrap()).unwrap();
         let soon = Deadline::after(Duration::from_millis(300));
         let unanswered = connections.leave((soon, soon), |_| false, |_| true, |end| parting.has_ended(end));
@@ -568,7 +586,12 @@ pub(super) mod tests {
         }
         let connections = Connections { control: vec![None, Some(own)], ..Connections::default() };
         let health = Health::new(Rank::MAIN, vec!["here".into(), "there".into()]);
-        let mut parting = Parting { health: &health, unread: vec![Vec::new(); 2], heard: HashSet::new() };
+        let mut parting = Parting {
+            health: &health,
+            unread: vec![Vec::new(); 2],
+            heard: HashSet::new(),
+            failed: HashSet::new(),
+        };
         let soon = Deadline::now();
         connections.leave((soon, soon), |_| false, |_| true, |end| parting.has_ended(end));
         assert!(health.cause().unwrap().is_mismatch());

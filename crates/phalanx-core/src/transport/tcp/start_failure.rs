@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::MeshConfig;
 use super::accept::Pair;
 use super::call::{begin_to_connect, is_connected};
-use super::connect::Address;
+use super::connect::{ADDRESS, Address};
 use super::connection::Connection;
 use super::stop_probe::StopProbe;
 use crate::deadline::Deadline;
@@ -19,9 +19,11 @@ use crate::notice::Reminders;
 use crate::poll::look_until;
 use crate::rank::Rank;
 use crate::store::Store;
+use crate::transport::bootstrap;
 use crate::wire::control::{self, Control, MAX_BODY, Notice, PREFIX};
 
-const KEY: &str = "mesh/failure";
+/// The key of the cause for which a start has failed.
+pub(crate) const KEY: &str = "mesh/failure";
 /// How often a rank that waits for others checks whether one of them has failed.
 pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// A missing rank has died if it refuses this many connections, `POLL_INTERVAL` apart. One is not enough: its connections may be
@@ -126,6 +128,11 @@ fn exchange_by(
     ask: impl FnOnce(&[&str], &mut dyn FnMut() -> Result<()>) -> Result<Vec<Vec<u8>>>,
 ) -> Result<Vec<Vec<u8>>> {
     let names: Vec<&str> = keys.iter().map(|(_, key)| key.as_str()).collect();
+    // Who waits for a rank that gathers addresses waits for those whose it gathers: the first that is missing is to blame.
+    let ranks: Vec<Rank> = config.world.ranks().collect();
+    let awaited =
+        if bootstrap::is_gathered(config) { bootstrap::keys_on(ADDRESS, &ranks) } else { keys.to_vec() };
+    let of_ranks: Vec<&str> = awaited.iter().map(|(_, key)| key.as_str()).collect();
     let (mut probe, mut there, mut reminders) = (StopProbe::new(config), 0, Reminders::new());
     let mut looked = Instant::now();
     let mut go_on = || {
@@ -137,8 +144,8 @@ fn exchange_by(
         // One limit for all that is asked: the start's own ends on time, however slow the store is.
         let until = deadline.at_most(LAST_MESSAGE_TIMEOUT);
         check(config, host, until)?;
-        there = count_there(config, &names, there, until)?;
-        if let Some((rank, _)) = keys.get(there) {
+        there = count_there(config, &of_ranks, there, until)?;
+        if let Some((rank, _)) = awaited.get(there) {
             reminders.remind(|| format!("rank {} waits for rank {rank} to publish its address", config.rank));
             probe.check(*rank, until)?;
         }
@@ -149,7 +156,7 @@ fn exchange_by(
         Err(error) if error.is_timeout() && deadline.has_passed() => {
             let until = Deadline::after(LAST_MESSAGE_TIMEOUT);
             check(config, host, until)?;
-            let error = match keys.get(count_there(config, &names, there, until)?) {
+            let error = match awaited.get(count_there(config, &of_ranks, there, until)?) {
                 Some((rank, _)) => Error::timeout(format!("rank {rank} did not publish its address in time"))
                     .with_peer(*rank),
                 None => Error::timeout("not all ranks published their addresses in time"),

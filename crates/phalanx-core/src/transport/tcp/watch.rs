@@ -231,6 +231,7 @@ impl<'a> Watch<'a> {
                         peer.said_goodbye = true;
                         peer.awaits_answer = Some(now);
                         has_neighbour_left |= peer.is_near && peer.listens;
+                        self.health.calls(|calls| calls.left(rank));
                         self.health.left(rank);
                         self.connections.peer_left();
                     }
