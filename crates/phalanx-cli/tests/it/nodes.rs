@@ -262,7 +262,7 @@ fn a_second_signal_ends_a_launcher_from_which_others_still_learn_the_end() {
     }
     send(&first, Signal::TERM);
     let lines = BufReader::new(first.stderr.as_mut().unwrap()).lines();
-    assert!(lines.map(Result::unwrap).any(|line| line.contains("once more ends this launcher at once")));
+    assert!(lines.map(Result::unwrap).any(|line| line.contains("another signal ends it at once")));
     send(&first, Signal::TERM);
     assert_eq!(exit_code(&mut first), Some(0));
 }

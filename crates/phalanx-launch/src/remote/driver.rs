@@ -362,6 +362,25 @@ pub(super) mod tests {
     }
 
     #[test]
+    fn who_has_sent_no_signal_is_told_nothing_of_a_launcher_that_has_got_one() {
+        let (_folder, job) = silent_job("node1,node2");
+        let mut told = 0;
+        let mut observer = |event: Event<'_>| {
+            told += u32::from(matches!(event, Event::Lingering));
+            ControlFlow::Continue(())
+        };
+        let mut driver =
+            Driver::start(&job, &mut observer, |launchers| Ok(Box::new(FixedHosts::start(launchers)?) as _))
+                .unwrap();
+        for end in [DriverEnd::Planned, DriverEnd::Interrupted(Signal::INT)] {
+            driver.launchers.end = Some(end);
+            driver.plan.handle_event(&mut driver.launchers, 0, &RemoteEvent::Lingering);
+        }
+        drop(driver);
+        assert_eq!(told, 1);
+    }
+
+    #[test]
     fn a_start_may_take_any_time() {
         let (_folder, job) = silent_job("node1,node2");
         let job = job.start_timeout(Duration::MAX);

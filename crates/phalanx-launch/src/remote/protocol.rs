@@ -154,6 +154,7 @@ pub(super) enum RemoteEvent {
     Gathering { nodes: u32, min_nodes: u32, max_nodes: u32 },
     Regrouping { left: Option<NodeFailure> },
     Warning { text: String },
+    Lingering,
 }
 
 impl RemoteEvent {
@@ -180,6 +181,7 @@ impl RemoteEvent {
             }
             Event::Regrouping { left } => Self::Regrouping { left: left.cloned() },
             Event::Warning { text } => Self::Warning { text: text.to_owned() },
+            Event::Lingering => Self::Lingering,
             Event::Serving { .. } => return None,
         })
     }
@@ -209,6 +211,7 @@ impl RemoteEvent {
             }
             Self::Regrouping { left } => Event::Regrouping { left: left.as_ref() },
             Self::Warning { text } => Event::Warning { text },
+            Self::Lingering => Event::Lingering,
         })
     }
 }
