@@ -179,7 +179,10 @@ impl<'a> Driver<'a> {
                 self.plan.handle_failure(&mut self.launchers);
             }
             FromLauncher::Serving { port } => peer.serves_at = Some(port),
-            FromLauncher::Event(event) => self.plan.handle_event(&mut self.launchers, index, &event),
+            FromLauncher::Event(event) => {
+                let event = event.at(peer.host.name());
+                self.plan.handle_event(&mut self.launchers, index, &event);
+            }
             FromLauncher::Ended(ending) => peer.end = Some(LauncherEnd::Reported(ending)),
             FromLauncher::Failed(error) => {
                 peer.end = Some(LauncherEnd::Failed(error.at(peer.host.name())));

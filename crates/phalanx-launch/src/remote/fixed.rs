@@ -169,6 +169,7 @@ impl Plan for FixedHosts {
             RemoteEvent::Line { .. }
             | RemoteEvent::Started { .. }
             | RemoteEvent::Exited { .. }
+            | RemoteEvent::Logging { .. }
             | RemoteEvent::Warning { .. } => true,
             // Of a signal that the user has sent, and not this command by itself.
             RemoteEvent::Lingering => matches!(launchers.end, Some(DriverEnd::Interrupted(_))),

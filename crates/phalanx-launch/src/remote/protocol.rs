@@ -12,6 +12,7 @@
 //! All messages to a launcher come over its standard input. So no argument depends on a remote shell's quoting, no
 //! secret is on a command line, and when the input closes the launcher ends its part of the job.
 
+use std::ffi::OsString;
 use std::fmt;
 use std::io;
 use std::net::IpAddr;
@@ -186,6 +187,19 @@ impl RemoteEvent {
         })
     }
 
+    /// With the name of the host where it happened, if it does not say that itself.
+    pub(super) fn at(self, host: &str) -> Self {
+        match self {
+            Self::Warning { text } => Self::Warning { text: format!("{host}: {text}") },
+            Self::Logging { folder } => {
+                let mut named = OsString::from(format!("{host}:"));
+                named.push(folder);
+                Self::Logging { folder: named.into() }
+            }
+            event => event,
+        }
+    }
+
     /// Tells `observer`.
     pub(super) fn tell(&self, observer: &mut dyn Observer) -> ControlFlow<()> {
         observer.observe(match self {
@@ -284,6 +298,19 @@ mod tests {
         let again = LauncherError::of(&error).at("node1");
         assert_eq!(again.to_string(), format!("node1: {error}"));
         assert_eq!((again.peer(), again.io_kind()), (error.peer(), error.io_kind()));
+    }
+
+    #[test]
+    fn what_happens_on_a_host_names_it() {
+        let text = "the workers' logs cannot be written".to_owned();
+        let warning = RemoteEvent::Warning { text }.at("node7");
+        assert_eq!(
+            warning,
+            RemoteEvent::Warning { text: "node7: the workers' logs cannot be written".into() }
+        );
+        let logging = RemoteEvent::Logging { folder: "/logs/a".into() }.at("node7");
+        assert_eq!(logging, RemoteEvent::Logging { folder: "node7:/logs/a".into() });
+        assert_eq!(RemoteEvent::Killing.at("node7"), RemoteEvent::Killing);
     }
 
     #[test]
