@@ -232,13 +232,6 @@ fn a_lost_node_is_replaced_when_restarts_are_left() {
     }
 }
 
-/// Whether a thread of this name runs in the process.
-fn has_thread(child: &Child, name: &str) -> bool {
-    let threads = std::fs::read_dir(format!("/proc/{}/task", child.id())).unwrap();
-    let name_of = |folder: std::path::PathBuf| std::fs::read_to_string(folder.join("comm"));
-    threads.flatten().any(|thread| name_of(thread.path()).is_ok_and(|found| found.trim_end() == name))
-}
-
 #[test]
 fn a_second_signal_ends_a_launcher_from_which_others_still_learn_the_end() {
     let (port, folder) = (free_port(), tempfile::tempdir().unwrap());
@@ -250,19 +243,15 @@ fn a_second_signal_ends_a_launcher_from_which_others_still_learn_the_end() {
     nodes.iter().for_each(limit);
     nodes.iter_mut().for_each(wait_for_line);
     let [mut first, second] = nodes;
-    let deadline = Deadline::after(LIMIT);
-    let _stays = TcpStore::connect(format!("127.0.0.1:{port}"), deadline).unwrap();
+    let _stays = TcpStore::connect(format!("127.0.0.1:{port}"), Deadline::after(LIMIT)).unwrap();
     std::fs::write(go, "").unwrap();
     let (code, _, err) = end(second);
     assert_eq!(code, Some(0), "{err}");
-    // It has said all that it had to say, and only serves the store.
-    while has_thread(&first, "phalanx-nodes") {
-        assert!(!deadline.has_passed(), "it does not end");
-        std::thread::sleep(Duration::from_millis(2));
-    }
+    let mut lines = BufReader::new(first.stderr.take().unwrap()).lines().map(Result::unwrap);
+    let mut says = |words: &str| assert!(lines.any(|line| line.contains(words)), "it has not said {words:?}");
+    says("until the launchers of other nodes have read how it has ended");
     send(&first, Signal::TERM);
-    let lines = BufReader::new(first.stderr.as_mut().unwrap()).lines();
-    assert!(lines.map(Result::unwrap).any(|line| line.contains("another signal ends it at once")));
+    says("another signal ends it at once");
     send(&first, Signal::TERM);
     assert_eq!(exit_code(&mut first), Some(0));
 }
