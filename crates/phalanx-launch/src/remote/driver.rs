@@ -150,7 +150,8 @@ impl<'a> Driver<'a> {
             Incoming::Message(said) => self.handle_message(index, said),
             Incoming::Line(line) => {
                 if peer.hello.is_some() {
-                    let text = format!("{}: {line}", peer.host);
+                    let said = line.strip_prefix("phalanx: warning: ").unwrap_or(&line);
+                    let text = format!("{}: {said}", peer.host);
                     control.tell(Event::Warning { text: &text });
                 }
                 peer.keep(line);
