@@ -269,16 +269,16 @@ impl LogFile {
 
     fn write(&self, bytes: &[u8], now: Instant) -> io::Result<()> {
         let mut open_file = self.open.lock();
+        let mut made = Ok(());
         if now.saturating_duration_since(open_file.looked_at) >= ROTATION_INTERVAL {
             open_file.looked_at = now;
-            // If none can be made, the old one still takes it.
-            if has_been_moved(&open_file.file, &self.path)
-                && let Ok(file) = open(&self.path)
-            {
-                open_file.file = file;
+            if has_been_moved(&open_file.file, &self.path) {
+                // If none can be made, as where the folder was removed, the old one still takes it, which perhaps nobody finds.
+                made = open(&self.path).map(|file| open_file.file = file);
             }
         }
-        (&open_file.file).write_all(bytes)
+        (&open_file.file).write_all(bytes)?;
+        made
     }
 }
 
@@ -343,7 +343,9 @@ fn write_all(chunks: &Receiver<(Arc<LogFile>, Vec<u8>)>, state: &Mutex<LogState>
             && !state.has_failed
         {
             state.has_failed = true;
-            state.failure = Some(format!("the workers' logs cannot be written and are incomplete: {error}"));
+            let path = file.path.display();
+            state.failure =
+                Some(format!("the workers' logs cannot be written and are incomplete: {path}: {error}"));
         }
     }
 }
@@ -452,10 +454,11 @@ mod tests {
         fs::write(&path, "").unwrap();
         log.write(b"six\n", now + 4 * ROTATION_INTERVAL).unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"six\n");
-        // Where no file can be made, nothing is lost of what its reader has open.
+        // Where no file can be made, nothing is lost of what its reader has open, and a person hears of it.
         let open = File::open(&path).unwrap();
         fs::remove_dir_all(folder.path()).unwrap();
-        log.write(b"seven\n", now + 5 * ROTATION_INTERVAL).unwrap();
+        let error = log.write(b"seven\n", now + 5 * ROTATION_INTERVAL).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotFound);
         assert_eq!(io::read_to_string(open).unwrap(), "six\nseven\n");
     }
 
