@@ -13,7 +13,7 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -225,10 +225,18 @@ impl JobLogs {
         self.writer.state.lock().failure.take()
     }
 
-    /// Waits until everything is written, but not longer than the disk's time limit.
-    pub(super) fn finish(self) {
-        drop(self.writer.queue);
-        let _ = self.writer.done.recv_timeout(FLUSH_TIMEOUT);
+    /// Waits until everything is written, but not longer than the disk's time limit. Returns what is wrong, unless it was
+    /// taken before.
+    pub(super) fn finish(self) -> Option<String> {
+        let Writer { queue, state, done } = self.writer;
+        drop(queue);
+        let is_late = done.recv_timeout(FLUSH_TIMEOUT) == Err(RecvTimeoutError::Timeout);
+        let mut state = state.lock();
+        let late = (is_late && !state.has_failed).then(|| {
+            let (left, limit) = (state.waiting, FLUSH_TIMEOUT.as_secs());
+            format!("the workers' logs are incomplete: their disk has not taken the last {left} bytes within {limit} s")
+        });
+        state.failure.take().or(late)
     }
 }
 
@@ -484,5 +492,11 @@ mod tests {
         }
         assert!(logs.take_failure().unwrap().contains("incomplete"));
         assert!(logs.take_failure().is_none());
+        drop(full);
+        assert_eq!(logs.finish(), None);
+        // Also if nobody looks any more.
+        let logs = Logs::new(folder.path()).open("x").unwrap();
+        logs.writer.open(Path::new("/dev/full")).unwrap().push(b"lost");
+        assert!(logs.finish().unwrap().contains("incomplete"));
     }
 }
