@@ -44,6 +44,7 @@ pub(crate) fn event(event: &Event<'_>) -> Option<(Stream, Vec<u8>)> {
             ("gathering", json!({ "nodes": nodes, "min_nodes": min_nodes, "max_nodes": max_nodes }))
         }
         Event::Regrouping { left } => ("regrouping", json!({ "left": left.map(node_fields) })),
+        Event::Lingering => ("lingering", json!({})),
         Event::Warning { text } => ("warning", json!({ "text": text })),
         _ => return None,
     };

@@ -158,14 +158,20 @@ impl FromStr for Conf {
             let (key, value) = pair.split_once('=').ok_or_else(|| format!("{pair:?} is not KEY=VALUE"))?;
             let value = value.trim();
             let seconds = || crate::cli::seconds(value).map(Some).map_err(|error| format!("{key}: {error}"));
+            // Nobody could join in no time, and nobody would be heard of.
+            let some_seconds = || match seconds()? {
+                Some(time) if time.is_zero() => Err(format!("{key}: give more than 0 seconds")),
+                seconds => Ok(seconds),
+            };
             match key.trim() {
-                "join_timeout" | "timeout" => conf.join_timeout = seconds()?,
+                "join_timeout" | "timeout" => conf.join_timeout = some_seconds()?,
                 "last_call_timeout" => conf.last_call = seconds()?,
-                "keep_alive_interval" => conf.keep_alive_interval = seconds()?,
-                "keep_alive_max_attempt" => {
-                    let attempts = value.parse().map_err(|_| format!("{key}: it is not a number"))?;
-                    conf.keep_alive_attempts = Some(attempts);
-                }
+                "keep_alive_interval" => conf.keep_alive_interval = some_seconds()?,
+                "keep_alive_max_attempt" => match value.parse() {
+                    Ok(0) => return Err(format!("{key}: give a number from 1")),
+                    Ok(attempts) => conf.keep_alive_attempts = Some(attempts),
+                    Err(_) => return Err(format!("{key}: it is not a number")),
+                },
                 "is_host" => match value.to_ascii_lowercase().as_str() {
                     "1" | "true" | "t" | "yes" | "y" => conf.is_host = Some(true),
                     "0" | "false" | "f" | "no" | "n" => conf.is_host = Some(false),
@@ -426,6 +432,11 @@ mod tests {
         assert!("ssl_cert=x".parse::<Conf>().unwrap_err().contains("without TLS"));
         for bad in ["x", "x=1", "join_timeout=soon", "is_host=2", "keep_alive_max_attempt=-1"] {
             assert!(bad.parse::<Conf>().is_err(), "{bad}");
+        }
+        assert_eq!("last_call_timeout=0".parse::<Conf>().unwrap().last_call, Some(Duration::ZERO));
+        for none in ["join_timeout=0", "timeout=0", "keep_alive_interval=0", "keep_alive_max_attempt=0"] {
+            let refused = none.parse::<Conf>().unwrap_err();
+            assert!(refused.contains(": give "), "{refused}");
         }
     }
 

@@ -19,6 +19,8 @@ use crate::render::{self, Format};
 
 /// How many bytes may wait to be written before the workers' output is left in their pipes.
 const ENOUGH: usize = 1 << 20;
+/// The columns of a terminal that does not say how many it has.
+const USUAL_WIDTH: u16 = 80;
 /// To the beginning of the line, and clears it.
 const CLEAR: &str = "\r\x1b[K";
 
@@ -180,8 +182,8 @@ impl StatusLine {
     fn draw(&mut self, terminal: &mut io::Stderr) {
         if self.possible && !self.drawn && !self.text.is_empty() {
             // A line that wraps could not be erased.
-            let width = rustix::termios::tcgetwinsize(&*terminal).map_or(80, |size| size.ws_col.into());
-            let text: String = self.text.chars().take(std::cmp::max(width, 2_usize) - 1).collect();
+            let columns = rustix::termios::tcgetwinsize(&*terminal).map_or(0, |size| size.ws_col);
+            let text: String = self.text.chars().take(usize::from(width(columns)) - 1).collect();
             self.drawn = write!(terminal, "{CLEAR}\x1b[2m{text}\x1b[0m").is_ok();
         }
     }
@@ -193,6 +195,11 @@ impl StatusLine {
     }
 }
 
+/// The width of a terminal that says that it has so many columns: none is said by one that does not know, such as a serial line.
+fn width(columns: u16) -> u16 {
+    if columns == 0 { USUAL_WIDTH } else { columns }
+}
+
 #[cfg(test)]
 mod tests {
     use std::io::Read;
@@ -200,6 +207,11 @@ mod tests {
     use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
     use super::*;
+
+    #[test]
+    fn a_terminal_that_does_not_know_its_width_has_the_usual_one() {
+        assert_eq!([0, 1, 20].map(width), [USUAL_WIDTH, 1, 20]);
+    }
 
     #[test]
     fn nothing_is_lost_on_a_stream_that_does_not_block() {

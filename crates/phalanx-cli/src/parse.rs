@@ -1,13 +1,15 @@
 //! Reads the command line: clap's parsing, with what our variables need, and errors that say what to do.
 
+use std::any::TypeId;
 use std::error::Error as StdError;
 use std::ffi::{OsStr, OsString};
 use std::net::AddrParseError;
 use std::num::ParseIntError;
+use std::path::PathBuf;
 
 use clap::builder::Resettable;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-use clap::{Arg, ArgAction, CommandFactory, FromArgMatches};
+use clap::{Arg, ArgAction, Command, CommandFactory, FromArgMatches};
 
 use crate::cli::Cli;
 
@@ -73,15 +75,19 @@ fn parse_with(
         let value = given(ContextKind::InvalidValue);
         let option = given(ContextKind::InvalidArg);
         let option = option.as_deref().and_then(long_name);
-        let args = || command.get_subcommands().flat_map(clap::Command::get_arguments);
+        let args = || command.get_subcommands().flat_map(Command::get_arguments);
         let variable = args()
             .filter(|arg| arg.get_long().is_some_and(|long| option == Some(long)))
             .filter_map(|arg| arg.get_env())
-            .find(|name| lookup(name).is_some_and(|set| set.to_str() == value.as_deref()));
+            .find(|name| lookup(name).is_some_and(|set| Some(&*set.to_string_lossy()) == value.as_deref()));
         let mut tips: Vec<String> = variable
             .map(|variable| format!("the value is that of the variable {}", variable.display()))
             .into_iter()
             .collect();
+        if error.kind() == ErrorKind::InvalidUtf8 {
+            let used = words.get(1).and_then(|name| command.find_subcommand(name));
+            tips.extend(used.and_then(|used| not_text(used, &words, &lookup)));
+        }
         let source = StdError::source(&error);
         if source.is_some_and(|source| source.is::<ParseIntError>()) {
             tips.push("give a whole number".to_owned());
@@ -130,6 +136,29 @@ fn says_nothing(arg: &Arg, value: &OsStr) -> bool {
     value.is_empty() || is_switch && OFF.iter().any(|off| value.eq_ignore_ascii_case(off))
 }
 
+/// Which value of `command` is not UTF-8, of those that must be: clap does not say.
+fn not_text(
+    command: &Command,
+    words: &[OsString],
+    lookup: impl Fn(&OsStr) -> Option<OsString>,
+) -> Option<String> {
+    let is_bad = |value: &OsStr| value.to_str().is_none();
+    let (paths, texts): (Vec<&Arg>, Vec<&Arg>) = command.get_arguments().partition(|arg| {
+        let kind = arg.get_value_parser().type_id();
+        kind == TypeId::of::<OsString>() || kind == TypeId::of::<PathBuf>()
+    });
+    let of_a_path = |at: usize| paths.iter().any(|arg| is_typed(arg, &words[at.saturating_sub(1)..=at]));
+    let variable = texts.into_iter().filter(|arg| !is_typed(arg, words)).find_map(|arg| {
+        let name = arg.get_env()?;
+        let value = lookup(name).filter(|value| is_bad(value))?;
+        Some(format!("the variable {} is not UTF-8: {}", name.display(), value.display()))
+    });
+    variable.or_else(|| {
+        let (_, word) = words.iter().enumerate().find(|(at, word)| is_bad(word) && !of_a_path(*at))?;
+        Some(format!("this is not UTF-8: {}", word.display()))
+    })
+}
+
 /// The name in `--nnodes <N>`.
 fn long_name(option: &str) -> Option<&str> {
     option.strip_prefix("--")?.split(' ').next()
@@ -151,14 +180,16 @@ fn is_typed(arg: &Arg, words: &[OsString]) -> bool {
     let longs: Vec<String> =
         arg.get_long().into_iter().chain(aliases).map(|long| format!("--{long}")).collect();
     let short = arg.get_short().map(|short| format!("-{short}"));
-    words.iter().filter_map(|word| word.to_str()).any(|word| {
-        let name = word.split_once('=').map_or(word, |(name, _)| name);
+    words.iter().map(|word| word.to_string_lossy()).any(|word| {
+        let name = word.split_once('=').map_or(&*word, |(name, _)| name);
         longs.iter().any(|long| long == name) || short.as_ref().is_some_and(|short| word.starts_with(short))
     })
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::ffi::OsStringExt;
+
     use super::*;
 
     #[test]
@@ -201,6 +232,33 @@ mod tests {
         let page = include_str!("../../../docs/guide/launching.md");
         for (option, _) in OF_TORCHRUN {
             assert!(page.contains(&format!("`{option}`")), "{option}");
+        }
+    }
+
+    #[test]
+    fn a_value_that_is_not_utf_8_is_named() {
+        let bad = |text: &str| OsString::from_vec([text.as_bytes(), b"\xff"].concat());
+        let words = |options: &[OsString]| {
+            let first = ["phalanx", "run"].map(OsString::from);
+            let last = ["./train".into(), bad("--lr")];
+            [&first[..], options, &last[..]].concat()
+        };
+        let refused = |options: &[OsString]| {
+            let lookup = |name: &OsStr| (name == "PHALANX_LOG_FORMAT").then(|| bad("json"));
+            parse_with(words(options), lookup).unwrap_err().to_string()
+        };
+        let said = "this is not UTF-8: trainer\u{fffd}";
+        assert!(refused(&["--log-dir".into(), bad("x"), "--role".into(), bad("trainer")]).contains(said));
+        assert!(refused(&[bad("--log-dir="), "-t".into(), bad("trainer")]).contains(said));
+        let error = refused(&[bad("--role=trainer")]);
+        assert!(error.contains("this is not UTF-8: --role=trainer\u{fffd}"), "{error}");
+        let error = refused(&["--log-format".into(), bad("json")]);
+        assert!(error.contains("that of the variable PHALANX_LOG_FORMAT"), "{error}");
+        let command = Cli::command();
+        let run = command.find_subcommand("run").unwrap();
+        for variable in ["PET_ROLE", "PET_NNODES", "PET_STANDALONE"] {
+            let found = not_text(run, &words(&[]), |name| (name == variable).then(|| bad("x")));
+            assert_eq!(found, Some(format!("the variable {variable} is not UTF-8: x\u{fffd}")));
         }
     }
 

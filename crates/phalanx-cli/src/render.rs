@@ -17,6 +17,10 @@ use crate::status::Status;
 /// Colours of ranks that can be read on both black and white.
 const COLOURS: [&str; 6] = ["36", "33", "35", "32", "34", "31"];
 
+/// What a first signal gets when the job is over and the launchers of other nodes do not know it yet.
+const LINGERING: &str = "the job is over, and the launchers of other nodes still learn from this one how it has ended; another signal \
+                         ends it at once";
+
 /// Whether `stream` is a terminal on which colour is wanted.
 pub(crate) fn wants_colour(stream: &impl IsTerminal) -> bool {
     let refused = env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
@@ -211,6 +215,7 @@ impl Renderer {
             // Its end has been shown.
             Event::Restarting { failure } if failure.node == self.node && failure.message.is_none() => {}
             Event::Restarting { failure } => self.note(&failure.to_string()),
+            Event::Lingering => self.note(LINGERING),
             Event::Warning { text } => self.note(&format!("warning: {text}")),
             // Normal ends, and those that were asked for. `Event` may get more variants.
             Event::Exited { .. } | _ => {}

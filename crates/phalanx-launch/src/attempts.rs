@@ -52,10 +52,11 @@ pub(super) fn run(job: &Job, observer: &mut dyn Observer) -> Result<Report> {
     // The other nodes receive all messages of this one.
     nodes.finish(&mut control, matches!(outcome, Ok(Outcome::Interrupted(_))));
     drop(nodes);
-    report.outcome = outcome?;
-    if let Some(logs) = logs {
-        logs.finish();
+    // Also if the job cannot go on: then the last lines say most.
+    if let Some(text) = logs.and_then(JobLogs::finish) {
+        control.tell(Event::Warning { text: &text });
     }
+    report.outcome = outcome?;
     report.elapsed = started.elapsed();
     Ok(report)
 }

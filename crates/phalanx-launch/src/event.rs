@@ -105,6 +105,9 @@ pub enum Event<'a> {
         /// The node that is gone, if that is the reason.
         left: Option<&'a NodeFailure>,
     },
+    /// The job is over, and a signal has come. This launcher goes on until the launchers of other nodes have learned from
+    /// it how the job has ended; another signal ends it at once.
+    Lingering,
     /// This process serves the launchers' store.
     Serving {
         /// Where it listens.

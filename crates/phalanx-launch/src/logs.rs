@@ -13,7 +13,7 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -225,10 +225,18 @@ impl JobLogs {
         self.writer.state.lock().failure.take()
     }
 
-    /// Waits until everything is written, but not longer than the disk's time limit.
-    pub(super) fn finish(self) {
-        drop(self.writer.queue);
-        let _ = self.writer.done.recv_timeout(FLUSH_TIMEOUT);
+    /// Waits until everything is written, but not longer than the disk's time limit. Returns what is wrong, unless it was
+    /// taken before.
+    pub(super) fn finish(self) -> Option<String> {
+        let Writer { queue, state, done } = self.writer;
+        drop(queue);
+        let is_late = done.recv_timeout(FLUSH_TIMEOUT) == Err(RecvTimeoutError::Timeout);
+        let mut state = state.lock();
+        let late = (is_late && !state.has_failed).then(|| {
+            let (left, limit) = (state.waiting, FLUSH_TIMEOUT.as_secs());
+            format!("the workers' logs are incomplete: their disk has not taken the last {left} bytes within {limit} s")
+        });
+        state.failure.take().or(late)
     }
 }
 
@@ -269,16 +277,16 @@ impl LogFile {
 
     fn write(&self, bytes: &[u8], now: Instant) -> io::Result<()> {
         let mut open_file = self.open.lock();
+        let mut made = Ok(());
         if now.saturating_duration_since(open_file.looked_at) >= ROTATION_INTERVAL {
             open_file.looked_at = now;
-            // If none can be made, the old one still takes it.
-            if has_been_moved(&open_file.file, &self.path)
-                && let Ok(file) = open(&self.path)
-            {
-                open_file.file = file;
+            if has_been_moved(&open_file.file, &self.path) {
+                // If none can be made, as where the folder was removed, the old one still takes it, which perhaps nobody finds.
+                made = open(&self.path).map(|file| open_file.file = file);
             }
         }
-        (&open_file.file).write_all(bytes)
+        (&open_file.file).write_all(bytes)?;
+        made
     }
 }
 
@@ -343,7 +351,9 @@ fn write_all(chunks: &Receiver<(Arc<LogFile>, Vec<u8>)>, state: &Mutex<LogState>
             && !state.has_failed
         {
             state.has_failed = true;
-            state.failure = Some(format!("the workers' logs cannot be written and are incomplete: {error}"));
+            let path = file.path.display();
+            state.failure =
+                Some(format!("the workers' logs cannot be written and are incomplete: {path}: {error}"));
         }
     }
 }
@@ -452,10 +462,11 @@ mod tests {
         fs::write(&path, "").unwrap();
         log.write(b"six\n", now + 4 * ROTATION_INTERVAL).unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"six\n");
-        // Where no file can be made, nothing is lost of what its reader has open.
+        // Where no file can be made, nothing is lost of what its reader has open, and a person hears of it.
         let open = File::open(&path).unwrap();
         fs::remove_dir_all(folder.path()).unwrap();
-        log.write(b"seven\n", now + 5 * ROTATION_INTERVAL).unwrap();
+        let error = log.write(b"seven\n", now + 5 * ROTATION_INTERVAL).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotFound);
         assert_eq!(io::read_to_string(open).unwrap(), "six\nseven\n");
     }
 
@@ -481,5 +492,11 @@ mod tests {
         }
         assert!(logs.take_failure().unwrap().contains("incomplete"));
         assert!(logs.take_failure().is_none());
+        drop(full);
+        assert_eq!(logs.finish(), None);
+        // Also if nobody looks any more.
+        let logs = Logs::new(folder.path()).open("x").unwrap();
+        logs.writer.open(Path::new("/dev/full")).unwrap().push(b"lost");
+        assert!(logs.finish().unwrap().contains("incomplete"));
     }
 }

@@ -6,6 +6,7 @@ mod interfaces;
 mod launcher;
 mod libraries;
 mod trial;
+mod variables;
 mod world;
 
 use std::io::{self, Write};
@@ -81,6 +82,7 @@ fn look(options: &Doctor) -> Option<Report> {
     interfaces::look(&mut report, target.as_deref());
     libraries::look(&mut report);
     launcher::look(&mut report, &place);
+    variables::look(&mut report);
     if let Some(target) = target {
         launcher::reach(&mut report, &target);
     }

@@ -83,6 +83,22 @@ fn what_is_bad_is_said_with_a_remedy_and_in_the_exit_code() {
 }
 
 #[test]
+fn variables_that_no_group_takes_or_nothing_reads_are_named() {
+    let variables =
+        [("PHALANX_TRANSPORT", "foo"), ("PHALANX_TRANCE", "x"), ("PHALANX_JOB_KEY_FILE", "/no/key")];
+    let output = doctor(&["--json"], &variables);
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{report}");
+    let unknown = finding(&report, "unknown");
+    assert_eq!((&unknown["text"], &unknown["verdict"]), (&"PHALANX_TRANCE".into(), &"note".into()));
+    let settings = report["findings"].as_array().unwrap().iter();
+    let settings: Vec<_> = settings.filter(|finding| finding["check"] == "settings").collect();
+    assert!(settings.len() == 2 && settings.iter().all(|finding| finding["verdict"] == "bad"), "{report}");
+    assert!(settings[0]["text"].as_str().unwrap().contains("PHALANX_TRANSPORT=foo"), "{report}");
+    assert!(settings[1]["text"].as_str().unwrap().contains("/no/key"), "{report}");
+}
+
+#[test]
 fn ranks_that_do_not_meet_tell_of_themselves() {
     // Rank 1 of 2, whose rank 0 never comes to a store that is nobody's.
     let variables = [

@@ -131,6 +131,22 @@ fn arguments_environment_and_folder_arrive_whole_and_nothing_of_them_is_on_a_com
 }
 
 #[test]
+fn a_folder_whose_name_is_not_utf_8_is_that_of_all_hosts_and_each_names_its_logs() {
+    let hosts = Hosts::new();
+    let folder = hosts.path().canonicalize().unwrap().join(OsStr::from_bytes(b"odd \xff"));
+    std::fs::create_dir(&folder).unwrap();
+    let mut command = hosts.script("far1:1,far2:1", &["--tee", "1", "--log-dir", "logs"], "pwd");
+    command.current_dir(&folder);
+    let output = output(command);
+    let (err, folder) = (text(&output.stderr), folder.display());
+    assert_eq!(output.status.code(), Some(0), "{err}");
+    assert_eq!(sorted_lines(&output.stdout), [format!("[0] {folder}"), format!("[1] {folder}")], "{err}");
+    for host in ["far1", "far2"] {
+        assert!(err.contains(&format!("logs are kept in {host}:{folder}/logs/")), "{err}");
+    }
+}
+
+#[test]
 fn the_first_failure_is_shown_once_wherever_it_was() {
     let hosts = Hosts::new();
     let script = "[ $RANK = 2 ] || exec sleep 60; echo the reason >&2; exit 9";

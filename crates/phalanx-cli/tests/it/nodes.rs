@@ -4,9 +4,11 @@ use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
+use phalanx::Deadline;
+use phalanx::store::TcpStore;
 use rustix::process::Signal;
 
-use crate::support::{SUM, exit_code, free_port, node, phalanx, send, sorted_lines, text};
+use crate::support::{LIMIT, SUM, exit_code, free_port, limit, node, phalanx, send, sorted_lines, text};
 
 /// Exit code, standard output and standard error of a launcher that has been started.
 fn end(mut child: Child) -> (Option<i32>, String, String) {
@@ -228,6 +230,30 @@ fn a_lost_node_is_replaced_when_restarts_are_left() {
         let (code, _, err) = end(first);
         assert!(code == Some(0) && reasons.iter().any(|reason| err.contains(reason)), "{err}");
     }
+}
+
+#[test]
+fn a_second_signal_ends_a_launcher_from_which_others_still_learn_the_end() {
+    let (port, folder) = (free_port(), tempfile::tempdir().unwrap());
+    // The store waits for clients that have not left it for as long as a launcher may be silent.
+    let options = ["--rdzv-conf", "keep_alive_max_attempt=3600"];
+    let go = folder.path().join("go");
+    let script = format!("echo up; until [ -e {} ]; do sleep 0.05; done", go.display());
+    let mut nodes = ["0", "1"].map(|rank| node(rank, &port, &options, &script).spawn().unwrap());
+    nodes.iter().for_each(limit);
+    nodes.iter_mut().for_each(wait_for_line);
+    let [mut first, second] = nodes;
+    let _stays = TcpStore::connect(format!("127.0.0.1:{port}"), Deadline::after(LIMIT)).unwrap();
+    std::fs::write(go, "").unwrap();
+    let (code, _, err) = end(second);
+    assert_eq!(code, Some(0), "{err}");
+    let mut lines = BufReader::new(first.stderr.take().unwrap()).lines().map(Result::unwrap);
+    let mut says = |words: &str| assert!(lines.any(|line| line.contains(words)), "it has not said {words:?}");
+    says("until the launchers of other nodes have read how it has ended");
+    send(&first, Signal::TERM);
+    says("another signal ends it at once");
+    send(&first, Signal::TERM);
+    assert_eq!(exit_code(&mut first), Some(0));
 }
 
 #[test]

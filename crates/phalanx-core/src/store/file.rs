@@ -102,8 +102,8 @@ impl FileStore {
     }
 
     /// Opens the store at `path` if it is in use. Every process that has it open writes more often than once in
-    /// `silence`. If it does not grow in that time, or there is none, a new one is made. It is not removed on drop,
-    /// because others may need it.
+    /// `silence`. If it does not grow in that time, or there is none, a new one is made. What is no store is an error
+    /// then. It is not removed on drop, because others may need it.
     #[doc(hidden)]
     pub fn open_or_create(path: impl Into<PathBuf>, silence: Duration, deadline: Deadline) -> Result<Self> {
         let path = path.into();
@@ -111,7 +111,13 @@ impl FileStore {
             if let Some(log) = create_beside(&path).map_err(|error| unusable(&path, "create", error))? {
                 return Ok(Self::new(path, log, false));
             }
-            let store = Self::open(&path, deadline)?;
+            let store = match Self::open(&path, deadline.at_most(silence)) {
+                // A store has its header soon after its name, and only a store is replaced.
+                Err(error) if error.is_timeout() && path.exists() => return Err(no_store(&path)),
+                // It was removed meanwhile.
+                Err(error) if error.is_timeout() && !deadline.has_passed() => continue,
+                store => store?,
+            };
             match store.grows(silence, deadline) {
                 Ok(true) => return Ok(store),
                 Ok(false) => {}
@@ -408,6 +414,12 @@ fn is_named(file: &File, path: &Path) -> bool {
     matches!((ours, named), (Ok(ours), Ok(named)) if ours == named)
 }
 
+fn no_store(path: &Path) -> Error {
+    Error::mismatch(format!("the file {} is no store of this version", path.display()))
+        .in_operation("store open", None)
+        .with_remedy("name another file, or remove this one if no job uses it")
+}
+
 fn unusable(path: &Path, verb: &str, error: io::Error) -> Error {
     let remedy = match error.kind() {
         io::ErrorKind::Unsupported => "name a file on another file system, or meet over TCP",
@@ -460,6 +472,17 @@ mod tests {
             let all = FileStore::open(&path, soon()).unwrap();
             assert_eq!(all.add("beats", 0, soon()).unwrap(), beats);
         });
+    }
+
+    #[test]
+    fn what_is_no_store_is_neither_waited_for_by_those_who_meet_there_nor_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("store");
+        std::fs::write(&path, "something else").unwrap();
+        let error = FileStore::open_or_create(&path, Duration::from_millis(20), soon()).unwrap_err();
+        assert!(!error.is_timeout() && error.to_string().contains("is no store"), "{error}");
+        assert!(error.remedy().unwrap().contains("name another file"), "{error}");
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "something else");
     }
 
     #[test]

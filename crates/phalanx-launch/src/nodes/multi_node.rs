@@ -42,9 +42,6 @@ use crate::world_size::WorldSize;
 const LAST_ATTEMPT_GRACE: Duration = Duration::from_secs(2);
 /// How much longer than its silence the others may take to notice that a launcher is gone.
 const NOTICE_GRACE: Duration = Duration::from_secs(2);
-/// What a first signal gets while the other launchers still learn from this one how the job has ended.
-const STILL_TELLS: &str = "the job is over, and the launchers of other nodes still learn from this one how it has ended: once more ends this \
-                           launcher at once";
 /// A wait that ends later than by so much was one in which this process was stopped.
 const STANDSTILL_LIMIT: Duration = Duration::from_secs(5);
 
@@ -451,7 +448,7 @@ impl Nodes for MultiNode<'_> {
             }
             let goes_on = !std::mem::replace(&mut is_interrupted, true);
             if goes_on {
-                control.tell(Event::Warning { text: STILL_TELLS });
+                control.tell(Event::Lingering);
             }
             goes_on
         });

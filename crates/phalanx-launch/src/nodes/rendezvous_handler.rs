@@ -140,7 +140,13 @@ impl RendezvousHandler {
         if let Ok(Some(Served { server, _claim })) = writer.join() {
             let is_one_silent = self.replica.view().state.has_ended_in_silence();
             let timeout = if is_one_silent { DRAIN_BESIDE_SILENCE_TIMEOUT } else { self.drain_timeout };
-            server.drain_while(Deadline::after(timeout), goes_on);
+            let what = || {
+                format!(
+                    "the job is over, and this launcher waits, {:.0} s at most, until the launchers of other nodes have read how it has ended",
+                    timeout.as_secs_f64()
+                )
+            };
+            while_waiting(what, || server.drain_while(Deadline::after(timeout), goes_on));
         }
     }
 }

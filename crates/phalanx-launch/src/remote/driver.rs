@@ -150,7 +150,8 @@ impl<'a> Driver<'a> {
             Incoming::Message(said) => self.handle_message(index, said),
             Incoming::Line(line) => {
                 if peer.hello.is_some() {
-                    let text = format!("{}: {line}", peer.host);
+                    let said = line.strip_prefix("phalanx: warning: ").unwrap_or(&line);
+                    let text = format!("{}: {said}", peer.host);
                     control.tell(Event::Warning { text: &text });
                 }
                 peer.keep(line);
@@ -179,7 +180,10 @@ impl<'a> Driver<'a> {
                 self.plan.handle_failure(&mut self.launchers);
             }
             FromLauncher::Serving { port } => peer.serves_at = Some(port),
-            FromLauncher::Event(event) => self.plan.handle_event(&mut self.launchers, index, &event),
+            FromLauncher::Event(event) => {
+                let event = event.at(peer.host.name());
+                self.plan.handle_event(&mut self.launchers, index, &event);
+            }
             FromLauncher::Ended(ending) => peer.end = Some(LauncherEnd::Reported(ending)),
             FromLauncher::Failed(error) => {
                 peer.end = Some(LauncherEnd::Failed(error.at(peer.host.name())));
@@ -359,6 +363,25 @@ pub(super) mod tests {
         assert!(has_limit(&mut driver));
         // The one that was lost is ended, and the report is what the others have said of it, under the name that the user knows.
         assert_eq!(driver.run().unwrap().outcome, lost("node2"));
+    }
+
+    #[test]
+    fn who_has_sent_no_signal_is_told_nothing_of_a_launcher_that_has_got_one() {
+        let (_folder, job) = silent_job("node1,node2");
+        let mut told = 0;
+        let mut observer = |event: Event<'_>| {
+            told += u32::from(matches!(event, Event::Lingering));
+            ControlFlow::Continue(())
+        };
+        let mut driver =
+            Driver::start(&job, &mut observer, |launchers| Ok(Box::new(FixedHosts::start(launchers)?) as _))
+                .unwrap();
+        for end in [DriverEnd::Planned, DriverEnd::Interrupted(Signal::INT)] {
+            driver.launchers.end = Some(end);
+            driver.plan.handle_event(&mut driver.launchers, 0, &RemoteEvent::Lingering);
+        }
+        drop(driver);
+        assert_eq!(told, 1);
     }
 
     #[test]

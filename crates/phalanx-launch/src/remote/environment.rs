@@ -95,7 +95,7 @@ pub(super) fn environment(is_by_srun: bool) -> Result<ToLauncher> {
         true => pairs(all.filter(|(name, _)| is_for_programs(name))),
         false => forwarded(all),
     };
-    Ok(ToLauncher::Environment { folder, variables })
+    Ok(ToLauncher::Environment { folder: folder.into_os_string().into_vec(), variables })
 }
 
 fn is_for_programs(name: &OsStr) -> bool {

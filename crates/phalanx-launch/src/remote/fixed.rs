@@ -169,7 +169,10 @@ impl Plan for FixedHosts {
             RemoteEvent::Line { .. }
             | RemoteEvent::Started { .. }
             | RemoteEvent::Exited { .. }
+            | RemoteEvent::Logging { .. }
             | RemoteEvent::Warning { .. } => true,
+            // Of a signal that the user has sent, and not this command by itself.
+            RemoteEvent::Lingering => matches!(launchers.end, Some(DriverEnd::Interrupted(_))),
             // Shown before the first line of the first node that starts.
             RemoteEvent::Starting { restarts, .. } => self.shown.replace(*restarts) != Some(*restarts),
             _ => reporter == Some(index),

@@ -55,7 +55,7 @@ pub(super) fn read<T: DeserializeOwned>(from: &mut impl Read) -> io::Result<Opti
     postcard::from_bytes(&bytes).map(Some).map_err(invalid)
 }
 
-/// Reads up to the end of the greeting; returns whether there is one.
+/// Reads up to the end of the greeting; returns whether there is one. An error if much else comes.
 pub(super) fn skip_to_greeting(from: &mut impl BufRead) -> io::Result<bool> {
     let mut matched = 0;
     // The greeting begins with a newline, and the output before it may not end with one.
@@ -77,7 +77,9 @@ pub(super) fn skip_to_greeting(from: &mut impl BufRead) -> io::Result<bool> {
             return Ok(true);
         }
     }
-    Ok(false)
+    let cause =
+        format!("{MAX_NOISE} bytes came before them: let the start-up files of the host's shell print less");
+    Err(invalid(cause))
 }
 
 fn invalid(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> io::Error {
@@ -114,7 +116,8 @@ mod tests {
             assert_eq!(from, b"rest");
         }
         assert!(!skip_to_greeting(&mut &b"Welcome!\n"[..]).unwrap());
-        assert!(!skip_to_greeting(&mut &vec![b'\n'; 2 * MAX_NOISE][..]).unwrap());
+        let refused = skip_to_greeting(&mut &vec![b'\n'; 2 * MAX_NOISE][..]).unwrap_err();
+        assert!(refused.to_string().contains("start-up files"), "{refused}");
     }
 
     proptest! {

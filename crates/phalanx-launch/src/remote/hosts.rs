@@ -61,6 +61,8 @@ impl HostList {
     /// Reads the same format, with so many slots for a host without a number.
     pub(super) fn from_lines(text: &str, slots: u32) -> Result<Self> {
         let mut hosts = Self(Vec::new());
+        // Some editors begin a file with a byte order mark.
+        let text = text.strip_prefix('\u{feff}').unwrap_or(text);
         for (number, line) in text.lines().enumerate() {
             let line = line.split_once('#').map_or(line, |(line, _)| line).trim();
             if line.is_empty() {
@@ -248,6 +250,7 @@ mod tests {
             "# ours\nnode1 slots=4\n\n  node2:2  # the small one\nnode3\nnode4 slots = 3 max_slots=5\nnode1";
         let list = HostList::from_file(text).unwrap();
         assert_eq!(pairs(&list), [("node1", 5), ("node2", 2), ("node3", 1), ("node4", 3)]);
+        assert_eq!(HostList::from_file(&format!("\u{feff}{text}")).unwrap(), list);
         let cause = HostList::from_file("node1\nnode2 slot=4").unwrap_err().to_string();
         assert!(cause.contains("line 2") && cause.contains("slot"), "{cause}");
         let list = HostList::from_lines("node1\nnode2:2\nnode1:1\n", 3).unwrap();

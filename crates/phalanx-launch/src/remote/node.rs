@@ -7,6 +7,7 @@ use std::os::fd::AsFd;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::process::CommandExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
@@ -146,7 +147,9 @@ pub(super) fn version() -> String {
 
 fn enter_working_directory() -> Result<()> {
     let (folder, variables) = match DriverMessages::open()?.next().map_err(undecodable)? {
-        Some(ToLauncher::Environment { folder, variables }) => (folder, variables),
+        Some(ToLauncher::Environment { folder, variables }) => {
+            (PathBuf::from(OsString::from_vec(folder)), variables)
+        }
         Some(_) => return Err(Error::protocol("the command's first message is not the working directory")),
         None => return Ok(()),
     };

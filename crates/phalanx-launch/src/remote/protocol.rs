@@ -12,11 +12,13 @@
 //! All messages to a launcher come over its standard input. So no argument depends on a remote shell's quoting, no
 //! secret is on a command line, and when the input closes the launcher ends its part of the job.
 
+use std::ffi::OsStr;
 use std::fmt;
 use std::io;
 use std::net::IpAddr;
 use std::ops::ControlFlow;
-use std::path::PathBuf;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -33,7 +35,7 @@ use crate::world_size::WorldSize;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum ToLauncher {
     /// The working directory and the environment. The launcher changes to them, and executes itself again.
-    Environment { folder: PathBuf, variables: Vec<(Vec<u8>, Vec<u8>)> },
+    Environment { folder: Vec<u8>, variables: Vec<(Vec<u8>, Vec<u8>)> },
     /// The user's command line, and this launcher's part of the job.
     Start { arguments: Vec<Vec<u8>>, config: LauncherConfig },
     /// The command has got this signal.
@@ -143,7 +145,7 @@ impl Route {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum RemoteEvent {
     Line { rank: Rank, is_stderr: bool, text: Vec<u8> },
-    Logging { folder: PathBuf },
+    Logging { folder: Vec<u8> },
     Starting { restarts: u32, max_restarts: u32, world_size: u32, node: u32, nodes: u32 },
     Started { rank: Rank, local_rank: u32, pid: u32 },
     Exited { rank: Rank, pid: u32, exit: Exit },
@@ -154,6 +156,7 @@ pub(super) enum RemoteEvent {
     Gathering { nodes: u32, min_nodes: u32, max_nodes: u32 },
     Regrouping { left: Option<NodeFailure> },
     Warning { text: String },
+    Lingering,
 }
 
 impl RemoteEvent {
@@ -163,7 +166,7 @@ impl RemoteEvent {
             Event::Line { rank, stream, text } => {
                 Self::Line { rank, is_stderr: stream == Stream::Stderr, text: text.to_vec() }
             }
-            Event::Logging { folder } => Self::Logging { folder: folder.to_owned() },
+            Event::Logging { folder } => Self::Logging { folder: folder.as_os_str().as_bytes().to_vec() },
             Event::Starting { restarts, max_restarts, world_size, node, nodes } => {
                 Self::Starting { restarts, max_restarts, world_size: world_size.get(), node, nodes }
             }
@@ -180,8 +183,20 @@ impl RemoteEvent {
             }
             Event::Regrouping { left } => Self::Regrouping { left: left.cloned() },
             Event::Warning { text } => Self::Warning { text: text.to_owned() },
+            Event::Lingering => Self::Lingering,
             Event::Serving { .. } => return None,
         })
+    }
+
+    /// With the name of the host where it happened, if it does not say that itself.
+    pub(super) fn at(self, host: &str) -> Self {
+        match self {
+            Self::Warning { text } => Self::Warning { text: format!("{host}: {text}") },
+            Self::Logging { folder } => {
+                Self::Logging { folder: [format!("{host}:").as_bytes(), &folder[..]].concat() }
+            }
+            event => event,
+        }
     }
 
     /// Tells `observer`.
@@ -191,7 +206,7 @@ impl RemoteEvent {
                 let stream = if *is_stderr { Stream::Stderr } else { Stream::Stdout };
                 Event::Line { rank: *rank, stream, text }
             }
-            Self::Logging { folder } => Event::Logging { folder },
+            Self::Logging { folder } => Event::Logging { folder: Path::new(OsStr::from_bytes(folder)) },
             &Self::Starting { restarts, max_restarts, world_size, node, nodes } => {
                 let Ok(world_size) = WorldSize::new(world_size) else { return ControlFlow::Continue(()) };
                 Event::Starting { restarts, max_restarts, world_size, node, nodes }
@@ -209,6 +224,7 @@ impl RemoteEvent {
             }
             Self::Regrouping { left } => Event::Regrouping { left: left.as_ref() },
             Self::Warning { text } => Event::Warning { text },
+            Self::Lingering => Event::Lingering,
         })
     }
 }
@@ -281,6 +297,19 @@ mod tests {
         let again = LauncherError::of(&error).at("node1");
         assert_eq!(again.to_string(), format!("node1: {error}"));
         assert_eq!((again.peer(), again.io_kind()), (error.peer(), error.io_kind()));
+    }
+
+    #[test]
+    fn what_happens_on_a_host_names_it() {
+        let text = "the workers' logs cannot be written".to_owned();
+        let warning = RemoteEvent::Warning { text }.at("node7");
+        assert_eq!(
+            warning,
+            RemoteEvent::Warning { text: "node7: the workers' logs cannot be written".into() }
+        );
+        let logging = RemoteEvent::Logging { folder: "/logs/a".into() }.at("node7");
+        assert_eq!(logging, RemoteEvent::Logging { folder: "node7:/logs/a".into() });
+        assert_eq!(RemoteEvent::Killing.at("node7"), RemoteEvent::Killing);
     }
 
     #[test]

@@ -49,6 +49,8 @@ pub(in crate::remote) struct ElasticPlan {
     trouble: Option<Error>,
     /// How many workers were left, if the job ends because they are too few.
     too_few: Option<u32>,
+    /// What was last said of how the workers are ended.
+    ending: Option<RemoteEvent>,
     workers: u32,
 }
 
@@ -104,6 +106,7 @@ impl ElasticPlan {
             failure: None,
             trouble: None,
             too_few: None,
+            ending: None,
             workers: 0,
         };
         if let Some(address) = &job.master_addr {
@@ -365,7 +368,11 @@ impl Plan for ElasticPlan {
             }
             RemoteEvent::Line { .. } | RemoteEvent::Logging { .. } | RemoteEvent::Warning { .. } => {}
             // Reported once for all.
-            RemoteEvent::Ending { .. } | RemoteEvent::Killing if launchers.end.is_some() => {}
+            RemoteEvent::Ending { .. } | RemoteEvent::Killing
+                if launchers.end.is_some() && self.ending.as_ref() != Some(event) =>
+            {
+                self.ending = Some(event.clone());
+            }
             _ => return,
         }
         launchers.control.stops |= event.tell(launchers.control.observer).is_break();
@@ -475,6 +482,33 @@ mod tests {
             failures.is_worth_telling(now)
         });
         assert_eq!(told.collect::<Vec<u64>>(), [0, 600, 1200, 1800]);
+    }
+
+    #[test]
+    fn that_the_workers_are_ended_is_said_once_for_all_hosts() {
+        let (_folder, job) = silent_job("node1,node2");
+        let job = job.bind(IpAddr::from([127, 0, 0, 1]));
+        let elastic = ElasticHosts::new(WorldSize::new(1).unwrap());
+        let mut told = Vec::new();
+        let mut observer = |event: Event<'_>| {
+            match event {
+                Event::Ending { signal } => told.push(Some(signal)),
+                Event::Killing => told.push(None),
+                _ => {}
+            }
+            std::ops::ControlFlow::Continue(())
+        };
+        let driver = Driver::start(&job, &mut observer, |launchers| {
+            let mut plan = elastic.plan(launchers)?;
+            plan.act(launchers)?;
+            launchers.end = Some(DriverEnd::Planned);
+            for event in [RemoteEvent::Ending { signal: Signal::TERM }, RemoteEvent::Killing] {
+                (0..launchers.peers.len()).for_each(|index| plan.handle_event(launchers, index, &event));
+            }
+            Ok(Box::new(plan) as _)
+        });
+        drop(driver.unwrap());
+        assert_eq!(told, [Some(Signal::TERM), None]);
     }
 
     #[test]
