@@ -427,8 +427,9 @@ impl Reducer {
     }
 
     /// An optimizer has changed the model by the averages of this step. The ranks compare what all steps had in `rates`, a learning rate for each group of
-    /// parameters, and in `settings`, every 32 steps together with the [step times](Self::step_times). Nothing waits for that. If they differ by more than
-    /// rounding, it is an error of a later [`finish`](Self::finish), which ends the reducer on every rank. Steps whose averages are not over all ranks
+    /// parameters, and in `settings`: those of the first step, with a reducer that is new or has [adopted](Self::adopt) another's state, and then every 32
+    /// steps together with the [step times](Self::step_times). Nothing waits for that. If they differ by more than rounding, it is an error of a later
+    /// [`finish`](Self::finish), or of [`adopt`](Self::adopt), which ends the reducer on every rank. Steps whose averages are not over all ranks
     /// ([`CommHook::averages_over_all`]) are each rank's own, and are not compared.
     pub fn stepped(&mut self, rates: impl IntoIterator<Item = f64>, settings: impl IntoIterator<Item = f64>) {
         if self.hook.averages_over_all() {
@@ -558,12 +559,14 @@ impl Reducer {
     /// was learned of unused parameters. All ranks call it together, between steps.
     ///
     /// # Errors
-    /// If the exchange fails, or `root` sends no order of these parameters.
+    /// If the exchange fails, or `root` sends no order of these parameters. If optimizers have [differed](Self::stepped).
     pub fn adopt(&mut self, root: Rank) -> Result<()> {
         self.attempt(|reducer| {
             let group = reducer.group.in_call(Caller::Join);
             let progress = verify::share(&*group, root, &reducer.state.progress())?;
             let order = reducer.state.adopt(progress, root)?;
+            // What the ranks with data have told has come: this exchange comes behind it.
+            reducer.timer.receive(&*group, Instant::now())?;
             reducer.timer.restart();
             (reducer.weights.steps, reducer.joins) = (0, reducer.group.uneven_joins());
             reducer.hook.adopt(&*group, root)?;

@@ -2,8 +2,8 @@
 //!
 //! Replicas whose learning rates differ drift apart, and no error would say so. An adapter that sees the steps of an optimizer notes them
 //! ([`Reducer::stepped`](super::Reducer::stepped)), and a few numbers of all steps of a window travel with the [step times](super::StepTime), which the
-//! ranks exchange anyway. So a difference is an error some steps after a window of [`WINDOW`] steps: the ranks know by then what to compare, and no
-//! rank has waited for it.
+//! ranks exchange anyway. So a difference is an error some steps after a window of [`WINDOW`] steps, or after the first step: the ranks know by then what
+//! to compare, and no rank has waited for it.
 //!
 //! Both may be computed, and processors of several kinds may round a cosine in other ways. Settings are compared by a hash of what they are in f32, as their
 //! kind and an epsilon differ in other orders of size than a decay. Learning rates are compared by a sum of all of them, each with a factor of its own, but for
@@ -106,7 +106,7 @@ pub(super) fn compare(all: impl Iterator<Item = [f64; NUMBERS]>) -> Result<()> {
             let steps = |count: f64| count - 1.0;
             let (there, here) = (steps(expected[0]), steps(count));
             format!(
-                "in the same {WINDOW} averages the optimizer of rank {first} has made {there} steps, and that of rank {rank} {here}"
+                "in the same averages the optimizer of rank {first} has made {there} steps, and that of rank {rank} {here}"
             )
         } else if hash != expected[1] {
             format!(
@@ -114,8 +114,9 @@ pub(super) fn compare(all: impl Iterator<Item = [f64; NUMBERS]>) -> Result<()> {
             )
         } else if !are_near(rates, expected[2], highest.max(expected[4])) {
             let before = expected[3];
+            let steps = if count == 2.0 { "step".to_owned() } else { format!("{} steps", count - 1.0) };
             format!(
-                "the learning rates of the last {WINDOW} steps differ: the last one was {before} on rank {first}, and {last} on rank {rank}"
+                "the learning rates of the last {steps} differ: the last one was {before} on rank {first}, and {last} on rank {rank}"
             )
         } else {
             continue;
