@@ -26,6 +26,7 @@ use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, World
 pub(crate) use self::engine::{Averaging, Engine};
 use self::regroup::{Units, prepare};
 pub(crate) use self::weights::{one_more, scaled};
+use crate::alike;
 use crate::clip;
 use crate::gradients::{Handover, ModelToken, Synced, SyncedGradients, averages};
 use crate::hook;
@@ -96,9 +97,8 @@ pub struct Ddp<M> {
     is_of_stages: bool,
     /// Whether the optimizer of the first step has been found to treat each element of divided layers by itself.
     is_elementwise: bool,
-    /// Whether the ranks have found their optimizers alike since the model has come into this group. The same on every rank, but in a
-    /// `join` in which some have no data.
-    is_compared: bool,
+    /// Whether the ranks have found their optimizers alike since the model has come into this group.
+    optimizers: alike::Watch,
     /// Whether an elastic job gives all ranks the same state of the optimizer.
     has_common_state: bool,
     /// The memory for broadcasting buffers, and for averaging the model.
@@ -184,7 +184,7 @@ impl<M: Module> Ddp<M> {
             sharded: false,
             is_of_stages: false,
             is_elementwise: false,
-            is_compared: false,
+            optimizers: alike::Watch::default(),
             has_common_state: false,
             packed_buffers: Packed::default(),
             packed_weights: Packed::default(),
@@ -357,22 +357,22 @@ impl<M: Module> Ddp<M> {
         Ok(clip::scale(self.model(), gradients, max_norm, squares))
     }
 
-    /// Lets `optimizer` change the model by `gradients` from [`backward`](Self::backward). It communicates nothing but in the first step, in
-    /// which the ranks compare their optimizers: all ranks take that one together.
+    /// Lets `optimizer` change the model by `gradients` from [`backward`](Self::backward). It waits for the other ranks in the first step alone, in
+    /// which they compare their optimizers: all ranks take that one together. They compare them again every 32 steps.
     ///
     /// All ranks give it the same optimizer, with the same settings and state, and the same learning rate. Otherwise replicas drift apart. What is
     /// compared, and when:
     ///
     /// | | |
     /// |---|---|
-    /// | what the optimizers do to parameters: their kinds, betas, decay, momentum, clipping | in the first step of each `Ddp`, and of an elastic job's state in each group; in [`TrainState::with_group`](crate::TrainState::with_group), [`ZeroRedundancyOptimizer::new`](crate::ZeroRedundancyOptimizer::new) and [`Fsdp::step`](crate::parallel::fsdp::Fsdp::step); when an uneven [`join`](Self::join) ends |
+    /// | what the optimizers do to parameters: their kinds, betas, decay, momentum, clipping | in the first step of each `Ddp` and every 32 steps, and of an elastic job's state in each group; in [`TrainState::with_group`](crate::TrainState::with_group), [`ZeroRedundancyOptimizer::new`](crate::ZeroRedundancyOptimizer::new) and [`Fsdp::step`](crate::parallel::fsdp::Fsdp::step); when an uneven [`join`](Self::join) ends |
     /// | of which parameters they have a state, and after how many steps | in the first step of each `Ddp`, which reads a loaded state once, and in `ZeroRedundancyOptimizer::new`; `TrainState::with_group`, an elastic job and an uneven `join` give every rank the same state |
-    /// | learning rates | every 32 steps; differences by rounding are none |
-    /// | optimizers that are exchanged later | never: [`replicas_identical`](Self::replicas_identical) says whether replicas have drifted apart |
+    /// | learning rates | in the first step, and those of all steps every 32 steps; differences by rounding are none |
+    /// | the state of an optimizer that is exchanged later | never: [`replicas_identical`](Self::replicas_identical) says whether replicas have drifted apart |
     ///
     /// # Errors
-    /// On every rank, and it ends nothing: if the ranks' optimizers do not do the same to parameters, or some have a state that others have not, as
-    /// one that has loaded a record alone.
+    /// On every rank, and it ends nothing: if in the first step the ranks' optimizers do not do the same to parameters, or their learning rates differ, or
+    /// some have a state that others have not, as one that has loaded a record alone. Optimizers that differ later end the group.
     ///
     /// If the gradients are those of another `Ddp`, such as a generator's, or of this one before its state was loaded
     /// or it changed its group. After a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) was made for this
@@ -402,12 +402,14 @@ impl<M: Module> Ddp<M> {
     ) -> Result<()> {
         let gradients = gradients.synced().of(&self.token).map_err(|error| self.fail(error))?;
         self.check_elementwise(optimizer)?;
-        if !self.is_compared {
+        let rates: ModuleLearningRate = learning_rate.into();
+        if self.optimizers.is_compared() {
+            self.compare_again(optimizer).map_err(|error| self.fail(error))?;
+        } else {
             self.compare_states(optimizer)?;
-            self.compare_optimizers(optimizer, Caller::DdpStep)?;
+            self.compare_optimizers(optimizer, Some(&rates), Caller::DdpStep)?;
         }
         let (trace, begin) = (self.group.trace(), Instant::now());
-        let rates: ModuleLearningRate = learning_rate.into();
         // Moved and not cloned, so that the optimizer can change parameters in place.
         let model = self.model.take().map(|model| optimizer.step(rates.clone(), model, gradients));
         self.model = model.map(|model| self.inventory.ties.retie(model));

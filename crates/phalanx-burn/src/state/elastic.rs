@@ -95,7 +95,7 @@ impl<M: Module, T: Serialize + DeserializeOwned> State for TrainState<M, T> {
 
     fn agree(&mut self) -> Result<()> {
         if !self.model.has_compared() {
-            self.model.compare_optimizers(&self.optimizer, Caller::ElasticCommit)?;
+            self.model.compare_optimizers(&self.optimizer, None, Caller::ElasticCommit)?;
         }
         self.model.agree()
     }

@@ -137,7 +137,7 @@ where
                 None => {
                     let output = average.step(&model, item)?;
                     drop(model);
-                    self.step(output.grads);
+                    self.step(output.grads, average);
                     output.item
                 }
                 Some(parts) => {
@@ -148,7 +148,7 @@ where
                         accumulated = 0;
                         let gradients = average.sum(&model)?;
                         drop(model);
-                        self.step(gradients);
+                        self.step(gradients, average);
                     }
                     output
                 }
@@ -163,8 +163,9 @@ where
         }
     }
 
-    fn step(&mut self, gradients: GradientsParams) {
+    fn step(&mut self, gradients: GradientsParams, average: &Average<M>) {
         self.learner.lr_step();
+        average.stepped(&self.learner.lr_current());
         self.learner.optimizer_step(gradients);
     }
 

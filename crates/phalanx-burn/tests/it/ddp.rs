@@ -157,7 +157,7 @@ fn buffers_and_the_model_s_average_are_one_operation_each_in_memory_that_is_take
             // The mean and the variance.
             assert_eq!(watched.state.lock().broadcast - before, usize::from(step > 0));
             let gradients = ddp.backward(&loss).unwrap();
-            ddp.step(&mut optimizer, 0.01 * (1.0 + ddp.rank().index() as f64), gradients).unwrap();
+            ddp.step(&mut optimizer, 0.01, gradients).unwrap();
             let before = watched.state.lock().averaged;
             ddp.average_parameters().unwrap();
             assert_eq!(watched.state.lock().averaged - before, 1);
@@ -333,14 +333,68 @@ fn other_learning_rates_on_one_rank_are_an_error_on_every_rank() {
 fn replicas_that_drifted_apart_are_noticed() {
     let drifted = run(2, |group| {
         let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
-        let same = ddp.replicas_identical().unwrap();
-        let loss = ddp.forward(|model| model.loss(samples(0, 4))).unwrap();
-        let gradients = ddp.backward(&loss).unwrap();
-        ddp.step(&mut SgdConfig::new().init(), 0.1 * (1.0 + f64::from(group.rank().get())), gradients)
-            .unwrap();
-        (same, ddp.replicas_identical().unwrap())
+        let mut optimizer = SgdConfig::new().init();
+        // The rates of the second step have not been compared yet.
+        [0.1, 0.1 * (1.0 + f64::from(group.rank().get()))].map(|rate| {
+            let same = ddp.replicas_identical().unwrap();
+            let loss = ddp.forward(|model| model.loss(samples(0, 4))).unwrap();
+            let gradients = ddp.backward(&loss).unwrap();
+            ddp.step(&mut optimizer, rate, gradients).unwrap();
+            (same, ddp.replicas_identical().unwrap())
+        })
     });
-    assert_eq!(drifted, [(true, false); 2]);
+    assert_eq!(drifted, [[(true, true), (true, false)]; 2]);
+}
+
+#[test]
+fn other_learning_rates_are_found_where_each_step_has_a_ddp_of_its_own() {
+    run(2, |group| {
+        let mut model = Mlp::new(&[8, 3]);
+        for epoch in 0..4 {
+            let mut ddp = Ddp::new(model, &group).unwrap();
+            let mut optimizer = SgdConfig::new().init();
+            let mut step = |rate: f64| {
+                let loss = ddp.forward(|model| model.loss(samples(0, 4))).unwrap();
+                let gradients = ddp.backward(&loss).unwrap();
+                ddp.step(&mut optimizer, rate, gradients)
+            };
+            if epoch == 2 {
+                let error = step(if group.rank().is_main() { 1e-5 } else { 2e-5 }).unwrap_err();
+                let said = "the first one was 0.00001 on rank 0, and 0.00002 on rank 1";
+                assert!(error.is_mismatch() && error.to_string().contains(said), "{error}");
+            }
+            // The error ends nothing.
+            step(1e-5).unwrap();
+            assert!(ddp.replicas_identical().unwrap());
+            model = ddp.into_model();
+        }
+    });
+}
+
+#[test]
+fn an_optimizer_that_one_rank_alone_has_exchanged_is_an_error_on_every_rank() {
+    let sgd =
+        |decay: f64| SgdConfig::new().with_momentum(Some(MomentumConfig::new().with_momentum(decay))).init();
+    for exchanged in [&[][..], &[0, 1, 2], &[2]] {
+        let errors = run(3, |group| {
+            let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
+            let mut optimizer = sgd(0.9);
+            let mut step = |number| {
+                if number == 5 && exchanged.contains(&group.rank().index()) {
+                    optimizer = sgd(0.8);
+                }
+                let loss = ddp.forward(|model| model.loss(samples(0, 4)))?;
+                let gradients = ddp.backward(&loss)?;
+                ddp.step(&mut optimizer, 0.01, gradients)
+            };
+            (0..70).find_map(|number| step(number).err()).map(|error| error.to_string())
+        });
+        let said = "the optimizer of rank 2 changes parameters otherwise than that of rank 0";
+        for error in errors {
+            assert_eq!(error.is_some(), exchanged == [2], "{error:?}");
+            assert!(error.is_none_or(|error| error.contains(said)));
+        }
+    }
 }
 
 #[test]

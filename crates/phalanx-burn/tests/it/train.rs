@@ -358,7 +358,7 @@ fn ranks_that_train_otherwise_are_an_error_on_every_rank() {
         ("parts", "the number of batches for a step of rank 0 is 1, and that of rank 1 is 2"),
         ("samples", "the number of own training samples of rank 0 is 12, and that of rank 1 is 6"),
         ("validation", "the number of validation samples of rank 0 is 2, and that of rank 1 is 3"),
-        ("rate", "after epoch 1 the parameters of rank 1 are others than those of rank 0"),
+        ("rate", "the last one was 0.1 on rank 0, and 0.2 on rank 1"),
         ("momentum", "after epoch 1 the parameters of rank 1 are others than those of rank 0"),
     ] {
         let errors = run(2, |group| {

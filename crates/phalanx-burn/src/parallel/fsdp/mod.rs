@@ -126,8 +126,8 @@ pub struct Fsdp<M> {
     parameters: Arc<HashMap<usize, usize>>,
     /// The weights of the passes since the last step.
     accumulated: StepWeight,
-    /// Whether the optimizer of the first step has been found to treat each element by itself, and to be that of all ranks.
-    is_compared: bool,
+    /// Whether the optimizer is that of all ranks; that of the first step has been found to treat each element by itself.
+    optimizers: alike::Watch,
     /// The learning rates of the steps that the ranks have not compared yet.
     steps: OptimizerSteps,
 }
@@ -191,8 +191,8 @@ impl<M: Module> Fsdp<M> {
         }
         let parameters = Arc::new(parameters);
         let (exchanges, accumulated) = (exchanges.clone(), StepWeight::Nothing);
-        let (is_compared, steps) = (false, OptimizerSteps::default());
-        Ok(Self { ddp, exchanges, units: numbers, order, parameters, accumulated, is_compared, steps })
+        let (optimizers, steps) = (alike::Watch::default(), OptimizerSteps::default());
+        Ok(Self { ddp, exchanges, units: numbers, order, parameters, accumulated, optimizers, steps })
     }
 
     /// Runs `pass` on the model, so that a [`backward`](Self::backward) of its result computes gradients.
@@ -392,12 +392,12 @@ impl<M: Module> Fsdp<M> {
     }
 
     /// Lets `optimizer` change this rank's shards by `gradients` from [`backward`](Self::backward). It communicates nothing but in the first step, in
-    /// which the ranks compare their optimizers, and after every 32 steps, when they compare the learning rates of these.
+    /// which the ranks compare their optimizers, and every 32 steps, when they compare them again, and the learning rates of these steps.
     ///
     /// # Errors
     /// If an exchange has failed, or the gradients are those of another model. In the first step, and on every rank, if there are several shards
     /// and the optimizer does not treat each element by itself, as LAMB and Burn's clipping by norm do not; or if the optimizers do not do the
-    /// same to parameters: if they are of several kinds, or their betas, decay or momentum differ. After 32 steps, if learning rates differ. Each of
+    /// same to parameters: if they are of several kinds, or their betas, decay or momentum differ. Every 32 steps, if these or learning rates differ. Each of
     /// these ends the groups.
     pub fn step(
         &mut self,
@@ -417,18 +417,19 @@ impl<M: Module> Fsdp<M> {
         learning_rate: impl Into<ModuleLearningRate>,
         gradients: impl Synced,
     ) -> Result<()> {
-        if !self.is_compared {
-            let pieces = (self.model(), self.ddp.parameters());
+        let rates: ModuleLearningRate = learning_rate.into();
+        let pieces = (self.ddp.model(), self.ddp.parameters());
+        if self.optimizers.is_compared() {
+            self.optimizers.step(optimizer, pieces, &self.exchanges.group)?;
+        } else {
             // The piece of a single rank is the whole parameter.
             if self.exchanges.ranks() > 1 {
                 check_elementwise(optimizer, pieces, &HashMap::new(), "Fsdp::clip_grad_norm")?;
             }
             // Replicas compare in the step of their Ddp.
-            alike::check(optimizer, pieces, &self.exchanges.group)?;
-            self.is_compared = true;
+            self.optimizers.compare(optimizer, pieces, Some(&rates), &self.exchanges.group)?;
         }
         let began = Instant::now();
-        let rates: ModuleLearningRate = learning_rate.into();
         self.ddp.step(optimizer, rates.clone(), gradients)?;
         self.exchanges.record(Track::Optimizer, "optimizer", began);
         self.steps.step(crate::lr::of_each(&rates, self.ddp.parameters()), []);
