@@ -67,7 +67,7 @@ impl Default for DdpOptions {
 /// | names, shapes, types and ties of all variables; the [options](DdpOptions) and the order of gradients | [`new`](Self::new), and each new group of a [`TrainState`](crate::TrainState) |
 /// | communication hooks and their settings | [`register_comm_hook`](Self::register_comm_hook) |
 /// | an optimizer's rules and groups, and the number of steps | [`TrainState::with_group`](crate::TrainState::with_group) and its relatives |
-/// | rules and learning rates of all steps | after the first [`TrainState::step`](crate::TrainState::step), and every 32 steps; the error comes in a later [`backward`](Self::backward), and they may differ by rounding |
+/// | rules and learning rates of all steps, and whether an optimizer is a new one | after the first [`TrainState::step`](crate::TrainState::step), and every 32 steps; the error comes in a later [`backward`](Self::backward), and they may differ by rounding |
 /// | everything that is saved | each commit of an elastic job |
 /// | the parameters themselves | [`replicas_identical`](Self::replicas_identical) |
 ///
@@ -329,7 +329,9 @@ impl Ddp {
     pub(crate) fn stepped(&self, learning_rates: &[f64], optimizer: &crate::Optimizer) {
         let is_held = self.accumulated != Accumulated::default();
         if let Some(sink) = self.sink.as_ref().filter(|sink| !is_held && !sink.is_local()) {
-            sink.with_reducer(|reducer| reducer.stepped(learning_rates.iter().copied(), optimizer.numbers()));
+            sink.with_reducer(|reducer| {
+                reducer.stepped(learning_rates.iter().copied(), optimizer.settings())
+            });
         }
     }
 

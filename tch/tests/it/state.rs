@@ -207,6 +207,31 @@ fn other_rules_or_learning_rates_on_one_rank_are_an_error_on_every_rank() {
 }
 
 #[test]
+fn an_optimizer_that_one_rank_alone_makes_anew_is_an_error_on_every_rank() {
+    // Plain SGD keeps nothing that a new one would lack.
+    for (rule, expected) in [(Rule::ADAMW, true), (Rule::sgd(0.9), true), (Rule::sgd(0.0), false)] {
+        let errors = run(2, |group| {
+            let mut training = Training::new(rule).with_group(&group);
+            let mut step = |number: usize| {
+                if number == 5 && !group.rank().is_main() {
+                    training.state.optimizer = Optimizer::new(&training.model.store, rule).unwrap();
+                }
+                let loss = training.loss(number)?;
+                training.state.optimizer.zero_grad()?;
+                training.state.ddp.backward(&loss)?;
+                training.state.step(0.01)
+            };
+            (0..70).find_map(|number| step(number).err()).map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), expected, "{error:?}");
+            let said = "the optimizer of rank 1 has other settings than that of rank 0";
+            assert!(error.is_none_or(|error| error.contains(said)));
+        }
+    }
+}
+
+#[test]
 fn steps_by_gradients_that_are_not_averaged_are_not_compared() {
     run(2, |group| {
         let mut training = Training::new(Rule::sgd(0.9)).with_group(&group);
