@@ -67,7 +67,7 @@ impl Default for DdpOptions {
 /// | names, shapes, types and ties of all variables; the [options](DdpOptions) and the order of gradients | [`new`](Self::new), and each new group of a [`TrainState`](crate::TrainState) |
 /// | communication hooks and their settings | [`register_comm_hook`](Self::register_comm_hook) |
 /// | an optimizer's rules and groups, and the number of steps | [`TrainState::with_group`](crate::TrainState::with_group) and its relatives |
-/// | rules and learning rates of all steps, and whether an optimizer is a new one | after the first [`TrainState::step`](crate::TrainState::step), and every 32 steps; the error comes in a later [`backward`](Self::backward), and they may differ by rounding |
+/// | rules and learning rates of all steps, whether an optimizer is a new one, and whether all ranks have loaded a state | after the first [`TrainState::step`](crate::TrainState::step), and every 32 steps; the error comes in a later [`backward`](Self::backward), and they may differ by rounding |
 /// | everything that is saved | each commit of an elastic job |
 /// | the parameters themselves | [`replicas_identical`](Self::replicas_identical) |
 ///
@@ -97,6 +97,8 @@ pub struct Ddp {
     accumulated: Accumulated,
     /// Whether the last backward pass has ended with an error.
     has_torn: bool,
+    /// How often the variables were loaded since they came into this group, on all ranks together.
+    loads: u32,
 }
 
 impl Ddp {
@@ -142,6 +144,7 @@ impl Ddp {
             has_run: false,
             buffers_stale: false,
             has_torn: false,
+            loads: 0,
             broadcast_buffers: options.broadcast_buffers,
             loaded_hook: LoadedHook::default(),
             accumulated: Accumulated::default(),
@@ -329,9 +332,8 @@ impl Ddp {
     pub(crate) fn stepped(&self, learning_rates: &[f64], optimizer: &crate::Optimizer) {
         let is_held = self.accumulated != Accumulated::default();
         if let Some(sink) = self.sink.as_ref().filter(|sink| !is_held && !sink.is_local()) {
-            sink.with_reducer(|reducer| {
-                reducer.stepped(learning_rates.iter().copied(), optimizer.settings())
-            });
+            let settings = optimizer.settings().into_iter().chain([f64::from(self.loads)]);
+            sink.with_reducer(|reducer| reducer.stepped(learning_rates.iter().copied(), settings));
         }
     }
 

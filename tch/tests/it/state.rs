@@ -232,6 +232,36 @@ fn an_optimizer_that_one_rank_alone_makes_anew_is_an_error_on_every_rank() {
 }
 
 #[test]
+fn a_state_that_one_rank_alone_loads_is_an_error_on_every_rank() {
+    for alone in [false, true] {
+        let folder = tempfile::tempdir().unwrap();
+        let errors = run(2, |group| {
+            let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+            let mut training = Training::new(Rule::ADAMW).with_group(&group);
+            training.train(0..2);
+            training.state.checkpoint(&checkpoints).unwrap();
+            checkpoints.finish().unwrap();
+            training.train(2..3);
+            let newest = checkpoints.newest().unwrap().unwrap();
+            if !alone || !group.rank().is_main() {
+                training.state.load_from(&newest).unwrap();
+            }
+            let mut step = |number| {
+                let loss = training.loss(number)?;
+                training.state.optimizer.zero_grad()?;
+                training.state.ddp.backward(&loss)?;
+                training.state.step(0.01)
+            };
+            (0..70).find_map(|number| step(number).err()).map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), alone, "{error:?}");
+            assert!(error.is_none_or(|error| error.contains("one rank alone has loaded a state")));
+        }
+    }
+}
+
+#[test]
 fn steps_by_gradients_that_are_not_averaged_are_not_compared() {
     run(2, |group| {
         let mut training = Training::new(Rule::sgd(0.9)).with_group(&group);

@@ -175,6 +175,7 @@ impl<M: Module> Ddp<M> {
     /// Replaces the model by the result of `change`. Earlier gradients are then no longer accepted, and those that are held are dropped.
     pub(crate) fn map(&mut self, change: impl FnOnce(M) -> M) {
         self.token = ModelToken::default();
+        self.loads = self.loads.saturating_add(1);
         self.drop_accumulated();
         self.model = self.model.take().map(|model| self.inventory.ties.retie(change(model)));
     }
@@ -184,7 +185,7 @@ impl<M: Module> Ddp<M> {
         self.accumulated = StepWeight::Nothing;
         self.token = ModelToken::default();
         (self.buffers_stale, self.sharded, self.optimizers) = (false, false, alike::Watch::default());
-        self.has_common_state = true;
+        (self.has_common_state, self.loads) = (true, 0);
         // The memory belongs to the previous group.
         (self.packed_buffers, self.packed_weights) = (Packed::default(), Packed::default());
     }

@@ -110,7 +110,8 @@ pub(super) fn compare(all: impl Iterator<Item = [f64; NUMBERS]>) -> Result<()> {
             )
         } else if hash != expected[1] {
             format!(
-                "the optimizer of rank {rank} has other settings than that of rank {first}, such as its kind, betas, epsilon, momentum or decay, or is a new one"
+                "the optimizer of rank {rank} has other settings than that of rank {first}, such as its kind, betas, epsilon, momentum or decay, or is a new one; or \
+                 one rank alone has loaded a state"
             )
         } else if !are_near(rates, expected[2], highest.max(expected[4])) {
             let before = expected[3];
