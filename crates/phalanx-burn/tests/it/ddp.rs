@@ -306,6 +306,10 @@ fn a_handle_that_leads_to_another_group_by_now_is_refused() {
         assert!(error.contains("a group of 2 ranks by now"), "{error}");
         let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &handle).unwrap();
         drop(ddp.forward(|model| model.loss(samples(0, 4))).unwrap());
+        // Nothing would be averaged.
+        handle.rebind(ProcessGroup::alone().unwrap());
+        let error = ddp.forward(|model| model.loss(samples(0, 4))).unwrap_err().to_string();
+        assert!(error.contains("leads to another one"), "{error}");
     });
 }
 

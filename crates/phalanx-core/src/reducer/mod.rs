@@ -68,7 +68,7 @@ use crate::caller::Caller;
 use crate::collective::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::group::{Communicator, Work};
+use crate::group::{Binding, Communicator, Work};
 use crate::notice::warn;
 use crate::rank::Rank;
 use crate::trace::{Trace, Track};
@@ -80,6 +80,8 @@ use phalanx_proto::reducer::{plan, state, unused};
 /// [keeps the gradients](Self::keep_gradients) of the step can a reducer continue in another group.
 pub struct Reducer {
     group: Arc<dyn Communicator>,
+    /// The group in which all ranks have the same replica.
+    binding: Binding,
     /// The group as the hook sees it: its bytes are counted, and errors name the backward pass.
     meters: Meters,
     trace: Trace,
@@ -150,6 +152,7 @@ impl Reducer {
             warnings: unused::Warnings::new(state.parameters().len()),
             began: Instant::now(),
             timer: StepTimer::default(),
+            binding: Binding::of(&*group),
             group,
             state,
         })
@@ -214,12 +217,20 @@ impl Reducer {
     /// error. All ranks call it together; so does [`start`](Self::start).
     ///
     /// # Errors
-    /// On every rank, and it ends the reducer: if an uneven `join` has ended since the last [`adopt`](Self::adopt), in which ranks made other numbers of steps.
+    /// On every rank, and it ends the reducer: if an uneven `join` has ended since the last [`adopt`](Self::adopt), in which ranks made other numbers of
+    /// steps. If the group is a [handle](crate::GroupHandle) that leads to another one by now, and this has not been [told](Self::regrouped).
     pub fn check_joined(&mut self) -> Result<()> {
         self.attempt(Self::compare_joined)
     }
 
     fn compare_joined(&mut self) -> Result<()> {
+        if self.binding.is_other(&*self.group) {
+            return Err(Error::invalid_argument(
+                "the handle of the group leads to another one than when the reducer was made: its ranks may have other models, or nothing would be \
+                 averaged",
+            )
+            .with_remedy("make the Ddp after GroupHandle::rebind, or let a TrainState of this model change the group"));
+        }
         let joins = self.group.uneven_joins();
         if std::mem::replace(&mut self.joins, joins) == joins {
             return Ok(());

@@ -1,6 +1,8 @@
 //! Models and calls that are refused, and averages that fail or are lost.
 
 use super::*;
+use crate::group::ProcessGroup;
+use crate::testing;
 
 #[test]
 fn a_model_without_trainable_parameter_or_with_integers_is_refused() {
@@ -131,6 +133,32 @@ fn optimizers_that_differ_in_a_join_of_two_steps_are_found_when_it_ends() {
     for error in errors {
         assert!(error.contains("was 0.1 on rank 0, and 0.2 on rank 1"), "{error}");
     }
+}
+
+#[test]
+fn a_handle_that_leads_to_another_group_by_now_is_refused_unless_the_reducer_is_told() {
+    testing::run(2, testing::Fabric::InProcess, |group| {
+        for is_told in [false, true] {
+            let handle = GroupHandle::new(group.clone());
+            let mut reducer =
+                Reducer::new(Arc::new(handle.clone()), parameters(&[4]), buckets_of(4)).unwrap();
+            one_step(&mut reducer, group.rank(), 0, &[0]).unwrap();
+            // The same group in another call.
+            handle.rebind(group.in_call(Caller::DdpForward));
+            one_step(&mut reducer, group.rank(), 1, &[0]).unwrap();
+            handle.rebind(ProcessGroup::alone().unwrap());
+            if is_told {
+                reducer.regrouped().unwrap();
+                one_step(&mut reducer, group.rank(), 2, &[0]).unwrap();
+            } else {
+                let errors = [reducer.check_joined().unwrap_err(), reducer.start().unwrap_err()];
+                assert!(
+                    errors.iter().all(|error| error.to_string().contains("leads to another one")),
+                    "{errors:?}"
+                );
+            }
+        }
+    });
 }
 
 #[test]
