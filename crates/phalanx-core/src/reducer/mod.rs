@@ -262,6 +262,11 @@ impl Reducer {
     /// On every rank, if the ranks' hooks or their settings differ, or the ranks of a smaller group ([`PostLocalSgd::subgroup`](hooks::PostLocalSgd::subgroup));
     /// if `hook` cannot average gradients where they lie.
     pub fn register_hook(&mut self, hook: Box<dyn CommHook>) -> Result<()> {
+        self.register_hook_from(hook, None)
+    }
+
+    /// As [`register_hook`](Self::register_hook), for a hook that is to continue from this state, which the ranks compare.
+    fn register_hook_from(&mut self, hook: Box<dyn CommHook>, state: Option<&HookState>) -> Result<()> {
         self.state.check_replayable(false, hook.is_stateless())?;
         let replaces = hook.is_elsewhere() == self.elsewhere;
         if !replaces && !self.elsewhere {
@@ -274,7 +279,11 @@ impl Reducer {
         if !replaces && !self.takes_over(&*hook)? {
             return self.check_here(&format!("register_hook({})", hook.describe()));
         }
-        let description = vec![("communication hook".to_owned(), hook.describe())];
+        let loaded = state.map_or_else(|| HookState::default().digest(), HookState::digest);
+        let description = vec![
+            ("communication hook".to_owned(), hook.describe()),
+            ("loaded state of the communication hook".to_owned(), loaded),
+        ];
         let contract = Contract { parameters: Vec::new(), options: description, device: None, plan_hash: 0 };
         let group = self.group.in_call(Caller::DdpRegisterCommHook);
         let verified = verify::verify(&*group, &contract).and_then(|()| match hook.built_in() {

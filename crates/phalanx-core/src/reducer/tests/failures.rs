@@ -162,6 +162,24 @@ fn a_handle_that_leads_to_another_group_by_now_is_refused_unless_the_reducer_is_
 }
 
 #[test]
+fn a_hook_that_would_go_on_from_another_state_on_one_rank_is_refused_on_every_rank() {
+    let errors = testing::run(2, testing::Fabric::InProcess, |group| {
+        let mut reducer = Reducer::new(Arc::new(group.clone()), parameters(&[4]), buckets_of(4)).unwrap();
+        let hook = hooks::PowerSgd::new(hooks::PowerSgdOptions::default()).unwrap();
+        let mut loaded = hooks::LoadedHook::default();
+        if group.rank().is_main() {
+            let state = HookState::default().number("step", 7).of(hook.describe());
+            loaded.load(None::<&HookedReducer<()>>, Some(state)).unwrap();
+        }
+        loaded.register(&mut reducer, Box::new(hook)).unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.contains("loaded state of the communication hook"), "{error}");
+        assert!(error.contains("nothing on rank 1"), "{error}");
+    }
+}
+
+#[test]
 fn gradients_that_a_hook_s_panic_has_lost_are_an_error() {
     struct Panics;
     impl CommHook for Panics {
