@@ -97,8 +97,9 @@ pub struct Ddp {
     accumulated: Accumulated,
     /// Whether the last backward pass has ended with an error.
     has_torn: bool,
-    /// How often the variables were loaded since they came into this group, on all ranks together.
-    loads: u32,
+    /// How often the variables were loaded from a checkpoint since they came into this group, on all ranks together. None in an elastic job, which may
+    /// have one rank alone load them, and makes the others' the same then.
+    loads: Option<u32>,
 }
 
 impl Ddp {
@@ -144,7 +145,7 @@ impl Ddp {
             has_run: false,
             buffers_stale: false,
             has_torn: false,
-            loads: 0,
+            loads: Some(0),
             broadcast_buffers: options.broadcast_buffers,
             loaded_hook: LoadedHook::default(),
             accumulated: Accumulated::default(),
@@ -332,7 +333,7 @@ impl Ddp {
     pub(crate) fn stepped(&self, learning_rates: &[f64], optimizer: &crate::Optimizer) {
         let is_held = self.accumulated != Accumulated::default();
         if let Some(sink) = self.sink.as_ref().filter(|sink| !is_held && !sink.is_local()) {
-            let settings = optimizer.settings().into_iter().chain([f64::from(self.loads)]);
+            let settings = optimizer.settings().into_iter().chain(self.loads.map(f64::from));
             sink.with_reducer(|reducer| reducer.stepped(learning_rates.iter().copied(), settings));
         }
     }

@@ -441,6 +441,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
         if !self.read(saved)? {
             self.ddp.loaded_hook.mark_absent();
         }
+        self.ddp.note_load();
         Ok(())
     }
 
@@ -470,7 +471,6 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
         self.check_shared(&elements)?;
         let has_hook = hook.is_some();
         self.ddp.drop_accumulated()?;
-        self.ddp.note_load();
         self.ddp.load_hook(hook)?;
         let state = self.ddp.state().iter().zip(&elements);
         state.into_iter().try_for_each(|(one, elements)| tensors::write_elements(&one.tensor, elements))?;

@@ -175,9 +175,13 @@ impl<M: Module> Ddp<M> {
     /// Replaces the model by the result of `change`. Earlier gradients are then no longer accepted, and those that are held are dropped.
     pub(crate) fn map(&mut self, change: impl FnOnce(M) -> M) {
         self.token = ModelToken::default();
-        self.loads = self.loads.saturating_add(1);
         self.drop_accumulated();
         self.model = self.model.take().map(|model| self.inventory.ties.retie(change(model)));
+    }
+
+    /// The model was loaded, as on all ranks of the group. An elastic job may have one rank alone load it, and makes the others' the same then.
+    pub(crate) fn note_load(&mut self) {
+        self.loads = self.loads.saturating_add(u32::from(!self.has_common_state));
     }
 
     fn settle(&mut self, engine: Engine<M>) {
