@@ -42,7 +42,7 @@ pub(crate) struct Watch {
     numbers: usize,
     /// Whether the group is another by now, whose ranks may have learned that a step apart: they would compare in different steps.
     is_stopped: bool,
-    /// The steps since the last comparison.
+    /// The steps, or commits, since the last comparison.
     steps: usize,
     /// What this rank's optimizer has made, and the smallest of all ranks' numbers and of their opposites, which are on their way.
     told: Option<(Vec<f32>, Work)>,
@@ -93,7 +93,7 @@ impl Watch {
         Ok(())
     }
 
-    /// A step comes after the one in which the ranks have [compared](Self::compare). All ranks of `group` call it together, before their optimizers step.
+    /// A step, or a commit, comes after the one in which the ranks have [compared](Self::compare). All ranks of `group` call it together.
     ///
     /// # Errors
     /// On every rank, if their optimizers have differed a step ago.

@@ -368,7 +368,7 @@ impl<M: Module> Ddp<M> {
     ///
     /// | | |
     /// |---|---|
-    /// | what the optimizers do to parameters: their kinds, betas, decay, momentum, clipping | in the first step of each `Ddp` and every 32 steps, and of an elastic job's state in each group; in [`TrainState::with_group`](crate::TrainState::with_group), [`ZeroRedundancyOptimizer::new`](crate::ZeroRedundancyOptimizer::new) and [`Fsdp::step`](crate::parallel::fsdp::Fsdp::step); when an uneven [`join`](Self::join) ends |
+    /// | what the optimizers do to parameters: their kinds, betas, decay, momentum, clipping | in the first step of each `Ddp` and every 32 steps, and of an elastic job's state in the first step or commit in each group and every 32 commits; in [`TrainState::with_group`](crate::TrainState::with_group), [`ZeroRedundancyOptimizer::new`](crate::ZeroRedundancyOptimizer::new) and [`Fsdp::step`](crate::parallel::fsdp::Fsdp::step); when an uneven [`join`](Self::join) ends |
     /// | of which parameters they have a state, and after how many steps | in the first step of each `Ddp`, which reads a loaded state once, and in `ZeroRedundancyOptimizer::new`; `TrainState::with_group`, an elastic job and an uneven `join` give every rank the same state |
     /// | learning rates | in the first step, and those of all steps every 32 steps; differences by rounding are none |
     /// | whether all ranks have loaded a [`TrainState`](crate::TrainState) from checkpoints as often; an elastic job makes states the same | as learning rates |
@@ -407,11 +407,12 @@ impl<M: Module> Ddp<M> {
         let gradients = gradients.synced().of(&self.token).map_err(|error| self.fail(error))?;
         self.check_elementwise(optimizer)?;
         let rates: ModuleLearningRate = learning_rate.into();
-        if self.optimizers.is_compared() {
-            self.compare_again(optimizer).map_err(|error| self.fail(error))?;
-        } else {
+        if !self.optimizers.is_compared() {
             self.compare_states(optimizer)?;
             self.compare_optimizers(optimizer, Some(&rates), Caller::DdpStep)?;
+        } else if !self.has_common_state {
+            // In an elastic job commits do it: a collective here may be in the way of a step that is done again.
+            self.compare_again(optimizer, Caller::DdpStep).map_err(|error| self.fail(error))?;
         }
         let (trace, begin) = (self.group.trace(), Instant::now());
         // Moved and not cloned, so that the optimizer can change parameters in place.

@@ -120,14 +120,14 @@ impl<M: Module> Ddp<M> {
         Ok(())
     }
 
-    /// In a later step the ranks compare what a program may have exchanged, every 32 steps. Steps whose averages are not over all ranks are each rank's own.
-    pub(super) fn compare_again(&mut self, optimizer: &ModuleOptimizer) -> Result<()> {
+    /// The ranks compare what a program may have exchanged, in every 32nd of these calls. Steps whose averages are not over all ranks are each rank's own.
+    pub(crate) fn compare_again(&mut self, optimizer: &ModuleOptimizer, caller: Caller) -> Result<()> {
         let Some(sink) = self.engine.sink() else { return Ok(()) };
         if !sink.with_reducer(|reducer| reducer.averages_over_all()) {
             return Ok(());
         }
         let replica = (held(&self.model), &self.inventory.parameters[..]);
-        self.optimizers.step(optimizer, replica, &self.group.in_call(Caller::DdpStep))
+        self.optimizers.step(optimizer, replica, &self.group.in_call(caller))
     }
 
     /// An error on every rank if some optimizers have a state that others have not: parameters would drift apart without an error.
