@@ -317,7 +317,7 @@ mod tests {
                 timer.step(&*group, Instant::now(), Instant::now()).unwrap();
                 group.calls().len()
             });
-            let expected = |step| 1 + usize::from(step >= FIRST) + usize::from(step == WINDOW);
+            let expected = |step: usize| 1 + usize::from(step >= FIRST) + usize::from(step == WINDOW);
             assert_eq!(calls.collect::<Vec<_>>(), (1..=WINDOW).map(expected).collect::<Vec<_>>());
         });
     }
