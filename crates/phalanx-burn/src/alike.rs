@@ -29,7 +29,7 @@ const TOLERANCE: f32 = 2e-6;
 /// The learning rate that is compared as 1: rates are small, and [`TOLERANCE`] is of 1.
 const RATE_UNIT: f64 = 1e-3;
 /// The steps after which the ranks compare again.
-const WINDOW: usize = 32;
+pub(crate) const WINDOW: usize = 32;
 /// The most bytes that a rank accepts from another.
 const MAX_BYTES: usize = 1 << 28;
 
@@ -52,6 +52,11 @@ impl Watch {
     /// Whether the ranks have found their optimizers alike.
     pub fn is_compared(&self) -> bool {
         self.is_compared
+    }
+
+    /// Whether the ranks compare in the next [step](Self::step).
+    pub fn is_due(&self) -> bool {
+        self.steps + 1 == WINDOW
     }
 
     /// The ranks compare in no later step, but in the [first](Self::compare) one if they have not yet.

@@ -95,8 +95,8 @@ pub struct Ddp<M> {
     sharded: bool,
     /// Whether the model is this rank's stages of a pipeline of several ranks.
     is_of_stages: bool,
-    /// Whether the optimizer of the first step has been found to treat each element of divided layers by itself.
-    is_elementwise: bool,
+    /// In how many more steps the optimizer is taken to treat each element of divided layers by itself, until it is asked again.
+    elementwise_steps: usize,
     /// Whether the ranks have found their optimizers alike since the model has come into this group.
     optimizers: alike::Watch,
     /// How often the model was loaded from a checkpoint since then, on all ranks together.
@@ -185,7 +185,7 @@ impl<M: Module> Ddp<M> {
             gradient_as_bucket_view: options.gradient_as_bucket_view,
             sharded: false,
             is_of_stages: false,
-            is_elementwise: false,
+            elementwise_steps: 0,
             optimizers: alike::Watch::default(),
             loads: 0,
             has_common_state: false,
@@ -380,7 +380,7 @@ impl<M: Module> Ddp<M> {
     ///
     /// If the gradients are those of another `Ddp`, such as a generator's, or of this one before its state was loaded
     /// or it changed its group. After a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) was made for this
-    /// `Ddp`: then no rank has all gradients, and only that optimizer may step. In the first step, if layers are
+    /// `Ddp`: then no rank has all gradients, and only that optimizer may step. In the first step, and every 32 steps, if layers are
     /// [divided](crate::parallel::tensor) among ranks and the optimizer does not treat each element by itself, as LAMB, Muon and Burn's clipping
     /// by norm do not: it would take a norm of this rank's part. Each of these ends the group: replicas would drift apart, or train otherwise
     /// than one process.
@@ -444,13 +444,14 @@ impl<M: Module> Ddp<M> {
     }
 
     /// An error, which ends the group, if this rank has parts of layers and `optimizer` does otherwise with them than with the whole ones. It is
-    /// asked once.
+    /// asked in the first step, and now and then, because a program may exchange it.
     fn check_elementwise(&mut self, optimizer: &ModuleOptimizer) -> Result<()> {
-        if !self.is_elementwise {
+        if self.elementwise_steps == 0 {
             let checked = check_parts(optimizer, self.model(), &self.inventory);
             checked.map_err(|error| self.fail(error))?;
-            self.is_elementwise = true;
+            self.elementwise_steps = alike::WINDOW;
         }
+        self.elementwise_steps -= 1;
         Ok(())
     }
 

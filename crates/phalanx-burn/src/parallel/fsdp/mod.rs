@@ -126,7 +126,7 @@ pub struct Fsdp<M> {
     parameters: Arc<HashMap<usize, usize>>,
     /// The weights of the passes since the last step.
     accumulated: StepWeight,
-    /// Whether the optimizer is that of all ranks; that of the first step has been found to treat each element by itself.
+    /// Whether the optimizer is that of all ranks.
     optimizers: alike::Watch,
     /// The learning rates of the steps that the ranks have not compared yet.
     steps: OptimizerSteps,
@@ -395,9 +395,9 @@ impl<M: Module> Fsdp<M> {
     /// which the ranks compare their optimizers, and every 32 steps, when they compare them again, and the learning rates of these steps.
     ///
     /// # Errors
-    /// If an exchange has failed, or the gradients are those of another model. In the first step, and on every rank, if there are several shards
+    /// If an exchange has failed, or the gradients are those of another model. In the first step and every 32 steps, and on every rank, if there are several shards
     /// and the optimizer does not treat each element by itself, as LAMB and Burn's clipping by norm do not; or if the optimizers do not do the
-    /// same to parameters: if they are of several kinds, or their betas, decay or momentum differ. Every 32 steps, if these or learning rates differ. Each of
+    /// same to parameters: if they are of several kinds, or their betas, decay or momentum differ. Every 32 steps, too, if learning rates differ. Each of
     /// these ends the groups.
     pub fn step(
         &mut self,
@@ -419,15 +419,16 @@ impl<M: Module> Fsdp<M> {
     ) -> Result<()> {
         let rates: ModuleLearningRate = learning_rate.into();
         let pieces = (self.ddp.model(), self.ddp.parameters());
-        if self.optimizers.is_compared() {
-            self.optimizers.step(optimizer, pieces, &self.exchanges.group)?;
-        } else {
-            // The piece of a single rank is the whole parameter.
-            if self.exchanges.ranks() > 1 {
-                check_elementwise(optimizer, pieces, &HashMap::new(), "Fsdp::clip_grad_norm")?;
-            }
-            // Replicas compare in the step of their Ddp.
+        let is_first = !self.optimizers.is_compared();
+        // The piece of a single rank is the whole parameter.
+        if self.exchanges.ranks() > 1 && (is_first || self.optimizers.is_due()) {
+            check_elementwise(optimizer, pieces, &HashMap::new(), "Fsdp::clip_grad_norm")?;
+        }
+        // Replicas compare in the step of their Ddp.
+        if is_first {
             self.optimizers.compare(optimizer, pieces, Some(&rates), &self.exchanges.group)?;
+        } else {
+            self.optimizers.step(optimizer, pieces, &self.exchanges.group)?;
         }
         let began = Instant::now();
         self.ddp.step(optimizer, rates.clone(), gradients)?;
