@@ -67,7 +67,7 @@ impl Default for DdpOptions {
 /// | names, shapes, types and ties of all variables; the [options](DdpOptions) and the order of gradients | [`new`](Self::new), and each new group of a [`TrainState`](crate::TrainState) |
 /// | communication hooks and their settings | [`register_comm_hook`](Self::register_comm_hook) |
 /// | an optimizer's rules and groups, and the number of steps | [`TrainState::with_group`](crate::TrainState::with_group) and its relatives |
-/// | rules and learning rates of all steps, whether an optimizer is a new one, and whether all ranks have loaded a state | after the first [`TrainState::step`](crate::TrainState::step), and every 32 steps; the error comes in a later [`backward`](Self::backward), and they may differ by rounding |
+/// | rules and learning rates of all steps, norms of [`clip_grad_norm`](Self::clip_grad_norm), whether an optimizer is a new one, and whether all ranks have loaded a state | after the first [`TrainState::step`](crate::TrainState::step), and every 32 steps; the error comes in a later [`backward`](Self::backward), and they may differ by rounding |
 /// | everything that is saved | each commit of an elastic job |
 /// | the parameters themselves | [`replicas_identical`](Self::replicas_identical) |
 ///
@@ -248,6 +248,9 @@ impl Ddp {
             for mut gradient in tensors::own_gradients(&self.inventory.parameters)? {
                 drop(gradient.f_mul_scalar_(factor).map_err(torch)?);
             }
+            if let Some(sink) = self.averaged_by_all() {
+                sink.with_reducer(|reducer| reducer.clipped(max_norm));
+            }
         }
         Ok(norm)
     }
@@ -331,11 +334,16 @@ impl Ddp {
     /// `optimizer` has changed the model, with these learning rates. What it does by gradients that are held, or that no average has gone over, is no step
     /// that all ranks have taken.
     pub(crate) fn stepped(&self, learning_rates: &[f64], optimizer: &crate::Optimizer) {
-        let is_held = self.accumulated != Accumulated::default();
-        if let Some(sink) = self.sink.as_ref().filter(|sink| !is_held && !sink.is_local()) {
+        if let Some(sink) = self.averaged_by_all() {
             let settings = optimizer.settings().into_iter().chain(self.loads.map(f64::from));
             sink.with_reducer(|reducer| reducer.stepped(learning_rates.iter().copied(), settings));
         }
+    }
+
+    /// What has averaged the gradients, if what they are is the average of all ranks.
+    fn averaged_by_all(&self) -> Option<&Arc<Sink>> {
+        let is_held = self.accumulated != Accumulated::default();
+        self.sink.as_ref().filter(|sink| !is_held && !sink.is_local())
     }
 
     /// What has gone by since `begin` is no time of this rank's own: it was in a collective.

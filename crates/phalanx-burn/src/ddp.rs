@@ -336,12 +336,10 @@ impl<M: Module> Ddp<M> {
         let own =
             clip::squares_of(self.model(), gradients).inspect_err(|error| self.group.abort(error.clone()))?;
         if !self.sharded {
-            return Ok(clip::scale(
-                self.model(),
-                gradients,
-                max_norm,
-                own.into_iter().map(|(_, square)| square),
-            ));
+            let squares = own.into_iter().map(|(_, square)| square);
+            let norm = clip::scale(self.model(), gradients, max_norm, squares);
+            self.note_clip(norm, max_norm);
+            return Ok(norm);
         }
         let indices = &self.inventory.indices;
         let mut squares = vec![0.0; indices.len()];
@@ -357,7 +355,16 @@ impl<M: Module> Ddp<M> {
         let squares = group.all_reduce_async(Buffer::from_slice(&squares), ReduceOp::Sum)?.wait()?;
         self.waited_since(begin);
         let squares = squares.as_slice::<f64>()?.iter().copied();
-        Ok(clip::scale(self.model(), gradients, max_norm, squares))
+        let norm = clip::scale(self.model(), gradients, max_norm, squares);
+        self.note_clip(norm, max_norm);
+        Ok(norm)
+    }
+
+    /// The ranks compare to which norm they have scaled gradients that had this one.
+    fn note_clip(&self, norm: f64, max_norm: f64) {
+        if let (Some(_), Some(sink)) = (adapter::clip_factor(norm, max_norm), self.engine.sink()) {
+            sink.with_reducer(|reducer| reducer.clipped(max_norm));
+        }
     }
 
     /// Lets `optimizer` change the model by `gradients` from [`backward`](Self::backward). It waits for the other ranks in the first step alone, in
@@ -370,7 +377,7 @@ impl<M: Module> Ddp<M> {
     /// |---|---|
     /// | what the optimizers do to parameters: their kinds, betas, decay, momentum, clipping | in the first step of each `Ddp` and every 32 steps, and of an elastic job's state in the first step or commit in each group and every 32 commits; in [`TrainState::with_group`](crate::TrainState::with_group), [`ZeroRedundancyOptimizer::new`](crate::ZeroRedundancyOptimizer::new) and [`Fsdp::step`](crate::parallel::fsdp::Fsdp::step); when an uneven [`join`](Self::join) ends |
     /// | of which parameters they have a state, and after how many steps | in the first step of each `Ddp`, which reads a loaded state once, and in `ZeroRedundancyOptimizer::new`; `TrainState::with_group`, an elastic job and an uneven `join` give every rank the same state |
-    /// | learning rates | in the first step, and those of all steps every 32 steps; differences by rounding are none |
+    /// | learning rates, and the norms of [`clip_grad_norm`](Self::clip_grad_norm) | in the first step, and those of all steps every 32 steps; differences by rounding are none |
     /// | whether all ranks have loaded a [`TrainState`](crate::TrainState) from checkpoints as often; an elastic job makes states the same | as learning rates |
     /// | the state of an optimizer that is exchanged later | never: [`replicas_identical`](Self::replicas_identical) says whether replicas have drifted apart |
     ///

@@ -53,6 +53,28 @@ fn other_learning_rates_are_found_where_each_step_has_a_ddp_of_its_own() {
 }
 
 #[test]
+fn gradients_that_one_rank_clips_to_another_norm_are_an_error_on_every_rank() {
+    for (other, expected) in [(1e-4, false), (2e-4, true)] {
+        let errors = run(2, |group| {
+            let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
+            let mut optimizer = SgdConfig::new().init();
+            let max_norm = if group.rank().is_main() { 1e-4 } else { other };
+            let mut step = || {
+                let loss = ddp.forward(|model| model.loss(samples(0, 4)))?;
+                let mut gradients = ddp.backward(&loss)?;
+                assert!(ddp.clip_grad_norm(&mut gradients, max_norm)? > 2e-4);
+                ddp.step(&mut optimizer, 0.01, gradients)
+            };
+            (0..70).find_map(|_| step().err()).map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), expected, "{error:?}");
+            assert!(error.is_none_or(|error| error.contains("clips gradients otherwise")));
+        }
+    }
+}
+
+#[test]
 fn ranks_whose_optimizers_differ_are_refused_in_the_first_step_and_may_go_on_with_the_same() {
     let sgd =
         |decay: f64| SgdConfig::new().with_momentum(Some(MomentumConfig::new().with_momentum(decay))).init();

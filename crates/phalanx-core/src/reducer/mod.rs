@@ -457,6 +457,13 @@ impl Reducer {
         }
     }
 
+    /// The averages of this step were scaled down to this norm. The ranks compare it as a setting of the step that [comes next](Self::stepped).
+    pub fn clipped(&mut self, max_norm: f64) {
+        if self.hook.averages_over_all() {
+            self.timer.optimizer().setting(max_norm);
+        }
+    }
+
     /// Whether the averages of this step are [over all ranks](CommHook::averages_over_all).
     pub fn averages_over_all(&self) -> bool {
         self.hook.averages_over_all()

@@ -48,8 +48,7 @@ impl OptimizerSteps {
     /// on every rank.
     pub fn step(&mut self, rates: impl IntoIterator<Item = f64>, settings: impl IntoIterator<Item = f64>) {
         self.count = self.count.saturating_add(1);
-        let bytes = settings.into_iter().flat_map(|setting| (setting as f32).to_bits().to_le_bytes());
-        self.hash = fnv1a(self.hash.to_le_bytes().into_iter().chain(bytes));
+        settings.into_iter().for_each(|setting| self.setting(setting));
         for (group, rate) in rates.into_iter().enumerate() {
             if group == 0 {
                 self.last = rate;
@@ -58,6 +57,12 @@ impl OptimizerSteps {
             // Rates that are exchanged between steps or groups show, too.
             self.rates += rate * (0.5 + (f64::from(self.count) * 0.618 + group as f64 * 0.414).fract());
         }
+    }
+
+    /// A setting of the step that comes next, such as the norm to which its gradients were clipped.
+    pub(super) fn setting(&mut self, setting: f64) {
+        let bytes = (setting as f32).to_bits().to_le_bytes();
+        self.hash = fnv1a(self.hash.to_le_bytes().into_iter().chain(bytes));
     }
 
     /// For an adapter whose ranks exchange no step times: after 32 steps, compares them with those of the other ranks of `group`. They call it
@@ -111,7 +116,7 @@ pub(super) fn compare(all: impl Iterator<Item = [f64; NUMBERS]>) -> Result<()> {
         } else if hash != expected[1] {
             format!(
                 "the optimizer of rank {rank} has other settings than that of rank {first}, such as its kind, betas, epsilon, momentum or decay, or is a new one; or \
-                 one rank alone has loaded a state"
+                 one rank alone has loaded a state, or clips gradients otherwise"
             )
         } else if !are_near(rates, expected[2], highest.max(expected[4])) {
             let before = expected[3];
@@ -175,6 +180,19 @@ mod tests {
         for (ranks, said) in differing {
             let error = compared(&ranks).unwrap();
             assert!(error.contains(said), "{error}");
+        }
+    }
+
+    #[test]
+    fn gradients_that_are_clipped_otherwise_are_found_whoever_makes_the_steps() {
+        let clipped = |norms: &[f64]| {
+            let mut steps = OptimizerSteps::default();
+            norms.iter().for_each(|norm| steps.setting(*norm));
+            steps.take()
+        };
+        compare([clipped(&[1.0, 2.0]), clipped(&[1.0, 2.0])].into_iter()).unwrap();
+        for other in [&[1.0, 3.0][..], &[1.0], &[2.0, 1.0], &[]] {
+            assert!(compare([clipped(&[1.0, 2.0]), clipped(other)].into_iter()).is_err(), "{other:?}");
         }
     }
 

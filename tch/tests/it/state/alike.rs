@@ -66,6 +66,28 @@ fn other_rules_or_learning_rates_on_one_rank_are_an_error_on_every_rank() {
 }
 
 #[test]
+fn gradients_that_one_rank_clips_to_another_norm_are_an_error_on_every_rank() {
+    for (other, expected) in [(1e-4, false), (2e-4, true)] {
+        let errors = run(2, |group| {
+            let mut training = Training::new(Rule::sgd(0.0)).with_group(&group);
+            let max_norm = if group.rank().is_main() { 1e-4 } else { other };
+            let mut step = |number: usize| {
+                let loss = training.loss(number)?;
+                training.state.optimizer.zero_grad()?;
+                training.state.ddp.backward(&loss)?;
+                assert!(training.state.ddp.clip_grad_norm(max_norm)? > 2e-4);
+                training.state.step(0.01)
+            };
+            (0..70).find_map(|number| step(number).err()).map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), expected, "{error:?}");
+            assert!(error.is_none_or(|error| error.contains("clips gradients otherwise")));
+        }
+    }
+}
+
+#[test]
 fn an_optimizer_that_one_rank_alone_makes_anew_is_an_error_on_every_rank() {
     // Plain SGD keeps nothing that a new one would lack.
     for (rule, expected) in [(Rule::ADAMW, true), (Rule::sgd(0.9), true), (Rule::sgd(0.0), false)] {

@@ -376,8 +376,8 @@ impl<M: Module> Fsdp<M> {
     /// If an element is infinite or not a number, so is the norm, on every rank alike; the gradients are then left alone.
     ///
     /// # Errors
-    /// If `max_norm` is not a positive number; and, which ends the groups, if the gradients are those of another model, one cannot be read from its
-    /// device, or the exchange fails.
+    /// If `max_norm` is not a positive number; and, which ends the groups, if it is another one on another rank, the gradients are those of another model,
+    /// one cannot be read from its device, or the exchange fails.
     #[doc(alias = "clip_grad_norm_")]
     pub fn clip_grad_norm(&self, gradients: &mut GradientsParams, max_norm: f64) -> Result<f64> {
         adapter::check_max_norm(max_norm)?;
@@ -385,10 +385,20 @@ impl<M: Module> Fsdp<M> {
         // The others wait for this rank's number.
         let squares = squares.inspect_err(|error| self.exchanges.fail(error.clone()))?;
         let own: f64 = squares.iter().map(|(_, squares)| squares).sum();
-        let mut all = vec![0.0; self.exchanges.ranks()];
-        self.exchanges.group.all_gather(&[own], &mut all)?;
+        let mut all = vec![0.0; 2 * self.exchanges.ranks()];
+        self.exchanges.group.all_gather(&[own, max_norm], &mut all)?;
+        let (all, _) = all.as_chunks::<2>();
+        if let Some((rank, [_, other])) = all.iter().enumerate().find(|(_, [_, other])| *other != all[0][1]) {
+            let error = Error::mismatch(format!(
+                "Fsdp::clip_grad_norm: rank 0 clips to the norm {}, and rank {rank} to {other}",
+                all[0][1]
+            ))
+            .with_remedy("give every rank the same max_norm");
+            self.exchanges.fail(error.clone());
+            return Err(error);
+        }
         // Added in the order of ranks, in the group of every replica alike.
-        Ok(clip::scale(self.model(), gradients, max_norm, all.into_iter()))
+        Ok(clip::scale(self.model(), gradients, max_norm, all.iter().map(|[squares, _]| *squares)))
     }
 
     /// Lets `optimizer` change this rank's shards by `gradients` from [`backward`](Self::backward). It communicates nothing but in the first step, in
