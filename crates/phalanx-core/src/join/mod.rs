@@ -145,7 +145,7 @@ impl JoinGroup {
     /// and return together.
     ///
     /// # Errors
-    /// If `body` fails, which ends the group; if a collective fails; if it is called inside itself. With
+    /// If `body` fails, which ends the group; if a collective fails; if it is called inside itself; if ranks call it with different options. With
     /// [`throw_on_early_termination`](JoinOptions::throw_on_early_termination), on every rank when the first has no
     /// data: the error names that rank, and the group remains usable.
     pub fn join<T>(&self, options: JoinOptions, body: impl FnOnce() -> Result<T>) -> Result<Joined<T>> {
