@@ -67,7 +67,7 @@ impl Default for DdpOptions {
 /// | names, shapes, types and ties of all variables; the [options](DdpOptions) and the order of gradients | [`new`](Self::new), and each new group of a [`TrainState`](crate::TrainState) |
 /// | communication hooks and their settings | [`register_comm_hook`](Self::register_comm_hook) |
 /// | an optimizer's rules and groups, and the number of steps | [`TrainState::with_group`](crate::TrainState::with_group) and its relatives |
-/// | rules and learning rates of all steps | every 32 steps of [`TrainState::step`](crate::TrainState::step); the error comes in a later [`backward`](Self::backward), and they may differ by rounding |
+/// | rules and learning rates of all steps, norms of [`clip_grad_norm`](Self::clip_grad_norm), whether an optimizer is a new one, and whether all ranks have loaded a state | after the first [`TrainState::step`](crate::TrainState::step), and every 32 steps; the error comes in a later [`backward`](Self::backward), and they may differ by rounding |
 /// | everything that is saved | each commit of an elastic job |
 /// | the parameters themselves | [`replicas_identical`](Self::replicas_identical) |
 ///
@@ -97,6 +97,9 @@ pub struct Ddp {
     accumulated: Accumulated,
     /// Whether the last backward pass has ended with an error.
     has_torn: bool,
+    /// How often the variables were loaded from a checkpoint since they came into this group, on all ranks together. None in an elastic job, which may
+    /// have one rank alone load them, and makes the others' the same then.
+    loads: Option<u32>,
 }
 
 impl Ddp {
@@ -142,6 +145,7 @@ impl Ddp {
             has_run: false,
             buffers_stale: false,
             has_torn: false,
+            loads: Some(0),
             broadcast_buffers: options.broadcast_buffers,
             loaded_hook: LoadedHook::default(),
             accumulated: Accumulated::default(),
@@ -244,6 +248,9 @@ impl Ddp {
             for mut gradient in tensors::own_gradients(&self.inventory.parameters)? {
                 drop(gradient.f_mul_scalar_(factor).map_err(torch)?);
             }
+            if let Some(sink) = self.averaged_by_all() {
+                sink.with_reducer(|reducer| reducer.clipped(max_norm));
+            }
         }
         Ok(norm)
     }
@@ -327,10 +334,16 @@ impl Ddp {
     /// `optimizer` has changed the model, with these learning rates. What it does by gradients that are held, or that no average has gone over, is no step
     /// that all ranks have taken.
     pub(crate) fn stepped(&self, learning_rates: &[f64], optimizer: &crate::Optimizer) {
-        let is_held = self.accumulated != Accumulated::default();
-        if let Some(sink) = self.sink.as_ref().filter(|sink| !is_held && !sink.is_local()) {
-            sink.with_reducer(|reducer| reducer.stepped(learning_rates.iter().copied(), optimizer.numbers()));
+        if let Some(sink) = self.averaged_by_all() {
+            let settings = optimizer.settings().into_iter().chain(self.loads.map(f64::from));
+            sink.with_reducer(|reducer| reducer.stepped(learning_rates.iter().copied(), settings));
         }
+    }
+
+    /// What has averaged the gradients, if what they are is the average of all ranks.
+    fn averaged_by_all(&self) -> Option<&Arc<Sink>> {
+        let is_held = self.accumulated != Accumulated::default();
+        self.sink.as_ref().filter(|sink| !is_held && !sink.is_local())
     }
 
     /// What has gone by since `begin` is no time of this rank's own: it was in a collective.

@@ -129,6 +129,8 @@ pub struct Optimizer {
     groups: Vec<usize>,
     /// For each parameter the tensors of [`Rule::fields`], from its first gradient on.
     moments: Vec<Option<Vec<Tensor>>>,
+    /// Of how many parameters the last step has begun to keep tensors.
+    begun: usize,
 }
 
 impl Optimizer {
@@ -146,7 +148,7 @@ impl Optimizer {
                 .with_remedy("make it with `contiguous`, or use an optimizer of tch"));
         }
         let moments = parameters.iter().map(|_| None).collect();
-        Ok(Self { rules: vec![rule], groups: vec![0; parameters.len()], parameters, moments })
+        Ok(Self { rules: vec![rule], groups: vec![0; parameters.len()], parameters, moments, begun: 0 })
     }
 
     /// Makes a group of these `parameters`, which goes by a `rule` of its own, also of another kind. All others are group 0, which goes by the rule
@@ -292,6 +294,7 @@ impl Optimizer {
         let _guard = tch::no_grad_guard();
         let mut batches: Vec<((usize, Kind), Batch)> = Vec::new();
         let is_one_by_one = must_be_one_by_one(&self.parameters);
+        let mut begun = 0;
         for ((parameter, &group), kept) in self.parameters.iter().zip(&self.groups).zip(&mut self.moments) {
             let gradient = parameter.tensor.grad();
             if !gradient.defined() {
@@ -306,7 +309,10 @@ impl Optimizer {
             let rule = self.rules[group];
             let kept = match kept {
                 Some(kept) => kept,
-                None => kept.insert(fresh(rule, &parameter.tensor)?),
+                None => {
+                    begun += usize::from(!rule.fields().is_empty());
+                    kept.insert(fresh(rule, &parameter.tensor)?)
+                }
             };
             let gradient = gradient.f_contiguous().map_err(torch)?;
             let alike = rule.fields().iter().zip(kept.iter()).filter(|(field, _)| **field != "step");
@@ -329,6 +335,7 @@ impl Optimizer {
             batch.parameters.push(parameter.tensor.shallow_clone());
             batch.gradients.push(gradient);
         }
+        self.begun = begun;
         let mut batches = batches.into_iter();
         batches.try_for_each(|((group, _), batch)| batch.step(self.rules[group], learning_rates[group]))
     }
@@ -342,6 +349,13 @@ impl Optimizer {
     /// Its rules as they travel, one behind the other.
     pub(crate) fn numbers(&self) -> Vec<f64> {
         self.rules.iter().flat_map(|rule| rule.numbers()).collect()
+    }
+
+    /// What ranks compare of its last step. One that was made anew on one rank alone keeps nothing of the steps before.
+    pub(crate) fn settings(&self) -> Vec<f64> {
+        let mut settings = self.numbers();
+        settings.push(self.begun as f64);
+        settings
     }
 
     /// What ranks compare of its parameters: also in which groups they are.

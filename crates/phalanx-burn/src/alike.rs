@@ -3,18 +3,22 @@
 //! Replicas whose optimizers differ drift apart, and no error would say so. Burn's optimizers say nowhere what their settings are. So one of the
 //! same settings takes steps on the same model with small parameters, in the processor's memory, and the ranks compare what it makes of them.
 //! The gradients are of all sizes: betas show in ordinary ones, epsilon in small ones, and clipping in large ones.
+//!
+//! The ranks compare in the first step, with its learning rates, and wait for each other there. A program may exchange its optimizer later, so they compare
+//! again every [`WINDOW`] steps, in a collective for which no rank waits: its result is read in the next step.
 
 use std::collections::HashSet;
 
+use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use phalanx::reducer::broadcast_bytes;
-use phalanx::{Buffer, Communicator, Error, Rank, ReduceOp, Result, WorldSize};
+use phalanx::{Buffer, Communicator, Error, Rank, ReduceOp, Result, Work, WorldSize};
 
 use crate::optimizer::{OptimizerState, on_small};
 use crate::parameters::Parameter;
-use crate::read_back;
+use crate::{lr, read_back};
 
 /// The elements of a parameter, and their gradients in each step. A parameter without dimensions has the first alone.
 const ELEMENTS: [f32; 2] = [1.0, -0.5];
@@ -22,30 +26,121 @@ const GRADIENTS: [[f32; 2]; 5] = [[1.0, 1e-6], [-0.5, 3e-6], [0.1, -2e-6], [1e-2
 const RATE: f64 = 1.0;
 /// Processors of several kinds may round in other ways.
 const TOLERANCE: f32 = 2e-6;
+/// The learning rate that is compared as 1: rates are small, and [`TOLERANCE`] is of 1.
+const RATE_UNIT: f64 = 1e-3;
+/// The steps after which the ranks compare again.
+pub(crate) const WINDOW: usize = 32;
 /// The most bytes that a rank accepts from another.
 const MAX_BYTES: usize = 1 << 28;
 
-/// An error on every rank unless all ranks' optimizers change `parameters` of `model` alike. The models are the same already, or have the same
-/// parameters but for their lengths. All ranks of `group` call it together.
-///
-/// Optimizers that panic with small parameters, on every rank, are not compared, and a warning says so.
-pub(crate) fn check<M: Module>(
-    optimizer: &ModuleOptimizer,
-    (model, parameters): (&M, &[Parameter]),
-    group: &dyn Communicator,
-) -> Result<()> {
-    if group.world_size() == WorldSize::ONE {
-        return Ok(());
-    }
-    // The others wait for this rank.
-    let own =
-        made(optimizer, (model, parameters), group.rank()).inspect_err(|error| group.abort(error.clone()))?;
-    first_other(&own, TOLERANCE, group)?.map_or(Ok(()), |rank| Err(differs(rank)))
+/// The comparisons of the optimizers that step one model.
+#[derive(Debug, Default)]
+pub(crate) struct Watch {
+    /// Whether the ranks have found their optimizers alike. The same on every rank, but in a `join` in which some have no data.
+    is_compared: bool,
+    /// How many numbers say what an optimizer does to parameters; 0 if none does.
+    numbers: usize,
+    /// Whether the group is another by now, whose ranks may have learned that a step apart: they would compare in different steps.
+    is_stopped: bool,
+    /// The steps, or commits, since the last comparison.
+    steps: usize,
+    /// What this rank's optimizer has made, and the smallest of all ranks' numbers and of their opposites, which are on their way.
+    told: Option<(Vec<f32>, Work)>,
 }
 
-/// The first rank that has other numbers than rank 0, on every rank. Those of ranks that are alike differ by `tolerance` at most, of 1 or of what is
-/// larger. All ranks of `group` call it together.
-pub(crate) fn first_other(own: &[f32], tolerance: f32, group: &dyn Communicator) -> Result<Option<Rank>> {
+impl Watch {
+    /// Whether the ranks have found their optimizers alike.
+    pub fn is_compared(&self) -> bool {
+        self.is_compared
+    }
+
+    /// Whether the ranks compare in the next [step](Self::step).
+    pub fn is_due(&self) -> bool {
+        self.steps + 1 == WINDOW
+    }
+
+    /// The ranks compare in no later step, but in the [first](Self::compare) one if they have not yet.
+    pub fn stop(&mut self) {
+        (self.told, self.is_stopped) = (None, true);
+    }
+
+    /// An error on every rank unless all ranks' optimizers change `parameters` of `model` alike, and these `rates` of their step are the same, if it is
+    /// one. The models are the same already, or have the same parameters but for their lengths. All ranks of `group` call it together, after an
+    /// error once more.
+    ///
+    /// Optimizers that panic with small parameters, on every rank, are not compared, and a warning says so.
+    pub fn compare<M: Module>(
+        &mut self,
+        optimizer: &ModuleOptimizer,
+        (model, parameters): (&M, &[Parameter]),
+        rates: Option<&ModuleLearningRate>,
+        group: &dyn Communicator,
+    ) -> Result<()> {
+        *self = Self { is_stopped: self.is_stopped, ..Self::default() };
+        if group.world_size() != WorldSize::ONE {
+            // The others wait for this rank.
+            let made = made(optimizer, (model, parameters), group.rank())
+                .inspect_err(|error| group.abort(error.clone()))?;
+            let is_unknown = matches!(made[..], [only] if only.is_nan());
+            self.numbers = if is_unknown { 0 } else { made.len() };
+            let rates = rates.map(|rates| (rates.base(), lr::of_each(rates, parameters)));
+            let (base, rates) = rates.map_or((f64::NAN, Vec::new()), |(base, each)| {
+                (base, each.map(|rate| (rate / RATE_UNIT) as f32).collect())
+            });
+            if let Some(rank) = first_other(&[&made[..], &rates].concat(), alike, group)? {
+                return Err(match first_other(&made, alike, group)? {
+                    Some(rank) => differs(rank),
+                    None => other_rate(base, rank, group)?,
+                });
+            }
+        }
+        self.is_compared = true;
+        Ok(())
+    }
+
+    /// A step, or a commit, comes after the one in which the ranks have [compared](Self::compare). All ranks of `group` call it together.
+    ///
+    /// # Errors
+    /// On every rank, if their optimizers have differed a step ago.
+    pub fn step<M: Module>(
+        &mut self,
+        optimizer: &ModuleOptimizer,
+        (model, parameters): (&M, &[Parameter]),
+        group: &dyn Communicator,
+    ) -> Result<()> {
+        if self.is_stopped || self.numbers == 0 {
+            return Ok(());
+        }
+        self.steps += 1;
+        if let Some((own, bounds)) = self.told.take() {
+            // If the group has failed, the next exchange says so.
+            let Ok(bounds) = bounds.wait() else { return Ok(()) };
+            let (bounds, _) = bounds.as_slice::<f32>()?.as_chunks::<2>();
+            if bounds.iter().any(|[least, most]| !is_near((least, &-most), TOLERANCE))
+                && let Some(rank) = first_other(&own, alike, group)?
+            {
+                return Err(differs(rank));
+            }
+        }
+        if self.steps == WINDOW {
+            self.steps = 0;
+            let mut made = made(optimizer, (model, parameters), group.rank())?;
+            made.resize(self.numbers, f32::NAN);
+            let finite = |number: &f32| if number.is_finite() { *number } else { f32::MAX };
+            let bounds: Vec<f32> = made.iter().map(finite).flat_map(|number| [number, -number]).collect();
+            let told = group.all_reduce_async(Buffer::from_slice(&bounds), ReduceOp::Min);
+            self.told = told.ok().map(|bounds| (made, bounds));
+        }
+        Ok(())
+    }
+}
+
+/// The first rank whose numbers are not near those of rank 0, as `are_near` finds them, on every rank. All ranks of `group` call it together.
+pub(crate) fn first_other(
+    own: &[f32],
+    are_near: impl FnOnce(&[f32], &[f32]) -> bool,
+    group: &dyn Communicator,
+) -> Result<Option<Rank>> {
     if group.world_size() == WorldSize::ONE {
         return Ok(None);
     }
@@ -53,7 +148,7 @@ pub(crate) fn first_other(own: &[f32], tolerance: f32, group: &dyn Communicator)
         .inspect_err(|error| group.abort(error.clone()))?;
     let main = main.as_bytes().chunks_exact(size_of::<f32>()).map(bytemuck::pod_read_unaligned::<f32>);
     let main: Vec<f32> = main.collect();
-    let mine = if are_near(&main, own, tolerance) { i64::MAX } else { i64::from(group.rank().get()) };
+    let mine = if are_near(&main, own) { i64::MAX } else { i64::from(group.rank().get()) };
     let first = group.all_reduce_async(Buffer::from_slice(&[mine]), ReduceOp::Min)?.wait()?;
     let first = first.as_slice::<i64>()?.first().copied().and_then(|rank| u32::try_from(rank).ok());
     Ok(first.map(Rank::new))
@@ -69,18 +164,32 @@ pub(crate) fn differs(rank: Rank) -> Error {
     .with_remedy("give every rank the same optimizer with the same settings")
 }
 
-/// Whether two ranks' optimizers have [made] the same.
-#[cfg(feature = "horovod")]
-pub(crate) fn is_same(one: &[f32], other: &[f32]) -> bool {
-    are_near(one, other, TOLERANCE)
+/// The error for the learning rates of `rank`, which are others than rank 0's; of parameters without their own this rank's is `own`. All ranks of
+/// `group` call it together.
+fn other_rate(own: f64, rank: Rank, group: &dyn Communicator) -> Result<Error> {
+    let of = |rank| -> Result<f64> {
+        let rate = group.broadcast_async(Buffer::from_slice(&[own]), rank)?.wait()?;
+        Ok(rate.as_slice::<f64>()?.first().copied().unwrap_or(f64::NAN))
+    };
+    let (main, other) = (of(Rank::MAIN)?, of(rank)?);
+    Ok(Error::mismatch(format!(
+        "the learning rates differ: the first one was {main} on rank 0, and {other} on rank {rank}"
+    ))
+    .with_peer(rank)
+    .with_remedy("give every rank the same learning rates in each step"))
 }
 
-fn are_near(one: &[f32], other: &[f32], tolerance: f32) -> bool {
-    let is_near = |(one, other): (&f32, &f32)| match one.is_finite() && other.is_finite() {
+/// Whether two ranks' optimizers have [made] the same.
+pub(crate) fn alike(one: &[f32], other: &[f32]) -> bool {
+    one.len() == other.len() && one.iter().zip(other).all(|pair| is_near(pair, TOLERANCE))
+}
+
+/// Whether two numbers differ by `tolerance` at most, of 1 or of what is larger.
+pub(crate) fn is_near((one, other): (&f32, &f32), tolerance: f32) -> bool {
+    match one.is_finite() && other.is_finite() {
         true => (one - other).abs() <= tolerance * one.abs().max(other.abs()).max(1.0),
         false => one.is_finite() == other.is_finite(),
-    };
-    one.len() == other.len() && one.iter().zip(other).all(is_near)
+    }
 }
 
 /// What the optimizer of this `rank` makes of small parameters in place of the model's. If it panics with them, a single NaN, as any other one that

@@ -98,7 +98,8 @@ pub trait Collectives: Sized {
     ///
     /// # Errors
     /// See [above](Self#errors). If types differ, or shapes in another dimension, or one rank's tensor is part of a graph and
-    /// another's is not: the error names the rank that differs. If there is no memory for the rows of all ranks.
+    /// another's is not: the error names the rank that differs. If there is no memory for the rows of all ranks,
+    /// which ends the group.
     #[doc(alias("allgather", "contrastive", "InfoNCE"))]
     fn all_gather(self, group: &ProcessGroup) -> Result<Self>;
 
@@ -180,7 +181,10 @@ impl<const D: usize, K: Basic + 'static> Collectives for Tensor<D, K> {
         if !has_room(bytes) {
             let cause =
                 format!("all_gather of tensors: there is no memory for the {bytes} bytes of all ranks' rows");
-            return Err(Error::invalid_argument(cause).with_remedy("gather fewer rows at once"));
+            let error = Error::invalid_argument(cause).with_remedy("gather fewer rows at once");
+            // Others may have it, and would wait for this rank's rows.
+            group.abort(error.clone());
+            return Err(error);
         }
         if let Some(tracked) = tracked {
             // If no rank has any, there is nothing to exchange, in backward neither.

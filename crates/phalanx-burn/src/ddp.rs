@@ -26,6 +26,7 @@ use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, World
 pub(crate) use self::engine::{Averaging, Engine};
 use self::regroup::{Units, prepare};
 pub(crate) use self::weights::{one_more, scaled};
+use crate::alike;
 use crate::clip;
 use crate::gradients::{Handover, ModelToken, Synced, SyncedGradients, averages};
 use crate::hook;
@@ -94,11 +95,12 @@ pub struct Ddp<M> {
     sharded: bool,
     /// Whether the model is this rank's stages of a pipeline of several ranks.
     is_of_stages: bool,
-    /// Whether the optimizer of the first step has been found to treat each element of divided layers by itself.
-    is_elementwise: bool,
-    /// Whether the ranks have found their optimizers alike since the model has come into this group. The same on every rank, but in a
-    /// `join` in which some have no data.
-    is_compared: bool,
+    /// In how many more steps the optimizer is taken to treat each element of divided layers by itself, until it is asked again.
+    elementwise_steps: usize,
+    /// Whether the ranks have found their optimizers alike since the model has come into this group.
+    optimizers: alike::Watch,
+    /// How often the model was loaded from a checkpoint since then, on all ranks together.
+    loads: u32,
     /// Whether an elastic job gives all ranks the same state of the optimizer.
     has_common_state: bool,
     /// The memory for broadcasting buffers, and for averaging the model.
@@ -183,8 +185,9 @@ impl<M: Module> Ddp<M> {
             gradient_as_bucket_view: options.gradient_as_bucket_view,
             sharded: false,
             is_of_stages: false,
-            is_elementwise: false,
-            is_compared: false,
+            elementwise_steps: 0,
+            optimizers: alike::Watch::default(),
+            loads: 0,
             has_common_state: false,
             packed_buffers: Packed::default(),
             packed_weights: Packed::default(),
@@ -333,12 +336,10 @@ impl<M: Module> Ddp<M> {
         let own =
             clip::squares_of(self.model(), gradients).inspect_err(|error| self.group.abort(error.clone()))?;
         if !self.sharded {
-            return Ok(clip::scale(
-                self.model(),
-                gradients,
-                max_norm,
-                own.into_iter().map(|(_, square)| square),
-            ));
+            let squares = own.into_iter().map(|(_, square)| square);
+            let norm = clip::scale(self.model(), gradients, max_norm, squares);
+            self.note_clip(norm, max_norm);
+            return Ok(norm);
         }
         let indices = &self.inventory.indices;
         let mut squares = vec![0.0; indices.len()];
@@ -354,29 +355,39 @@ impl<M: Module> Ddp<M> {
         let squares = group.all_reduce_async(Buffer::from_slice(&squares), ReduceOp::Sum)?.wait()?;
         self.waited_since(begin);
         let squares = squares.as_slice::<f64>()?.iter().copied();
-        Ok(clip::scale(self.model(), gradients, max_norm, squares))
+        let norm = clip::scale(self.model(), gradients, max_norm, squares);
+        self.note_clip(norm, max_norm);
+        Ok(norm)
     }
 
-    /// Lets `optimizer` change the model by `gradients` from [`backward`](Self::backward). It communicates nothing but in the first step, in
-    /// which the ranks compare their optimizers: all ranks take that one together.
+    /// The ranks compare to which norm they have scaled gradients that had this one.
+    fn note_clip(&self, norm: f64, max_norm: f64) {
+        if let (Some(_), Some(sink)) = (adapter::clip_factor(norm, max_norm), self.engine.sink()) {
+            sink.with_reducer(|reducer| reducer.clipped(max_norm));
+        }
+    }
+
+    /// Lets `optimizer` change the model by `gradients` from [`backward`](Self::backward). It waits for the other ranks in the first step alone, in
+    /// which they compare their optimizers: all ranks take that one together. They compare them again every 32 steps.
     ///
     /// All ranks give it the same optimizer, with the same settings and state, and the same learning rate. Otherwise replicas drift apart. What is
     /// compared, and when:
     ///
     /// | | |
     /// |---|---|
-    /// | what the optimizers do to parameters: their kinds, betas, decay, momentum, clipping | in the first step of each `Ddp`, and of an elastic job's state in each group; in [`TrainState::with_group`](crate::TrainState::with_group), [`ZeroRedundancyOptimizer::new`](crate::ZeroRedundancyOptimizer::new) and [`Fsdp::step`](crate::parallel::fsdp::Fsdp::step); when an uneven [`join`](Self::join) ends |
+    /// | what the optimizers do to parameters: their kinds, betas, decay, momentum, clipping | in the first step of each `Ddp` and every 32 steps, and of an elastic job's state in the first step or commit in each group and every 32 commits; in [`TrainState::with_group`](crate::TrainState::with_group), [`ZeroRedundancyOptimizer::new`](crate::ZeroRedundancyOptimizer::new) and [`Fsdp::step`](crate::parallel::fsdp::Fsdp::step); when an uneven [`join`](Self::join) ends |
     /// | of which parameters they have a state, and after how many steps | in the first step of each `Ddp`, which reads a loaded state once, and in `ZeroRedundancyOptimizer::new`; `TrainState::with_group`, an elastic job and an uneven `join` give every rank the same state |
-    /// | learning rates | every 32 steps; differences by rounding are none |
-    /// | optimizers that are exchanged later | never: [`replicas_identical`](Self::replicas_identical) says whether replicas have drifted apart |
+    /// | learning rates, and the norms of [`clip_grad_norm`](Self::clip_grad_norm) | in the first step, and those of all steps every 32 steps; differences by rounding are none |
+    /// | whether all ranks have loaded a [`TrainState`](crate::TrainState) from checkpoints as often; an elastic job makes states the same | as learning rates |
+    /// | the state of an optimizer that is exchanged later | never: [`replicas_identical`](Self::replicas_identical) says whether replicas have drifted apart |
     ///
     /// # Errors
-    /// On every rank, and it ends nothing: if the ranks' optimizers do not do the same to parameters, or some have a state that others have not, as
-    /// one that has loaded a record alone.
+    /// On every rank, and it ends nothing: if in the first step the ranks' optimizers do not do the same to parameters, or their learning rates differ, or
+    /// some have a state that others have not, as one that has loaded a record alone. Optimizers that differ later end the group.
     ///
     /// If the gradients are those of another `Ddp`, such as a generator's, or of this one before its state was loaded
     /// or it changed its group. After a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) was made for this
-    /// `Ddp`: then no rank has all gradients, and only that optimizer may step. In the first step, if layers are
+    /// `Ddp`: then no rank has all gradients, and only that optimizer may step. In the first step, and every 32 steps, if layers are
     /// [divided](crate::parallel::tensor) among ranks and the optimizer does not treat each element by itself, as LAMB, Muon and Burn's clipping
     /// by norm do not: it would take a norm of this rank's part. Each of these ends the group: replicas would drift apart, or train otherwise
     /// than one process.
@@ -402,19 +413,22 @@ impl<M: Module> Ddp<M> {
     ) -> Result<()> {
         let gradients = gradients.synced().of(&self.token).map_err(|error| self.fail(error))?;
         self.check_elementwise(optimizer)?;
-        if !self.is_compared {
+        let rates: ModuleLearningRate = learning_rate.into();
+        if !self.optimizers.is_compared() {
             self.compare_states(optimizer)?;
-            self.compare_optimizers(optimizer, Caller::DdpStep)?;
+            self.compare_optimizers(optimizer, Some(&rates), Caller::DdpStep)?;
+        } else if !self.has_common_state {
+            // In an elastic job commits do it: a collective here may be in the way of a step that is done again.
+            self.compare_again(optimizer, Caller::DdpStep).map_err(|error| self.fail(error))?;
         }
         let (trace, begin) = (self.group.trace(), Instant::now());
-        let rates: ModuleLearningRate = learning_rate.into();
         // Moved and not cloned, so that the optimizer can change parameters in place.
         let model = self.model.take().map(|model| optimizer.step(rates.clone(), model, gradients));
         self.model = model.map(|model| self.inventory.ties.retie(model));
         if let Some(sink) = self.engine.sink() {
             // Burn's optimizers do not say what their settings are.
             let rates = lr::of_each(&rates, &self.inventory.parameters);
-            sink.with_reducer(|reducer| reducer.stepped(rates, []));
+            sink.with_reducer(|reducer| reducer.stepped(rates, [f64::from(self.loads)]));
         }
         let end = Instant::now();
         trace.complete(Track::Optimizer, "optimizer", begin, end, &[]);
@@ -437,13 +451,14 @@ impl<M: Module> Ddp<M> {
     }
 
     /// An error, which ends the group, if this rank has parts of layers and `optimizer` does otherwise with them than with the whole ones. It is
-    /// asked once.
+    /// asked in the first step, and now and then, because a program may exchange it.
     fn check_elementwise(&mut self, optimizer: &ModuleOptimizer) -> Result<()> {
-        if !self.is_elementwise {
+        if self.elementwise_steps == 0 {
             let checked = check_parts(optimizer, self.model(), &self.inventory);
             checked.map_err(|error| self.fail(error))?;
-            self.is_elementwise = true;
+            self.elementwise_steps = alike::WINDOW;
         }
+        self.elementwise_steps -= 1;
         Ok(())
     }
 

@@ -61,13 +61,13 @@ impl ZeroRedundancyOptimizer {
     /// # Errors
     /// If the state cannot be read. On every rank, if the optimizers do not do the same to parameters: if they are of several kinds, or their betas,
     /// decay, momentum or clipping differ. Each rank would update its part of one model in another way. Learning rates are
-    /// compared every 32 steps. On every rank, too, if some have a state of a parameter that others do not have, or after another number of steps.
+    /// compared after the first step and every 32 steps. On every rank, too, if some have a state of a parameter that others do not have, or after another number of steps.
     pub fn new<M: Module>(optimizer: ModuleOptimizer, ddp: &mut Ddp<M>) -> Result<Self> {
         let owners = assign_owners(ddp.parameters(), ddp.world_size());
         let mine = ddp.parameters().iter().zip(&owners).filter(|(_, owner)| **owner == ddp.rank());
         let own = mine.map(|(parameter, _)| parameter.id).collect();
         ddp.shard(owners)?;
-        ddp.compare_optimizers(&optimizer, Caller::ZeroNew)?;
+        ddp.compare_optimizers(&optimizer, None, Caller::ZeroNew)?;
         let group = ddp.group().in_call(Caller::ZeroNew);
         optimizer::check_states(&optimizer, &group, ddp.parameters())?;
         let inner = optimizer::restricted(optimizer, ddp.parameters(), &own);

@@ -11,6 +11,7 @@ use phalanx_core::reducer::hooks::HookState;
 use phalanx_core::sampler::ElasticSampler;
 use phalanx_core::state::{self, ShardWriter, StateReader, StateWriter};
 use phalanx_proto::world_size::WorldSize;
+use serde::{Deserialize, Serialize};
 
 use crate::caller::Caller;
 use crate::error::{Error, Result};
@@ -196,20 +197,27 @@ fn checked_hook<S: TrainingState>(state: &S, group: &ProcessGroup) -> Result<Opt
         return held.map(|()| None); // All ranks have the same hook: none waits for another.
     }
     let read = held.and(read);
-    let error = read.as_ref().err().map(ToString::to_string);
-    let errors = group.in_call(Caller::TrainStateCheckpoint).all_gather_object(&error)?;
-    let is_everyones = errors.iter().all(Option::is_some);
+    let kept = read.as_ref().map(|hook| hook.as_ref().map(Kept::of)).map_err(ToString::to_string);
+    let all = group.in_call(Caller::TrainStateCheckpoint).all_gather_object(&kept)?;
+    let is_everyones = all.iter().all(Result::is_err);
     let hook = read.inspect_err(|error| {
         if !is_everyones {
             group.abort(error.clone());
         }
     })?;
-    let first = errors.into_iter().zip(0u32..).find_map(|(error, rank)| Some((error?, rank)));
+    let first = all.iter().zip(0u32..).find_map(|(kept, rank)| Some((kept.as_ref().err()?, rank)));
     if let Some((error, rank)) = first {
         return Err(Error::aborted(format!("rank {rank} cannot save its part of the checkpoint: {error}"))
             .with_peer(Rank::new(rank)));
     }
     let Some(hook) = hook else { return Ok(None) };
+    if let Some(rank) = all.iter().position(|other| Some(other) != all.first()) {
+        return Err(Error::mismatch(format!(
+            "the communication hook {} keeps other tensors on rank {rank} than on rank 0, and a checkpoint has one list of them",
+            hook.hook()
+        ))
+        .with_remedy("let the hook keep tensors of the same parameters on every rank"));
+    }
     if hook.is_empty() {
         return Ok(Some(hook));
     }
@@ -220,33 +228,29 @@ fn checked_hook<S: TrainingState>(state: &S, group: &ProcessGroup) -> Result<Opt
         ))
         .with_remedy(format!("call {} before, or save after a step in which the averager averages", S::AVERAGE)));
     }
-    if !has_own(&hook) {
-        return Ok(Some(hook));
-    }
     let ((_, here), there) = (state.place(), group.world_size());
-    if here != there {
+    if has_own(&hook) && here != there {
         return Err(Error::invalid_argument(format!(
             "the communication hook keeps tensors for each of {here} ranks, and the checkpoints are those of {there}"
         ))
         .with_remedy("open the checkpoints with the group in which the model trains"));
     }
-    check_alike(&hook, group)?;
     Ok(Some(hook))
 }
 
-/// An error on every rank unless all keep tensors of the same fields and parameters: a checkpoint has one list of them.
-fn check_alike(hook: &HookState, group: &ProcessGroup) -> Result<()> {
-    let own = hook.tensors().iter().filter(|tensor| tensor.is_own);
-    let own: Vec<(String, usize, usize)> =
-        own.map(|tensor| (tensor.field.clone(), tensor.parameter, tensor.elements.len())).collect();
-    let all = group.in_call(Caller::TrainStateCheckpoint).all_gather_object(&own)?;
-    match all.iter().position(|other| Some(other) != all.first()) {
-        Some(rank) => Err(Error::mismatch(format!(
-            "the communication hook {} keeps other tensors on rank {rank} than on rank 0, and a checkpoint has one list of them",
-            hook.hook()
-        ))
-        .with_remedy("let the hook keep tensors of the same parameters on every rank")),
-        None => Ok(()),
+/// What ranks compare of what their hooks keep: a checkpoint has one list of it.
+#[derive(PartialEq, Serialize, Deserialize)]
+struct Kept {
+    is_empty: bool,
+    /// Of each tensor of the rank's own: its field, the number of its parameter, and how many elements it has.
+    own: Vec<(String, usize, usize)>,
+}
+
+impl Kept {
+    fn of(hook: &HookState) -> Self {
+        let own = hook.tensors().iter().filter(|tensor| tensor.is_own);
+        let own = own.map(|tensor| (tensor.field.clone(), tensor.parameter, tensor.elements.len()));
+        Self { is_empty: hook.is_empty(), own: own.collect() }
     }
 }
 
@@ -275,7 +279,7 @@ mod tests {
     use super::*;
 
     /// A rank with a hook that keeps a tensor of its own of this parameter.
-    struct Kept {
+    struct Keeping {
         group: ProcessGroup,
         parameter: usize,
         /// How often all that the hook keeps was read.
@@ -284,15 +288,24 @@ mod tests {
         is_lost: bool,
         /// Whether gradients are held.
         is_held: bool,
+        /// Whether the hook keeps nothing.
+        is_empty: bool,
     }
 
-    impl Kept {
+    impl Keeping {
         fn new(group: ProcessGroup, parameter: usize) -> Self {
-            Self { group, parameter, reads: AtomicUsize::new(0), is_lost: false, is_held: false }
+            Self {
+                group,
+                parameter,
+                reads: AtomicUsize::new(0),
+                is_lost: false,
+                is_held: false,
+                is_empty: false,
+            }
         }
     }
 
-    impl TrainingState for Kept {
+    impl TrainingState for Keeping {
         const AVERAGE: &'static str = "average()";
 
         fn steps(&self) -> u64 {
@@ -307,6 +320,9 @@ mod tests {
             self.reads.fetch_add(1, Ordering::Relaxed);
             if self.is_lost {
                 return Err(Error::aborted("the device is lost"));
+            }
+            if self.is_empty {
+                return Ok(Some(HookState::default()));
             }
             let loss = self.group.rank().get() as f32;
             Ok(Some(HookState::default().own("loss", self.parameter, vec![loss; 2])))
@@ -341,7 +357,7 @@ mod tests {
     fn a_checkpoint_reads_what_a_hook_keeps_once_and_a_commit_only_what_ranks_have_in_common() {
         let folder = tempfile::tempdir().unwrap();
         let group = ProcessGroup::alone().unwrap();
-        let state = Kept::new(group.clone(), 1);
+        let state = Keeping::new(group.clone(), 1);
         save_common(&state, &mut Parts::default(), 0).unwrap();
         assert_eq!(state.reads.load(Ordering::Relaxed), 0);
         let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
@@ -364,7 +380,7 @@ mod tests {
                 .into_iter()
                 .map(|group| {
                     scope.spawn(move || {
-                        let state = Kept { is_lost: group.rank() != Rank::MAIN, ..Kept::new(group, 0) };
+                        let state = Keeping { is_lost: group.rank() != Rank::MAIN, ..Keeping::new(group, 0) };
                         checked_hook(&state, &state.group).unwrap_err().to_string()
                     })
                 })
@@ -384,7 +400,7 @@ mod tests {
                 scope.spawn(move || {
                     let checkpoints = Checkpoints::open(path, &group).unwrap();
                     let is_held = group.rank() != Rank::MAIN;
-                    let state = Kept { is_held, ..Kept::new(group, 0) };
+                    let state = Keeping { is_held, ..Keeping::new(group, 0) };
                     let error = checkpoint(&state, &checkpoints).unwrap_err().to_string();
                     assert!(error.contains("gradients are held"), "{error}");
                 });
@@ -397,7 +413,7 @@ mod tests {
         let groups = ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap();
         let ranks = groups.into_iter().map(|group| {
             std::thread::spawn(move || {
-                let mut state = Kept { is_lost: true, ..Kept::new(group, 0) };
+                let mut state = Keeping { is_lost: true, ..Keeping::new(group, 0) };
                 let error = checked_hook(&state, &state.group).unwrap_err().to_string();
                 assert!(error.contains("the device is lost"), "{error}");
                 assert!(state.group.failure().is_none());
@@ -419,7 +435,7 @@ mod tests {
                 .zip(parameters)
                 .map(|(group, parameter)| {
                     std::thread::spawn(move || {
-                        let state = Kept::new(group, parameter);
+                        let state = Keeping::new(group, parameter);
                         checked_hook(&state, &state.group)?
                             .map(|hook| own_of_all(&hook, &state.group))
                             .transpose()
@@ -442,5 +458,23 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_hook_that_keeps_nothing_on_one_rank_alone_is_an_error_on_every_rank() {
+        let groups = ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap();
+        let ranks = groups.into_iter().map(|group| {
+            std::thread::spawn(move || {
+                let state = Keeping { is_empty: group.rank() == Rank::MAIN, ..Keeping::new(group, 0) };
+                let error = checked_hook(&state, &state.group).unwrap_err();
+                assert!(
+                    error.is_mismatch() && error.to_string().contains("on rank 1 than on rank 0"),
+                    "{error}"
+                );
+                assert!(state.group.failure().is_none());
+            })
+        });
+        let ranks: Vec<_> = ranks.collect();
+        ranks.into_iter().for_each(|rank| rank.join().unwrap());
     }
 }

@@ -21,8 +21,8 @@
 //! | | [`Reducer::finish`] | after backward: waits; agrees on parameters without a gradient |
 //! | | [`Reducer::gradient`], [`take_gradients`](Reducer::take_gradients), [`gradient_view`](Reducer::gradient_view) | the averages: copied, given away, or where they lie |
 //! | | sums of several passes, factors, halves for the way | [`elements`], and [`with_element!`](crate::with_element) for what else depends on the type |
-//! | | the norm | [`check_max_norm`], [`clip_factor`]: no collective, all ranks have the same averages, and clip alike. Sharded ones need an all_reduce of the sum of squares |
-//! | | [`Reducer::stepped`] | if the adapter makes the optimizer's step: learning rates and settings, which the ranks compare every 32 steps |
+//! | | the norm | [`check_max_norm`], [`clip_factor`]: no collective, all ranks have the same averages, and clip alike; [`Reducer::clipped`] compares to which norm. Sharded ones need an all_reduce of the sum of squares |
+//! | | [`Reducer::stepped`] | if the adapter makes the optimizer's step: learning rates and settings, which the ranks compare after the first step and every 32 steps |
 //! | at times | [`states_identical`] | agrees: whether replicas are the same bits |
 //! | | [`broadcast_state_from`] | buffers that ranks compute for themselves, before an evaluation |
 //! | at the end of uneven inputs | [`JoinGroup::join`](crate::join::JoinGroup::join), then [`Reducer::adopt`] and [`broadcast_state_from`] if [`uneven`](crate::join::Joined) | from the rank that took part to the end; the optimizer's state too; for calls that are none of the group's: [`join_elsewhere`](crate::join::JoinGroup::join_elsewhere) |

@@ -21,7 +21,7 @@ impl Ddp {
     /// from that. It must have the same settings; [`discard_hook_state`](Self::discard_hook_state) lets any hook begin anew.
     ///
     /// # Errors
-    /// On every rank, if the hooks differ, or the loaded state is that of another hook, or a checkpoint was loaded that has none for this
+    /// On every rank, if the hooks or the loaded states differ, or the loaded state is that of another hook, or a checkpoint was loaded that has none for this
     /// one. The group then ends.
     pub fn register_comm_hook(&mut self, hook: impl CommHook + 'static) -> Result<()> {
         let Some(sink) = &self.sink else { return Ok(()) };

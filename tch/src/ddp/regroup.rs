@@ -115,6 +115,7 @@ impl Ddp {
         }
         self.take_state(Caller::Join, root)?;
         (self.buffers_stale, self.accumulated) = (false, Accumulated::default());
+        self.loads = self.loads.map(|_| 0);
         optimizer.adopt(&self.group.in_call(Caller::Join), root)?;
         // What the last of NCCL's calls have left on the device is what has been adopted.
         self.check_settled()
@@ -136,9 +137,14 @@ impl Ddp {
         // Made again: parameters may have been frozen since.
         (self.inventory, self.sink) = prepare(&self.variables, &self.group, nccl.as_ref(), true, options)?;
         (self.buffers_stale, self.broadcast_buffers) = (false, options.broadcast_buffers);
-        self.accumulated = Accumulated::default();
+        (self.accumulated, self.loads) = (Accumulated::default(), None);
         // Those that are there belong to a step that was not finished.
         self.inventory.parameters.iter().try_for_each(|one| shim::set_gradient(&one.tensor, None))
+    }
+
+    /// The variables were loaded from a checkpoint, as on all ranks of the group.
+    pub(crate) fn note_load(&mut self) {
+        self.loads = self.loads.map(|loads| loads.saturating_add(1));
     }
 
     /// Leaves its group, for one of this process alone.

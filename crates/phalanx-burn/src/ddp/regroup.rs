@@ -19,6 +19,7 @@ use phalanx::{Communicator, Error, ProcessGroup, Result, WorldSize};
 
 use super::engine::{Averaging, Engine};
 use super::{Ddp, DdpOptions};
+use crate::alike;
 use crate::gradients::{ModelToken, SyncedGradients};
 use crate::packed::Packed;
 use crate::parallel::refuse_units;
@@ -135,6 +136,7 @@ impl<M: Module> Ddp<M> {
             return Err(Error::aborted("a world of one keeps no gradients"));
         };
         self.engine.move_to(group);
+        self.optimizers.stop();
         self.connect()?;
         let gradients = sink.replay(|reducer| {
             #[cfg(feature = "nccl")]
@@ -156,6 +158,7 @@ impl<M: Module> Ddp<M> {
         }
         self.group.rebind(group.clone())?;
         self.engine.move_to(group);
+        self.optimizers.stop();
         // Their memory belongs to the previous group.
         (self.packed_buffers, self.packed_weights) = (Packed::default(), Packed::default());
         if let Some(sink) = self.engine.sink() {
@@ -176,12 +179,17 @@ impl<M: Module> Ddp<M> {
         self.model = self.model.take().map(|model| self.inventory.ties.retie(change(model)));
     }
 
+    /// The model was loaded, as on all ranks of the group. An elastic job may have one rank alone load it, and makes the others' the same then.
+    pub(crate) fn note_load(&mut self) {
+        self.loads = self.loads.saturating_add(u32::from(!self.has_common_state));
+    }
+
     fn settle(&mut self, engine: Engine<M>) {
         self.engine = engine;
         self.accumulated = StepWeight::Nothing;
         self.token = ModelToken::default();
-        (self.buffers_stale, self.sharded, self.is_compared) = (false, false, false);
-        self.has_common_state = true;
+        (self.buffers_stale, self.sharded, self.optimizers) = (false, false, alike::Watch::default());
+        (self.has_common_state, self.loads) = (true, 0);
         // The memory belongs to the previous group.
         (self.packed_buffers, self.packed_weights) = (Packed::default(), Packed::default());
     }

@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 use std::time::Instant;
 
+use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ParamId};
 use burn::optim::ModuleOptimizer;
 use phalanx::{Caller, Communicator, Rank, Result, WorldSize};
@@ -10,7 +11,7 @@ use phalanx::{Caller, Communicator, Rank, Result, WorldSize};
 use super::{Ddp, held};
 use crate::gradients::ModelToken;
 use crate::parameters::{self, Select};
-use crate::{alike, optimizer, replicas};
+use crate::{optimizer, replicas};
 
 impl<M: Module> Ddp<M> {
     /// Replaces the parameters of all replicas that need a gradient by their average. Buffers and frozen parameters are left as they are, as by PyTorch's
@@ -92,26 +93,41 @@ impl<M: Module> Ddp<M> {
         let group = self.group.in_call(Caller::Join);
         let model = replicas::from_rank(model, &group, root, Select::All)?;
         self.model = Some(self.inventory.ties.retie(model));
-        self.buffers_stale = false;
-        self.compare_optimizers(optimizer, Caller::Join)?;
+        (self.buffers_stale, self.loads) = (false, 0);
+        self.compare_optimizers(optimizer, None, Caller::Join)?;
         // Of all tensors: one that is frozen by now may have moments.
         *optimizer = optimizer::from_rank(optimizer, &group, root, &self.inventory.state)?;
         Ok(())
     }
 
-    /// An error on every rank unless the ranks' optimizers do the same to parameters. If they do, the next step compares nothing; otherwise it
-    /// compares again on every rank, also on those that have compared before, while others had no data in a `join`.
+    /// An error on every rank unless the ranks' optimizers do the same to parameters, with the same `rates` if it is in a step. If they do, the next steps
+    /// compare [again](Self::compare_again) now and then; otherwise the next one does so on every rank, also on those that have compared before, while
+    /// others had no data in a `join`.
     ///
     /// Survivors of a failure that [follow](Self::follow) each other have compared before, or none of them has.
-    pub(crate) fn compare_optimizers(&mut self, optimizer: &ModuleOptimizer, caller: Caller) -> Result<()> {
-        self.is_compared = false;
-        if self.engine.sink().is_some() {
-            let (group, begin) = (self.group.in_call(caller), Instant::now());
-            alike::check(optimizer, (self.model(), &self.inventory.parameters), &group)?;
-            self.waited_since(begin);
-        }
-        self.is_compared = true;
+    pub(crate) fn compare_optimizers(
+        &mut self,
+        optimizer: &ModuleOptimizer,
+        rates: Option<&ModuleLearningRate>,
+        caller: Caller,
+    ) -> Result<()> {
+        let Some(sink) = self.engine.sink() else { return Ok(()) };
+        let rates = rates.filter(|_| sink.with_reducer(|reducer| reducer.averages_over_all()));
+        let (group, begin) = (self.group.in_call(caller), Instant::now());
+        let replica = (held(&self.model), &self.inventory.parameters[..]);
+        self.optimizers.compare(optimizer, replica, rates, &group)?;
+        self.waited_since(begin);
         Ok(())
+    }
+
+    /// The ranks compare what a program may have exchanged, in every 32nd of these calls. Steps whose averages are not over all ranks are each rank's own.
+    pub(crate) fn compare_again(&mut self, optimizer: &ModuleOptimizer, caller: Caller) -> Result<()> {
+        let Some(sink) = self.engine.sink() else { return Ok(()) };
+        if !sink.with_reducer(|reducer| reducer.averages_over_all()) {
+            return Ok(());
+        }
+        let replica = (held(&self.model), &self.inventory.parameters[..]);
+        self.optimizers.step(optimizer, replica, &self.group.in_call(caller))
     }
 
     /// An error on every rank if some optimizers have a state that others have not: parameters would drift apart without an error.
@@ -125,7 +141,7 @@ impl<M: Module> Ddp<M> {
 
     /// Whether the ranks have compared their optimizers in this group.
     pub(crate) fn has_compared(&self) -> bool {
-        self.is_compared
+        self.optimizers.is_compared()
     }
 
     /// Floats that forward passes may change.

@@ -202,8 +202,9 @@ impl<M: Module, T: Serialize + DeserializeOwned> State for ModelState<M, T> {
     fn enter(&mut self, group: &ProcessGroup) -> Result<()> {
         self.group = Some(group.clone());
         // The state of the optimizer is the same by now; its settings are the program's.
-        let parameters = self.inventory.parameters.as_slice();
-        alike::check(&self.optimizer, (self.model(), parameters), &group.in_call(Caller::ElasticRun))
+        let replica = (self.model(), self.inventory.parameters.as_slice());
+        let group = group.in_call(Caller::ElasticRun);
+        alike::Watch::default().compare(&self.optimizer, replica, None, &group)
     }
 
     fn leave(&mut self) {

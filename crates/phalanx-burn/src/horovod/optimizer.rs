@@ -173,6 +173,8 @@ pub struct DistributedOptimizer {
     combines_changes: bool,
     /// Backward passes since the last step.
     backwards: usize,
+    /// Whether the optimizer has been found to treat each element of divided layers by itself.
+    is_elementwise: bool,
 }
 
 impl DistributedOptimizer {
@@ -223,6 +225,7 @@ impl DistributedOptimizer {
             // Of one rank they are what it changes.
             combines_changes: options.op == Op::Adasum && hvd.size() > 1,
             backwards: 0,
+            is_elementwise: true,
         })
     }
 
@@ -290,13 +293,18 @@ impl DistributedOptimizer {
     ///
     /// # Errors
     /// If a gradient was not combined: the ranks disagree on it, or the job has failed. If `model` does not have the parameter of one. With
-    /// [`Op::Adasum`], which combines no gradients.
+    /// [`Op::Adasum`], which combines no gradients. If layers are divided, and an optimizer that was [set](Self::set_optimizer) does not treat each element
+    /// by itself, as in [`new`](Self::new).
     pub fn synchronize<M: Module>(&mut self, model: &M) -> Result<GradientsParams> {
         if self.combines_changes {
             return Err(Error::invalid_argument(
                 "Op::Adasum combines what the optimizer changes, not gradients",
             )
             .with_remedy("call step; clip gradients by Burn's optimizer (with_grad_clipping)"));
+        }
+        if !self.is_elementwise {
+            check_parts(&self.optimizer, model, &self.inventory)?;
+            self.is_elementwise = true;
         }
         self.leaves = Leaves::default();
         // Before the last of its backward passes: with what there is.
@@ -381,7 +389,7 @@ impl DistributedOptimizer {
 
     /// Replaces Burn's optimizer: by one with a state that was loaded.
     pub fn set_optimizer(&mut self, optimizer: ModuleOptimizer) {
-        self.optimizer = optimizer;
+        (self.optimizer, self.is_elementwise) = (optimizer, false);
     }
 }
 

@@ -64,7 +64,7 @@ pub fn broadcast_optimizer_state<M: Module>(
     if hvd.size() > 1 {
         let made = or_shut_down(hvd, alike::made(optimizer, (model, &trained), hvd.rank()))?;
         let all = hvd.allgather_object("broadcast.optimizer_settings", &made)?;
-        if let Some(other) = all.iter().position(|made| !alike::is_same(made, &all[0])) {
+        if let Some(other) = all.iter().position(|made| !alike::alike(made, &all[0])) {
             return Err(alike::differs(Rank::new(other as u32)));
         }
     }

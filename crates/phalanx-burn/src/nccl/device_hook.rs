@@ -24,7 +24,8 @@ use phalanx::reducer::hooks::{GradBucket, GradientPlace, HookState, Pending};
 use phalanx::{Communicator, Error, Rank, ReduceOp, Result, WorldSize};
 use phalanx_nccl::Element;
 
-use super::{BucketMemory, OnDevice, element_type, of_hook};
+use super::stage::of_hook;
+use super::{BucketMemory, OnDevice, element_type};
 use crate::read_back::Computed;
 use crate::tensor_bytes;
 

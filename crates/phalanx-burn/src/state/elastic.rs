@@ -95,8 +95,10 @@ impl<M: Module, T: Serialize + DeserializeOwned> State for TrainState<M, T> {
     }
 
     fn agree(&mut self) -> Result<()> {
-        if !self.model.has_compared() {
-            self.model.compare_optimizers(&self.optimizer, Caller::ElasticCommit)?;
+        if self.model.has_compared() {
+            self.model.compare_again(&self.optimizer, Caller::ElasticCommit)?;
+        } else {
+            self.model.compare_optimizers(&self.optimizer, None, Caller::ElasticCommit)?;
         }
         self.model.agree()
     }

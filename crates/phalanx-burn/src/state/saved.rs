@@ -102,6 +102,7 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
         if !self.read(saved)? {
             self.model.loaded_hook.mark_absent();
         }
+        self.model.note_load();
         Ok(())
     }
 

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::train::{LearnerModel, TrainOutput, TrainStep};
 use phalanx::join::JoinGroup;
@@ -12,6 +13,7 @@ use super::DdpStrategy;
 use crate::ddp::{Averaging, Engine};
 use crate::gradients::{Handover, averages};
 use crate::hook;
+use crate::lr;
 use crate::parallel::refuse_units;
 use crate::parameters::Inventory;
 use crate::sink::{Delivery, Pass, Sink};
@@ -104,6 +106,14 @@ impl<M: LearnerModel> Average<M> {
                 sink.start(Delivery::Ignore, None, None)?;
                 self.finish(&sink, model)
             }
+        }
+    }
+
+    /// The optimizer takes a step with these rates, which the ranks compare.
+    pub fn stepped(&self, rates: &ModuleLearningRate) {
+        if let Some(sink) = self.engine.sink() {
+            let rates = lr::of_each(rates, &self.inventory.parameters);
+            sink.with_reducer(|reducer| reducer.stepped(rates, []));
         }
     }
 

@@ -74,8 +74,8 @@ use crate::DdpOptions;
 ///   the lowest rank if several fail.
 ///
 /// - **Settings.** All ranks give the same: the same optimizer, scheduler, numbers of epochs and samples, and the same checkpoint to resume from.
-///   The numbers are compared at the beginning. Burn's learner shows neither its optimizer nor its scheduler, so the ranks compare after each
-///   epoch what these have made of the parameters. A difference ends the training of all.
+///   The numbers are compared at the beginning, and learning rates after the first step and every 32 steps. Burn's learner does not show its optimizer, so the
+///   ranks compare after each epoch what it has made of the parameters. A difference ends the training of all.
 ///
 /// A model's `step` must run backward once, on the whole model. It sees no gradients, which are on their way to the average then: what
 /// clips or changes them belongs into the optimizer, or into [`TrainStep::optimize`], which gets the averages. The number of steps in an

@@ -80,6 +80,7 @@ where
         ] {
             verify_description(self.group, what, &own.to_string())?;
         }
+        verify_description(self.group, "seed of the training samples", &format!("{:?}", data.seeds()))?;
         let (rank, ranks) = (self.group.rank().index(), self.group.world_size().count());
         let bound = |rank: usize| rank * valid_total / ranks;
         let valid =
@@ -137,7 +138,7 @@ where
                 None => {
                     let output = average.step(&model, item)?;
                     drop(model);
-                    self.step(output.grads);
+                    self.step(output.grads, average);
                     output.item
                 }
                 Some(parts) => {
@@ -148,7 +149,7 @@ where
                         accumulated = 0;
                         let gradients = average.sum(&model)?;
                         drop(model);
-                        self.step(gradients);
+                        self.step(gradients, average);
                     }
                     output
                 }
@@ -163,8 +164,9 @@ where
         }
     }
 
-    fn step(&mut self, gradients: GradientsParams) {
+    fn step(&mut self, gradients: GradientsParams, average: &Average<M>) {
         self.learner.lr_step();
+        average.stepped(&self.learner.lr_current());
         self.learner.optimizer_step(gradients);
     }
 
@@ -319,6 +321,12 @@ impl<'a, M: LearnerModel> Data<'a, M> {
             }
         };
         Ok(Self { loader, shards, share, stretches: (0..stretches).map(|_| OnceCell::new()).collect() })
+    }
+
+    /// Those of the data sets of [`DdpStrategy::sampled`] that the loader may read: they are as long. With other seeds ranks would train on some samples
+    /// twice, and on others not at all.
+    fn seeds(&self) -> Vec<u64> {
+        self.shards.iter().filter(|shard| shard.len() == self.share).map(|shard| shard.seed).collect()
     }
 
     fn of_epoch(&self, epoch: usize, strategy: &DdpStrategy) -> &TrainLoader<M> {

@@ -618,9 +618,14 @@ fn parts_of_a_model_are_refused() {
         }
         // Those that have the same part, of which there is one of each here, are replicas.
         let own = horovod(&ProcessGroup::alone().unwrap());
-        drop(DistributedOptimizer::new(sgd(), &divided, &own).unwrap());
-        let error = said(DistributedOptimizer::new(LambConfig::new().init(), &divided, &own).err());
-        assert!(error.contains("of `weight`, of which each rank has a piece"), "{error}");
+        let mut distributed = DistributedOptimizer::new(sgd(), &divided, &own).unwrap();
+        distributed.set_optimizer(LambConfig::new().init());
+        for error in [
+            said(DistributedOptimizer::new(LambConfig::new().init(), &divided, &own).err()),
+            said(distributed.synchronize(&divided).err()),
+        ] {
+            assert!(error.contains("of `weight`, of which each rank has a piece"), "{error}");
+        }
         let error = said(ModelState::new(divided, sgd(), ()).err());
         assert!(error.contains("of `weight`, and ModelState takes"), "{error}");
         // A group of one rank divides nothing.

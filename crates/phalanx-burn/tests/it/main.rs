@@ -4,6 +4,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod alike;
 mod configurations;
 mod contrastive;
 mod data;

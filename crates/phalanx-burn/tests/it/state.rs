@@ -109,6 +109,35 @@ fn optimizers() -> [(&'static str, ModuleOptimizer); 4] {
 }
 
 #[test]
+fn a_state_that_one_rank_alone_loads_is_an_error_on_every_rank() {
+    let optimizer = || FusedAdamWConfig::new().init();
+    let folder = tempfile::tempdir().unwrap();
+    let mut earlier = fresh(&optimizer());
+    (0..2).for_each(|_| step(&mut earlier, 0, 1));
+    saved(&earlier, folder.path());
+    for alone in [false, true] {
+        let errors = run(2, |group| {
+            let mut training = fresh(&optimizer()).with_group(&group).unwrap();
+            let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+            let newest = checkpoints.newest().unwrap().unwrap();
+            if !alone || !group.rank().is_main() {
+                training.load_from(&newest).unwrap();
+            }
+            let mut step = || {
+                let loss = training.model.forward(|model| model.loss(samples(0, 12)))?;
+                let gradients = training.model.backward(&loss)?;
+                training.step(0.05, gradients)
+            };
+            (0..40).find_map(|_| step().err()).map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), alone, "{error:?}");
+            assert!(error.is_none_or(|error| error.contains("one rank alone has loaded a state")));
+        }
+    }
+}
+
+#[test]
 fn another_process_goes_on_from_a_checkpoint_bit_for_bit() {
     for (name, optimizer) in optimizers() {
         let folder = tempfile::tempdir().unwrap();

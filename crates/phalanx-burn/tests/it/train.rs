@@ -358,7 +358,7 @@ fn ranks_that_train_otherwise_are_an_error_on_every_rank() {
         ("parts", "the number of batches for a step of rank 0 is 1, and that of rank 1 is 2"),
         ("samples", "the number of own training samples of rank 0 is 12, and that of rank 1 is 6"),
         ("validation", "the number of validation samples of rank 0 is 2, and that of rank 1 is 3"),
-        ("rate", "after epoch 1 the parameters of rank 1 are others than those of rank 0"),
+        ("rate", "the last one was 0.1 on rank 0, and 0.2 on rank 1"),
         ("momentum", "after epoch 1 the parameters of rank 1 are others than those of rank 0"),
     ] {
         let errors = run(2, |group| {
@@ -383,6 +383,24 @@ fn ranks_that_train_otherwise_are_an_error_on_every_rank() {
             assert!(error.contains(expected), "{what}: {error}");
         }
     }
+}
+
+#[test]
+fn samples_of_another_seed_on_one_rank_are_an_error_on_every_rank() {
+    let order: Vec<usize> = (0..TRAIN).collect();
+    let errors = run(2, |group| {
+        let folder = tempfile::tempdir().unwrap();
+        let strategy = DdpStrategy::new(&group);
+        let sampled = strategy.sampled(data(&order), if group.rank().is_main() { 42 } else { 43 });
+        let train_loader = DataLoaderBuilder::new(Rows).batch_size(4).build(sampled);
+        let training = SupervisedTraining::new(folder.path(), train_loader, loader(&[5, 6], 2))
+            .with_application_logger(None)
+            .with_training_strategy(strategy.into());
+        let learner = Learner::new(Net::new(false), SgdConfig::new().init(), 0.1);
+        training.launch(learner).error.expect("an error on every rank").to_string()
+    });
+    let said = "the seed of the training samples of rank 0 is [42], and that of rank 1 is [43]";
+    assert!(errors.iter().all(|error| error.contains(said)), "{errors:?}");
 }
 
 #[test]

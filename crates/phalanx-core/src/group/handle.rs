@@ -5,11 +5,12 @@
 //! the old group's.
 
 use std::fmt;
-use std::sync::Arc;
+use std::ptr;
+use std::sync::{Arc, Weak};
 
 use parking_lot::RwLock;
 
-use super::{Communicator, Work, forward_to_group};
+use super::{Communicator, Inner, Work, forward_to_group};
 use crate::buffer::Buffer;
 use crate::caller::Caller;
 use crate::collective::ReduceOp;
@@ -102,6 +103,25 @@ impl Communicator for GroupHandle {
 
     fn all_gather_v_in_place_async(&self, buffer: Buffer, counts: &[usize]) -> Result<Work> {
         self.called().all_gather_v_in_place_async(buffer, counts)
+    }
+}
+
+/// To which group a handle led, without keeping that group.
+#[derive(Debug)]
+pub(crate) struct Binding(Option<Weak<Inner>>);
+
+impl Binding {
+    /// To which group `group` leads, or which one it is.
+    pub fn of(group: &dyn Communicator) -> Self {
+        Self(group.process_group().map(|group| Arc::downgrade(&group.inner)))
+    }
+
+    /// Whether `group` leads to another one by now. Of what stands in for a group nothing is known.
+    pub fn is_other(&self, group: &dyn Communicator) -> bool {
+        match (&self.0, group.process_group()) {
+            (Some(before), Some(now)) => !ptr::eq(before.as_ptr(), Arc::as_ptr(&now.inner)),
+            (None, _) | (_, None) => false,
+        }
     }
 }
 

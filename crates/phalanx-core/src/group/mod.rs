@@ -42,6 +42,7 @@ pub(crate) use self::connect::{TransportOptions, connect};
 #[doc(hidden)]
 pub use self::connect_part::fuzz as fuzz_part;
 use self::engine::Engine;
+pub(crate) use self::handle::Binding;
 pub use self::handle::GroupHandle;
 pub use self::init::{GroupOptions, init};
 use self::messages::Messages;

@@ -7,7 +7,7 @@
 //! code calls. PyTorch's `Join` needs code in every class that takes part. The announcements of buckets are not waited
 //! for, so that buckets are still sent during backward.
 
-use super::{ElsewhereCall, ElsewhereOp};
+use super::{ElsewhereCall, ElsewhereOp, JoinOptions};
 use crate::caller::Caller;
 use crate::collective::ReduceOp;
 use crate::dtype::DType;
@@ -17,6 +17,9 @@ use crate::world_size::WorldSize;
 
 /// Kind, operation, type, length, root, the user's call.
 const FIELDS: usize = 6;
+
+/// The codes of options are less, and more than zero, which is what ranks without data give.
+const OPTION_CODES: i64 = 5;
 
 const STEP: i64 = 1;
 const ALL_REDUCE: i64 = 2;
@@ -29,8 +32,8 @@ const MAX_BYTES: i64 = 1 << 38;
 /// What comes next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Announced {
-    /// Another step begins.
-    Step,
+    /// Another step begins, in a `join` with these options.
+    Step(JoinOptions),
     AllReduce {
         op: ReduceOp,
         dtype: DType,
@@ -54,7 +57,8 @@ impl Announced {
         let mut numbers = silence(world);
         let by = caller.map_or(0, |caller| i64::from(caller as u8));
         let fields = match self {
-            Self::Step => [STEP, 0, 0, 0, 0, by],
+            // The largest of the ranks' codes, and of what is left to the end: the codes are the same if these belong together.
+            Self::Step(options) => [STEP, code_of(options), 0, OPTION_CODES - code_of(options), 0, by],
             Self::AllReduce { op, dtype, elements } => {
                 [ALL_REDUCE, i64::from(op.code()), dtype as i64, elements as i64, 0, by]
             }
@@ -71,7 +75,7 @@ impl Announced {
     }
 
     /// Decodes the announcement, the user's call, and the ranks that made it. No announcement if no rank has data any
-    /// more.
+    /// more. An error if these ranks have called `join` with different options.
     pub(super) fn decode(numbers: &[i64], world: WorldSize) -> Result<Decoded> {
         let (fields, flags) = numbers
             .split_at_checked(FIELDS)
@@ -90,7 +94,15 @@ impl Announced {
         };
         let op = || code(fields[1]).and_then(ReduceOp::from_wire).ok_or_else(malformed);
         let announced = match fields[0] {
-            STEP => Self::Step,
+            STEP => {
+                let most = options_of(fields[1]).ok_or_else(malformed)?;
+                let rest =
+                    Some(fields[3]).filter(|rest| (1..OPTION_CODES).contains(rest)).ok_or_else(malformed)?;
+                if fields[1] + rest != OPTION_CODES {
+                    return Err(other_options());
+                }
+                Self::Step(most)
+            }
             ALL_REDUCE => {
                 let dtype = dtype()?;
                 Self::AllReduce { op: op()?, dtype, elements: elements(dtype)? }
@@ -123,6 +135,29 @@ impl Announced {
     }
 }
 
+/// A number for these options.
+fn code_of(options: JoinOptions) -> i64 {
+    let JoinOptions { divide_by_initial_world_size, throw_on_early_termination } = options;
+    1 + i64::from(divide_by_initial_world_size) + 2 * i64::from(throw_on_early_termination)
+}
+
+/// The options that have this number, if any have.
+fn options_of(code: i64) -> Option<JoinOptions> {
+    let bits = code.checked_sub(1).filter(|bits| (0..OPTION_CODES - 1).contains(bits))?;
+    Some(JoinOptions {
+        divide_by_initial_world_size: bits & 1 != 0,
+        throw_on_early_termination: bits & 2 != 0,
+    })
+}
+
+/// The error for ranks whose options of `join` differ.
+pub(super) fn other_options() -> Error {
+    Error::mismatch(
+        "the ranks have called `join` with different options: divide_by_initial_world_size or throw_on_early_termination differs",
+    )
+    .with_remedy("give every rank the same JoinOptions")
+}
+
 /// What a rank without data contributes.
 pub(super) fn silence(world: WorldSize) -> Vec<i64> {
     vec![0; FIELDS + world.count()]
@@ -136,8 +171,11 @@ mod tests {
     fn announcements_survive_the_way_and_nonsense_is_refused() {
         let world = WorldSize::new(3).unwrap();
         let rank = Rank::new(1);
+        let options = |divide_by_initial_world_size, throw_on_early_termination| {
+            Announced::Step(JoinOptions { divide_by_initial_world_size, throw_on_early_termination })
+        };
         let announcements = [
-            Announced::Step,
+            options(true, false),
             Announced::AllReduce { op: ReduceOp::Avg, dtype: DType::BF16, elements: 7 },
             Announced::Broadcast { dtype: DType::U8, elements: 0, root: Rank::new(2) },
             Announced::Elsewhere(ElsewhereCall {
@@ -158,8 +196,22 @@ mod tests {
             }
         }
         assert_eq!(Announced::decode(&silence(world), world).unwrap().0, None);
+        // What ranks announce together is the largest of each number.
+        let all = [options(false, false), options(false, true), options(true, false), options(true, true)];
+        for (one, other) in all.into_iter().flat_map(|one| all.map(|other| (one, other))) {
+            let announced =
+                [(one, Rank::MAIN), (other, rank)].map(|(step, rank)| step.encode(None, rank, world));
+            let together: Vec<i64> = announced[0].iter().zip(&announced[1]).map(|(a, b)| *a.max(b)).collect();
+            match Announced::decode(&together, world) {
+                Ok(read) => assert_eq!((read.0, one), (Some(one), other)),
+                Err(error) => assert!(error.is_mismatch() && one != other, "{error}"),
+            }
+        }
         let mut huge = announcements[1].encode(None, rank, world);
         huge[3] = i64::MAX;
+        let [mut above, mut below] =
+            [announcements[0].encode(None, rank, world), announcements[0].encode(None, rank, world)];
+        (above[1], below[3]) = (i64::MAX, i64::MIN);
         let mut strange = announcements[1].encode(None, rank, world);
         strange[1] = 99;
         let mut nowhere = announcements[2].encode(None, rank, world);
@@ -174,7 +226,7 @@ mod tests {
         assert!(Announced::decode(&wide, world).is_err());
         wide[3] = MAX_BYTES / 4 / 3;
         assert!(Announced::decode(&wide, world).is_ok());
-        for numbers in [huge, strange, nowhere, nobody, hidden, vec![1; 2]] {
+        for numbers in [huge, strange, nowhere, nobody, hidden, above, below, vec![1; 2]] {
             assert!(Announced::decode(&numbers, world).is_err());
         }
     }

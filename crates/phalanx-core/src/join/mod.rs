@@ -51,7 +51,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use self::announcement::{Announced, silence};
+use self::announcement::{Announced, other_options, silence};
 pub use self::elsewhere::{ComparedCalls, Comparison, Elsewhere, ElsewhereCall, ElsewhereOp};
 use crate::buffer::Buffer;
 use crate::caller::Caller;
@@ -145,7 +145,7 @@ impl JoinGroup {
     /// and return together.
     ///
     /// # Errors
-    /// If `body` fails, which ends the group; if a collective fails; if it is called inside itself. With
+    /// If `body` fails, which ends the group; if a collective fails; if it is called inside itself; if ranks call it with different options. With
     /// [`throw_on_early_termination`](JoinOptions::throw_on_early_termination), on every rank when the first has no
     /// data: the error names that rank, and the group remains usable.
     pub fn join<T>(&self, options: JoinOptions, body: impl FnOnce() -> Result<T>) -> Result<Joined<T>> {
@@ -207,10 +207,11 @@ impl JoinGroup {
     /// Outside `join` it does nothing, and returns the world size.
     ///
     /// # Errors
-    /// If a rank has no data and `throw_on_early_termination` is set, or if the group has failed.
+    /// If a rank has no data and `throw_on_early_termination` is set, or if the group has failed. On every rank, which ends the group, if ranks have called
+    /// `join` with different options.
     pub fn step(&self) -> Result<usize> {
         let Some(options) = self.running() else { return Ok(self.world_size().count()) };
-        self.announce(Announced::Step)?.wait().and_then(|numbers| self.heard(&numbers))?;
+        self.announce(Announced::Step(options))?.wait().and_then(|numbers| self.heard(&numbers))?;
         let mut state = self.state.lock();
         if options.throw_on_early_termination
             && let Some(error) = early(&state.active)
@@ -318,7 +319,10 @@ impl JoinGroup {
             let group = self.group.as_part_of(caller);
             match announced {
                 None => break,
-                Some(Announced::Step) => {
+                Some(Announced::Step(theirs)) => {
+                    if theirs != options {
+                        return Err(other_options());
+                    }
                     if options.throw_on_early_termination
                         && let Some(error) = early(&active)
                     {

@@ -68,7 +68,7 @@ use crate::caller::Caller;
 use crate::collective::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::group::{Communicator, Work};
+use crate::group::{Binding, Communicator, Work};
 use crate::notice::warn;
 use crate::rank::Rank;
 use crate::trace::{Trace, Track};
@@ -80,6 +80,8 @@ use phalanx_proto::reducer::{plan, state, unused};
 /// [keeps the gradients](Self::keep_gradients) of the step can a reducer continue in another group.
 pub struct Reducer {
     group: Arc<dyn Communicator>,
+    /// The group in which all ranks have the same replica.
+    binding: Binding,
     /// The group as the hook sees it: its bytes are counted, and errors name the backward pass.
     meters: Meters,
     trace: Trace,
@@ -150,6 +152,7 @@ impl Reducer {
             warnings: unused::Warnings::new(state.parameters().len()),
             began: Instant::now(),
             timer: StepTimer::default(),
+            binding: Binding::of(&*group),
             group,
             state,
         })
@@ -214,12 +217,20 @@ impl Reducer {
     /// error. All ranks call it together; so does [`start`](Self::start).
     ///
     /// # Errors
-    /// On every rank, and it ends the reducer: if an uneven `join` has ended since the last [`adopt`](Self::adopt), in which ranks made other numbers of steps.
+    /// On every rank, and it ends the reducer: if an uneven `join` has ended since the last [`adopt`](Self::adopt), in which ranks made other numbers of
+    /// steps. If the group is a [handle](crate::GroupHandle) that leads to another one by now, and this has not been [told](Self::regrouped).
     pub fn check_joined(&mut self) -> Result<()> {
         self.attempt(Self::compare_joined)
     }
 
     fn compare_joined(&mut self) -> Result<()> {
+        if self.binding.is_other(&*self.group) {
+            return Err(Error::invalid_argument(
+                "the handle of the group leads to another one than when the reducer was made: its ranks may have other models, or nothing would be \
+                 averaged",
+            )
+            .with_remedy("make the Ddp after GroupHandle::rebind, or let a TrainState of this model change the group"));
+        }
         let joins = self.group.uneven_joins();
         if std::mem::replace(&mut self.joins, joins) == joins {
             return Ok(());
@@ -251,6 +262,11 @@ impl Reducer {
     /// On every rank, if the ranks' hooks or their settings differ, or the ranks of a smaller group ([`PostLocalSgd::subgroup`](hooks::PostLocalSgd::subgroup));
     /// if `hook` cannot average gradients where they lie.
     pub fn register_hook(&mut self, hook: Box<dyn CommHook>) -> Result<()> {
+        self.register_hook_from(hook, None)
+    }
+
+    /// As [`register_hook`](Self::register_hook), for a hook that is to continue from this state, which the ranks compare.
+    fn register_hook_from(&mut self, hook: Box<dyn CommHook>, state: Option<&HookState>) -> Result<()> {
         self.state.check_replayable(false, hook.is_stateless())?;
         let replaces = hook.is_elsewhere() == self.elsewhere;
         if !replaces && !self.elsewhere {
@@ -263,7 +279,11 @@ impl Reducer {
         if !replaces && !self.takes_over(&*hook)? {
             return self.check_here(&format!("register_hook({})", hook.describe()));
         }
-        let description = vec![("communication hook".to_owned(), hook.describe())];
+        let loaded = state.map_or_else(|| HookState::default().digest(), HookState::digest);
+        let description = vec![
+            ("communication hook".to_owned(), hook.describe()),
+            ("loaded state of the communication hook".to_owned(), loaded),
+        ];
         let contract = Contract { parameters: Vec::new(), options: description, device: None, plan_hash: 0 };
         let group = self.group.in_call(Caller::DdpRegisterCommHook);
         let verified = verify::verify(&*group, &contract).and_then(|()| match hook.built_in() {
@@ -427,12 +447,20 @@ impl Reducer {
     }
 
     /// An optimizer has changed the model by the averages of this step. The ranks compare what all steps had in `rates`, a learning rate for each group of
-    /// parameters, and in `settings`, every 32 steps together with the [step times](Self::step_times). Nothing waits for that. If they differ by more than
-    /// rounding, it is an error of a later [`finish`](Self::finish), which ends the reducer on every rank. Steps whose averages are not over all ranks
+    /// parameters, and in `settings`: those of the first step, with a reducer that is new or has [adopted](Self::adopt) another's state, and then every 32
+    /// steps together with the [step times](Self::step_times). Nothing waits for that. If they differ by more than rounding, it is an error of a later
+    /// [`finish`](Self::finish), or of [`adopt`](Self::adopt), which ends the reducer on every rank. Steps whose averages are not over all ranks
     /// ([`CommHook::averages_over_all`]) are each rank's own, and are not compared.
     pub fn stepped(&mut self, rates: impl IntoIterator<Item = f64>, settings: impl IntoIterator<Item = f64>) {
         if self.hook.averages_over_all() {
             self.timer.optimizer().step(rates, settings);
+        }
+    }
+
+    /// The averages of this step were scaled down to this norm. The ranks compare it as a setting of the step that [comes next](Self::stepped).
+    pub fn clipped(&mut self, max_norm: f64) {
+        if self.hook.averages_over_all() {
+            self.timer.optimizer().setting(max_norm);
         }
     }
 
@@ -558,12 +586,14 @@ impl Reducer {
     /// was learned of unused parameters. All ranks call it together, between steps.
     ///
     /// # Errors
-    /// If the exchange fails, or `root` sends no order of these parameters.
+    /// If the exchange fails, or `root` sends no order of these parameters. If optimizers have [differed](Self::stepped).
     pub fn adopt(&mut self, root: Rank) -> Result<()> {
         self.attempt(|reducer| {
             let group = reducer.group.in_call(Caller::Join);
             let progress = verify::share(&*group, root, &reducer.state.progress())?;
             let order = reducer.state.adopt(progress, root)?;
+            // What the ranks with data have told has come: this exchange comes behind it.
+            reducer.timer.receive(&*group, Instant::now())?;
             reducer.timer.restart();
             (reducer.weights.steps, reducer.joins) = (0, reducer.group.uneven_joins());
             reducer.hook.adopt(&*group, root)?;

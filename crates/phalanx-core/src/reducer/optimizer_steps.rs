@@ -2,8 +2,8 @@
 //!
 //! Replicas whose learning rates differ drift apart, and no error would say so. An adapter that sees the steps of an optimizer notes them
 //! ([`Reducer::stepped`](super::Reducer::stepped)), and a few numbers of all steps of a window travel with the [step times](super::StepTime), which the
-//! ranks exchange anyway. So a difference is an error some steps after a window of [`WINDOW`] steps: the ranks know by then what to compare, and no
-//! rank has waited for it.
+//! ranks exchange anyway. So a difference is an error some steps after a window of [`WINDOW`] steps, or after the first step: the ranks know by then what
+//! to compare, and no rank has waited for it.
 //!
 //! Both may be computed, and processors of several kinds may round a cosine in other ways. Settings are compared by a hash of what they are in f32, as their
 //! kind and an epsilon differ in other orders of size than a decay. Learning rates are compared by a sum of all of them, each with a factor of its own, but for
@@ -48,8 +48,7 @@ impl OptimizerSteps {
     /// on every rank.
     pub fn step(&mut self, rates: impl IntoIterator<Item = f64>, settings: impl IntoIterator<Item = f64>) {
         self.count = self.count.saturating_add(1);
-        let bytes = settings.into_iter().flat_map(|setting| (setting as f32).to_bits().to_le_bytes());
-        self.hash = fnv1a(self.hash.to_le_bytes().into_iter().chain(bytes));
+        settings.into_iter().for_each(|setting| self.setting(setting));
         for (group, rate) in rates.into_iter().enumerate() {
             if group == 0 {
                 self.last = rate;
@@ -58,6 +57,12 @@ impl OptimizerSteps {
             // Rates that are exchanged between steps or groups show, too.
             self.rates += rate * (0.5 + (f64::from(self.count) * 0.618 + group as f64 * 0.414).fract());
         }
+    }
+
+    /// A setting of the step that comes next, such as the norm to which its gradients were clipped.
+    pub(super) fn setting(&mut self, setting: f64) {
+        let bytes = (setting as f32).to_bits().to_le_bytes();
+        self.hash = fnv1a(self.hash.to_le_bytes().into_iter().chain(bytes));
     }
 
     /// For an adapter whose ranks exchange no step times: after 32 steps, compares them with those of the other ranks of `group`. They call it
@@ -106,16 +111,18 @@ pub(super) fn compare(all: impl Iterator<Item = [f64; NUMBERS]>) -> Result<()> {
             let steps = |count: f64| count - 1.0;
             let (there, here) = (steps(expected[0]), steps(count));
             format!(
-                "in the same {WINDOW} averages the optimizer of rank {first} has made {there} steps, and that of rank {rank} {here}"
+                "in the same averages the optimizer of rank {first} has made {there} steps, and that of rank {rank} {here}"
             )
         } else if hash != expected[1] {
             format!(
-                "the optimizer of rank {rank} has other settings than that of rank {first}, such as its kind, betas, epsilon, momentum or decay"
+                "the optimizer of rank {rank} has other settings than that of rank {first}, such as its kind, betas, epsilon, momentum or decay, or is a new one; or \
+                 one rank alone has loaded a state, or clips gradients otherwise"
             )
         } else if !are_near(rates, expected[2], highest.max(expected[4])) {
             let before = expected[3];
+            let steps = if count == 2.0 { "step".to_owned() } else { format!("{} steps", count - 1.0) };
             format!(
-                "the learning rates of the last {WINDOW} steps differ: the last one was {before} on rank {first}, and {last} on rank {rank}"
+                "the learning rates of the last {steps} differ: the last one was {before} on rank {first}, and {last} on rank {rank}"
             )
         } else {
             continue;
@@ -173,6 +180,19 @@ mod tests {
         for (ranks, said) in differing {
             let error = compared(&ranks).unwrap();
             assert!(error.contains(said), "{error}");
+        }
+    }
+
+    #[test]
+    fn gradients_that_are_clipped_otherwise_are_found_whoever_makes_the_steps() {
+        let clipped = |norms: &[f64]| {
+            let mut steps = OptimizerSteps::default();
+            norms.iter().for_each(|norm| steps.setting(*norm));
+            steps.take()
+        };
+        compare([clipped(&[1.0, 2.0]), clipped(&[1.0, 2.0])].into_iter()).unwrap();
+        for other in [&[1.0, 3.0][..], &[1.0], &[2.0, 1.0], &[]] {
+            assert!(compare([clipped(&[1.0, 2.0]), clipped(other)].into_iter()).is_err(), "{other:?}");
         }
     }
 

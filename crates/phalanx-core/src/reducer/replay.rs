@@ -3,6 +3,7 @@
 use super::bucket::Bucket;
 use super::{Reducer, buckets};
 use crate::error::{Error, Result};
+use crate::group::Binding;
 use phalanx_proto::reducer::state::LOST_REMEDY;
 
 impl Reducer {
@@ -56,7 +57,7 @@ impl Reducer {
     /// As [`finish`](Self::finish); and if gradients are not [kept](Self::keep_gradients), or no step has come to its end.
     pub fn replay(&mut self) -> Result<()> {
         let launched = self.state.replay((self.group.rank(), self.group.world_size()))?;
-        self.trace = self.group.trace();
+        (self.trace, self.binding) = (self.group.trace(), Binding::of(&*self.group));
         self.timer.stop();
         self.restore(launched).and_then(|()| self.send_weight()).map_err(|error| self.abort(error))?;
         self.finish()
@@ -73,7 +74,7 @@ impl Reducer {
     pub fn regrouped(&mut self) -> Result<()> {
         self.check_regroupable("regrouped")?;
         self.state.regrouped((self.group.rank(), self.group.world_size()))?;
-        self.trace = self.group.trace();
+        (self.trace, self.binding) = (self.group.trace(), Binding::of(&*self.group));
         self.timer.stop();
         self.stale = true;
         Ok(())

@@ -2,6 +2,9 @@
 //!
 //! The ranks exchange their times every [`WINDOW`] steps, in one small collective, with what their [optimizers](super::optimizer_steps) have done in
 //! these. No rank waits for it: the result is read after a later step, whose buckets come after it in the work queue.
+//!
+//! What optimizers have done is exchanged once more, after their first step: a program may make a reducer for each epoch, or end each with an uneven
+//! `join`, after which the ranks count anew, and no epoch may have a whole window.
 
 use std::time::{Duration, Instant};
 
@@ -15,6 +18,8 @@ use crate::notice::warn;
 use crate::rank::Rank;
 use crate::world_size::WorldSize;
 
+/// The step in which the ranks tell of their optimizers for the first time: these have made one step since the first averages.
+const FIRST: usize = 2;
 /// How many numbers a rank tells: its times, and those of its optimizer.
 const NUMBERS: usize = 2 + optimizer_steps::NUMBERS;
 /// A rank is slow if its own time is at least [`SLOW`] times the median of all ranks and [`MIN_DELAY`] more, and if another rank waits
@@ -45,6 +50,8 @@ pub(super) struct StepTimer {
     waited: Duration,
     /// The steps of this window; all ranks have the same.
     steps: usize,
+    /// Whether the ranks have told of their optimizers since they began to count.
+    has_told: bool,
     own: Vec<Duration>,
     wait: Vec<Duration>,
     optimizer: OptimizerSteps,
@@ -101,40 +108,50 @@ impl StepTimer {
             self.own.push(backward_end.saturating_duration_since(last).saturating_sub(waited));
             self.wait.push(end.saturating_duration_since(backward_end).saturating_add(waited));
         }
-        let is_here = self.exchange.as_ref().is_some_and(Work::is_completed);
-        let compared = if is_here { self.receive(group, end) } else { Ok(()) };
+        let compared = self.receive(group, end);
         self.steps += 1;
         if self.steps == WINDOW {
-            self.tell(group);
+            let times = [&mut self.own, &mut self.wait].map(|times| median(times).as_secs_f64());
+            self.tell(group, times);
+            self.steps = 0;
+            self.own.clear();
+            self.wait.clear();
+        } else if self.steps == FIRST && !self.has_told {
+            self.tell(group, [0.0; 2]);
         }
         compared
     }
 
-    /// Begins to exchange the medians of this window, and what the optimizers have done in it.
-    fn tell(&mut self, group: &dyn Communicator) {
+    /// Begins to exchange these times, and what the optimizers have done since the last exchange.
+    fn tell(&mut self, group: &dyn Communicator, times: [f64; 2]) {
+        self.has_told = true;
         let mut all = vec![0.0; NUMBERS * group.world_size().count()];
         let place = NUMBERS * group.rank().index();
-        all[place] = median(&mut self.own).as_secs_f64();
-        all[place + 1] = median(&mut self.wait).as_secs_f64();
+        all[place..place + 2].copy_from_slice(&times);
         all[place + 2..place + NUMBERS].copy_from_slice(&self.optimizer.take());
         // Zeros and one number are added up. If the group has failed, the next step says so.
         let work =
             group.in_call(Caller::DdpBackward).all_reduce_async(Buffer::from_slice(&all), ReduceOp::Sum);
         self.exchange = work.ok();
-        self.steps = 0;
-        self.own.clear();
-        self.wait.clear();
     }
 
-    fn receive(&mut self, group: &dyn Communicator, now: Instant) -> Result<()> {
+    /// Reads what all ranks have told, if it has come. An error if their optimizers have differed.
+    pub(super) fn receive(&mut self, group: &dyn Communicator, now: Instant) -> Result<()> {
         // If the group has failed, the next step says so.
-        let Some(Ok(all)) = self.exchange.take().map(Work::wait) else { return Ok(()) };
+        let here = self.exchange.take_if(|exchange| exchange.is_completed());
+        let Some(Ok(all)) = here.map(Work::wait) else { return Ok(()) };
         let Ok(all) = all.as_slice::<f64>() else { return Ok(()) };
         let seconds = |seconds: f64| Duration::try_from_secs_f64(seconds).unwrap_or_default();
         let ranks = all.as_chunks::<NUMBERS>().0.iter();
         let time = |[own, wait, ..]: &[f64; NUMBERS]| StepTime { own: seconds(*own), wait: seconds(*wait) };
-        self.times = ranks.clone().map(time).collect();
-        if group.rank().is_main()
+        let times: Vec<StepTime> = ranks.clone().map(time).collect();
+        // The first exchange has none.
+        let has_times = times.iter().any(|time| *time != StepTime::default());
+        if has_times {
+            self.times = times;
+        }
+        if has_times
+            && group.rank().is_main()
             && let Some(straggler) = straggler(&self.times)
             && self.warned.is_none_or(|warned| now.saturating_duration_since(warned) >= WARNING_INTERVAL)
         {
@@ -265,7 +282,10 @@ mod tests {
         let told: Vec<StepTime> =
             [(2, 8), (10, 0), (2, 8)].map(|(own, wait)| ms(own * 1000, wait * 1000)).into();
         for (rank, (calls, seen, warned)) in ranks.into_iter().enumerate() {
-            assert_eq!(calls, 10, "a collective in each window");
+            assert_eq!(
+                calls, 11,
+                "a collective in each window, and one after the first step of the optimizers"
+            );
             assert!(seen[..WINDOW].iter().all(Vec::is_empty));
             assert!(seen[WINDOW + 1..].iter().all(|times| *times == told), "{:?}", seen.last());
             if rank == 0 {
@@ -286,17 +306,19 @@ mod tests {
             for _ in 0..5 + group.rank().index() {
                 timer.step(&*group, Instant::now(), Instant::now()).unwrap();
             }
+            assert_eq!(group.calls().len(), 1);
             timer.optimizer().step([1.0], []);
             timer.stop();
             timer.restart();
             // How much rounding may be is known as before.
             let [steps, .., highest] = timer.optimizer().take();
             assert!(steps == 1.0 && highest > 0.5);
-            for _ in 0..WINDOW {
-                assert_eq!(group.calls().len(), 0);
+            let calls = (1..=WINDOW).map(|_| {
                 timer.step(&*group, Instant::now(), Instant::now()).unwrap();
-            }
-            assert_eq!(group.calls().len(), 1);
+                group.calls().len()
+            });
+            let expected = |step: usize| 1 + usize::from(step >= FIRST) + usize::from(step == WINDOW);
+            assert_eq!(calls.collect::<Vec<_>>(), (1..=WINDOW).map(expected).collect::<Vec<_>>());
         });
     }
 }

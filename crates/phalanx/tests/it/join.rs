@@ -170,6 +170,30 @@ fn early_termination_is_an_error_on_every_rank_that_ends_nothing_else() {
 }
 
 #[test]
+fn other_options_on_one_rank_are_an_error_on_every_rank() {
+    let [mut unlike, mut throws] = [JoinOptions::default(); 2];
+    unlike.divide_by_initial_world_size = false;
+    throws.throw_on_early_termination = true;
+    // Where one rank has no data at all, it hears of the options of the others.
+    for (other, batches) in [(unlike, 2), (throws, 2), (unlike, 0), (throws, 0)] {
+        let errors = run(2, Fabric::InProcess, |group| {
+            let group = JoinGroup::new(group);
+            let is_main = group.rank().is_main();
+            let options = if is_main { JoinOptions::default() } else { other };
+            let joined = group.join(options, || {
+                for _ in 0..if is_main { 2 } else { batches } {
+                    group.step()?;
+                    combine(&group, 1i64, ReduceOp::Sum)?;
+                }
+                Ok(())
+            });
+            joined.map(|joined| joined.value).unwrap_err().to_string()
+        });
+        assert!(errors.iter().all(|error| error.contains("with different options")), "{errors:?}");
+    }
+}
+
+#[test]
 fn a_failure_of_one_rank_s_body_reaches_all() {
     let errors = run(3, Fabric::SharedMemory, |group| {
         let group = JoinGroup::new(group);

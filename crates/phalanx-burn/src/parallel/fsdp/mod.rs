@@ -126,8 +126,8 @@ pub struct Fsdp<M> {
     parameters: Arc<HashMap<usize, usize>>,
     /// The weights of the passes since the last step.
     accumulated: StepWeight,
-    /// Whether the optimizer of the first step has been found to treat each element by itself, and to be that of all ranks.
-    is_compared: bool,
+    /// Whether the optimizer is that of all ranks.
+    optimizers: alike::Watch,
     /// The learning rates of the steps that the ranks have not compared yet.
     steps: OptimizerSteps,
 }
@@ -191,8 +191,8 @@ impl<M: Module> Fsdp<M> {
         }
         let parameters = Arc::new(parameters);
         let (exchanges, accumulated) = (exchanges.clone(), StepWeight::Nothing);
-        let (is_compared, steps) = (false, OptimizerSteps::default());
-        Ok(Self { ddp, exchanges, units: numbers, order, parameters, accumulated, is_compared, steps })
+        let (optimizers, steps) = (alike::Watch::default(), OptimizerSteps::default());
+        Ok(Self { ddp, exchanges, units: numbers, order, parameters, accumulated, optimizers, steps })
     }
 
     /// Runs `pass` on the model, so that a [`backward`](Self::backward) of its result computes gradients.
@@ -376,8 +376,8 @@ impl<M: Module> Fsdp<M> {
     /// If an element is infinite or not a number, so is the norm, on every rank alike; the gradients are then left alone.
     ///
     /// # Errors
-    /// If `max_norm` is not a positive number; and, which ends the groups, if the gradients are those of another model, one cannot be read from its
-    /// device, or the exchange fails.
+    /// If `max_norm` is not a positive number; and, which ends the groups, if it is another one on another rank, the gradients are those of another model,
+    /// one cannot be read from its device, or the exchange fails.
     #[doc(alias = "clip_grad_norm_")]
     pub fn clip_grad_norm(&self, gradients: &mut GradientsParams, max_norm: f64) -> Result<f64> {
         adapter::check_max_norm(max_norm)?;
@@ -385,19 +385,29 @@ impl<M: Module> Fsdp<M> {
         // The others wait for this rank's number.
         let squares = squares.inspect_err(|error| self.exchanges.fail(error.clone()))?;
         let own: f64 = squares.iter().map(|(_, squares)| squares).sum();
-        let mut all = vec![0.0; self.exchanges.ranks()];
-        self.exchanges.group.all_gather(&[own], &mut all)?;
+        let mut all = vec![0.0; 2 * self.exchanges.ranks()];
+        self.exchanges.group.all_gather(&[own, max_norm], &mut all)?;
+        let (all, _) = all.as_chunks::<2>();
+        if let Some((rank, [_, other])) = all.iter().enumerate().find(|(_, [_, other])| *other != all[0][1]) {
+            let error = Error::mismatch(format!(
+                "Fsdp::clip_grad_norm: rank 0 clips to the norm {}, and rank {rank} to {other}",
+                all[0][1]
+            ))
+            .with_remedy("give every rank the same max_norm");
+            self.exchanges.fail(error.clone());
+            return Err(error);
+        }
         // Added in the order of ranks, in the group of every replica alike.
-        Ok(clip::scale(self.model(), gradients, max_norm, all.into_iter()))
+        Ok(clip::scale(self.model(), gradients, max_norm, all.iter().map(|[squares, _]| *squares)))
     }
 
     /// Lets `optimizer` change this rank's shards by `gradients` from [`backward`](Self::backward). It communicates nothing but in the first step, in
-    /// which the ranks compare their optimizers, and after every 32 steps, when they compare the learning rates of these.
+    /// which the ranks compare their optimizers, and every 32 steps, when they compare them again, and the learning rates of these steps.
     ///
     /// # Errors
-    /// If an exchange has failed, or the gradients are those of another model. In the first step, and on every rank, if there are several shards
+    /// If an exchange has failed, or the gradients are those of another model. In the first step and every 32 steps, and on every rank, if there are several shards
     /// and the optimizer does not treat each element by itself, as LAMB and Burn's clipping by norm do not; or if the optimizers do not do the
-    /// same to parameters: if they are of several kinds, or their betas, decay or momentum differ. After 32 steps, if learning rates differ. Each of
+    /// same to parameters: if they are of several kinds, or their betas, decay or momentum differ. Every 32 steps, too, if learning rates differ. Each of
     /// these ends the groups.
     pub fn step(
         &mut self,
@@ -417,18 +427,20 @@ impl<M: Module> Fsdp<M> {
         learning_rate: impl Into<ModuleLearningRate>,
         gradients: impl Synced,
     ) -> Result<()> {
-        if !self.is_compared {
-            let pieces = (self.model(), self.ddp.parameters());
-            // The piece of a single rank is the whole parameter.
-            if self.exchanges.ranks() > 1 {
-                check_elementwise(optimizer, pieces, &HashMap::new(), "Fsdp::clip_grad_norm")?;
-            }
-            // Replicas compare in the step of their Ddp.
-            alike::check(optimizer, pieces, &self.exchanges.group)?;
-            self.is_compared = true;
+        let rates: ModuleLearningRate = learning_rate.into();
+        let pieces = (self.ddp.model(), self.ddp.parameters());
+        let is_first = !self.optimizers.is_compared();
+        // The piece of a single rank is the whole parameter.
+        if self.exchanges.ranks() > 1 && (is_first || self.optimizers.is_due()) {
+            check_elementwise(optimizer, pieces, &HashMap::new(), "Fsdp::clip_grad_norm")?;
+        }
+        // Replicas compare in the step of their Ddp.
+        if is_first {
+            self.optimizers.compare(optimizer, pieces, Some(&rates), &self.exchanges.group)?;
+        } else {
+            self.optimizers.step(optimizer, pieces, &self.exchanges.group)?;
         }
         let began = Instant::now();
-        let rates: ModuleLearningRate = learning_rate.into();
         self.ddp.step(optimizer, rates.clone(), gradients)?;
         self.exchanges.record(Track::Optimizer, "optimizer", began);
         self.steps.step(crate::lr::of_each(&rates, self.ddp.parameters()), []);

@@ -19,9 +19,10 @@ impl LoadedHook {
     /// Registers `hook`, which continues from the loaded state. All ranks call it together.
     ///
     /// # Errors
-    /// As [`Reducer::register_hook`] and [`Reducer::load_hook_state`], and if a checkpoint was loaded that has no state for this hook.
+    /// As [`Reducer::register_hook`] and [`Reducer::load_hook_state`], and if a checkpoint was loaded that has no state for this hook. On every rank, if
+    /// the loaded states differ.
     pub fn register(&mut self, reducer: &mut Reducer, hook: Box<dyn CommHook>) -> Result<()> {
-        reducer.register_hook(hook)?;
+        reducer.register_hook_from(hook, self.state.as_ref())?;
         let Self { state, is_absent } = std::mem::take(self);
         match state {
             Some(state) => reducer.load_hook_state(state).map_err(with_remedy),

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::hash::fnv1a;
 
 /// What a [hook](super::CommHook) keeps from step to step: numbers, and tensors for parameters. It is empty for a hook that keeps
 /// nothing that later averages depend on.
@@ -110,6 +111,19 @@ impl HookState {
         self.tensors = left;
         let taken: Vec<HookTensor> = taken;
         taken.into_iter().map(|tensor| (tensor.parameter, tensor.elements)).collect()
+    }
+
+    /// What ranks compare of it: all that they have in common.
+    pub(crate) fn digest(&self) -> String {
+        if self.is_empty() {
+            return "nothing".to_owned();
+        }
+        let common = || self.tensors.iter().filter(|tensor| !tensor.is_own);
+        let bytes = common().flat_map(|HookTensor { field, parameter, elements, .. }| {
+            let elements = elements.iter().flat_map(|element| element.to_bits().to_le_bytes());
+            field.bytes().chain((*parameter as u64).to_le_bytes()).chain(elements)
+        });
+        format!("{:?} and {} tensors with the hash {:016x}", self.numbers, common().count(), fnv1a(bytes))
     }
 
     /// The state without what each rank has of its own.

@@ -1,6 +1,8 @@
 //! Models and calls that are refused, and averages that fail or are lost.
 
 use super::*;
+use crate::group::ProcessGroup;
+use crate::testing;
 
 #[test]
 fn a_model_without_trainable_parameter_or_with_integers_is_refused() {
@@ -67,26 +69,113 @@ fn a_failed_averaging_reaches_finish_and_stays() {
 }
 
 #[test]
-fn optimizers_that_differ_end_the_reducers_after_a_window_of_steps() {
-    for differs in [false, true] {
+fn optimizers_that_differ_end_the_reducers_in_the_third_step_or_after_a_window() {
+    for (differs_from, found_in) in [(None, None), (Some(0), Some(2)), (Some(1), Some(32))] {
         let errors = run(2, |group| {
             let rank = group.rank();
             let mut reducer = Reducer::new(group.clone(), parameters(&[4]), buckets_of(4)).unwrap();
             for step in 0..70 {
                 if let Err(error) = one_step(&mut reducer, rank, step, &[0]) {
-                    assert!(step >= 32 && reducer.check().is_err() && group.failure().is_some());
+                    assert_eq!(Some(step), found_in);
+                    assert!(reducer.check().is_err() && group.failure().is_some());
                     return Some(error.to_string());
                 }
-                let decay = if differs && !rank.is_main() { 0.0 } else { 0.01 };
-                reducer.stepped([0.1], [0.9, decay]);
+                let differs = differs_from.is_some_and(|from| step >= from) && !rank.is_main();
+                reducer.stepped([0.1], [0.9, if differs { 0.0 } else { 0.01 }]);
             }
             None
         });
         let said = "the optimizer of rank 1 has other settings than that of rank 0";
         for error in errors {
-            assert_eq!(error.is_some(), differs, "{error:?}");
+            assert_eq!(error.is_some(), differs_from.is_some(), "{error:?}");
             assert!(error.is_none_or(|error| error.contains(said)));
         }
+    }
+}
+
+#[test]
+fn optimizers_that_differ_are_found_although_no_epoch_has_a_window_of_steps() {
+    // A reducer for each epoch, and one that ends each as an uneven `join` does.
+    for is_new in [true, false] {
+        let errors = run(2, |group| {
+            let new = || Reducer::new(group.clone(), parameters(&[4]), buckets_of(4)).unwrap();
+            let mut reducer = new();
+            for epoch in 0..2 {
+                for step in 0..3 {
+                    one_step(&mut reducer, group.rank(), step, &[0]).map_err(|error| error.to_string())?;
+                    let is_other = epoch == 1 && !group.rank().is_main();
+                    reducer.stepped([if is_other { 0.2 } else { 0.1 }], []);
+                }
+                match is_new {
+                    true => reducer = new(),
+                    false => reducer.adopt(Rank::MAIN).map_err(|error| error.to_string())?,
+                }
+            }
+            Ok::<(), String>(())
+        });
+        for error in errors {
+            let error = error.unwrap_err();
+            assert!(error.contains("was 0.1 on rank 0, and 0.2 on rank 1"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn optimizers_that_differ_in_a_join_of_two_steps_are_found_when_it_ends() {
+    let errors = run(2, |group| {
+        let mut reducer = Reducer::new(group.clone(), parameters(&[4]), buckets_of(4)).unwrap();
+        for step in 0..2 {
+            one_step(&mut reducer, group.rank(), step, &[0]).unwrap();
+            reducer.stepped([if group.rank().is_main() { 0.1 } else { 0.2 }], []);
+        }
+        reducer.adopt(Rank::MAIN).unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.contains("was 0.1 on rank 0, and 0.2 on rank 1"), "{error}");
+    }
+}
+
+#[test]
+fn a_handle_that_leads_to_another_group_by_now_is_refused_unless_the_reducer_is_told() {
+    testing::run(2, testing::Fabric::InProcess, |group| {
+        for is_told in [false, true] {
+            let handle = GroupHandle::new(group.clone());
+            let mut reducer =
+                Reducer::new(Arc::new(handle.clone()), parameters(&[4]), buckets_of(4)).unwrap();
+            one_step(&mut reducer, group.rank(), 0, &[0]).unwrap();
+            // The same group in another call.
+            handle.rebind(group.in_call(Caller::DdpForward));
+            one_step(&mut reducer, group.rank(), 1, &[0]).unwrap();
+            handle.rebind(ProcessGroup::alone().unwrap());
+            if is_told {
+                reducer.regrouped().unwrap();
+                one_step(&mut reducer, group.rank(), 2, &[0]).unwrap();
+            } else {
+                let errors = [reducer.check_joined().unwrap_err(), reducer.start().unwrap_err()];
+                assert!(
+                    errors.iter().all(|error| error.to_string().contains("leads to another one")),
+                    "{errors:?}"
+                );
+            }
+        }
+    });
+}
+
+#[test]
+fn a_hook_that_would_go_on_from_another_state_on_one_rank_is_refused_on_every_rank() {
+    let errors = testing::run(2, testing::Fabric::InProcess, |group| {
+        let mut reducer = Reducer::new(Arc::new(group.clone()), parameters(&[4]), buckets_of(4)).unwrap();
+        let hook = hooks::PowerSgd::new(hooks::PowerSgdOptions::default()).unwrap();
+        let mut loaded = hooks::LoadedHook::default();
+        if group.rank().is_main() {
+            let state = HookState::default().number("step", 7).of(hook.describe());
+            loaded.load(None::<&HookedReducer<()>>, Some(state)).unwrap();
+        }
+        loaded.register(&mut reducer, Box::new(hook)).unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.contains("loaded state of the communication hook"), "{error}");
+        assert!(error.contains("nothing on rank 1"), "{error}");
     }
 }
 

@@ -333,6 +333,39 @@ fn optimizers_that_take_a_norm_are_refused() {
 }
 
 #[test]
+fn another_norm_on_one_rank_is_an_error_on_every_rank() {
+    let outcomes = run(2, |group| {
+        let sharding = ShardingGroup::new(&group)?;
+        let mut fsdp = Fsdp::new(Layers::new(&[4, 4, 4], &sharding)?, &sharding)?;
+        let x = Tensor::<2>::ones([2, 4], &device());
+        let loss = fsdp.forward(|model| model.forward(x).mean())?;
+        let mut gradients = fsdp.backward(&loss)?;
+        fsdp.clip_grad_norm(&mut gradients, if group.rank().is_main() { 1.0 } else { 2.0 })
+    });
+    all_say(&errors(outcomes), "rank 0 clips to the norm 1, and rank 1 to 2");
+}
+
+#[test]
+fn an_optimizer_that_takes_a_norm_is_refused_also_in_place_of_another() {
+    let outcomes = run(2, |group| {
+        let sharding = ShardingGroup::new(&group)?;
+        let mut fsdp = Fsdp::new(Layers::new(&[4, 4, 4], &sharding)?, &sharding)?;
+        let mut optimizer = SgdConfig::new().init();
+        for step in 0..40 {
+            if step == 5 {
+                optimizer = LambConfig::new().init();
+            }
+            let x = Tensor::<2>::ones([2, 4], &device());
+            let loss = fsdp.forward(|model| model.forward(x).mean())?;
+            let gradients = fsdp.backward(&loss)?;
+            fsdp.step(&mut optimizer, 0.01, gradients)?;
+        }
+        Ok::<(), Error>(())
+    });
+    all_say(&errors(outcomes), "of `layers.0.shard.0`, of which each rank has a piece");
+}
+
+#[test]
 fn an_optimizer_that_cannot_be_asked_is_refused_unless_pieces_are_whole() {
     let outcomes = run(2, |group| stepped(&group, projecting()));
     all_say(

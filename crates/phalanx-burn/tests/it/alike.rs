@@ -1,0 +1,155 @@
+//! What ranks compare of their optimizers.
+
+use burn::optim::SgdConfig;
+use burn::optim::momentum::MomentumConfig;
+use phalanx::ProcessGroup;
+use phalanx_burn::Ddp;
+
+use crate::common::{Mlp, floats, run, samples};
+
+#[test]
+fn other_learning_rates_on_one_rank_are_an_error_on_every_rank() {
+    for (rate, said) in [(0.01, None), (0.02, Some("was 0.01 on rank 0, and 0.02 on rank 1"))] {
+        let errors = run(2, |group| {
+            let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
+            let mut optimizer = SgdConfig::new().init();
+            let mut step = || {
+                let loss = ddp.forward(|model| model.loss(samples(0, 4)))?;
+                let gradients = ddp.backward(&loss)?;
+                ddp.step(&mut optimizer, if group.rank().is_main() { 0.01 } else { rate }, gradients)
+            };
+            (0..70).find_map(|_| step().err()).map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), said.is_some(), "{error:?}");
+            assert!(error.iter().zip(said).all(|(error, said)| error.contains(said)), "{error:?}");
+        }
+    }
+}
+
+#[test]
+fn other_learning_rates_are_found_where_each_step_has_a_ddp_of_its_own() {
+    run(2, |group| {
+        let mut model = Mlp::new(&[8, 3]);
+        for epoch in 0..4 {
+            let mut ddp = Ddp::new(model, &group).unwrap();
+            let mut optimizer = SgdConfig::new().init();
+            let mut step = |rate: f64| {
+                let loss = ddp.forward(|model| model.loss(samples(0, 4))).unwrap();
+                let gradients = ddp.backward(&loss).unwrap();
+                ddp.step(&mut optimizer, rate, gradients)
+            };
+            if epoch == 2 {
+                let error = step(if group.rank().is_main() { 1e-5 } else { 2e-5 }).unwrap_err();
+                let said = "the first one was 0.00001 on rank 0, and 0.00002 on rank 1";
+                assert!(error.is_mismatch() && error.to_string().contains(said), "{error}");
+            }
+            // The error ends nothing.
+            step(1e-5).unwrap();
+            assert!(ddp.replicas_identical().unwrap());
+            model = ddp.into_model();
+        }
+    });
+}
+
+#[test]
+fn gradients_that_one_rank_clips_to_another_norm_are_an_error_on_every_rank() {
+    for (other, expected) in [(1e-4, false), (2e-4, true)] {
+        let errors = run(2, |group| {
+            let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
+            let mut optimizer = SgdConfig::new().init();
+            let max_norm = if group.rank().is_main() { 1e-4 } else { other };
+            let mut step = || {
+                let loss = ddp.forward(|model| model.loss(samples(0, 4)))?;
+                let mut gradients = ddp.backward(&loss)?;
+                assert!(ddp.clip_grad_norm(&mut gradients, max_norm)? > 2e-4);
+                ddp.step(&mut optimizer, 0.01, gradients)
+            };
+            (0..70).find_map(|_| step().err()).map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), expected, "{error:?}");
+            assert!(error.is_none_or(|error| error.contains("clips gradients otherwise")));
+        }
+    }
+}
+
+#[test]
+fn ranks_whose_optimizers_differ_are_refused_in_the_first_step_and_may_go_on_with_the_same() {
+    let sgd =
+        |decay: f64| SgdConfig::new().with_momentum(Some(MomentumConfig::new().with_momentum(decay))).init();
+    let gradients = |ddp: &mut Ddp<Mlp>| {
+        let loss = ddp.forward(|model| model.loss(samples(0, 4))).unwrap();
+        ddp.backward(&loss).unwrap()
+    };
+    run(3, |group| {
+        let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
+        let before = floats(ddp.model());
+        let mut own = sgd(if group.rank().index() == 2 { 0.8 } else { 0.9 });
+        let averages = gradients(&mut ddp);
+        let error = ddp.step(&mut own, 0.1, averages).unwrap_err();
+        assert!(error.is_mismatch() && error.to_string().contains("the optimizer of rank 2"), "{error}");
+        assert_eq!(floats(ddp.model()), before);
+        let mut same = sgd(0.9);
+        for _ in 0..2 {
+            let averages = gradients(&mut ddp);
+            ddp.step(&mut same, 0.1, averages).unwrap();
+        }
+        assert!(ddp.replicas_identical().unwrap());
+    });
+}
+
+#[test]
+fn an_optimizer_that_one_rank_alone_has_exchanged_is_an_error_on_every_rank() {
+    let sgd =
+        |decay: f64| SgdConfig::new().with_momentum(Some(MomentumConfig::new().with_momentum(decay))).init();
+    for exchanged in [&[][..], &[0, 1, 2], &[2]] {
+        let errors = run(3, |group| {
+            let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
+            let mut optimizer = sgd(0.9);
+            let mut step = |number| {
+                if number == 5 && exchanged.contains(&group.rank().index()) {
+                    optimizer = sgd(0.8);
+                }
+                let loss = ddp.forward(|model| model.loss(samples(0, 4)))?;
+                let gradients = ddp.backward(&loss)?;
+                ddp.step(&mut optimizer, 0.01, gradients)
+            };
+            (0..70).find_map(|number| step(number).err()).map(|error| error.to_string())
+        });
+        let said = "the optimizer of rank 2 changes parameters otherwise than that of rank 0";
+        for error in errors {
+            assert_eq!(error.is_some(), exchanged == [2], "{error:?}");
+            assert!(error.is_none_or(|error| error.contains(said)));
+        }
+    }
+}
+
+#[test]
+fn an_optimizer_that_has_a_state_on_one_rank_alone_is_refused_in_the_first_step() {
+    let start = Mlp::new(&[8, 3]);
+    // One without momentum has taken steps, and keeps nothing of them.
+    for momentum in [Some(MomentumConfig::new()), None] {
+        run(2, |group| {
+            let mut optimizer = SgdConfig::new().with_momentum(momentum.clone()).init();
+            let mut steps = |group: &ProcessGroup| {
+                let mut ddp = Ddp::new(start.clone(), group).unwrap();
+                let loss = ddp.forward(|model| model.loss(samples(0, 4))).unwrap();
+                let gradients = ddp.backward(&loss).unwrap();
+                ddp.step(&mut optimizer, 0.1, gradients)
+            };
+            if group.rank().is_main() {
+                steps(&ProcessGroup::alone().unwrap()).unwrap();
+            }
+            let Some(error) = steps(&group).err() else {
+                assert!(momentum.is_none());
+                return;
+            };
+            let said = error.to_string();
+            assert!(
+                momentum.is_some() && error.is_mismatch() && said.contains("have different states"),
+                "{said}"
+            );
+        });
+    }
+}

@@ -1,0 +1,174 @@
+//! What ranks compare of their optimizers.
+
+use super::*;
+
+#[test]
+fn steps_by_gradients_of_a_plain_backward_are_not_compared() {
+    run(2, |group| {
+        let mut training = Training::new(Rule::sgd(0.9)).with_group(&group);
+        for step in 0..70 {
+            training.train(step..step + 1);
+            // One rank trains on by itself, with a rate of its own.
+            if !group.rank().is_main() && step % 2 == 0 {
+                training.state.optimizer.zero_grad().unwrap();
+                training.model.loss(samples(0, 4)).backward();
+                training.state.step(0.001).unwrap();
+            }
+        }
+    });
+}
+
+#[test]
+fn steps_by_gradients_that_are_not_averaged_are_not_compared() {
+    run(2, |group| {
+        let mut training = Training::new(Rule::sgd(0.9)).with_group(&group);
+        let rank = group.rank().index();
+        for step in 0..70 {
+            training.train(step..step + 1);
+            // Each rank by itself, at a rate of its own and so often as it likes.
+            for _ in 0..=rank {
+                let loss = training.loss(step).unwrap();
+                training.state.optimizer.zero_grad().unwrap();
+                training.state.ddp.backward_no_sync(&loss).unwrap();
+                training.state.step(0.01 / (1 + rank) as f64).unwrap();
+            }
+            training.state.ddp.average_parameters().unwrap();
+        }
+        assert_eq!(training.state.steps(), 70 * (2 + rank as u64));
+    });
+}
+
+#[test]
+fn other_rules_or_learning_rates_on_one_rank_are_an_error_on_every_rank() {
+    let other = Rule::AdamW { betas: (0.9, 0.999), epsilon: 1e-8, weight_decay: 0.0 };
+    for (rate, rule, said) in [
+        (0.01, Rule::ADAMW, None),
+        (0.02, Rule::ADAMW, Some("the last one was 0.01 on rank 0, and 0.02 on rank 1")),
+        (0.01, other, Some("the optimizer of rank 1 has other settings than that of rank 0")),
+    ] {
+        let errors = run(2, |group| {
+            let mut training = Training::new(Rule::ADAMW).with_group(&group);
+            let is_main = group.rank().is_main();
+            training.state.optimizer.set_rule(if is_main { Rule::ADAMW } else { rule }).unwrap();
+            let mut step = |step: usize| {
+                let loss = training.loss(step)?;
+                training.state.optimizer.zero_grad()?;
+                training.state.ddp.backward(&loss)?;
+                training.state.step(if is_main { 0.01 } else { rate })
+            };
+            (0..70).find_map(|number| step(number).err()).map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), said.is_some(), "{error:?}");
+            assert!(error.iter().zip(said).all(|(error, said)| error.contains(said)), "{error:?}");
+        }
+    }
+}
+
+#[test]
+fn gradients_that_one_rank_clips_to_another_norm_are_an_error_on_every_rank() {
+    for (other, expected) in [(1e-4, false), (2e-4, true)] {
+        let errors = run(2, |group| {
+            let mut training = Training::new(Rule::sgd(0.0)).with_group(&group);
+            let max_norm = if group.rank().is_main() { 1e-4 } else { other };
+            let mut step = |number: usize| {
+                let loss = training.loss(number)?;
+                training.state.optimizer.zero_grad()?;
+                training.state.ddp.backward(&loss)?;
+                assert!(training.state.ddp.clip_grad_norm(max_norm)? > 2e-4);
+                training.state.step(0.01)
+            };
+            (0..70).find_map(|number| step(number).err()).map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), expected, "{error:?}");
+            assert!(error.is_none_or(|error| error.contains("clips gradients otherwise")));
+        }
+    }
+}
+
+#[test]
+fn an_optimizer_that_one_rank_alone_makes_anew_is_an_error_on_every_rank() {
+    // Plain SGD keeps nothing that a new one would lack.
+    for (rule, expected) in [(Rule::ADAMW, true), (Rule::sgd(0.9), true), (Rule::sgd(0.0), false)] {
+        let errors = run(2, |group| {
+            let mut training = Training::new(rule).with_group(&group);
+            let mut step = |number: usize| {
+                if number == 5 && !group.rank().is_main() {
+                    training.state.optimizer = Optimizer::new(&training.model.store, rule).unwrap();
+                }
+                let loss = training.loss(number)?;
+                training.state.optimizer.zero_grad()?;
+                training.state.ddp.backward(&loss)?;
+                training.state.step(0.01)
+            };
+            (0..70).find_map(|number| step(number).err()).map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), expected, "{error:?}");
+            let said = "the optimizer of rank 1 has other settings than that of rank 0";
+            assert!(error.is_none_or(|error| error.contains(said)));
+        }
+    }
+}
+
+#[test]
+fn a_state_that_one_rank_alone_loads_is_an_error_on_every_rank() {
+    for alone in [false, true] {
+        let folder = tempfile::tempdir().unwrap();
+        let errors = run(2, |group| {
+            let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+            let mut training = Training::new(Rule::ADAMW).with_group(&group);
+            training.train(0..2);
+            training.state.checkpoint(&checkpoints).unwrap();
+            checkpoints.finish().unwrap();
+            training.train(2..3);
+            let newest = checkpoints.newest().unwrap().unwrap();
+            if !alone || !group.rank().is_main() {
+                training.state.load_from(&newest).unwrap();
+            }
+            let mut step = |number| {
+                let loss = training.loss(number)?;
+                training.state.optimizer.zero_grad()?;
+                training.state.ddp.backward(&loss)?;
+                training.state.step(0.01)
+            };
+            (0..70).find_map(|number| step(number).err()).map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), alone, "{error:?}");
+            assert!(error.is_none_or(|error| error.contains("one rank alone has loaded a state")));
+        }
+    }
+}
+
+#[test]
+fn ranks_whose_rules_differ_are_refused_with_both() {
+    let errors = run(3, |group| {
+        let momentum = if group.rank().index() == 2 { 0.8 } else { 0.9 };
+        plain(Rule::sgd(momentum), &group).map(drop).unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(
+            error.contains("momentum: 0.9") && error.contains("rank 2 is Sgd { momentum: 0.8"),
+            "{error}"
+        );
+    }
+}
+
+/// What one rank alone does not train would drift apart.
+#[test]
+fn ranks_whose_optimizers_have_other_parameters_are_refused() {
+    let errors = run(2, |group| {
+        let model = Mlp::new(&WIDTHS);
+        let bias = model.layers[0].bs.as_ref().unwrap();
+        drop(bias.set_requires_grad(group.rank().is_main()));
+        let optimizer = Optimizer::new(&model.store, Rule::ADAMW).unwrap();
+        drop(bias.set_requires_grad(true));
+        let state = TrainState::new(&model.store, optimizer, ()).unwrap();
+        state.with_group(&group).map(drop).unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.contains("`0.bias`") && error.contains("on rank 1"), "{error}");
+    }
+}
