@@ -50,7 +50,7 @@ impl Spare {
         Some(copy)
     }
 
-    /// Keeps the memory of a payload that is not needed any more, for a while.
+    /// Keeps the memory of a payload that is not needed any more, until newer memory takes its place.
     pub(super) fn give(&self, payload: Buffer) {
         if !(LEAST..=MOST_BYTES).contains(&payload.capacity()) {
             return;
