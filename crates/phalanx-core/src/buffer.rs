@@ -28,6 +28,14 @@ impl AlignedBytes {
         Self { lines: vec![Line::zeroed(); len.div_ceil(64)], len }
     }
 
+    /// As [`zeroed`](Self::zeroed); None if there is no memory for it.
+    fn try_zeroed(len: usize) -> Option<Self> {
+        let (mut lines, count) = (Vec::new(), len.div_ceil(64));
+        lines.try_reserve_exact(count).ok()?;
+        lines.resize(count, Line::zeroed());
+        Some(Self { lines, len })
+    }
+
     /// The bytes that its memory can hold.
     fn capacity(&self) -> usize {
         self.lines.len() * size_of::<Line>()
@@ -93,6 +101,14 @@ impl Buffer {
         // If it wrapped around, a short buffer would be taken for a long one.
         let bytes = AlignedBytes::zeroed(elements.saturating_mul(dtype.size()));
         Self { storage: Storage::Unregistered(bytes), dtype }
+    }
+
+    /// As [`zeroed`](Self::zeroed); None if there is no memory for so many. For lengths that a peer announces, where several threads ask at the same
+    /// time: what [`has_room`] has seen may be another thread's by now.
+    #[doc(hidden)]
+    pub fn try_zeroed(dtype: DType, elements: usize) -> Option<Self> {
+        let bytes = AlignedBytes::try_zeroed(elements.saturating_mul(dtype.size()))?;
+        Some(Self { storage: Storage::Unregistered(bytes), dtype })
     }
 
     /// A copy of `elements`.
@@ -343,6 +359,16 @@ mod tests {
         let parts = buffer.split([0..4, 4..12]);
         assert_eq!(bytemuck::cast_slice::<u8, f32>(parts[1].as_bytes()), [2.5, 4.5]);
         drop((parts, keeper));
+    }
+
+    #[test]
+    fn a_buffer_for_which_there_is_no_memory_is_none() {
+        let buffer = Buffer::try_zeroed(DType::F64, 9).unwrap();
+        assert_eq!(buffer.as_slice::<f64>().unwrap(), [0.0; 9]);
+        // More than processors can address, and more than a `usize` counts.
+        for elements in [1 << 58, usize::MAX / 8 + 2] {
+            assert!(black_box(Buffer::try_zeroed(DType::F64, elements)).is_none());
+        }
     }
 
     #[test]

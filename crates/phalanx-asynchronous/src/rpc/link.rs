@@ -356,11 +356,12 @@ impl Link {
             None => format!("the connection with rank {} failed: {cause}", self.peer),
         };
         let explained = Error::new(error.kind(), cause).with_peer(self.peer);
-        // Its remedies have the ranks' numbers in the group of two.
-        match error.kind() {
-            ErrorKind::PeerFailed => {
+        // Its remedies have the ranks' numbers in the group of two, but for that of memory.
+        match (error.kind(), error.remedy()) {
+            (ErrorKind::PeerFailed, _) => {
                 explained.with_remedy(format!("see rank {}'s own output for its reason", self.peer))
             }
+            (ErrorKind::OutOfMemory, Some(remedy)) => explained.with_remedy(remedy),
             _ => explained,
         }
     }

@@ -128,7 +128,8 @@ pub struct RpcBuilder {
 /// ```
 ///
 /// Calls have connections of their own, as secret and authenticated as the group's, and do not meet its collectives or
-/// messages. Each pair of ranks costs both of them four threads and three open files. A rank that dies ends the calls
+/// messages. Each pair of ranks costs both of them four threads and three open files. Each rank keeps up to 64 MiB of the memory of
+/// arguments and results that have been read, for the next ones. A rank that dies ends the calls
 /// with it at once, with an error that names it; all other ranks can continue calling each other.
 ///
 /// Clones are handles to the same calls. When the last is dropped, calls that have not been answered end with an error

@@ -27,8 +27,9 @@ thread_local! {
 
 /// Bytes that remote calls carry without copies of them: as arguments, as results, or as parts of these.
 ///
-/// A `Vec<u8>` is written number by number, as any other list. Clones share the bytes. Bytes that have come from another rank are a part
-/// of what was received; that memory is freed with the last clone.
+/// A `Vec<u8>` is written number by number, as any other list. Clones share the bytes. Bytes that have come from another rank are in the
+/// memory into which the whole call was received; that is free again with the last clone. Bytes of less than 32 KiB are copied, and so are
+/// those that are less than half of the call with which they come, and what a rank sends to itself.
 ///
 /// ```
 /// use phalanx::ProcessGroup;

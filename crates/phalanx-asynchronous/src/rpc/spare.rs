@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 
 use parking_lot::Mutex;
 
-use crate::buffer::{Buffer, has_room};
+use crate::buffer::Buffer;
 use crate::dtype::DType;
 
 /// Shorter payloads cost little in new memory.
@@ -34,11 +34,8 @@ impl Spare {
             if let Some(buffer) = found {
                 return Some(buffer.reused(length));
             }
-            if !has_room(length) {
-                return None;
-            }
         }
-        Some(Buffer::zeroed(DType::U8, length))
+        Buffer::try_zeroed(DType::U8, length)
     }
 
     /// A copy of these parts, one after the other; None if there is no memory for it.
@@ -53,7 +50,7 @@ impl Spare {
         Some(copy)
     }
 
-    /// Keeps the memory of a payload that is not needed any more, for a while.
+    /// Keeps the memory of a payload that is not needed any more, until newer memory takes its place.
     pub(super) fn give(&self, payload: Buffer) {
         if !(LEAST..=MOST_BYTES).contains(&payload.capacity()) {
             return;
@@ -80,6 +77,8 @@ impl Spare {
 
 #[cfg(test)]
 mod tests {
+    use std::hint::black_box;
+
     use super::*;
 
     #[test]
@@ -99,6 +98,11 @@ mod tests {
         let least = spare.take(1 << 18).unwrap();
         assert_ne!(address(&least), memory, "the shortest that is enough");
         assert_eq!((spare.take(10).unwrap().len(), spare.count()), (10, 1));
+    }
+
+    #[test]
+    fn memory_that_there_is_not_is_none() {
+        assert!(black_box(Spare::default().take(isize::MAX as usize / 2)).is_none());
     }
 
     #[test]

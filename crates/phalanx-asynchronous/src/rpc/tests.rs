@@ -58,6 +58,23 @@ fn who_sends_may_see_the_end_first_and_on_lost_is_called_all_the_same() {
 }
 
 #[test]
+fn what_to_do_without_memory_is_told_on_both_sides() {
+    two(|group| {
+        let rpc = Rpc::builder().start(&group).unwrap();
+        let peer = Rank::new(1 - group.rank().get());
+        group.barrier().unwrap();
+        if group.rank().is_main() {
+            let pair = rpc.shared.link(peer).unwrap().group().unwrap();
+            pair.abort(Error::out_of_memory("no memory for it").with_remedy("send less"));
+        }
+        eventually("the calls have ended", || rpc.failure(peer).unwrap().is_some());
+        let error = rpc.failure(peer).unwrap().unwrap();
+        assert!(error.is_out_of_memory() && error.remedy() == Some("send less"), "{error}");
+        group.barrier().unwrap();
+    });
+}
+
+#[test]
 fn the_loss_of_a_rank_is_told_while_every_thread_waits_for_it() {
     two(|group| {
         let (say, said) = mpsc::channel();

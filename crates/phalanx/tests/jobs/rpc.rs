@@ -100,12 +100,16 @@ fn narrow() -> phalanx::Result<()> {
     let group = phalanx::init()?;
     let rpc = started(&group)?;
     let other = Rank::new(1 - rpc.rank().get());
+    let says_what_to_do = |error: &phalanx::Error| {
+        error.remedy().is_some_and(|remedy| remedy.contains("RpcBuilder::bytes_in_flight"))
+    };
     sums(&rpc, other)?;
     if rpc.rank().is_main() {
         let much = Bytes::from(vec![0; MUCH]);
         group.barrier()?;
         let error = rpc.call::<_, i64>(other, "add", &much).expect_err("there is no memory for it");
         assert!(error.to_string().contains("rank 1 has no memory for the"), "{error}");
+        assert!(says_what_to_do(&error), "{error}");
     } else {
         let status = std::fs::read_to_string("/proc/self/status").unwrap();
         let size = status.lines().find_map(|line| line.strip_prefix("VmSize:")).unwrap();
@@ -119,7 +123,7 @@ fn narrow() -> phalanx::Result<()> {
             std::thread::sleep(Duration::from_millis(1));
         }
         let error = rpc.failure(other)?.expect("it has failed");
-        assert!(error.is_out_of_memory(), "{error}");
+        assert!(error.is_out_of_memory() && says_what_to_do(&error), "{error}");
     }
     group.barrier()
 }

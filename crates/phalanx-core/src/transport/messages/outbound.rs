@@ -42,17 +42,31 @@ pub(crate) struct Sending {
     head: [u8; HEAD],
     /// Bytes sent, padding included.
     sent: usize,
+    place: Place,
     /// Whether the bytes that a connection has accepted have left this process.
     is_out: bool,
     /// Lets the peer copy the payload. It ends before whoever sends may use the payload's memory again.
     offer: Option<Offer>,
 }
 
+/// The part in which a payload goes on. A payload may have thousands, which are not counted again at each step.
+#[derive(Default)]
+struct Place {
+    part: usize,
+    /// How many bytes are in the parts before it.
+    before: usize,
+}
+
 impl Sending {
     pub(crate) fn new(header: Header) -> Self {
         let mut head = [0; HEAD];
         head[..HEADER].copy_from_slice(&header.encode());
-        Self { header, head, sent: 0, is_out: true, offer: None }
+        Self { header, head, sent: 0, place: Place::default(), is_out: true, offer: None }
+    }
+
+    /// Bytes of the payload.
+    fn length(&self) -> usize {
+        self.header.payload as usize
     }
 }
 
@@ -120,7 +134,7 @@ impl Outbound {
 
     /// Sends as much as possible now of a frame whose payload is these `parts`, one after the other.
     pub(crate) fn push(&mut self, frame: &mut Sending, parts: &[&[u8]]) -> Result<Step> {
-        let (before, length) = (frame.sent, length(parts));
+        let (before, length) = (frame.sent, frame.length());
         let whole = match &mut self.medium {
             Medium::Stream(stream) => {
                 push_to_stream(stream, frame, parts)?;
@@ -165,21 +179,22 @@ fn copy_parts(parts: &[&[u8]], into: &mut [u8]) {
     }
 }
 
-/// What follows the first `sent` bytes of `parts`: the rest of a part, and the part after it.
-fn following<'a>(parts: &[&'a [u8]], sent: usize) -> [&'a [u8]; 2] {
-    let mut before = sent;
-    for (index, part) in parts.iter().enumerate() {
-        if before < part.len() {
-            return [&part[before..], parts.get(index + 1).copied().unwrap_or_default()];
+/// What follows the first `sent` bytes of `parts`: the rest of a part, and the part after it. `place` is where it was when fewer were sent.
+fn following<'a>(parts: &[&'a [u8]], sent: usize, place: &mut Place) -> [&'a [u8]; 2] {
+    while let Some(part) = parts.get(place.part) {
+        if sent - place.before < part.len() {
+            let next = parts.get(place.part + 1).copied().unwrap_or_default();
+            return [&part[sent - place.before..], next];
         }
-        before -= part.len();
+        place.before += part.len();
+        place.part += 1;
     }
     [&[], &[]]
 }
 
 fn push_to_stream(stream: &Stream, frame: &mut Sending, parts: &[&[u8]]) -> Result<()> {
     let header = &frame.head[frame.sent.min(HEADER)..HEADER];
-    let [now, next] = following(parts, frame.sent.saturating_sub(HEADER));
+    let [now, next] = following(parts, frame.sent.saturating_sub(HEADER), &mut frame.place);
     let parts = [IoSlice::new(header), IoSlice::new(now), IoSlice::new(next)];
     let Some(connection) = stream.get()? else {
         stream.ask();
@@ -210,7 +225,7 @@ fn push_to_ring(
     (offers, pid): (&mut Range<usize>, u32),
 ) -> Result<()> {
     const PADDING: [u8; ALIGNMENT] = [0; ALIGNMENT];
-    let length = length(parts);
+    let length = frame.length();
     if length <= INLINE {
         copy_parts(parts, &mut frame.head[HEADER..HEADER + length]);
         frame.sent += ring.push(&frame.head[frame.sent..]).map_err(corrupt)?;
@@ -243,7 +258,7 @@ fn push_to_ring(
         frame.offer = None;
     }
     if (HEAD..end).contains(&frame.sent) {
-        let [rest, _] = following(parts, frame.sent - HEAD);
+        let [rest, _] = following(parts, frame.sent - HEAD, &mut frame.place);
         frame.sent += ring.push(&rest[..rest.len().min(chunk(length))]).map_err(corrupt)?;
     }
     if frame.sent >= end {
@@ -286,5 +301,28 @@ impl LineEnd for Outbound {
             Medium::Stream(stream) => stream.may_come(),
             Medium::Ring { .. } | Medium::Mailbox { .. } => false,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_payload_goes_on_in_the_part_in_which_it_has_stopped() {
+        let bytes: Vec<u8> = (0..200).collect();
+        let parts = [&bytes[..0], &bytes[..3], &bytes[3..4], &bytes[4..4], &bytes[4..200], &bytes[..0]];
+        let (mut place, mut sent) = (Place::default(), Vec::new());
+        loop {
+            let [now, next] = following(&parts, sent.len(), &mut place);
+            // Asked again, it is the same.
+            assert_eq!([now, next], following(&parts, sent.len(), &mut place));
+            let Some(now) = now.get(..now.len().min(7)).filter(|now| !now.is_empty()) else { break };
+            assert!(bytes[sent.len() + now.len()..].starts_with(next) || now.len() == 7);
+            sent.extend_from_slice(now);
+            let begin: usize = parts[..place.part].iter().map(|part| part.len()).sum();
+            assert_eq!(place.before, begin);
+        }
+        assert_eq!((&sent, place.part), (&bytes, parts.len()));
     }
 }
