@@ -170,7 +170,8 @@ impl SyncBatchNorm {
             .f_clamp_min(0.0)?;
         // All ranks have the same sums, and find it alike.
         let least = mean.f_detach()?.f_square()?.f_mul_scalar(SMALL_VARIANCE)?;
-        let is_small = variance.f_detach()?.f_sub(&least)?.f_min()?.f_double_value(&[])? < 0.0;
+        // A channel that is NaN is not small, and hides no other that is.
+        let is_small = variance.f_detach()?.f_lt_tensor(&least)?.f_any()?.f_int64_value(&[])? != 0;
         let variance = if is_small {
             let squares = own_variance.f_add(&own_mean.f_sub(&mean)?.f_square()?)?;
             summed(&squares.f_mul_scalar(count)?, &exchange)?.f_div(&divisor)?

@@ -380,6 +380,13 @@ pub(super) fn read_manifest(folder: &Path) -> Result<(Manifest, Vec<u8>), Unfit>
 
 /// The bytes of the manifest of the checkpoint in `folder`.
 pub(super) fn manifest_bytes(folder: &Path) -> Result<Vec<u8>, Unfit> {
+    // The disk to which it was moved may only not be mounted.
+    if folder.is_symlink()
+        && let Err(error) = fs::metadata(folder)
+        && error.kind() == io::ErrorKind::NotFound
+    {
+        return Err(Unfit::Unread("it is a link that leads nowhere".to_owned(), Some(error)));
+    }
     let (file, length) = open(folder, MANIFEST)?;
     if length > MAX_MANIFEST {
         // A crash does not make it longer, but a later version of this crate may write a longer one.

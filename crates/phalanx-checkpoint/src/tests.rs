@@ -515,6 +515,22 @@ fn links_and_missing_files_are_no_part_of_a_checkpoint() {
 }
 
 #[test]
+fn a_checkpoint_on_a_disk_that_is_not_there_is_not_passed_over() {
+    let root = before();
+    let [here, there, gone] = ["00000002-step-2", "moved", "gone"].map(|name| root.path().join(name));
+    fs::rename(&here, &there).unwrap();
+    std::os::unix::fs::symlink(&there, &here).unwrap();
+    assert_found(root.path(), &[2], &"behind a link");
+    fs::rename(&there, gone).unwrap();
+    let error = newest::find(root.path()).unwrap_err();
+    let said = error.to_string();
+    assert!(said.contains("00000002-step-2: it is a link that leads nowhere"), "{said}");
+    assert!(error.remedy().is_some_and(|remedy| remedy.contains("move it away")), "{said}");
+    fs::remove_file(&here).unwrap();
+    assert_found(root.path(), &[1], &"without the link");
+}
+
+#[test]
 fn when_all_are_damaged_each_is_named_and_none_is_replaced() {
     let root = before();
     fs::remove_file(root.path().join("00000002-step-2/optimizer.part")).unwrap();

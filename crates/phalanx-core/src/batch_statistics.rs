@@ -240,6 +240,33 @@ mod tests {
     }
 
     #[test]
+    fn ranks_whose_data_have_ended_answer_both_sums_of_a_small_variance_and_nan_hides_none() {
+        use crate::join::{JoinGroup, JoinOptions};
+        use crate::testing::{Fabric, run};
+        let parts: [&[f64]; 3] = [&[1e9, 1e9 + 2.0], &[], &[1e9 + 4.0]];
+        let found = run(3, Fabric::InProcess, |group| {
+            let group = JoinGroup::new(group);
+            let (own, exchange) = (parts[group.rank().index()], Exchange::new(&group));
+            let joined = group.join(JoinOptions::default(), || {
+                if own.is_empty() {
+                    return Ok(None);
+                }
+                let Moments { values, mean, variance } = of(own);
+                let beside = |number: Vec<f64>| [vec![f64::NAN], number].concat();
+                let own = Moments { values, mean: beside(mean), variance: beside(variance) };
+                group.step()?;
+                Ok(Some(exchange.moments(own)))
+            });
+            joined.unwrap().value
+        });
+        assert!(found[1].is_none());
+        for moments in found.iter().flatten() {
+            assert!(moments.mean[0].is_nan() && moments.variance[0].is_nan(), "{moments:?}");
+            assert!((moments.variance[1] - 8.0 / 3.0).abs() < 1e-6, "{moments:?}");
+        }
+    }
+
+    #[test]
     fn a_rank_without_statistics_ends_both_groups_and_the_others_get_no_numbers() {
         use crate::testing::{Fabric, run};
         use std::sync::Barrier;

@@ -6,6 +6,8 @@ use std::sync::Arc;
 use phalanx::sampler::{DistributedSampler, ElasticSampler, Tail};
 use phalanx::{Rank, WorldSize};
 
+use crate::loader::order::Own;
+
 /// An order of one's own. The [loader](crate::DataLoader) distributes it: with `w` ranks, rank r loads its places r, r + w,
 /// r + 2w, ... So a position in it is one for any number of ranks.
 ///
@@ -49,7 +51,7 @@ pub fn from_fn<F: Fn(u64) -> Vec<usize> + Send + Sync + 'static>(order: F) -> im
 pub struct Sampling {
     /// Counts places; without an order of one's own, these are shuffled to indices by it.
     pub(crate) places: ElasticSampler,
-    pub(crate) own: Option<Arc<dyn Sampler>>,
+    pub(crate) own: Option<Own>,
     pub(crate) shard: Option<(Rank, WorldSize)>,
 }
 
@@ -72,7 +74,7 @@ impl<S: Sampler + 'static> From<S> for Sampling {
     fn from(sampler: S) -> Self {
         // How many places there are is asked in each pass.
         let places = ElasticSampler::new(0).shuffle(false).tail(Tail::Repeat);
-        Self { places, own: Some(Arc::new(sampler)), shard: None }
+        Self { places, own: Some(Own::Sampler(Arc::new(sampler))), shard: None }
     }
 }
 

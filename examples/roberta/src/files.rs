@@ -13,6 +13,11 @@ pub const START: usize = 512;
 /// How many names of a folder an error lists.
 const MAX_LISTED: usize = 12;
 
+/// Whether the folder has something of this name. A link that leads nowhere is something: the file behind it counts, and is not seen.
+pub fn is_there(path: &Path) -> bool {
+    path.symlink_metadata().is_ok()
+}
+
 /// Opens a file.
 ///
 /// # Errors
@@ -20,6 +25,7 @@ const MAX_LISTED: usize = 12;
 pub fn open(path: &Path) -> Result<File> {
     let cannot = || format!("cannot read {}", path.display());
     let file = File::open(path).map_err(|error| match error.kind() {
+        ErrorKind::NotFound if is_there(path) => anyhow!("it is a link that leads nowhere"),
         ErrorKind::NotFound => anyhow!("there is no such file{}", beside(path)),
         _ => error.into(),
     });

@@ -35,8 +35,9 @@ impl Text {
     /// the embedding, none of the tokens for masking, padding and the ends of a text, or another one for padding; or if
     /// `tokenizer_config.json` beside it contradicts it.
     pub fn open(path: &Path, config: &Config, max_tokens: usize) -> Result<Self> {
-        let other =
-            OTHER_FORMATS.into_iter().find(|name| !path.exists() && path.with_file_name(name).exists());
+        let other = OTHER_FORMATS
+            .into_iter()
+            .find(|name| !files::is_there(path) && path.with_file_name(name).exists());
         if let Some(other) = other {
             bail!(
                 "there is no {}, and {other} alone is not read: in transformers, AutoTokenizer.from_pretrained(folder)\
@@ -48,7 +49,7 @@ impl Text {
         let tokenizer = Tokenizer::from_bytes(&json).map_err(|error| anyhow!(error));
         let tokenizer = tokenizer.with_context(|| format!("{} is no tokenizer", path.display()))?;
         let beside = path.with_file_name("tokenizer_config.json");
-        if beside.exists() {
+        if files::is_there(&beside) {
             check_beside(&serde_json::from_str(&json)?, &files::read_text(&beside)?)
                 .with_context(|| format!("{} contradicts {}", beside.display(), path.display()))?;
         }
@@ -311,6 +312,11 @@ mod tests {
             error.contains("add_prefix_space is true, and add_prefix_space of the pre_tokenizer false"),
             "{error}"
         );
+        // What it says is not known.
+        std::fs::remove_file(&beside).unwrap();
+        std::os::unix::fs::symlink("nowhere", &beside).unwrap();
+        let error = format!("{:#}", Text::open(&path, &config(270), 128).err().unwrap());
+        assert!(error.contains("tokenizer_config.json: it is a link that leads nowhere"), "{error}");
     }
 
     /// SentencePiece's unigrams, as XLM-RoBERTa has them: of all ways to cut a text the one with the largest sum of scores is right.

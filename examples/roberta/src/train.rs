@@ -180,8 +180,8 @@ impl<'a, T: Task> Training<'a, T> {
         let mut progress = match &saved {
             Some(saved) => saved.value(PROGRESS).with_context(|| {
                 format!(
-                    "the checkpoint in {} cannot be read; those of earlier versions of this program do not hold the labels: start the run \
-                     with another --out",
+                    "the checkpoint in {} cannot be read; those of earlier versions of this program do not hold all that is needed: start \
+                     the run with another --out",
                     options.out.display()
                 )
             })?,

@@ -55,8 +55,8 @@ impl Weights {
     /// If the folder has neither, as [`open`](Self::open). An error names weights of another format, and how to convert them.
     pub fn find(folder: &Path) -> Result<Self> {
         let [single, index] = [SINGLE, INDEX].map(|name| folder.join(name));
-        if single.exists() || !index.exists() {
-            if !single.exists()
+        if files::is_there(&single) || !files::is_there(&index) {
+            if !files::is_there(&single)
                 && let Some((name, remedy)) =
                     OTHER_FORMATS.iter().find(|(name, _)| folder.join(name).exists())
             {

@@ -196,6 +196,27 @@ fn a_variance_that_is_small_beside_the_squared_mean_is_that_of_the_whole_batch()
 }
 
 #[test]
+fn a_channel_that_is_nan_leaves_the_others_their_small_variance() {
+    let of = |group: &ProcessGroup, images: Tensor| {
+        let mut store = nn::VarStore::new(device());
+        let config = nn::BatchNormConfig { ws_init: nn::Init::Const(1.0), ..Default::default() };
+        let norm = nn::batch_norm2d(store.root(), 3, config);
+        let norm = SyncBatchNorm::new(norm, config, group);
+        store.double();
+        let input = images.to_kind(Kind::Double) + 1e9;
+        let first = input.narrow(1, 0, 1).full_like(f64::NAN);
+        let input = Tensor::cat(&[first, input.narrow(1, 1, 2)], 1);
+        elements(&norm.forward(&input, true).unwrap().narrow(1, 1, 2))
+    };
+    let whole = of(&ProcessGroup::alone().unwrap(), images(0, 9));
+    let parts = run(2, |group| {
+        let (ends, rank) = ([0, 4, 9], group.rank().index());
+        of(&group, images(ends[rank], ends[rank + 1]))
+    });
+    assert!(distance(&[parts.concat()], &[whole]) < 1e-5);
+}
+
+#[test]
 fn gradients_of_gradients_are_those_of_the_whole_batch() {
     let start = floats(&Network::new(&ProcessGroup::alone().unwrap()).store);
     // A penalty for the gradient of the loss by the images.

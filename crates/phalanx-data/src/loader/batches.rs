@@ -10,8 +10,9 @@ use phalanx::{Error, Rank, Result, WorldSize};
 
 use super::Inner;
 use super::collate::Collating;
+use super::order::{Entry, Order};
 use super::position::over;
-use super::work::{Entry, Loading};
+use super::work::Loading;
 use crate::dataset::outside;
 use crate::error::During;
 use crate::pool::{Missing, Pool};
@@ -49,38 +50,6 @@ struct InFlight {
     after: ElasticSampler,
 }
 
-/// An order of one's own.
-struct Order {
-    indices: Vec<usize>,
-    /// How often the item of each place comes before it; nothing if no item comes twice.
-    repeats: Vec<u32>,
-}
-
-impl Order {
-    fn new(indices: Vec<usize>) -> Self {
-        let mut items = indices.clone();
-        items.sort_unstable();
-        items.dedup();
-        if items.len() == indices.len() {
-            return Self { indices, repeats: Vec::new() };
-        }
-        let mut times = vec![0_u32; items.len()];
-        let repeat = |index: &usize| {
-            // It is one of them.
-            let item = items.binary_search(index).unwrap_or_default();
-            let before = times[item];
-            times[item] = before.saturating_add(1);
-            before
-        };
-        let repeats = indices.iter().map(repeat).collect();
-        Self { indices, repeats }
-    }
-
-    fn entry(&self, place: usize) -> Entry {
-        Entry { index: self.indices[place], repeat: self.repeats.get(place).copied().unwrap_or(0) }
-    }
-}
-
 impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
     pub(super) fn begin(inner: Arc<Inner<D, B>>) -> Self {
         let ((pass, position, shard), worker_rank) = {
@@ -115,12 +84,12 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
         let (shard, worker_rank, samples) = (self.shard, self.worker_rank, self.inner.dataset.len());
         if let Some(own) = &self.inner.own {
             let order = own.order(epoch);
-            if let Some(index) = order.iter().find(|index| **index >= samples) {
+            if let Some(index) = order.indices().iter().find(|index| **index >= samples) {
                 return Err(outside(*index, samples).with_remedy("mend the sampler's order"));
             }
-            self.ahead = over(&self.ahead, order.len());
+            self.ahead = over(&self.ahead, order.indices().len());
             self.record(&self.ahead);
-            self.order = Some(Order::new(order));
+            self.order = Some(order);
         }
         if self.ahead.consumed() == 0 {
             self.inner.check(self.ahead.samples(), shard.1)?;
@@ -313,20 +282,5 @@ impl<D: Dataset + 'static, B: Send + 'static> ExactSizeIterator for Batches<D, B
 impl<D: Dataset, B: Send + 'static> fmt::Debug for Batches<D, B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Batches(epoch {}, {} in flight)", self.ahead.epoch(), self.in_flight.len())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_order_counts_how_often_each_item_has_come() {
-        let order = Order::new(vec![7, 2, 7, usize::MAX, 7, 2]);
-        let entries: Vec<(usize, u32)> =
-            (0..6).map(|place| order.entry(place)).map(|entry| (entry.index, entry.repeat)).collect();
-        assert_eq!(entries, [(7, 0), (2, 0), (7, 1), (usize::MAX, 0), (7, 2), (2, 1)]);
-        let once = Order::new(vec![3, 1, 2]);
-        assert!(once.repeats.is_empty() && once.entry(1) == Entry { index: 1, repeat: 0 });
     }
 }

@@ -3,6 +3,7 @@
 mod batches;
 mod builder;
 mod collate;
+pub(crate) mod order;
 mod position;
 mod work;
 
@@ -17,9 +18,10 @@ use phalanx::{Error, ProcessGroup, Rank, Result, WorldSize};
 pub use self::batches::Batches;
 pub use self::builder::DataLoaderBuilder;
 use self::collate::Collating;
+use self::order::{Own, Slice, of_rank};
 pub use self::position::Position;
 use crate::settings::{Progress, Settings};
-use crate::{Dataset, Sampler, Sampling};
+use crate::{Dataset, Sampling};
 
 /// Loads a data set in batches, pass by pass; PyTorch's `DataLoader`, with torchdata's positions.
 ///
@@ -48,7 +50,7 @@ pub struct DataLoader<D: Dataset, B = Vec<<D as Dataset>::Item>> {
 pub(crate) struct Inner<D: Dataset, B> {
     pub dataset: Arc<D>,
     pub collate: Collating<D::Item, B>,
-    pub own: Option<Arc<dyn Sampler>>,
+    pub own: Option<Own>,
     pub settings: Settings,
     pub progress: Mutex<Progress<ElasticSampler>>,
 }
@@ -98,7 +100,7 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
     #[doc(alias = "load_state_dict")]
     pub fn resume(&self, position: &Position) -> Result<()> {
         let mut progress = self.inner.progress.lock();
-        let wanted = position.for_loader(&progress.position, self.inner.own.as_deref())?;
+        let wanted = position.for_loader(&progress.position, self.inner.own.as_ref())?;
         (progress.position, progress.begun) = (wanted, false);
         progress.passes += 1;
         Ok(())
@@ -147,7 +149,7 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
             (progress.position.clone(), progress.shard)
         };
         if let Some(own) = &self.inner.own {
-            whole = position::over(&whole, own.order(whole.epoch()).len());
+            whole = position::over(&whole, own.indices(whole.epoch()).len());
         }
         whole.set_epoch(whole.epoch());
         self.inner.steps_left(&whole, world)
@@ -161,7 +163,10 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
     /// The number of items of a whole pass on this rank, those of a last batch that is [dropped](DataLoaderBuilder::drop_last) too. With
     /// [`Tail::Drop`] those of full batches alone.
     pub fn items(&self) -> usize {
-        self.indices().len()
+        let progress = self.inner.progress.lock();
+        let (places, epoch) = (&progress.position, progress.position.epoch());
+        let samples = self.inner.own.as_ref().map_or(places.samples(), |own| own.indices(epoch).len());
+        of_rank(places, samples, self.batch_size(), progress.shard, epoch).len()
     }
 
     /// The same loader with another collate function, and with a position of its own, which begins at this one's.
@@ -189,15 +194,8 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
         let epoch = progress.position.epoch();
         progress.position = ElasticSampler::new(0).shuffle(false).tail(Tail::Repeat);
         progress.position.set_epoch(epoch);
-        let own: Arc<dyn Sampler> = Arc::new(Slice { of, batch_size: self.batch_size(), places });
+        let own = Own::Slice(Arc::new(Slice { of, batch_size: self.batch_size(), places }));
         Self { inner: Arc::new(self.inner.with(self.inner.collate.clone(), Some(own), progress)) }
-    }
-
-    /// The indices of this rank's items in the current pass, from its beginning.
-    fn indices(&self) -> Vec<usize> {
-        let progress = self.inner.progress.lock();
-        let (places, own) = (&progress.position, self.inner.own.as_deref());
-        indices(places, own, self.batch_size(), progress.shard, places.epoch())
     }
 
     /// The data set.
@@ -211,50 +209,12 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
     }
 }
 
-/// The indices of a rank's items in the pass `epoch`, which come in batches of `batch_size`.
-fn indices(
-    places: &ElasticSampler,
-    own: Option<&dyn Sampler>,
-    batch_size: usize,
-    (rank, world): (Rank, WorldSize),
-    epoch: u64,
-) -> Vec<usize> {
-    let order = own.map(|own| own.order(epoch));
-    let mut whole = places.with_samples(order.as_ref().map_or(places.samples(), Vec::len));
-    whole.set_epoch(epoch);
-    // All steps as one. A longer one would not be full, and `Tail::Drop` leaves that out.
-    let all = whole.steps_left(batch_size, world).saturating_mul(batch_size);
-    let mine = whole.next_batch(all, rank, world).unwrap_or_default();
-    match order {
-        Some(order) => mine.into_iter().map(|place| order[place]).collect(),
-        None => mine,
-    }
-}
-
-/// Some of the places of what a rank gets.
-struct Slice {
-    of: Sampling,
-    /// Of the loader of which it is a slice.
-    batch_size: usize,
-    places: Range<usize>,
-}
-
-impl Sampler for Slice {
-    fn order(&self, epoch: u64) -> Vec<usize> {
-        let shard = self.of.shard.unwrap_or((Rank::MAIN, WorldSize::ONE));
-        let mut all = indices(&self.of.places, self.of.own.as_deref(), self.batch_size, shard, epoch);
-        all.truncate(self.places.end);
-        all.drain(..self.places.start.min(all.len()));
-        all
-    }
-}
-
 impl<D: Dataset, B> Inner<D, B> {
     /// The same with another collate function, order and place.
     fn with<C>(
         &self,
         collate: Collating<D::Item, C>,
-        own: Option<Arc<dyn Sampler>>,
+        own: Option<Own>,
         progress: Progress<ElasticSampler>,
     ) -> Inner<D, C> {
         Inner {

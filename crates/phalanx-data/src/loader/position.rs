@@ -9,7 +9,7 @@ use phalanx::sampler::ElasticSampler;
 use phalanx::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-use crate::Sampler;
+use super::order::Own;
 
 /// How far a loop has come in its data: epoch, and samples of it that all ranks together have got. It depends neither on rank
 /// nor on world size, so it is the same on every rank, and good for any number of them: a part of a checkpoint, or of an elastic
@@ -35,15 +35,11 @@ impl Position {
     }
 
     /// This position for a loader that is at `own`, if it is one of the same order.
-    pub(super) fn for_loader(
-        &self,
-        own: &ElasticSampler,
-        sampler: Option<&dyn Sampler>,
-    ) -> Result<ElasticSampler> {
+    pub(super) fn for_loader(&self, own: &ElasticSampler, sampler: Option<&Own>) -> Result<ElasticSampler> {
         let (mut saved, mut mine) = (self.places.clone(), own.clone());
         if let Some(sampler) = sampler {
             // Its length is that of the epoch.
-            mine = over(&mine, sampler.order(saved.epoch()).len());
+            mine = over(&mine, sampler.indices(saved.epoch()).len());
             if saved.consumed() == 0 {
                 // Saved before the pass began, it has the length of the epoch before.
                 saved = over(&saved, mine.samples());

@@ -6,19 +6,12 @@ use phalanx::{Rank, WorldSize};
 
 use super::Inner;
 use super::collate::Collating;
+use super::order::Entry;
 use crate::error::{During, guarded};
 use crate::pool::Work;
 use crate::settings::Init;
 use crate::worker::{as_worker, worker_info};
 use crate::{Dataset, LoadError, WorkerInfo};
-
-/// An item of a batch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Entry {
-    pub index: usize,
-    /// How often it has come before in the pass.
-    pub repeat: u32,
-}
 
 pub(super) struct Loading<D: Dataset, B> {
     dataset: Arc<D>,

@@ -525,6 +525,18 @@ fn an_item_that_comes_several_times_draws_anew_each_time_whoever_loads_it() {
     whole.sort_unstable();
     assert_eq!(whole, all);
 
+    // Trainers give each rank a slice of a loader: an item has come before also if that was in another slice.
+    for ranks in [1, 2] {
+        let of_rank = |(rank, of)| {
+            let loader = loader(rank, of, 1);
+            let parts = [loader.slice(0..3), loader.slice(3..99).slice(0..1), loader.slice(4..99)];
+            parts.iter().flat_map(DataLoader::iter).flat_map(Result::unwrap).collect::<Vec<_>>()
+        };
+        let mut parts: Vec<(usize, u64)> = shards(ranks).flat_map(of_rank).collect();
+        parts.sort_unstable();
+        assert_eq!(parts, all, "{ranks} ranks");
+    }
+
     // The first time it is the seed that the item has in any order.
     let once = numbers(4).map(|item| Ok((item, worker_info().unwrap().item_seed)));
     let once = DataLoader::builder(once).seed(4).build().unwrap();

@@ -373,6 +373,10 @@ fn a_model_in_several_files_is_that_of_transformers() {
     let inputs = Inputs::new(&case.texts(), &config(CLASSIFIER), &Device::flex()).unwrap();
     let logits = model.forward(&inputs).into_data().iter().collect::<Vec<f32>>();
     assert_close("logits", &logits, &case.floats("logits"));
+    // One file counts before several. These may be of another model.
+    std::os::unix::fs::symlink("nowhere", folder.path().join("model.safetensors")).unwrap();
+    let error = format!("{:#}", Weights::find(folder.path()).err().unwrap());
+    assert!(error.contains("model.safetensors: it is a link that leads nowhere"), "{error}");
 }
 
 #[test]
