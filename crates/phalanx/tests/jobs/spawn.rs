@@ -282,7 +282,8 @@ fn lines_of_two_ranks_do_not_run_together() {
     for _ in 0..5 {
         let (_, _, err) = run(&mut program("both"));
         let line = |line: &str| line.len() == "rank 0: ".len() + 2000 && line.starts_with("rank ");
-        assert!(err.lines().all(line), "{err}");
+        // The launcher may end one of them before it has said anything.
+        assert!(!err.is_empty() && err.lines().all(line), "{err}");
     }
 }
 
