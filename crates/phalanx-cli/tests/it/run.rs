@@ -404,6 +404,27 @@ fn lines_are_shown_of_whom_and_behind_what_a_person_wants() {
 }
 
 #[test]
+fn variables_say_what_is_shown_and_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = phalanx(&[], "echo $ROLE_NAME");
+    command.env("PET_NPROC_PER_NODE", "3").env("PET_ROLE", "trainer").env("PET_LOCAL_RANKS_FILTER", "1");
+    command.env("PET_LOG_DIR", folder.path()).env("PET_TEE", "0:1,2:1");
+    command.env("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "<${rank}> ");
+    let shown = output(command);
+    assert_eq!(text(&shown.stdout), "<1> trainer\n", "{}", text(&shown.stderr));
+    let jobs: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|job| job.unwrap().path()).collect();
+    let [job] = &jobs[..] else { panic!("{jobs:?}") };
+    let kept = |rank: u32| std::fs::read_to_string(job.join(format!("attempt_0/{rank}/stdout.log"))).ok();
+    let line = Some("trainer\n".to_owned());
+    assert_eq!([0, 1, 2].map(kept), [line.clone(), None, line]);
+
+    let mut command = phalanx(&[], "echo hello");
+    command.env("PHALANX_LOG_FORMAT", "json");
+    let line: serde_json::Value = serde_json::from_slice(&output(command).stdout).unwrap();
+    assert_eq!((&line["rank"], &line["text"]), (&0.into(), &"hello".into()));
+}
+
+#[test]
 fn a_folder_for_logs_alone_stays_empty_and_says_so() {
     let folder = tempfile::tempdir().unwrap();
     let logs = folder.path().join("logs");
