@@ -300,10 +300,11 @@ fn a_stopped_worker_is_ended_too() {
 
 #[test]
 fn signals_are_passed_on() {
-    for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)] {
+    let all = [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129), (Signal::QUIT, 131)];
+    for (signal, code) in all {
         let script = "trap 'echo caught INT; exit 0' INT; trap 'echo caught TERM; exit 0' TERM; \
-                      trap 'echo caught HUP; exit 0' HUP; sh -c 'echo $$; exec sleep 60' & \
-                      echo $$; while :; do sleep 0.1; done";
+                      trap 'echo caught HUP; exit 0' HUP; trap 'echo caught QUIT; exit 0' QUIT; \
+                      sh -c 'echo $$; exec sleep 60' & echo $$; while :; do sleep 0.1; done";
         let (mut child, mut out, pids) = start(phalanx(&["--nproc-per-node", "2"], script), 4);
         send(&child, signal);
         let mut rest = String::new();
@@ -316,12 +317,15 @@ fn signals_are_passed_on() {
 
 #[test]
 fn a_users_signal_reaches_the_workers_and_ends_nothing() {
-    let script = "trap 'echo saved; exit 0' USR1; echo $$; while :; do sleep 0.05; done";
-    let (mut child, mut out, _) = start(phalanx(&["--nproc-per-node", "2"], script), 2);
-    send(&child, Signal::USR1);
-    let mut rest = String::new();
-    out.read_to_string(&mut rest).unwrap();
-    assert_eq!((rest.matches("saved").count(), exit_code(&mut child)), (2, Some(0)));
+    let script = "trap 'echo saved 1; exit 0' USR1; trap 'echo saved 2; exit 0' USR2; \
+                  echo $$; while :; do sleep 0.05; done";
+    for (signal, said) in [(Signal::USR1, "saved 1"), (Signal::USR2, "saved 2")] {
+        let (mut child, mut out, _) = start(phalanx(&["--nproc-per-node", "2"], script), 2);
+        send(&child, signal);
+        let mut rest = String::new();
+        out.read_to_string(&mut rest).unwrap();
+        assert_eq!((rest.matches(said).count(), exit_code(&mut child)), (2, Some(0)), "{rest}");
+    }
 }
 
 #[test]
@@ -522,6 +526,8 @@ fn options_are_checked() {
         (&["--nproc-per-node", "many"], "neither a number"),
         (&["--grace-period=-1"], "grace-period"),
         (&["--nproc-per-nod", "2"], "'--nproc-per-node'"),
+        // With torchrun the last one counts.
+        (&["--nproc-per-node", "2", "--nproc-per-node", "3"], "cannot be used multiple times"),
         (&["--rdzv-conf", "join_time=3"], "there are join_timeout"),
         (&["--local-ranks-filter", "x"], "no local rank"),
         (&["--tee", "4"], "none of 0"),
