@@ -28,6 +28,7 @@ pub const TESTS: &[(&str, fn())] = &[
     ("the_parents_death_ends_daemons", the_parents_death_ends_daemons),
     ("the_parents_death_ends_all", the_parents_death_ends_all),
     ("ctrl_c_ends_all", ctrl_c_ends_all),
+    ("other_signals_that_end_a_program_end_all", other_signals_that_end_a_program_end_all),
     ("a_signal_that_the_program_ignores_ends_the_workers_alone", an_ignored_signal_ends_the_workers),
     ("calls_are_told_apart", calls_are_told_apart),
     ("ranks_that_leave_after_other_calls_fail_the_job", ranks_that_leave_after_other_calls_fail_the_job),
@@ -315,6 +316,11 @@ fn the_parents_death_ends_all() {
 fn ctrl_c_ends_all() {
     // A shell without job control starts what it puts into the background with SIGINT ignored, also this test.
     end_the_parent(if is_ignored(Signal::INT) { Signal::TERM } else { Signal::INT });
+}
+
+fn other_signals_that_end_a_program_end_all() {
+    // What `nohup` starts ignores SIGHUP.
+    [Signal::TERM, Signal::HUP].into_iter().filter(|signal| !is_ignored(*signal)).for_each(end_the_parent);
 }
 
 fn an_ignored_signal_ends_the_workers() {
