@@ -222,7 +222,9 @@ def _errors(rank):
         *[(lambda d=dtype: hvd.reducescatter(torch.tensor(1, dtype=d)), "a scalar has no rows") for dtype in (torch.int64, torch.float32)],
         (lambda: hvd.grouped_reducescatter([torch.ones(2), torch.tensor(1.0)]), "a scalar has no rows"),
         (lambda: hvd.add_process_set([0, 2]), "2 ranks"),
-        (lambda: hvd.init(comm=[0]) or hvd.synchronize(-1), None),
+        (lambda: hvd.init(comm=[0]), "no communicators of MPI"),
+        (lambda: hvd.synchronize(-1), "-1 is no handle"),
+        (lambda: hvd.sparse_allreduce_async(torch.eye(2).to_sparse(), "s", hvd.Max), "use hvd.Sum or hvd.Average"),
     ]:
         with pytest.raises((ValueError, NotImplementedError), match=text):
             wrong()
@@ -238,8 +240,9 @@ def test_errors():
 def _sets(rank):
     even, odd = hvd.add_process_set([0, 2]), hvd.add_process_set(hvd.ProcessSet([1]))
     assert (even.included(), odd.included(), even.size()) == (rank != 1, rank == 1, 2)
-    with pytest.raises(ValueError, match="registered already"):
-        hvd.add_process_set([2, 0])
+    for again in ([2, 0], even, [0, 1, 2]):
+        with pytest.raises(ValueError, match="registered already"):
+            hvd.add_process_set(again)
     if rank == 1:
         with pytest.raises(ValueError, match="rank 1 is not in"):
             hvd.allreduce(torch.ones(1), process_set=even)
@@ -489,7 +492,11 @@ def _optimizer(rank):
         (lambda: wrap(backward_passes_per_step=0), "backward_passes_per_step"),
         (lambda: wrap(groups=[[torch.nn.Parameter(torch.ones(1))]]), "parameters are expected"),
         (lambda: hvd.DistributedOptimizer(wrap()), "one already"),
+        (lambda: hvd.DistributedOptimizer(base, [("w", model.weight)] * 2), "must be unique. Found duplicates: w"),
+        (lambda: hvd.DistributedOptimizer(base, [model.weight]), "a sequence of tuples"),
+        (lambda: hvd.DistributedOptimizer(base, []), "1 of the optimizer's 1 parameters were not named"),
     ]:
+        base = torch.optim.SGD(model.parameters(), lr=1.0)
         with pytest.raises((ValueError, NotImplementedError), match=text):
             wrong()
     model.weight._post_accumulate_grad_hooks.clear()
@@ -501,7 +508,9 @@ def _optimizer(rank):
     (model(torch.ones(1, 2)) * (rank + 1)).sum().backward()
     with pytest.raises(AssertionError, match="zero_grad"):
         optimizer.zero_grad()
-    with pytest.raises(AssertionError, match="backward_passes_per_step"):
+    with pytest.raises(AssertionError, match="changes between steps"):
+        optimizer.set_backward_passes_per_step(2)
+    with pytest.raises(AssertionError, match="more than backward_passes_per_step times"):
         model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     # What a second pass has added on the way is gone with the average: both ranks have the same.
@@ -898,6 +907,11 @@ def _batch_norm(rank):
         (hvd.allreduce(synced.bias.grad, op=hvd.Sum), plain.bias.grad),
     ]:
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
+    # All ranks together have one value of each channel, and then no batch.
+    with pytest.raises(ValueError, match="more than 1 value per channel over all ranks"):
+        synced(own[: 1 - rank].mean(2))
+    with pytest.raises(ValueError, match="at least two dimensions, and not 1"):
+        synced(own[0, 0])
     synced.eval(), plain.eval()
     torch.testing.assert_close(synced(own), plain(right)[mine])
 
