@@ -517,6 +517,11 @@ def _optimizer(rank):
     assert len(set(map(tuple, hvd.allgather_object(model.weight.flatten().tolist())))) == 1
     schedule.step()
     assert optimizer.param_groups[0]["lr"] == 0.5
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.synchronize()
+    with pytest.warns(UserWarning, match="without optimizer.skip_synchronize"):
+        optimizer.step()
     # A closure's gradients are averaged, too: 1 - 0.5 x 1.5.
     torch.nn.init.ones_(model.weight)
 
@@ -843,6 +848,21 @@ def _sparse(rank, sparse_as_dense):
     optimizer.step()
     assert table.weight.grad.is_sparse
     assert table.weight[:, 0].tolist() == [0.0, -0.5, -1.5, 0.0, 0.0, 0.0]
+
+
+def _sparse_with_options_of_dense_ones(rank):
+    for options in ({"compression": hvd.Compression.fp16}, {"gradient_predivide_factor": 2.0}):
+        table = torch.nn.Embedding(6, 2, sparse=True)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0), table.named_parameters(), **options)
+        optimizer.zero_grad()
+        with pytest.raises(NotImplementedError, match="the gradient of weight is sparse.*sparse_as_dense=True"):
+            table(torch.tensor([rank])).sum().backward()
+            optimizer.step()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2.0
+
+
+def test_sparse_gradients_are_refused_with_options_of_dense_ones():
+    run(2, _sparse_with_options_of_dense_ones)
 
 
 @pytest.mark.parametrize("sparse_as_dense", [False, True])
