@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -1263,6 +1264,14 @@ def test_what_is_not_there_is_refused_by_name():
         importlib.import_module("horovod.torch.elastic")
     with pytest.raises(NotImplementedError, match="horovod.spark"):
         importlib.import_module("horovod.spark")
+
+
+def test_horovod_itself_is_not_replaced(monkeypatch):
+    itself = types.ModuleType("horovod")
+    monkeypatch.setitem(sys.modules, "horovod", itself)
+    with pytest.raises(RuntimeError, match="Horovod itself has been imported already"):
+        hvd.install()
+    assert sys.modules["horovod"] is itself
 
 
 def test_modules_of_horovods_are_attributes_of_their_packages():
