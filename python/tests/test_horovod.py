@@ -225,6 +225,10 @@ def _errors(rank):
         (lambda: hvd.add_process_set([0, 2]), "2 ranks"),
         (lambda: hvd.init(comm=[0]), "no communicators of MPI"),
         (lambda: hvd.synchronize(-1), "-1 is no handle"),
+        (lambda: hvd.allreduce([1.0]), "a torch.Tensor is expected, and not list"),
+        (lambda: hvd.allreduce(torch.ones(1, dtype=torch.uint64)), "torch.uint64 cannot be combined"),
+        (lambda: hvd.grouped_allreduce([torch.ones(1), torch.ones(1, dtype=torch.int64)]), "a group of integers and floats"),
+        (lambda: hvd.alltoall(torch.ones(2), splits=[3, -1]), r"splits are \[3, -1\], and none may be below 0"),
         (lambda: hvd.sparse_allreduce_async(torch.eye(2).to_sparse(), "s", hvd.Max), "use hvd.Sum or hvd.Average"),
     ]:
         with pytest.raises((ValueError, NotImplementedError), match=text):
@@ -251,6 +255,8 @@ def _sets(rank):
     else:
         assert even.rank() == rank // 2
         assert hvd.allreduce(torch.tensor([float(rank)]), name="x", process_set=even).item() == 1.0
+        with pytest.raises(ValueError, match="root_rank 1 is not in"):
+            hvd.broadcast(torch.ones(1), 1, process_set=even)
         # The root counts among all ranks.
         assert hvd.broadcast(torch.tensor([rank]), 2, process_set=even).item() == 2
         assert hvd.allgather_object(rank, process_set=even) == [0, 2]
@@ -623,6 +629,7 @@ def _odd_arguments(rank):
         ({"groups": [[model.weight], [model.weight]]}, "each in one group at most"),
         ({"num_groups": 1.5}, "num_groups is 1.5"),
         ({"num_groups": "1"}, "num_groups is '1'"),
+        ({"num_groups": -1}, "there cannot be fewer than none"),
         *(({"gradient_predivide_factor": factor}, "more than 0, and finite") for factor in (0.0, -1.0, math.inf, math.nan)),
         *(({"compression": compression}, "pass hvd.Compression.none or") for compression in (None, "fp16", hvd.Compression)),
         *(({"process_set": process_set}, "hvd.add_process_set makes one") for process_set in (None, [0])),
