@@ -62,7 +62,6 @@ def child(backend, rules, world, only, result):
     os.environ.update(
         BACKEND=rules,
         WORLD_SIZE=str(world),
-        TEMP_DIR=tempfile.mkdtemp(),
         CUDA_VISIBLE_DEVICES="",
         OMP_NUM_THREADS="1",
         DISTRIBUTED_TESTS_DEFAULT_TIMEOUT="120",
@@ -126,6 +125,10 @@ def child(backend, rules, world, only, result):
 
         addFailure = addError
 
+        def addSubTest(self, test, part, error):
+            if error is not None:
+                self.addError(test, error)
+
     details = {}
     names = [name for name in unittest.TestLoader().getTestCaseNames(Tests) if name in only or not only]
     names = [name for name in names if not any(part in name for part in ("cuda", "nccl", "gpu"))]
@@ -138,9 +141,9 @@ def run(backend, rules, world, only, log):
     """Runs `child` in a process of its own."""
     if only == []:
         return {}, {}
-    with tempfile.NamedTemporaryFile("r", suffix=".json") as result:
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as result, tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--child", backend, rules, str(world), result.name, *(only or [])]
-        subprocess.run(command, stdout=log, stderr=subprocess.STDOUT)
+        subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "TEMP_DIR": folder})
         text = result.read()
     if not text:
         raise SystemExit(f"the tests of {backend} with {world} ranks ended early: see {log.name}")

@@ -18,6 +18,9 @@ def ranks_below_zero(rank):
     second.rootTensor = 1
     second_of_reduce = c10d.ReduceOptions()
     second_of_reduce.rootTensor = 1
+    # Each rank is the root, and brings no list.
+    root_of_gather, root_of_scatter = c10d.GatherOptions(), c10d.ScatterOptions()
+    root_of_gather.rootRank = root_of_scatter.rootRank = rank
     for call, said in (
         (lambda: dist.broadcast(one, -1), "broadcast: the root is rank -1"),
         (lambda: dist.reduce(one, -1), "reduce: the root is rank -1"),
@@ -35,6 +38,14 @@ def ranks_below_zero(rank):
             lambda: dist.all_to_all_single(torch.zeros(4), torch.ones(4), [-1, 5], [2, 2]),
             r"the output split sizes are \[-1, 5\], and none may be below 0",
         ),
+        (
+            lambda: dist.all_to_all_single(torch.zeros(4), torch.ones(4), [4], [2, 2]),
+            "1 output split sizes for 2 ranks",
+        ),
+        (lambda: group.gather([], [one], root_of_gather), "the root has one list of outputs, every other rank none"),
+        (lambda: group.scatter([one], [], root_of_scatter), "the root has one list of inputs, every other rank none"),
+        (lambda: dist.broadcast(torch.eye(2).to_sparse_csr(), 0), "to_dense.. makes one that can be exchanged"),
+        (lambda: group.allreduce_coalesced([one, one.double()], c10d.AllreduceCoalescedOptions()), "dense and have the same type"),
         (lambda: group.allreduce_coalesced([], c10d.AllreduceCoalescedOptions()), "all_reduce_coalesced: there is no tensor"),
         (lambda: group.allreduce([]), "one tensor for each rank, and not 0"),
     ):

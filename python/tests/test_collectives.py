@@ -475,6 +475,10 @@ def sparse(rank, world):
     expected[0, 1] = world
     expected[1:, 0] = 2.0
     assert torch.equal(tensor.to_dense(), expected)
+    with pytest.raises(ValueError, match="sparse tensors can only be summed"):
+        dist.all_reduce(torch.eye(2).to_sparse(), dist.ReduceOp.MAX)
+    with pytest.raises(ValueError, match=r"the sparse tensors have different shapes: \[\[2, 2\], \[3, 3\]"):
+        dist.all_reduce(torch.eye(2 + rank).to_sparse())
 
 
 def coalesced(rank, world):

@@ -252,15 +252,17 @@ def test_who_leaves_is_named(ranks):
 
 
 def late(rank):
+    store = dist.group.WORLD.get_group_store()
     if rank == 1:
-        time.sleep(4)
+        store.wait(["timed out"], datetime.timedelta(seconds=60))
         with pytest.raises(Error):
             dist.all_reduce(torch.zeros(1))
         return
     begin = time.monotonic()
     with pytest.raises(Error, match=" Timed out .*rank 1 ") as caught:
         dist.all_reduce(torch.zeros(1))
-    assert caught.value.kind == "timeout" and time.monotonic() - begin < 4
+    assert caught.value.kind == "timeout" and time.monotonic() - begin < 30
+    store.set("timed out", "")
 
 
 def test_time_outs(ranks):
@@ -345,6 +347,7 @@ def test_a_handler_may_abort_a_group_whose_hooks_are_being_called(ranks):
 
 
 def monitored(rank):
+    store = dist.group.WORLD.get_group_store()
     monitored_barrier = dist.monitored_barrier if SINCE_2_15 else dist.group.WORLD.monitored_barrier
     monitored_barrier(timeout=datetime.timedelta(seconds=20))
     begins = {0: "^Ranks 1 failed to pass monitoredBarrier in 1000 ms: ", 2: "^Rank 2 successfully reached monitoredBarrier, "}
@@ -352,8 +355,9 @@ def monitored(rank):
         with pytest.raises(Error, match=begins[rank]) as caught:
             monitored_barrier(timeout=datetime.timedelta(seconds=1), wait_all_ranks=True)
         assert " Timed out at " in str(caught.value) and "rank 1 of 3 has not reached the barrier" in str(caught.value) and caught.value.kind == "timeout"
+        store.set(f"rank {rank} has seen it", "")
     else:
-        time.sleep(3)
+        store.wait(["rank 0 has seen it", "rank 2 has seen it"])
 
 
 def test_a_monitored_barrier_names_who_is_missing(ranks):

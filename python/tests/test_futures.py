@@ -144,18 +144,20 @@ def test_a_future_that_nobody_could_complete_is_an_error(ranks):
 
 
 def test_results_are_copied_back_before_anybody_learns_of_the_end():
-    copied = []
+    copied, begun = [], threading.Event()
 
     def finish():
+        begun.set()
         time.sleep(0.5)
         copied.append(True)
 
     for learn in (Work.wait, Work.is_completed, Work.is_success, Work.result):
         copied.clear()
+        begun.clear()
         work = Work(Ended(), [], finish)
         other = threading.Thread(target=work.wait)
         other.start()
-        time.sleep(0.1)
+        assert begun.wait(60)
         assert learn(work) is not False and copied == [True], learn
         other.join()
         assert copied == [True]

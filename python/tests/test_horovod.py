@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -222,7 +223,13 @@ def _errors(rank):
         *[(lambda d=dtype: hvd.reducescatter(torch.tensor(1, dtype=d)), "a scalar has no rows") for dtype in (torch.int64, torch.float32)],
         (lambda: hvd.grouped_reducescatter([torch.ones(2), torch.tensor(1.0)]), "a scalar has no rows"),
         (lambda: hvd.add_process_set([0, 2]), "2 ranks"),
-        (lambda: hvd.init(comm=[0]) or hvd.synchronize(-1), None),
+        (lambda: hvd.init(comm=[0]), "no communicators of MPI"),
+        (lambda: hvd.synchronize(-1), "-1 is no handle"),
+        (lambda: hvd.allreduce([1.0]), "a torch.Tensor is expected, and not list"),
+        (lambda: hvd.allreduce(torch.ones(1, dtype=torch.uint64)), "torch.uint64 cannot be combined"),
+        (lambda: hvd.grouped_allreduce([torch.ones(1), torch.ones(1, dtype=torch.int64)]), "a group of integers and floats"),
+        (lambda: hvd.alltoall(torch.ones(2), splits=[3, -1]), r"splits are \[3, -1\], and none may be below 0"),
+        (lambda: hvd.sparse_allreduce_async(torch.eye(2).to_sparse(), "s", hvd.Max), "use hvd.Sum or hvd.Average"),
     ]:
         with pytest.raises((ValueError, NotImplementedError), match=text):
             wrong()
@@ -238,8 +245,9 @@ def test_errors():
 def _sets(rank):
     even, odd = hvd.add_process_set([0, 2]), hvd.add_process_set(hvd.ProcessSet([1]))
     assert (even.included(), odd.included(), even.size()) == (rank != 1, rank == 1, 2)
-    with pytest.raises(ValueError, match="registered already"):
-        hvd.add_process_set([2, 0])
+    for again in ([2, 0], even, [0, 1, 2]):
+        with pytest.raises(ValueError, match="registered already"):
+            hvd.add_process_set(again)
     if rank == 1:
         with pytest.raises(ValueError, match="rank 1 is not in"):
             hvd.allreduce(torch.ones(1), process_set=even)
@@ -247,6 +255,8 @@ def _sets(rank):
     else:
         assert even.rank() == rank // 2
         assert hvd.allreduce(torch.tensor([float(rank)]), name="x", process_set=even).item() == 1.0
+        with pytest.raises(ValueError, match="root_rank 1 is not in"):
+            hvd.broadcast(torch.ones(1), 1, process_set=even)
         # The root counts among all ranks.
         assert hvd.broadcast(torch.tensor([rank]), 2, process_set=even).item() == 2
         assert hvd.allgather_object(rank, process_set=even) == [0, 2]
@@ -489,7 +499,11 @@ def _optimizer(rank):
         (lambda: wrap(backward_passes_per_step=0), "backward_passes_per_step"),
         (lambda: wrap(groups=[[torch.nn.Parameter(torch.ones(1))]]), "parameters are expected"),
         (lambda: hvd.DistributedOptimizer(wrap()), "one already"),
+        (lambda: hvd.DistributedOptimizer(base, [("w", model.weight)] * 2), "must be unique. Found duplicates: w"),
+        (lambda: hvd.DistributedOptimizer(base, [model.weight]), "a sequence of tuples"),
+        (lambda: hvd.DistributedOptimizer(base, []), "1 of the optimizer's 1 parameters were not named"),
     ]:
+        base = torch.optim.SGD(model.parameters(), lr=1.0)
         with pytest.raises((ValueError, NotImplementedError), match=text):
             wrong()
     model.weight._post_accumulate_grad_hooks.clear()
@@ -501,13 +515,20 @@ def _optimizer(rank):
     (model(torch.ones(1, 2)) * (rank + 1)).sum().backward()
     with pytest.raises(AssertionError, match="zero_grad"):
         optimizer.zero_grad()
-    with pytest.raises(AssertionError, match="backward_passes_per_step"):
+    with pytest.raises(AssertionError, match="changes between steps"):
+        optimizer.set_backward_passes_per_step(2)
+    with pytest.raises(AssertionError, match="more than backward_passes_per_step times"):
         model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     # What a second pass has added on the way is gone with the average: both ranks have the same.
     assert len(set(map(tuple, hvd.allgather_object(model.weight.flatten().tolist())))) == 1
     schedule.step()
     assert optimizer.param_groups[0]["lr"] == 0.5
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.synchronize()
+    with pytest.warns(UserWarning, match="without optimizer.skip_synchronize"):
+        optimizer.step()
     # A closure's gradients are averaged, too: 1 - 0.5 x 1.5.
     torch.nn.init.ones_(model.weight)
 
@@ -608,6 +629,7 @@ def _odd_arguments(rank):
         ({"groups": [[model.weight], [model.weight]]}, "each in one group at most"),
         ({"num_groups": 1.5}, "num_groups is 1.5"),
         ({"num_groups": "1"}, "num_groups is '1'"),
+        ({"num_groups": -1}, "there cannot be fewer than none"),
         *(({"gradient_predivide_factor": factor}, "more than 0, and finite") for factor in (0.0, -1.0, math.inf, math.nan)),
         *(({"compression": compression}, "pass hvd.Compression.none or") for compression in (None, "fp16", hvd.Compression)),
         *(({"process_set": process_set}, "hvd.add_process_set makes one") for process_set in (None, [0])),
@@ -872,6 +894,21 @@ def _sparse(rank, sparse_as_dense):
     assert table.weight[:, 0].tolist() == [0.0, -0.5, -1.5, 0.0, 0.0, 0.0]
 
 
+def _sparse_with_options_of_dense_ones(rank):
+    for options in ({"compression": hvd.Compression.fp16}, {"gradient_predivide_factor": 2.0}):
+        table = torch.nn.Embedding(6, 2, sparse=True)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0), table.named_parameters(), **options)
+        optimizer.zero_grad()
+        with pytest.raises(NotImplementedError, match="the gradient of weight is sparse.*sparse_as_dense=True"):
+            table(torch.tensor([rank])).sum().backward()
+            optimizer.step()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2.0
+
+
+def test_sparse_gradients_are_refused_with_options_of_dense_ones():
+    run(2, _sparse_with_options_of_dense_ones)
+
+
 @pytest.mark.parametrize("sparse_as_dense", [False, True])
 def test_sparse_gradients(sparse_as_dense):
     run(2, _sparse, sparse_as_dense)
@@ -934,6 +971,11 @@ def _batch_norm(rank):
         (hvd.allreduce(synced.bias.grad, op=hvd.Sum), plain.bias.grad),
     ]:
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
+    # All ranks together have one value of each channel, and then no batch.
+    with pytest.raises(ValueError, match="more than 1 value per channel over all ranks"):
+        synced(own[: 1 - rank].mean(2))
+    with pytest.raises(ValueError, match="at least two dimensions, and not 1"):
+        synced(own[0, 0])
     synced.eval(), plain.eval()
     torch.testing.assert_close(synced(own), plain(right)[mine])
 
@@ -1285,6 +1327,14 @@ def test_what_is_not_there_is_refused_by_name():
         importlib.import_module("horovod.torch.elastic")
     with pytest.raises(NotImplementedError, match="horovod.spark"):
         importlib.import_module("horovod.spark")
+
+
+def test_horovod_itself_is_not_replaced(monkeypatch):
+    itself = types.ModuleType("horovod")
+    monkeypatch.setitem(sys.modules, "horovod", itself)
+    with pytest.raises(RuntimeError, match="Horovod itself has been imported already"):
+        hvd.install()
+    assert sys.modules["horovod"] is itself
 
 
 def test_modules_of_horovods_are_attributes_of_their_packages():

@@ -82,11 +82,15 @@ def test_the_profiler_sees_every_call(ranks):
 def _profiled_while_it_runs(rank):
     from torch.profiler import ProfilerActivity, profile
 
+    store = dist.group.WORLD.get_group_store()
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        # Rank 1 comes later.
+        # Rank 1 comes later, however long a profiler takes to begin.
         if rank == 1:
+            store.wait(["called"])
             time.sleep(0.3)
         work = dist.all_reduce(torch.ones(3), async_op=True)
+        if rank == 0:
+            store.set("called", "")
         between = torch.ones(5) + 1
         work.wait()
         after = between * 2

@@ -280,6 +280,9 @@ def limited(rank):
         ):
             with pytest.raises(TypeError, match="timedelta"):
                 call()
+    with pytest.raises(phalanx_torch.Error, match="timed out in monitoredBarrier: its time-out is 0.0 s") as caught:
+        group.monitored_barrier(datetime.timedelta(0))
+    assert caught.value.kind == "timeout"
     with pytest.raises(ValueError, match="a time-out of -1.0 s is below 0"):
         group.set_timeout(datetime.timedelta(seconds=-1))
     with pytest.raises(ValueError, match="a time-out of .* s is below 0"):

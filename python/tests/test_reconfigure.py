@@ -141,6 +141,10 @@ def _refused(number, path):
         errors = 1
     with pytest.raises(RuntimeError, match="has no ranks yet"):
         dist.all_reduce(torch.ones(1))
+    # The other comes with another uuid.
+    with pytest.raises(phalanx_torch.Error, match=r"of 2 ranks \[1\] have not come with this uuid within 0\.5 s") as caught:
+        dist._reconfigure(35 + number, [own, other], timeout=datetime.timedelta(seconds=0.5))
+    assert (caught.value.kind, caught.value.peer) == ("timeout", 1)
     dist._reconfigure(40, _handles(store, "again", [0, 1], number)).wait()
     assert _sum() == 3.0
     dist.destroy_process_group()

@@ -272,5 +272,8 @@ mod tests {
         for name in ["optimizer", "", "../optimizer", "a/b", ".hidden", "naïve", &"x".repeat(101)] {
             assert!(snapshot.part(name, []).unwrap_err().is_invalid_argument(), "{name}");
         }
+        (1..1000).for_each(|number| snapshot.part(&format!("part-{number}"), []).unwrap());
+        let error = snapshot.part("one-more", []).unwrap_err();
+        assert!(error.is_invalid_argument() && error.to_string().contains("1000 parts"), "{error}");
     }
 }

@@ -457,6 +457,42 @@ mod tests {
     }
 
     #[test]
+    fn options_that_torchrun_has_have_its_variables() {
+        const OPTIONS: [&str; 20] = [
+            "nnodes",
+            "nproc-per-node",
+            "node-rank",
+            "master-addr",
+            "master-port",
+            "local-addr",
+            "rdzv-backend",
+            "rdzv-endpoint",
+            "rdzv-id",
+            "rdzv-conf",
+            "standalone",
+            "max-restarts",
+            "monitor-interval",
+            "role",
+            "module",
+            "no-python",
+            "log-dir",
+            "redirects",
+            "tee",
+            "local-ranks-filter",
+        ];
+        let command = Cli::command();
+        for part in ["run", "launch"] {
+            let part = command.find_subcommand(part).unwrap();
+            for name in OPTIONS {
+                let option = part.get_arguments().find(|option| option.get_long() == Some(name));
+                let variable = option.and_then(|option| option.get_env()).and_then(|name| name.to_str());
+                let expected = format!("PET_{}", name.to_uppercase().replace('-', "_"));
+                assert_eq!(variable, Some(expected.as_str()), "--{name}");
+            }
+        }
+    }
+
+    #[test]
     fn arguments_of_the_program_are_not_ours() {
         let command = Cli::parse_from(["phalanx", "run", "./train", "--role", "x", "--", "y"]).command;
         let Command::Run(run) = command else { unreachable!() };

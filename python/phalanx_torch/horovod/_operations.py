@@ -598,7 +598,7 @@ def _split_sizes(splits: _Splits | None) -> list[int] | None:
     if not _is_integer(splits) or splits.dim() != 1:
         raise ValueError(f"alltoall: splits are integers, one for each rank, and not {splits.dtype} of shape {tuple(splits.shape)}")
     if splits.numel() and splits.min() < 0:
-        raise ValueError(f"alltoall: splits are {splits.tolist()}")
+        raise ValueError(f"alltoall: splits are {splits.tolist()}, and none may be below 0")
     return splits.tolist()
 
 

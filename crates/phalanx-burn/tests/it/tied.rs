@@ -360,7 +360,8 @@ fn one_id_with_two_values_is_refused_with_the_names_of_both() {
             refused(TowerGradients::new(model.clone(), devices.clone()).unwrap_err());
             refused(DataParallel::<_, 2>::new(model.clone(), devices).unwrap_err());
         }
-        assert!(TrainState::new(model, SgdConfig::new().init(), ()).is_err());
+        let error = TrainState::new(model, SgdConfig::new().init(), ()).map(drop).unwrap_err().to_string();
+        assert!(error.contains(cause) && error.contains("`second.weight`"), "{error}");
     }
     // Nothing of what is frozen in both places changes.
     let mut model = Tied::new();

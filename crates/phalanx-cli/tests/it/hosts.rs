@@ -170,13 +170,28 @@ fn restarts_happen_on_all_hosts() {
 
 #[test]
 fn signals_end_all_hosts() {
-    for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143)] {
+    let all = [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129), (Signal::QUIT, 131)];
+    for (signal, code) in all {
         let hosts = Hosts::new();
         let (mut child, _out, pids) =
             start(hosts.script("localhost:1,far1:2", &[], "echo up $$; exec sleep 60"), 3);
         send(&child, signal);
         assert_eq!(exit_code(&mut child), Some(code));
         wait_for_end_of(&pids);
+    }
+}
+
+#[test]
+fn a_users_signal_reaches_the_workers_of_all_hosts_and_ends_nothing() {
+    let script = "trap 'echo saved 1; exit 0' USR1; trap 'echo saved 2; exit 0' USR2; \
+                  echo up $$; while :; do sleep 0.05; done";
+    for (signal, said) in [(Signal::USR1, "saved 1"), (Signal::USR2, "saved 2")] {
+        let hosts = Hosts::new();
+        let (mut child, mut out, _) = start(hosts.script("localhost:1,far1:2", &[], script), 3);
+        send(&child, signal);
+        let mut rest = String::new();
+        out.read_to_string(&mut rest).unwrap();
+        assert_eq!((rest.matches(said).count(), exit_code(&mut child)), (3, Some(0)), "{rest}");
     }
 }
 

@@ -1,6 +1,8 @@
 //! What shells complete, and the manual pages.
 
+use std::collections::BTreeSet;
 use std::fs::{self, File};
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use crate::support::text;
@@ -68,4 +70,67 @@ fn who_has_closed_the_pipe_gets_no_message() {
         let output = command.args(*words).stdout(writer).output().unwrap();
         assert_eq!((output.status.code(), text(&output.stderr).as_str()), (Some(0), ""), "{words:?}");
     }
+}
+
+/// The pages in this folder.
+fn pages_in(folder: &Path) -> impl Iterator<Item = PathBuf> {
+    let paths = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    paths.filter(|path| path.extension().is_some_and(|extension| extension == "md"))
+}
+
+/// The long options of a command on a page, before the program that it starts.
+fn options(command: &str, starts_a_program: bool) -> Vec<String> {
+    let (mut found, mut before) = (Vec::new(), "");
+    for word in command.split_whitespace() {
+        let is_a_program =
+            ["./", "target/", "python"].iter().any(|start| word.starts_with(start)) || word.ends_with(".py");
+        let ends_the_options = !word.starts_with('-') && (is_a_program || !before.starts_with('-'));
+        if word == "--" || (starts_a_program && ends_the_options) {
+            break;
+        }
+        if word.starts_with("--") {
+            let name = word.split(|letter: char| !letter.is_ascii_alphanumeric() && !"-_".contains(letter));
+            found.extend(name.take(1).map(|name| name.replace('_', "-")));
+        }
+        before = word;
+    }
+    found
+}
+
+#[test]
+fn the_commands_on_pages_have_options_that_there_are() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let folders = [".", "docs", "docs/guide", "python"].map(|folder| root.join(folder));
+    let mut pages: Vec<_> = folders.iter().flat_map(|folder| pages_in(folder)).collect();
+    // It tells of earlier versions, too.
+    pages.retain(|page| !page.ends_with("CHANGELOG.md"));
+    let (mut checked, mut missing) = (0, Vec::new());
+    for (part, starts_a_program) in [
+        ("run", true),
+        ("launch", true),
+        ("horovodrun", true),
+        ("keygen", false),
+        ("certgen", false),
+        ("doctor", false),
+        ("plan", false),
+        ("init", false),
+    ] {
+        let help = text(&phalanx(&[part, "--help"]).stdout);
+        let known: BTreeSet<&str> =
+            help.split(|letter: char| !letter.is_ascii_alphanumeric() && letter != '-').collect();
+        for page in &pages {
+            let content = fs::read_to_string(page).unwrap().replace("\\\n", " ");
+            for rest in content.split(&format!("phalanx {part} ")).skip(1) {
+                let command = rest.split(['\n', '`', '#', '|']).next().unwrap();
+                for option in options(command, starts_a_program) {
+                    checked += 1;
+                    if !known.contains(option.as_str()) {
+                        missing.push(format!("{}: phalanx {part} {option}", page.display()));
+                    }
+                }
+            }
+        }
+    }
+    assert!(checked > 80, "{checked}");
+    assert!(missing.is_empty(), "{missing:#?}");
 }

@@ -300,10 +300,11 @@ fn a_stopped_worker_is_ended_too() {
 
 #[test]
 fn signals_are_passed_on() {
-    for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)] {
+    let all = [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129), (Signal::QUIT, 131)];
+    for (signal, code) in all {
         let script = "trap 'echo caught INT; exit 0' INT; trap 'echo caught TERM; exit 0' TERM; \
-                      trap 'echo caught HUP; exit 0' HUP; sh -c 'echo $$; exec sleep 60' & \
-                      echo $$; while :; do sleep 0.1; done";
+                      trap 'echo caught HUP; exit 0' HUP; trap 'echo caught QUIT; exit 0' QUIT; \
+                      sh -c 'echo $$; exec sleep 60' & echo $$; while :; do sleep 0.1; done";
         let (mut child, mut out, pids) = start(phalanx(&["--nproc-per-node", "2"], script), 4);
         send(&child, signal);
         let mut rest = String::new();
@@ -316,12 +317,15 @@ fn signals_are_passed_on() {
 
 #[test]
 fn a_users_signal_reaches_the_workers_and_ends_nothing() {
-    let script = "trap 'echo saved; exit 0' USR1; echo $$; while :; do sleep 0.05; done";
-    let (mut child, mut out, _) = start(phalanx(&["--nproc-per-node", "2"], script), 2);
-    send(&child, Signal::USR1);
-    let mut rest = String::new();
-    out.read_to_string(&mut rest).unwrap();
-    assert_eq!((rest.matches("saved").count(), exit_code(&mut child)), (2, Some(0)));
+    let script = "trap 'echo saved 1; exit 0' USR1; trap 'echo saved 2; exit 0' USR2; \
+                  echo $$; while :; do sleep 0.05; done";
+    for (signal, said) in [(Signal::USR1, "saved 1"), (Signal::USR2, "saved 2")] {
+        let (mut child, mut out, _) = start(phalanx(&["--nproc-per-node", "2"], script), 2);
+        send(&child, signal);
+        let mut rest = String::new();
+        out.read_to_string(&mut rest).unwrap();
+        assert_eq!((rest.matches(said).count(), exit_code(&mut child)), (2, Some(0)), "{rest}");
+    }
 }
 
 #[test]
@@ -401,6 +405,27 @@ fn lines_are_shown_of_whom_and_behind_what_a_person_wants() {
     let output = output(phalanx(&[&options[..], &template].concat(), "echo hello; [ $RANK != 1 ] || exit 3"));
     assert_eq!(sorted_lines(&output.stdout), ["<trainer0/0> hello", "<trainer2/2> hello"]);
     assert_eq!(output.status.code(), Some(3));
+}
+
+#[test]
+fn variables_say_what_is_shown_and_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = phalanx(&[], "echo $ROLE_NAME");
+    command.env("PET_NPROC_PER_NODE", "3").env("PET_ROLE", "trainer").env("PET_LOCAL_RANKS_FILTER", "1");
+    command.env("PET_LOG_DIR", folder.path()).env("PET_TEE", "0:1,2:1");
+    command.env("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "<${rank}> ");
+    let shown = output(command);
+    assert_eq!(text(&shown.stdout), "<1> trainer\n", "{}", text(&shown.stderr));
+    let jobs: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|job| job.unwrap().path()).collect();
+    let [job] = &jobs[..] else { panic!("{jobs:?}") };
+    let kept = |rank: u32| std::fs::read_to_string(job.join(format!("attempt_0/{rank}/stdout.log"))).ok();
+    let line = Some("trainer\n".to_owned());
+    assert_eq!([0, 1, 2].map(kept), [line.clone(), None, line]);
+
+    let mut command = phalanx(&[], "echo hello");
+    command.env("PHALANX_LOG_FORMAT", "json");
+    let line: serde_json::Value = serde_json::from_slice(&output(command).stdout).unwrap();
+    assert_eq!((&line["rank"], &line["text"]), (&0.into(), &"hello".into()));
 }
 
 #[test]
@@ -501,6 +526,8 @@ fn options_are_checked() {
         (&["--nproc-per-node", "many"], "neither a number"),
         (&["--grace-period=-1"], "grace-period"),
         (&["--nproc-per-nod", "2"], "'--nproc-per-node'"),
+        // With torchrun the last one counts.
+        (&["--nproc-per-node", "2", "--nproc-per-node", "3"], "cannot be used multiple times"),
         (&["--rdzv-conf", "join_time=3"], "there are join_timeout"),
         (&["--local-ranks-filter", "x"], "no local rank"),
         (&["--tee", "4"], "none of 0"),

@@ -47,7 +47,7 @@ pub fn bare() -> Command {
 /// Another subcommand, in the same way.
 pub fn command(subcommand: &str) -> Command {
     let mut command = Command::new("env");
-    command.args(["--default-signal=INT,TERM,HUP", env!("CARGO_BIN_EXE_phalanx")]);
+    command.args(["--default-signal=INT,TERM,HUP,QUIT", env!("CARGO_BIN_EXE_phalanx")]);
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
         if ["PET_", "PHALANX_", "OMP_", "RAYON_"].iter().any(|prefix| text.starts_with(prefix)) {

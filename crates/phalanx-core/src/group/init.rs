@@ -43,7 +43,9 @@ const LONGEST_TUNING: u64 = 16 << 20;
 /// If a variable is missing, empty or malformed, if the port is taken, or if ranks are missing after 30 minutes.
 #[doc(alias("init_process_group", "MPI_Init", "hvd.init"))]
 pub fn init() -> Result<ProcessGroup> {
-    ProcessGroup::join(rendezvous::from_env(DEFAULT_TIMEOUT)?, GroupOptions::from_env()?)
+    // Before this rank waits for the others.
+    let options = GroupOptions::from_env()?;
+    ProcessGroup::join(rendezvous::from_env(DEFAULT_TIMEOUT)?, options)
 }
 
 /// How a group is built.

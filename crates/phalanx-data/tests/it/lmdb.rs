@@ -145,7 +145,10 @@ fn keys_of_somebody_else_are_read_by_name() {
     assert_eq!((some.len(), some.get(0).unwrap(), some.get(1).unwrap()), (3, item(7, 3), item(2, 3)));
     let error = some.get(2).unwrap_err().to_string();
     assert!(error.contains("no key other") && error.contains("keys_of"), "{error}");
-    assert!(LmdbDataset::with_keys(&path, [""]).is_err());
+    for (length, key) in [(0, String::new()), (512, "k".repeat(512))] {
+        let error = LmdbDataset::with_keys(&path, ["some".to_owned(), key]).unwrap_err().to_string();
+        assert!(error.contains(&format!("key 1 has {length} bytes")), "{error}");
+    }
 }
 
 /// Six small numbers of 64 bits look as LMDB's record of a database does: one leaf page, five entries, a root.

@@ -217,7 +217,8 @@ fn a_position_of_something_else_is_refused() {
         assert!(error.is_invalid_argument() && error.to_string().contains(words), "{error}");
     }
     let own = DataLoader::builder(numbers(10)).sampler(from_fn(|_| vec![1, 2])).build().unwrap();
-    assert!(own.resume(&loader.position()).is_err());
+    let error = own.resume(&loader.position()).unwrap_err().to_string();
+    assert!(error.contains("10 samples in the epoch; now there are 2"), "{error}");
 }
 
 #[test]

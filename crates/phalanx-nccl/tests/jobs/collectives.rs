@@ -70,6 +70,8 @@ pub fn play(role: &str) -> Result<()> {
             factors::<f32>(&nccl)?;
             factors::<f64>(&nccl)?;
             sizes(&nccl)?;
+            // An older library is refused.
+            assert!(nccl.nccl_version() >= 22_700, "{}", nccl.nccl_version());
             kept(&nccl)
         }
         "few" => every_call::<f32>(&nccl, 100),
@@ -228,10 +230,14 @@ fn every_call<T: Small>(nccl: &Communicator, len: usize) -> Result<()> {
     expect(&both[1], "recv", &|index| number(previous.get(), index))?;
     if me == 0 && world.count() > 1 {
         nccl.send(&mut buffer(len)?, Rank::new(1))?;
+        let sent = nccl.send_async(buffer(len)?, Rank::new(1))?.wait()?;
+        expect(&sent, "what was sent", &|index| number(0, index))?;
     } else if me == 1 {
-        let mut data = zeros(len)?;
-        nccl.recv(&mut data, Rank::MAIN)?;
-        expect(&data, "recv", &|index| number(0, index))?;
+        for _ in 0..2 {
+            let mut data = zeros(len)?;
+            nccl.recv(&mut data, Rank::MAIN)?;
+            expect(&data, "recv", &|index| number(0, index))?;
+        }
     }
     // Several as one.
     let calls =

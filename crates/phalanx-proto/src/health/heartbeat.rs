@@ -226,6 +226,34 @@ mod tests {
         assert_eq!([true, false].map(|near| default.timeout_of(near).as_secs()), [1, 10]);
     }
 
+    fn from(variables: &[(&str, &str)]) -> Result<Heartbeat> {
+        Heartbeat::from_variables(|name| {
+            variables.iter().find(|(other, _)| *other == name).map(|(_, value)| (*value).to_owned())
+        })
+    }
+
+    #[test]
+    fn each_variable_sets_what_its_name_says() {
+        const NAMES: [&str; 3] =
+            ["PHALANX_HEARTBEAT_INTERVAL", "PHALANX_HEARTBEAT_TIMEOUT", "PHALANX_NETWORK_TIMEOUT"];
+        let [interval, timeout, network] = NAMES;
+        assert_eq!(from(&[]).unwrap(), Heartbeat::default());
+        assert_eq!(from(&[(interval, "0.25")]).unwrap(), milliseconds(250, 2500, 10_000));
+        assert_eq!(from(&[(timeout, "3")]).unwrap(), milliseconds(100, 3000, 3000));
+        assert_eq!(from(&[(network, " 60 ")]).unwrap(), milliseconds(100, 1000, 60_000));
+        let all = [(interval, "0.5"), (timeout, "2"), (network, "20")];
+        assert_eq!(from(&all).unwrap(), milliseconds(500, 2000, 20_000));
+        for name in NAMES {
+            // As one that is not set.
+            assert_eq!(from(&[(name, " ")]).unwrap(), Heartbeat::default(), "{name}");
+            for bad in ["-1", "soon", "nan", "86401"] {
+                let error = from(&[(name, bad)]).unwrap_err();
+                let says = error.to_string().starts_with(&format!("{name}={bad:?} is no number of seconds"));
+                assert!(error.is_environment() && says, "{error}");
+            }
+        }
+    }
+
     #[test]
     fn heartbeats_in_a_store_may_be_as_late_as_those_between_ranks() {
         let (second, default) = (Duration::from_secs(1), Heartbeat::default());

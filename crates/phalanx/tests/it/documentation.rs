@@ -193,6 +193,44 @@ fn the_tests_that_pages_run_by_name_are_there() {
 }
 
 #[test]
+fn the_fault_matrix_names_tests_that_are_there() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let mut all = String::new();
+    for folder in ["crates", "python/tests", "tch/tests"] {
+        sources(&root.join(folder), &mut |text| all += text);
+    }
+    let page = fs::read_to_string(root.join("docs/failure.md")).unwrap();
+    let (_, matrix) = page.split_once("\n| fault | ").unwrap();
+    let rows = matrix.lines().skip(2).take_while(|line| line.starts_with('|'));
+    let (mut checked, mut missing) = (0, Vec::new());
+    for row in rows {
+        let tests = row.trim_end_matches('|').rsplit('|').next().unwrap();
+        for name in tests.split('`').skip(1).step_by(2) {
+            let is_there = if name.contains('/') {
+                // A script, perhaps with a part of it.
+                root.join(name.split(' ').next().unwrap()).exists()
+            } else {
+                let test = name.rsplit("::").next().unwrap();
+                // Of a long name the beginning.
+                let (begin, end) = test.strip_suffix("..").map_or((test, true), |begin| (begin, false));
+                let is = |before: &str, after: &str| {
+                    all.contains(&format!("{before}{begin}{}", if end { after } else { "" }))
+                };
+                is("fn ", "(") || is("def ", "(") || is("\"", "\"") || is("mod ", ";")
+            };
+            let is_a_package = || root.join("crates").join(name).exists() || name == "phalanx-tch";
+            let is_a_program = || root.join("crates/phalanx/tests").join(name).exists();
+            checked += 1;
+            if !is_there && !is_a_package() && !is_a_program() {
+                missing.push(format!("{name} in {row}"));
+            }
+        }
+    }
+    assert!(checked > 100, "{checked}");
+    assert!(missing.is_empty(), "{missing:#?}");
+}
+
+#[test]
 fn the_book_has_every_page_once() {
     let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs");
     let summary = fs::read_to_string(docs.join("SUMMARY.md")).unwrap();

@@ -89,7 +89,12 @@ fn equal_amounts_are_told_apart_and_nesting_is_refused() {
         for _ in 0..2 {
             let joined = group.join(JoinOptions::default(), || {
                 group.step()?;
-                assert!(group.join(JoinOptions::default(), || Ok(())).is_err());
+                let nested = group.join(JoinOptions::default(), || Ok(())).map(drop);
+                let replaced = group.rebind(phalanx::ProcessGroup::alone()?);
+                for (outcome, words) in [(nested, "called inside `join`"), (replaced, "cannot be replaced")] {
+                    let error = outcome.unwrap_err();
+                    assert!(error.is_invalid_argument() && error.to_string().contains(words), "{error}");
+                }
                 combine(&group, 1i32, ReduceOp::Sum)
             });
             let joined = joined.unwrap();

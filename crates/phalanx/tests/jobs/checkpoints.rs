@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use phalanx::checkpoint::{Checkpoints, Saved};
+use phalanx::checkpoint::{Checkpoints, Saved, Snapshot};
 use phalanx::testing::{Fabric, run};
 use phalanx::{DType, Error, ProcessGroup};
 
@@ -352,6 +352,10 @@ fn what_fails_while_filling_writes_nothing() {
     let checkpoints = alone(folder.path());
     let error = checkpoints.save(1, |_| Err(Error::aborted("the loss is NaN"))).unwrap_err();
     assert!(error.is_aborted());
+    // What one rank saves alone is whole.
+    let slice = |snapshot: &mut Snapshot| snapshot.slice("w", &[4], &[0], &[2], &[1f32; 2]);
+    let error = checkpoints.save(2, slice).unwrap_err();
+    assert!(error.is_invalid_argument() && error.to_string().contains("w is a slice"), "{error}");
     checkpoints.finish().unwrap();
     assert!(checkpoints.newest().unwrap().is_none());
 }

@@ -48,6 +48,10 @@ pub const TESTS: &[(&str, fn())] = &[
     ("a_start_that_waits_says_for_whom", a_start_that_waits_says_for_whom),
     ("a_name_without_an_address_ends_a_start_soon", a_name_without_an_address_ends_a_start_soon),
     ("ranks_of_other_launchers_are_no_worlds_of_one", ranks_of_other_launchers_are_no_worlds_of_one),
+    (
+        "a_variable_that_cannot_be_used_ends_a_start_at_once",
+        a_variable_that_cannot_be_used_ends_a_start_at_once,
+    ),
 ];
 
 /// What this program does as a rank.
@@ -551,6 +555,22 @@ fn ranks_of_other_launchers_are_no_worlds_of_one() {
     let unknown = [("SOME_LAUNCHERS_RANK", ranks), ("MASTER_PORT", [""; 2])];
     let outcomes = launched(&unknown, port.number);
     assert!(outcomes[1].1.contains("warning: SOME_LAUNCHERS_RANK=1 looks like a rank"), "{outcomes:?}");
+}
+
+/// And not when all have arrived: here nobody does.
+fn a_variable_that_cannot_be_used_ends_a_start_at_once() {
+    for (name, value, words) in [
+        ("PHALANX_TRANSPORT", "udp", "PHALANX_TRANSPORT=udp names no transport (it may be tcp, shm or auto)"),
+        ("PHALANX_TUNING", "/no/such/table.json", "PHALANX_TUNING=/no/such/table.json: "),
+        ("PHALANX_HEARTBEAT_TIMEOUT", "soon", "PHALANX_HEARTBEAT_TIMEOUT"),
+        ("PHALANX_RENDEZVOUS", "http://host", "it is neither tcp://host:port nor file:///path"),
+        ("MASTER_PORT", "0", "MASTER_PORT=0: the other ranks cannot know which port that becomes"),
+    ] {
+        let port = FreePort::new();
+        let wrapper = format!("export {name}={value};");
+        let (said, _) = by_hand(1, "127.0.0.1", port.number, words, &wrapper);
+        assert!(!said.contains("warning"), "{said}");
+    }
 }
 
 fn a_rank_0_without_descriptors_names_the_limit() {

@@ -146,6 +146,29 @@ fn long_messages_are_copied_once_and_go_through_the_ring_where_the_kernel_forbid
     }
 }
 
+/// As users have it: the senders of the other tests offer all long payloads, on any processor.
+#[test]
+fn payloads_of_the_lengths_for_which_one_copy_is_sooner_are_offered_and_others_go_into_the_ring() {
+    let is_sooner = !phalanx_sys::processors::rereads_slowly();
+    let (first, end) = (256 << 10, 1 << 20);
+    for (length, offered) in [(first - 1, false), (first, is_sooner), (end - 1, is_sooner), (end, false)] {
+        let groups = groups(&[on("a"); 2]);
+        let [sender, receiver] = &groups[..] else { panic!("two ranks") };
+        let mut out = line(&sender.inner.messages.shared.outbound, Rank::new(1)).unwrap().end();
+        let mut into = line(&receiver.inner.messages.shared.inbound, Rank::MAIN).unwrap().end();
+        let long: Vec<u8> = (0..length).map(|at| (at % 251) as u8).collect();
+        let (mut sent, mut got) = (Sending::new(header(sender, 0, length)), vec![0u8; length]);
+        let mut received = Receiving::new(Rank::new(1), header(receiver, 0, length));
+        assert_eq!(out.push(&mut sent, &long).unwrap(), Step::Moved);
+        // One that has offered waits for an answer, and not for room.
+        assert_eq!(out.is_ready(), !offered, "{length} bytes");
+        while into.pull(&mut received, &mut got).unwrap() != Step::Done {
+            out.push(&mut sent, &long).unwrap();
+        }
+        assert!(got == long, "{length} bytes");
+    }
+}
+
 #[test]
 fn messages_that_are_long_for_a_ring_or_for_the_caches_arrive_at_any_place_in_memory() {
     let groups = groups(&[on("a"); 2]);
