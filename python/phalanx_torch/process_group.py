@@ -1079,9 +1079,19 @@ class ProcessGroup(dist.ProcessGroup):
         )
 
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
-        opts = opts or c10d.GatherOptions()
-        outputs = [list(output.chunk(self.size()))] if self.rank() == opts.rootRank else []
-        return self.gather(outputs, [input], opts)
+        opts, size = opts or c10d.GatherOptions(), self.size()
+        if self.rank() != opts.rootRank:
+            return self.gather([], [input], opts)
+        if not _have_shapes((output, input)):
+            return self.gather([[output] * size], [input], opts)
+        if output.numel() != size * input.numel():
+            raise ValueError(
+                f"gather_single: with {size} ranks the output must be {size} times as long as the input; it has {output.numel()} elements, the input "
+                f"{input.numel()}"
+            )
+        _check_layout("gather_single", ("output", output), ("input", input), size)
+        # Rows of all ranks below each other, and a dimension more, the first, are the same elements.
+        return self.gather([list(output.view(size, *input.shape).unbind())], [input], opts)
 
     gather_into_tensor = gather_single
 
