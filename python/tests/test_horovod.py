@@ -80,6 +80,12 @@ def _collectives(rank):
     table = torch.arange(6.0).reshape(3, 2)
     hvd.allreduce_(table[:, 1], op=hvd.Sum)
     assert table.tolist() == [[0.0, 3.0], [2.0, 9.0], [4.0, 15.0]]
+    with torch.inference_mode():
+        inferred = torch.full((2, 3), rank + 1.0).t()
+        handle = hvd.allreduce_async_(inferred, op=hvd.Sum)
+    # Here PyTorch does not let the program itself write into it.
+    hvd.synchronize(handle)
+    assert inferred.tolist() == [[6.0, 6.0]] * 3
     pair = [torch.ones(2), torch.ones(3, dtype=torch.float64)]
     assert [one.tolist() for one in hvd.grouped_allreduce(pair, op=hvd.Sum)] == [[3.0] * 2, [3.0] * 3]
     hvd.grouped_allreduce_(pair, op=hvd.Sum)

@@ -50,6 +50,8 @@ class _InFlight:
     def __init__(self, native: _native.Handle, finish: _Finish) -> None:
         self._native, self._result = native, None
         self._finish: _Finish | None = finish
+        # PyTorch refuses to write into tensors of inference mode outside of it, where the program may wait.
+        self._is_inference = torch.is_inference_mode_enabled()
         # A signal's handler that interrupts the making of the result may ask for it.
         self._lock = threading.RLock()
 
@@ -62,7 +64,7 @@ class _InFlight:
             # Threads may wait for one operation. Its result is made once.
             with self._lock:
                 if self._finish is not None:
-                    with torch.no_grad():
+                    with torch.inference_mode(self._is_inference), torch.no_grad():
                         self._result, self._finish = self._finish(self._native), None
         except Error as error:
             raise _internal(error) from error
