@@ -5,7 +5,7 @@ import types
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 # The class of errors is made known to the native part.
-from phalanx_torch import _errors, _exit, _native  # noqa: F401
+from phalanx_torch import _errors, _exit, _layout, _native  # noqa: F401
 from phalanx_torch._functional import stored, waited
 
 if TYPE_CHECKING:
@@ -103,6 +103,12 @@ def _rank(what: str, rank: int) -> int:
     return rank
 
 
+def _shape(array: object) -> tuple[int, ...]:
+    """The shape of an array as the native part takes it; of what only describes its memory, that of one row."""
+    shape: Any = getattr(array, "shape", None)
+    return shape if isinstance(shape, tuple) else ()
+
+
 class ArrayGroup:
     """The ranks of a job.
 
@@ -147,18 +153,27 @@ class ArrayGroup:
         self._native.broadcast(_lent(array), _rank("broadcast", root), _NOW)
 
     def all_gather(self, output: Array, input: Array) -> None:
-        """Gathers the ranks' ``input``, of one length, into ``output``, in the order of the ranks."""
-        self._native.all_gather_single(_lent(output), _lent(input), _NOW)
+        """Gathers the ranks' ``input``, of one length, into ``output``, in the order of the ranks: rows below each other."""
+        into, own = _lent(output), _lent(input)
+        _layout.check("all_gather", ("output", _shape(into)), ("input", _shape(own)), self.world_size, "reshape()")
+        self._native.all_gather_single(into, own, _NOW)
 
     def reduce_scatter(self, output: Array, input: Array, op: str = "sum") -> None:
         """Combines the ranks' ``input``; each rank gets its part of the result in ``output``."""
         if op not in _OPS:
             raise ValueError(f"reduce_scatter: {op!r} is none of {', '.join(_OPS)}")
-        self._native.reduce_scatter_single(_lent(output), _lent(input), (_OPS[op], 1.0), _NOW)
+        into, own = _lent(output), _lent(input)
+        _layout.check("reduce_scatter", ("input", _shape(own)), ("output", _shape(into)), self.world_size, "reshape()")
+        self._native.reduce_scatter_single(into, own, (_OPS[op], 1.0), _NOW)
 
     def all_to_all(self, output: Array, input: Array) -> None:
-        """Sends the r-th part of ``input`` to rank r, and receives the parts for this rank into ``output``."""
-        self._native.all_to_all_single(_lent(output), _lent(input), [], [], _NOW)
+        """Sends the r-th part of the rows of ``input`` to rank r, and receives the parts for this rank into ``output``."""
+        into, own = _lent(output), _lent(input)
+        for what, shape in (("output", _shape(into)), ("input", _shape(own))):
+            # Of one dimension the native part has the error.
+            if len(shape) > 1 and all(shape) and shape[0] % self.world_size:
+                raise ValueError(f"all_to_all: {self.world_size} ranks cannot have equal parts of the {shape[0]} rows of the {what}")
+        self._native.all_to_all_single(into, own, [], [], _NOW)
 
     def send(self, array: Array, to: int, tag: int = 0) -> None:
         """Sends to the rank ``to``, which receives an array of the same type and length."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 # Not all versions have the options of calls in `torch.distributed`.
 from torch._C import _distributed_c10d as c10d
 
-from phalanx_torch import _coalescing, _ddp, _exit, _native, _traces, _uncompiled, _versions, _warnings, device_backend, observed, sparse
+from phalanx_torch import _coalescing, _ddp, _exit, _layout, _native, _traces, _uncompiled, _versions, _warnings, device_backend, observed, sparse
 from phalanx_torch import work as works
 from phalanx_torch._errors import Error
 from phalanx_torch._functional import stored, waited
@@ -139,11 +139,7 @@ def _op(options: Any) -> Op:
 
 def _shape(tensor: torch.Tensor) -> str:
     """The shape of ``tensor`` as gloo's errors show it."""
-    return _named(tensor.shape)
-
-
-def _named(shape: Iterable[int]) -> str:
-    return f"({', '.join(str(length) for length in shape)})"
+    return _layout.named(tensor.shape)
 
 
 def _have_shapes(tensors: Iterable[torch.Tensor]) -> bool:
@@ -187,40 +183,10 @@ def _as_many(what: str, expected: int, tensors: Sequence[object]) -> None:
 
 
 def _check_layout(what: str, whole: tuple[str, torch.Tensor], part: tuple[str, torch.Tensor], ranks: int) -> None:
-    """Refuses a tensor for all ranks whose shape says something else than what lies in it: the elements of each rank, one rank after the other. That is so
-    for the ranks' rows below each other, for a dimension more, the first, and for one row of all elements. It may be so for another shape of a rank's
-    elements, unless it is that of the ranks' tensors beside each other. Of other lengths the native part has the error."""
+    """Refuses a tensor for all ranks whose shape says something else than what lies in it."""
     (name, all_ranks), (name_of_part, one_rank) = whole, part
-    if not _have_shapes((all_ranks, one_rank)) or all_ranks.dim() < 2 or all_ranks.numel() != ranks * one_rank.numel() or not all_ranks.numel():
-        return
-    before, before_in_part = list(all_ranks.shape), list(one_rank.shape)
-    while before and before_in_part and before[-1] == before_in_part[-1]:
-        before.pop()
-        before_in_part.pop()
-    # A dimension of one element moves none.
-    if len(_without_ones(before)) < 2:
-        return
-    shape = list(one_rank.shape)
-    shapes = (list(all_ranks.shape), shape), (_without_ones(all_ranks.shape), _without_ones(shape))
-    # PyTorch gives complex elements a last dimension, which both have.
-    if (all_ranks.shape[0] == ranks or len(_without_ones(before_in_part)) < 2) and not any(_is_beside(*pair, ranks) for pair in shapes):
-        return
-    below, further = [ranks * shape[0], *shape[1:]] if shape else [ranks], [ranks, *shape]
-    raise ValueError(
-        f"{what}: with {ranks} ranks and the {name_of_part} {_shape(one_rank)} the {name} has the shape {_named(below)}, {_named(further)} or "
-        f"({all_ranks.numel()}), and not {_shape(all_ranks)}: its elements would be in other places than that says. view() gives it another shape"
-    )
-
-
-def _without_ones(shape: Iterable[int]) -> list[int]:
-    return [length for length in shape if length != 1]
-
-
-def _is_beside(whole: list[int], part: list[int], ranks: int) -> bool:
-    """Whether ``whole`` is the shape of as many parts as there are ranks, along or in a dimension other than the first."""
-    return any(whole == [*part[:at], ranks * part[at], *part[at + 1 :]] for at in range(1, len(part))) or any(
-        whole == [*part[:at], ranks, *part[at:]] for at in range(1, len(part) + 1)
-    )
+    if _have_shapes((all_ranks, one_rank)):
+        _layout.check(what, (name, all_ranks.shape), (name_of_part, one_rank.shape), ranks, "view()")
 
 
 def _check_pair(what: str, index: int, output: torch.Tensor, input: torch.Tensor) -> None:
@@ -1079,9 +1045,19 @@ class ProcessGroup(dist.ProcessGroup):
         )
 
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
-        opts = opts or c10d.GatherOptions()
-        outputs = [list(output.chunk(self.size()))] if self.rank() == opts.rootRank else []
-        return self.gather(outputs, [input], opts)
+        opts, size = opts or c10d.GatherOptions(), self.size()
+        if self.rank() != opts.rootRank:
+            return self.gather([], [input], opts)
+        if not _have_shapes((output, input)):
+            return self.gather([[output] * size], [input], opts)
+        if output.numel() != size * input.numel():
+            raise ValueError(
+                f"gather_single: with {size} ranks the output must be {size} times as long as the input; it has {output.numel()} elements, the input "
+                f"{input.numel()}"
+            )
+        _check_layout("gather_single", ("output", output), ("input", input), size)
+        # Rows of all ranks below each other, and a dimension more, the first, are the same elements.
+        return self.gather([list(output.view(size, *input.shape).unbind())], [input], opts)
 
     gather_into_tensor = gather_single
 
@@ -1459,4 +1435,4 @@ def _counts(what: str, tensor: torch.Tensor, splits: Any, size: int) -> list[int
 
 
 # Also the functions of this module, now that they are all there.
-_uncompiled.skip(_coalescing, device_backend, sys.modules[__name__], sparse, works)
+_uncompiled.skip(_coalescing, _layout, device_backend, sys.modules[__name__], sparse, works)

@@ -39,6 +39,15 @@ def rank_of_arrays(rank, world, port):
         output = numpy.zeros(world)
         group.all_to_all(output, numpy.arange(world) + 10.0 * rank)
         assert output.tolist() == [10.0 * r + rank for r in range(world)]
+        stacked = numpy.zeros((world, 2, 3))
+        group.all_gather(stacked, numpy.full((2, 3), float(rank)))
+        assert stacked[:, 1, 2].tolist() == list(range(world))
+        beside, own = numpy.zeros((2, 3 * world)), numpy.zeros((2, 3))
+        for call in (lambda: group.all_gather(beside, own), lambda: group.reduce_scatter(own, beside)):
+            with pytest.raises(ValueError, match=r"in other places than that says. reshape\(\) gives"):
+                call()
+        with pytest.raises(ValueError, match=f"equal parts of the {world + 1} rows of the output"):
+            group.all_to_all(numpy.zeros((world + 1, world)), numpy.zeros((world, world + 1)))
         # Their bytes could be shared, and the elements not.
         for dtype in ("i2", "c8", "f4"):
             odd = numpy.zeros(world + 1, dtype=dtype)

@@ -539,8 +539,35 @@ def weighted(rank, world):
     assert tensor.tolist() == [world * (world + 1) / 2] * 4
 
 
+def into_one(rank, world):
+    """A gather into one tensor has the ranks' rows below each other, or a dimension more, the first, or all elements in one row."""
+    group, options = dist.group.WORLD, c10d.GatherOptions()
+    options.rootRank = 1
+    for shape in ((2, 3), (3,), (), (0, 2)):
+        stacked = torch.stack([torch.full(shape, float(r)) for r in range(world)])
+        below = [(world * shape[0], *shape[1:])] if shape else []
+        for whole in [tuple(stacked.shape), (stacked.numel(),), *below]:
+            output = torch.full(whole, -1.0) if rank == 1 else torch.empty(0)
+            group.gather_single(output, stacked[rank], options).wait()
+            assert rank != 1 or torch.equal(output, stacked.reshape(whole)), (whole, shape)
+    turned = torch.zeros(3, 2 * world).t()
+    group.gather_single(turned, torch.full((2, 3), float(rank)), options).wait()
+    assert rank != 1 or turned[:, 0].tolist() == [float(r) for r in range(world) for _ in range(2)]
+    if rank == 1:
+        # The root refuses these by itself: nothing is sent.
+        for whole, match in (((5,), f"must be {world} times as long"), ((2, 3 * world), "its elements would be in other places")):
+            with pytest.raises(ValueError, match=match):
+                group.gather_single(torch.zeros(whole), torch.zeros(2, 3), options)
+    if hasattr(dist, "gather_single"):
+        output = torch.zeros(world, 2, 3) if rank == 0 else None
+        dist.gather_single(torch.full((2, 3), float(rank)), output)
+        assert rank or output.mean(dim=(1, 2)).tolist() == [float(r) for r in range(world)]
+
+
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("body", [reduces, averages_of_integers, moves, scatters, exchanges, kinds, wrappers, sparse, coalesced, overlapping, swapped])
+@pytest.mark.parametrize(
+    "body", [reduces, averages_of_integers, moves, scatters, exchanges, kinds, wrappers, sparse, coalesced, overlapping, swapped, into_one]
+)
 def test_results(ranks, world, body):
     ranks(world, body, world)
 

@@ -81,6 +81,12 @@ def _collectives(rank):
     table = torch.arange(6.0).reshape(3, 2)
     hvd.allreduce_(table[:, 1], op=hvd.Sum)
     assert table.tolist() == [[0.0, 3.0], [2.0, 9.0], [4.0, 15.0]]
+    with torch.inference_mode():
+        inferred = torch.full((2, 3), rank + 1.0).t()
+        handle = hvd.allreduce_async_(inferred, op=hvd.Sum)
+    # Here PyTorch does not let the program itself write into it.
+    hvd.synchronize(handle)
+    assert inferred.tolist() == [[6.0, 6.0]] * 3
     pair = [torch.ones(2), torch.ones(3, dtype=torch.float64)]
     assert [one.tolist() for one in hvd.grouped_allreduce(pair, op=hvd.Sum)] == [[3.0] * 2, [3.0] * 3]
     hvd.grouped_allreduce_(pair, op=hvd.Sum)
@@ -183,6 +189,40 @@ def _gradients(rank):
 
 def test_gradients():
     run(2, _gradients)
+
+
+def _second_gradients(rank):
+    def of(function, rows):
+        tensor = torch.ones(rows, requires_grad=True)
+        first, = torch.autograd.grad(function(tensor).square().sum(), tensor, create_graph=True)
+        # Beside something else: what is missing would be no error.
+        second, = torch.autograd.grad((first + tensor).sum(), tensor)
+        return (second - 1.0).tolist()
+
+    assert of(lambda t: hvd.allreduce(t, op=hvd.Sum), 2) == [8.0, 8.0]
+    assert of(hvd.allreduce, 2) == [2.0, 2.0]
+    assert of(lambda t: hvd.grouped_allreduce([t, t], op=hvd.Sum)[1], 1) == [8.0]
+    # As the first ones: Horovod takes averages there.
+    assert of(hvd.allgather, 2) == [1.0, 1.0]
+    assert of(lambda t: hvd.broadcast(t, 1), 1) == [1.0 if rank == 1 else 0.0]
+    assert of(hvd.alltoall, 4) == [2.0] * 4
+    assert of(lambda t: hvd.reducescatter(t, op=hvd.Sum), 2) == [8.0, 8.0]
+    # A penalty for large gradients, with the statistics of all ranks.
+    every, factors = torch.randn(6, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64), torch.arange(18.0).reshape(6, 3).sin().double()
+
+    def penalty(norm, rows, factors):
+        rows = rows.clone().requires_grad_()
+        gradient, = torch.autograd.grad((norm(rows) * factors).square().sum(), rows, create_graph=True)
+        gradient.square().sum().backward()
+        return rows.grad
+
+    mine = slice(2 * rank, 2 + 4 * rank)
+    expected = penalty(torch.nn.BatchNorm1d(3).double(), every, factors)[mine]
+    assert torch.allclose(penalty(hvd.SyncBatchNorm(3).double(), every[mine], factors[mine]), expected)
+
+
+def test_gradients_are_differentiated_again():
+    run(2, _second_gradients)
 
 
 def _errors(rank):

@@ -41,7 +41,8 @@ def test_the_metadata_is_that_of_a_release():
     assert metadata["Requires-Python"] == ">=3.10"
     # The Pythons that are named are those with which the page says that all tests have passed.
     named = set(re.findall(r":: Python :: (3\.\d+)", PROJECT.read_text()))
-    rows = [row.split("|") for row in PROJECT.with_name("README.md").read_text().splitlines() if "| all of `tests` |" in row]
+    page = PROJECT.parent.with_name("docs") / "python-package.md"
+    rows = [row.split("|") for row in page.read_text().splitlines() if "| all of `python/tests` |" in row]
     assert named == {version for row in rows for version in re.findall(r"3\.\d+", row[2])}
     assert metadata["License-Expression"] == "MIT OR Apache-2.0"
     assert sorted(metadata.get_all("License-File")) == ["LICENSE-APACHE", "LICENSE-MIT"]

@@ -50,6 +50,8 @@ class _InFlight:
     def __init__(self, native: _native.Handle, finish: _Finish) -> None:
         self._native, self._result = native, None
         self._finish: _Finish | None = finish
+        # PyTorch refuses to write into tensors of inference mode outside of it, where the program may wait.
+        self._is_inference = torch.is_inference_mode_enabled()
         # A signal's handler that interrupts the making of the result may ask for it.
         self._lock = threading.RLock()
 
@@ -62,7 +64,7 @@ class _InFlight:
             # Threads may wait for one operation. Its result is made once.
             with self._lock:
                 if self._finish is not None:
-                    with torch.no_grad():
+                    with torch.inference_mode(self._is_inference), torch.no_grad():
                         self._result, self._finish = self._finish(self._native), None
         except Error as error:
             raise _internal(error) from error
@@ -381,8 +383,9 @@ class _Allreduce(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         op, before, after, process_set = ctx.how
         _differentiable(op)
-        reduced = _synchronized(grouped_allreduce_async(gradients, None, None, op, before, after, process_set))
-        return (None,) * 6 + tuple(reduced)
+        # Gradients may be differentiated again, here and below.
+        reduced: tuple[torch.Tensor, ...] = _applied(_Allreduce, True, None, op, before, after, process_set, *gradients)
+        return (None,) * 6 + reduced
 
 
 def allreduce(
@@ -495,7 +498,7 @@ class _Allgather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         process_set = ctx.process_set
         counts = allgather_(torch.tensor([ctx.rows], device="cpu"), process_set)
-        reduced = _synchronized(grouped_allreduce_async(gradients, op=Average, process_set=process_set))
+        reduced = _applied(_Allreduce, True, None, Average, 1.0, 1.0, process_set, *gradients)
         before = counts[: process_set.rank()].sum(0).tolist()
         own = [gradient[start : start + rows] for gradient, start, rows in zip(reduced, before, ctx.rows)]
         return (None, None, None, *own)
@@ -573,9 +576,10 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        gradient, = gradients
-        reduced = _synchronized(allreduce_async(gradient, op=Average, process_set=ctx.process_set))
-        return reduced if ctx.is_root else torch.zeros_like(reduced), None, None, None
+        reduced, = _applied(_Allreduce, False, None, Average, 1.0, 1.0, ctx.process_set, *gradients)
+        # Zeros that are made of it: if it is differentiated again, all ranks take part.
+        every = torch.ones((), dtype=torch.bool, device="cpu")
+        return reduced if ctx.is_root else reduced.masked_fill(every, 0.0), None, None, None
 
 
 def broadcast(
@@ -637,8 +641,7 @@ class _Alltoall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         # The other is for the splits.
-        handle = _alltoall_async(gradients[0], ctx.received_splits, None, ctx.process_set)
-        return _synchronized(handle)[0], None, None, None
+        return _applied(_Alltoall, gradients[0], ctx.received_splits, None, ctx.process_set)[0], None, None, None
 
 
 @overload
@@ -729,7 +732,7 @@ class _Reducescatter(torch.autograd.Function):
         _differentiable(op)
         # What every rank's loss changes with these rows: Horovod counts a sum's for each rank, and an average's once.
         factor = before * after * (process_set.size() if op is Sum else 1)
-        gathered = _synchronized(grouped_allgather_async(gradients, process_set=process_set))
+        gathered = _applied(_Allgather, True, None, process_set, *gradients)
         return (None,) * 6 + tuple(gradient if factor == 1 else gradient * factor for gradient in gathered)
 
 
