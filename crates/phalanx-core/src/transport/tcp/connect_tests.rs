@@ -119,6 +119,12 @@ fn a_rank_among_many_that_does_not_come_is_named_and_not_who_gathers_its_address
     let outcome = exchange_addresses(&config, None, "here", &listener, soon);
     let error = outcome.err().unwrap();
     assert!(error.is_timeout() && error.peer() == Some(missing), "{error}");
+    // All have come, and none of those that gather has written what it has gathered.
+    store.set(&key(missing), b"an address", Deadline::after(Duration::from_secs(20))).unwrap();
+    let soon = Deadline::after(Duration::from_millis(300));
+    let error = exchange_addresses(&config, None, "here", &listener, soon).err().unwrap();
+    assert!(error.is_timeout() && error.peer() == Some(Rank::MAIN), "{error}");
+    assert!(error.to_string().contains("the addresses that it gathers"), "{error}");
 }
 
 #[test]

@@ -128,10 +128,14 @@ fn exchange_by(
     ask: impl FnOnce(&[&str], &mut dyn FnMut() -> Result<()>) -> Result<Vec<Vec<u8>>>,
 ) -> Result<Vec<Vec<u8>>> {
     let names: Vec<&str> = keys.iter().map(|(_, key)| key.as_str()).collect();
-    // Who waits for a rank that gathers addresses waits for those whose it gathers: the first that is missing is to blame.
-    let ranks: Vec<Rank> = config.world.ranks().collect();
-    let awaited =
-        if bootstrap::is_gathered(config) { bootstrap::keys_on(ADDRESS, &ranks) } else { keys.to_vec() };
+    // Who waits for a rank that gathers addresses waits for those whose it gathers, and then for it: the first that is missing is to blame.
+    let mut awaited = Vec::new();
+    if bootstrap::is_gathered(config) {
+        awaited = bootstrap::keys_on(ADDRESS, &config.world.ranks().collect::<Vec<_>>());
+    }
+    let addresses = awaited.len().max(keys.len());
+    awaited.extend_from_slice(keys);
+    let what = |index: usize| if index < addresses { "its address" } else { "the addresses that it gathers" };
     let of_ranks: Vec<&str> = awaited.iter().map(|(_, key)| key.as_str()).collect();
     let (mut probe, mut there, mut reminders) = (StopProbe::new(config), 0, Reminders::new());
     let mut looked = Instant::now();
@@ -146,7 +150,8 @@ fn exchange_by(
         check(config, host, until)?;
         there = count_there(config, &of_ranks, there, until)?;
         if let Some((rank, _)) = awaited.get(there) {
-            reminders.remind(|| format!("rank {} waits for rank {rank} to publish its address", config.rank));
+            reminders
+                .remind(|| format!("rank {} waits for rank {rank} to publish {}", config.rank, what(there)));
             probe.check(*rank, until)?;
         }
         Ok(())
@@ -156,9 +161,12 @@ fn exchange_by(
         Err(error) if error.is_timeout() && deadline.has_passed() => {
             let until = Deadline::after(LAST_MESSAGE_TIMEOUT);
             check(config, host, until)?;
-            let error = match awaited.get(count_there(config, &of_ranks, there, until)?) {
-                Some((rank, _)) => Error::timeout(format!("rank {rank} did not publish its address in time"))
-                    .with_peer(*rank),
+            there = count_there(config, &of_ranks, there, until)?;
+            let error = match awaited.get(there) {
+                Some((rank, _)) => {
+                    Error::timeout(format!("rank {rank} did not publish {} in time", what(there)))
+                        .with_peer(*rank)
+                }
                 None => Error::timeout("not all ranks published their addresses in time"),
             };
             Err(error.with_remedy("is it alive? If it is only slow, raise the time-out"))
