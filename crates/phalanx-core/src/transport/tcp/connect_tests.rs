@@ -128,6 +128,24 @@ fn a_rank_among_many_that_does_not_come_is_named_and_not_who_gathers_its_address
 }
 
 #[test]
+fn a_rank_that_died_while_it_gathered_addresses_is_named_long_before_the_deadline() {
+    const RANKS: u32 = 257;
+    let (store, within) = (MemoryStore::new(), Deadline::after(Duration::from_secs(20)));
+    // All have come, and rank 0 does not write what it has gathered.
+    bury(&store, 0);
+    let address = store.get(&key(Rank::MAIN), within).unwrap();
+    for rank in 1..RANKS - 1 {
+        store.set(&key(Rank::new(rank)), &address, within).unwrap();
+    }
+    let listener = listen(Ipv4Addr::LOCALHOST.into()).unwrap();
+    let config = config_in(&store, RANKS - 1, RANKS);
+    let deadline = Deadline::after(Duration::from_secs(60));
+    let error = exchange_addresses(&config, None, "here", &listener, deadline).err().unwrap();
+    assert!(error.is_peer_failure() && error.peer() == Some(Rank::MAIN), "{error}");
+    assert!(error.to_string().contains("it no longer listens at"), "{error}");
+}
+
+#[test]
 fn a_flood_fits_into_the_listener_s_queue() {
     let listener = listen(Ipv4Addr::LOCALHOST.into()).unwrap();
     // Nobody accepts them. One that finds the queue full is tried again by the kernel after a second.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::MeshConfig;
 use super::accept::Pair;
 use super::call::{begin_to_connect, is_connected};
-use super::connect::{ADDRESS, Address};
+use super::connect::{self, ADDRESS, Address, read_address};
 use super::connection::Connection;
 use super::stop_probe::StopProbe;
 use crate::deadline::Deadline;
@@ -138,6 +138,8 @@ fn exchange_by(
     let what = |index: usize| if index < addresses { "its address" } else { "the addresses that it gathers" };
     let of_ranks: Vec<&str> = awaited.iter().map(|(_, key)| key.as_str()).collect();
     let (mut probe, mut there, mut reminders) = (StopProbe::new(config), 0, Reminders::new());
+    // Those that gather look after each other, and tell all: the calls of all ranks would be a flood.
+    let mut listening = bootstrap::gathers(config).map(|_| ListenProbe::default());
     let mut looked = Instant::now();
     let mut go_on = || {
         interrupt::check()?;
@@ -153,6 +155,9 @@ fn exchange_by(
             reminders
                 .remind(|| format!("rank {} waits for rank {rank} to publish {}", config.rank, what(there)));
             probe.check(*rank, until)?;
+            if let Some(listening) = listening.as_mut().filter(|_| there >= addresses) {
+                check_listens(config, listening, *rank, until)?;
+            }
         }
         Ok(())
     };
@@ -172,6 +177,24 @@ fn exchange_by(
             Err(error.with_remedy("is it alive? If it is only slow, raise the time-out"))
         }
         outcome => outcome,
+    }
+}
+
+/// An error if `peer`, which has published where it listens, no longer does. The store is asked until `deadline`; that it does not answer is
+/// reported elsewhere.
+fn check_listens(
+    config: &MeshConfig<'_>,
+    listening: &mut ListenProbe,
+    peer: Rank,
+    deadline: Deadline,
+) -> Result<()> {
+    let published = match config.store.get(&connect::key(peer), deadline) {
+        Err(error) if error.is_aborted() => return Err(error),
+        published => published.unwrap_or_default(),
+    };
+    match read_address(&published) {
+        Ok((address, _)) if listening.is_gone(peer.index(), address.socket) => Err(gone(peer, &address)),
+        Ok(_) | Err(_) => Ok(()),
     }
 }
 
