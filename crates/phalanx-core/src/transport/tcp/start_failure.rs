@@ -129,10 +129,9 @@ fn exchange_by(
 ) -> Result<Vec<Vec<u8>>> {
     let names: Vec<&str> = keys.iter().map(|(_, key)| key.as_str()).collect();
     // Who waits for a rank that gathers addresses waits for those whose it gathers, and then for it: the first that is missing is to blame.
-    let mut awaited = Vec::new();
-    if bootstrap::is_gathered(config) {
-        awaited = bootstrap::keys_on(ADDRESS, &config.world.ranks().collect::<Vec<_>>());
-    }
+    let ranks: Vec<Rank> = config.world.ranks().collect();
+    let mut awaited =
+        if bootstrap::is_gathered(config) { bootstrap::keys_on(ADDRESS, &ranks) } else { Vec::new() };
     let addresses = awaited.len().max(keys.len());
     awaited.extend_from_slice(keys);
     let what = |index: usize| if index < addresses { "its address" } else { "the addresses that it gathers" };
