@@ -14,8 +14,8 @@ pub const OK: &[u8] = b"ok ";
 /// The outcome of the round after the last one in a store that ends.
 pub const OVER: &[u8] = b"over";
 /// The version of this protocol. In the first, whose world sizes stand alone, the last rank to come wrote the outcome; in the second,
-/// the outcome had no number.
-pub const VERSION: u32 = 3;
+/// the outcome had no number; in the third, no rank wrote for the others of a large world where the ranks are, or gathered their addresses.
+pub const VERSION: u32 = 4;
 const VERSION_MARK: &str = "@version-";
 /// How many missing ranks an error names.
 const NAMED: usize = 8;

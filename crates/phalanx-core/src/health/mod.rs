@@ -491,7 +491,10 @@ impl Health {
 
     /// Fails the group because `peer` has left without this call, which has waited for nobody.
     pub(crate) fn fail_without(&self, peer: Rank, call: Call, sequence: Sequence) -> Error {
-        let error = self.peer_failed(peer, "it has dropped out of the group");
+        // It may have made another call instead.
+        self.compare_calls();
+        // It has said which call was its last one: its goodbye may still be on the way.
+        let error = self.peer_left(peer).with_remedy(call.remedy_if_left(peer));
         let cause = self.fail_operation(error, call, sequence);
         if cause.is_peer_left() && cause.rank() == Some(self.rank) {
             self.called_without_all.store(true, Ordering::Relaxed);

@@ -3,7 +3,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use super::*;
 use crate::caller::Caller;
 use crate::dtype::DType;
-use crate::wire::frame::Operation;
+use crate::rank::Generation;
+use crate::wire::frame::{History, Operation};
 
 fn barrier(caller: Option<Caller>) -> Call {
     Call {
@@ -117,6 +118,25 @@ fn a_peer_that_said_goodbye_did_not_die() {
     let error = health.fail_operation(echo, barrier(None), Sequence(4));
     assert!(error.is_peer_left(), "{error}");
     assert!(error.to_string().contains("the same number of steps"), "{error}");
+}
+
+#[test]
+fn a_peer_that_has_told_its_last_call_has_left_also_before_its_goodbye_comes() {
+    let (health, peer) = (health(), Rank::new(1));
+    let last = Header {
+        call: barrier(None),
+        sequence: Sequence(3),
+        generation: Generation(0),
+        history: History::default(),
+        payload: 0,
+    };
+    health.calls(|calls| calls.hear(peer, last, calls::Told::Last));
+    assert_eq!(health.calls(|calls| calls.absent(Sequence(4))), Some(peer));
+    let error = health.fail_without(peer, barrier(None), Sequence(4));
+    assert!(error.is_peer_left() && error.peer() == Some(peer), "{error}");
+    // No call has returned it: it is the error of leaving.
+    health.part(drop);
+    assert!(health.parting().is_some_and(|error| error.is_peer_left()));
 }
 
 #[test]

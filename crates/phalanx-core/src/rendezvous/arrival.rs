@@ -518,7 +518,9 @@ mod tests {
 
     #[test]
     fn a_rank_0_that_stops_after_its_arrival_is_named() {
-        let store = with(&[("rank/0", "1 2@version-3 7 there -"), ("world", "2@version-3")]);
+        let world = format!("2@version-{VERSION}");
+        let entry = format!("1 {world} 7 there -");
+        let store = with(&[("rank/0", entry.as_str()), ("world", world.as_str())]);
         let error = start(&store, 1, 1).err().unwrap();
         assert!(error.is_timeout() && error.peer() == Some(Rank::MAIN), "{error}");
         assert!(error.to_string().contains("all 2 ranks have arrived, but rank 0"), "{error}");

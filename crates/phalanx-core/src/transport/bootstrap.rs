@@ -83,7 +83,7 @@ pub(crate) fn is_gathered(config: &MeshConfig<'_>) -> bool {
 }
 
 /// The ranks of which this one gathers the messages in an [`exchange`], beginning with itself.
-fn gathers(config: &MeshConfig<'_>) -> Option<Vec<Rank>> {
+pub(crate) fn gathers(config: &MeshConfig<'_>) -> Option<Vec<Rank>> {
     let is_first = is_gathered(config) && config.rank.index().is_multiple_of(PART);
     is_first.then(|| config.world.ranks().skip(config.rank.index()).take(PART).collect())
 }

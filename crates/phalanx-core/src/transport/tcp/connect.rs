@@ -396,14 +396,20 @@ pub(super) fn exchange_addresses(
     };
     let mut announced = Vec::with_capacity(values.len());
     let addresses = values.iter().map(|bytes| {
-        let (mut address, rest) = postcard::take_from_bytes::<Address>(bytes).map_err(malformed)?;
-        address.host.truncate(address.host.floor_char_boundary(MAX_HOST));
+        let (address, rest) = read_address(bytes).map_err(malformed)?;
         announced.push(rest);
         Ok(address)
     });
     let addresses = addresses.collect::<Result<_>>()?;
     announcement.map_or(Ok(()), |announcement| (announcement.read)(&announced))?;
     Ok(addresses)
+}
+
+/// The address that a rank has published, and what it has announced with it.
+pub(super) fn read_address(bytes: &[u8]) -> postcard::Result<(Address, &[u8])> {
+    let (mut address, rest) = postcard::take_from_bytes::<Address>(bytes)?;
+    address.host.truncate(address.host.floor_char_boundary(MAX_HOST));
+    Ok((address, rest))
 }
 
 pub(super) fn key(rank: Rank) -> String {

@@ -119,6 +119,30 @@ fn a_rank_among_many_that_does_not_come_is_named_and_not_who_gathers_its_address
     let outcome = exchange_addresses(&config, None, "here", &listener, soon);
     let error = outcome.err().unwrap();
     assert!(error.is_timeout() && error.peer() == Some(missing), "{error}");
+    // All have come, and none of those that gather has written what it has gathered.
+    store.set(&key(missing), b"an address", Deadline::after(Duration::from_secs(20))).unwrap();
+    let soon = Deadline::after(Duration::from_millis(300));
+    let error = exchange_addresses(&config, None, "here", &listener, soon).err().unwrap();
+    assert!(error.is_timeout() && error.peer() == Some(Rank::MAIN), "{error}");
+    assert!(error.to_string().contains("the addresses that it gathers"), "{error}");
+}
+
+#[test]
+fn a_rank_that_died_while_it_gathered_addresses_is_named_long_before_the_deadline() {
+    const RANKS: u32 = 257;
+    let (store, within) = (MemoryStore::new(), Deadline::after(Duration::from_secs(20)));
+    // All have come, and rank 0 does not write what it has gathered.
+    bury(&store, 0);
+    let address = store.get(&key(Rank::MAIN), within).unwrap();
+    for rank in 1..RANKS - 1 {
+        store.set(&key(Rank::new(rank)), &address, within).unwrap();
+    }
+    let listener = listen(Ipv4Addr::LOCALHOST.into()).unwrap();
+    let config = config_in(&store, RANKS - 1, RANKS);
+    let deadline = Deadline::after(Duration::from_secs(60));
+    let error = exchange_addresses(&config, None, "here", &listener, deadline).err().unwrap();
+    assert!(error.is_peer_failure() && error.peer() == Some(Rank::MAIN), "{error}");
+    assert!(error.to_string().contains("it no longer listens at"), "{error}");
 }
 
 #[test]

@@ -420,7 +420,10 @@ pub(super) mod tests {
     use std::time::Instant;
 
     use super::*;
+    use crate::dtype::DType;
+    use crate::rank::{Generation, Sequence};
     use crate::wire::control::MAX_BODY;
+    use crate::wire::frame::{Call, History, Operation};
 
     /// A connection with a peer that listens at `address`, and the peer's end.
     pub(in super::super) fn connected(address: &str) -> (Connection, TcpStream) {
@@ -573,28 +576,54 @@ pub(super) mod tests {
         assert_eq!(unanswered, parting.heard);
     }
 
-    #[test]
-    fn all_that_a_peer_has_sent_is_heard_however_much_it_is() {
+    /// Lets rank 0, which has this `health`, leave when its peer has sent all this.
+    fn leave_after(health: &Health, sent: &[u8]) {
         let (own, mut peer) = pair();
-        let beat = control::encode(&Control::Beat).unwrap();
-        let failure = Notice::of(&Error::mismatch("the calls differ"));
-        let sent = [beat.repeat(2 * MAX_BODY), control::encode(&Control::Failure(failure)).unwrap()].concat();
-        peer.write_all(&sent).unwrap();
+        peer.write_all(sent).unwrap();
         let (arrived, mut there) = (Deadline::after(Duration::from_secs(20)), vec![0; sent.len()]);
         while own.peek(&mut there).unwrap_or(0) < sent.len() {
             assert!(!arrived.has_passed());
         }
         let connections = Connections { control: vec![None, Some(own)], ..Connections::default() };
-        let health = Health::new(Rank::MAIN, vec!["here".into(), "there".into()]);
-        let mut parting = Parting {
-            health: &health,
-            unread: vec![Vec::new(); 2],
-            heard: HashSet::new(),
-            failed: HashSet::new(),
-        };
+        let mut parting =
+            Parting { health, unread: vec![Vec::new(); 2], heard: HashSet::new(), failed: HashSet::new() };
         let soon = Deadline::now();
         connections.leave((soon, soon), |_| false, |_| true, |end| parting.has_ended(end));
+    }
+
+    #[test]
+    fn all_that_a_peer_has_sent_is_heard_however_much_it_is() {
+        let beat = control::encode(&Control::Beat).unwrap();
+        let failure = Notice::of(&Error::mismatch("the calls differ"));
+        let sent = [beat.repeat(2 * MAX_BODY), control::encode(&Control::Failure(failure)).unwrap()].concat();
+        let health = Health::new(Rank::MAIN, vec!["here".into(), "there".into()]);
+        leave_after(&health, &sent);
         assert!(health.cause().unwrap().is_mismatch());
+    }
+
+    #[test]
+    fn a_peer_whose_group_has_failed_is_not_one_that_has_left_without_a_call() {
+        let goodbye = control::encode(&Control::Goodbye).unwrap();
+        let failure = control::encode(&Control::Failure(Notice::of(&Error::timeout("too late")))).unwrap();
+        let parting = |sent: &[u8]| {
+            let health = Health::new(Rank::MAIN, vec!["here".into(), "there".into()]);
+            health.calls(|calls| {
+                calls.begin(Header {
+                    call: Call::new(Operation::Broadcast, DType::U8, 1),
+                    sequence: Sequence(0),
+                    generation: Generation(0),
+                    history: History::default(),
+                    payload: 0,
+                });
+                calls.end();
+            });
+            leave_after(&health, sent);
+            health.part(drop);
+            health.parting()
+        };
+        assert!(parting(&goodbye).unwrap().is_peer_left());
+        // Which call was its last one is not known.
+        assert!(parting(&[failure, goodbye].concat()).is_none());
     }
 
     #[test]

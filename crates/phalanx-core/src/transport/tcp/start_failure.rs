@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::MeshConfig;
 use super::accept::Pair;
 use super::call::{begin_to_connect, is_connected};
-use super::connect::{ADDRESS, Address};
+use super::connect::{self, ADDRESS, Address, read_address};
 use super::connection::Connection;
 use super::stop_probe::StopProbe;
 use crate::deadline::Deadline;
@@ -128,12 +128,17 @@ fn exchange_by(
     ask: impl FnOnce(&[&str], &mut dyn FnMut() -> Result<()>) -> Result<Vec<Vec<u8>>>,
 ) -> Result<Vec<Vec<u8>>> {
     let names: Vec<&str> = keys.iter().map(|(_, key)| key.as_str()).collect();
-    // Who waits for a rank that gathers addresses waits for those whose it gathers: the first that is missing is to blame.
+    // Who waits for a rank that gathers addresses waits for those whose it gathers, and then for it: the first that is missing is to blame.
     let ranks: Vec<Rank> = config.world.ranks().collect();
-    let awaited =
-        if bootstrap::is_gathered(config) { bootstrap::keys_on(ADDRESS, &ranks) } else { keys.to_vec() };
+    let mut awaited =
+        if bootstrap::is_gathered(config) { bootstrap::keys_on(ADDRESS, &ranks) } else { Vec::new() };
+    let addresses = awaited.len().max(keys.len());
+    awaited.extend_from_slice(keys);
+    let what = |index: usize| if index < addresses { "its address" } else { "the addresses that it gathers" };
     let of_ranks: Vec<&str> = awaited.iter().map(|(_, key)| key.as_str()).collect();
     let (mut probe, mut there, mut reminders) = (StopProbe::new(config), 0, Reminders::new());
+    // Those that gather look after each other, and tell all: the calls of all ranks would be a flood.
+    let mut listening = bootstrap::gathers(config).map(|_| ListenProbe::default());
     let mut looked = Instant::now();
     let mut go_on = || {
         interrupt::check()?;
@@ -146,8 +151,12 @@ fn exchange_by(
         check(config, host, until)?;
         there = count_there(config, &of_ranks, there, until)?;
         if let Some((rank, _)) = awaited.get(there) {
-            reminders.remind(|| format!("rank {} waits for rank {rank} to publish its address", config.rank));
+            reminders
+                .remind(|| format!("rank {} waits for rank {rank} to publish {}", config.rank, what(there)));
             probe.check(*rank, until)?;
+            if let Some(listening) = listening.as_mut().filter(|_| there >= addresses) {
+                check_listens(config, listening, *rank, until)?;
+            }
         }
         Ok(())
     };
@@ -156,14 +165,35 @@ fn exchange_by(
         Err(error) if error.is_timeout() && deadline.has_passed() => {
             let until = Deadline::after(LAST_MESSAGE_TIMEOUT);
             check(config, host, until)?;
-            let error = match awaited.get(count_there(config, &of_ranks, there, until)?) {
-                Some((rank, _)) => Error::timeout(format!("rank {rank} did not publish its address in time"))
-                    .with_peer(*rank),
+            there = count_there(config, &of_ranks, there, until)?;
+            let error = match awaited.get(there) {
+                Some((rank, _)) => {
+                    Error::timeout(format!("rank {rank} did not publish {} in time", what(there)))
+                        .with_peer(*rank)
+                }
                 None => Error::timeout("not all ranks published their addresses in time"),
             };
             Err(error.with_remedy("is it alive? If it is only slow, raise the time-out"))
         }
         outcome => outcome,
+    }
+}
+
+/// An error if `peer`, which has published where it listens, no longer does. The store is asked until `deadline`; that it does not answer is
+/// reported elsewhere.
+fn check_listens(
+    config: &MeshConfig<'_>,
+    listening: &mut ListenProbe,
+    peer: Rank,
+    deadline: Deadline,
+) -> Result<()> {
+    let published = match config.store.get(&connect::key(peer), deadline) {
+        Err(error) if error.is_aborted() => return Err(error),
+        published => published.unwrap_or_default(),
+    };
+    match read_address(&published) {
+        Ok((address, _)) if listening.is_gone(peer.index(), address.socket) => Err(gone(peer, &address)),
+        Ok(_) | Err(_) => Ok(()),
     }
 }
 
