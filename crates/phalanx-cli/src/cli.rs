@@ -207,7 +207,8 @@ pub(crate) struct Run {
     )]
     pub(crate) max_restarts: u32,
 
-    /// The job's name, for the workers' TORCHELASTIC_RUN_ID and the logs [default: a new name for each job]
+    /// The job's name, for the workers' TORCHELASTIC_RUN_ID and the logs [default: `none` with several nodes or a fixed list of several
+    /// hosts; else a new name for each job]
     #[arg(long, alias = "rdzv_id", value_name = "NAME", env = "PET_RDZV_ID", hide_env_values = true)]
     pub(crate) rdzv_id: Option<String>,
 

@@ -46,7 +46,7 @@ pub fn subscriber(
     directory: &Path,
     console: &Console,
 ) -> Result<impl Subscriber + Send + Sync + use<>> {
-    let wanted = wanted(std::env::var(FILTER).ok())?;
+    let wanted = wanted(phalanx::env::variable(FILTER))?;
     let path = directory.join(format!("rank-{rank}.log"));
     let file = std::fs::create_dir_all(directory)
         .and_then(|()| phalanx_sys::open::unless_pipe(&path, File::options().create(true).append(true)))
