@@ -283,9 +283,9 @@ fn watch<M: Machine>(
 ) {
     let mut liveness = Liveness::new(heartbeats.interval, heartbeats.silence);
     let mut task = Caretaker::new(heartbeats.silence);
-    let (while_sending, while_waiting) = heartbeats.awake_limits();
+    let (sending, waiting) = heartbeats.awake_limits();
     loop {
-        replica.awake(while_sending);
+        replica.awake(sending);
         let next = Deadline::after(heartbeats.interval).instant();
         let deadline = Deadline::after(heartbeats.silence);
         match beat(log, replica, &mut liveness, deadline) {
@@ -301,7 +301,7 @@ fn watch<M: Machine>(
         if let Err(error) = task.clean(log, replica, Deadline::after(heartbeats.silence / 4), tidy) {
             tracing::debug!(%error, "old entries of the log could not be removed");
         }
-        replica.awake(while_waiting);
+        replica.awake(waiting);
         let mut view = replica.view();
         while Instant::now() < next && !view.is_closing() {
             replica.wait_until(&mut view, next);

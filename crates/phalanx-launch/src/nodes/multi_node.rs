@@ -460,7 +460,10 @@ impl Nodes for MultiNode<'_> {
     }
 
     fn finish(&mut self, control: &mut Control<'_>, mut is_interrupted: bool) {
-        self.handler.finish(&mut || {
+        self.handler.finish(&mut |news: Option<&str>| {
+            if let Some(text) = news {
+                control.tell(Event::Warning { text });
+            }
             if control.read_end().is_none() {
                 return true;
             }
