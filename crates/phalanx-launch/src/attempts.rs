@@ -32,7 +32,7 @@ pub(super) fn run(job: &Job, observer: &mut dyn Observer) -> Result<Report> {
     let run_id = job.name_of_run()?;
     let logs = job.logs.as_ref().map(|logs| logs.open(&run_id)).transpose()?;
     if let Some(logs) = &logs {
-        control.tell(Event::Logging { folder: logs.folder() });
+        control.tell(Event::Logging { host: None, folder: logs.folder() });
     }
     let mut nodes: Box<dyn Nodes + '_> = match (&job.agent, &job.cluster) {
         (Some(agent), _) => Box::new(AgentNode::new(job, agent)),
