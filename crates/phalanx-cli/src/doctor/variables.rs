@@ -52,17 +52,21 @@ const OF_TESTS: [&str; 2] = ["TEST_", "SOAK_"];
 const SERVICE_HOST: &str = "_SERVICE_HOST";
 const OF_SERVICES: [&str; 2] = ["_SERVICE_", "_PORT"];
 
-pub(super) fn look(report: &mut Report) {
+/// Returns whether a group takes all values.
+pub(super) fn look(report: &mut Report) -> bool {
     let set = env::vars_os().filter(|(_, value)| !value.is_empty());
     let unknown = unknown(set.filter_map(|(name, _)| name.into_string().ok()));
     if !unknown.is_empty() {
         report.advise("unknown", unknown.join(", "), "nothing reads these variables: are their names right?");
     }
     let group = GroupOptions::from_env().and_then(|options| options.heartbeat.check());
+    let mut takes_all = true;
     for error in [group, Credentials::from_env().map(drop)].into_iter().filter_map(Result::err) {
+        takes_all = false;
         let remedy = error.remedy().unwrap_or("correct the variable, or unset it");
         report.bad("settings", error.full_cause(), remedy);
     }
+    takes_all
 }
 
 /// Those of `names` that are like ours, and none of them. Kubernetes sets others, for a service whose name is like ours.
