@@ -398,10 +398,9 @@ impl Table {
 
 /// How many bytes of messages that nobody waits for are kept, as the environment says.
 pub fn unexpected_bytes() -> Result<usize, Error> {
-    match std::env::var("PHALANX_UNEXPECTED_BYTES") {
-        Err(_) => Ok(UNEXPECTED_BYTES),
-        Ok(text) if text.is_empty() => Ok(UNEXPECTED_BYTES),
-        Ok(text) => text.parse().map_err(|_| {
+    match phalanx::env::variable("PHALANX_UNEXPECTED_BYTES").unwrap_or_default() {
+        text if text.is_empty() => Ok(UNEXPECTED_BYTES),
+        text => text.parse().map_err(|_| {
             Error::invalid_argument(format!(
                 "PHALANX_UNEXPECTED_BYTES is {text:?}, and must be a number of bytes"
             ))

@@ -89,7 +89,7 @@ sessions of their own, get SIGTERM, and SIGKILL after the grace period. Then all
 restarts are left. The first failure is printed at the end, and its exit code is this command's (128 + n for signal n). If a failed rank \
 reports that another rank failed, that other rank's failure counts as the first. \
 Ctrl-C, SIGTERM, SIGHUP and SIGQUIT are passed on to all workers, with the same grace period; a second Ctrl-C kills \
-at once. SIGUSR1 and SIGUSR2 are passed on too, and do not end this command. If this command is killed, its workers are killed \
+at once. The exit code is then 128 + n for signal n (130 for Ctrl-C), and 1 on other nodes that end because of it. SIGUSR1 and SIGUSR2 are passed on too, and do not end this command. If this command is killed, its workers are killed \
 too. Workers may end with 0 at different times. If no worker can be \
 started, the exit code is 127 (the program is not found), 126 (it cannot be executed), 2 (wrong options) or 1.
 
@@ -207,7 +207,8 @@ pub(crate) struct Run {
     )]
     pub(crate) max_restarts: u32,
 
-    /// The job's name, for the workers' TORCHELASTIC_RUN_ID and the logs [default: a new name for each job]
+    /// The job's name, for the workers' TORCHELASTIC_RUN_ID and the logs [default: `none` with several nodes or a fixed list of several
+    /// hosts; else a new name for each job]
     #[arg(long, alias = "rdzv_id", value_name = "NAME", env = "PET_RDZV_ID", hide_env_values = true)]
     pub(crate) rdzv_id: Option<String>,
 

@@ -17,7 +17,9 @@ pub(crate) fn event(event: &Event<'_>) -> Option<(Stream, Vec<u8>)> {
             let line = object("line", json!({ "rank": rank.get(), "stream": name, "text": text }));
             return Some((stream, line));
         }
-        Event::Logging { folder } => ("logging", json!({ "folder": folder.to_string_lossy() })),
+        Event::Logging { host, folder } => {
+            ("logging", json!({ "host": host, "folder": folder.to_string_lossy() }))
+        }
         Event::Starting { restarts, max_restarts, world_size, node, nodes } => {
             let world = world_size.get();
             let fields = json!({ "restarts": restarts, "max_restarts": max_restarts, "world_size": world,

@@ -165,7 +165,10 @@ impl Renderer {
         }
         match event {
             Event::Line { rank, stream, text } => self.line(rank, stream, text),
-            Event::Logging { folder } => self.note(&format!("logs are kept in {}", folder.display())),
+            Event::Logging { host, folder } => {
+                let host = host.map_or_else(String::new, |host| format!("{host}:"));
+                self.note(&format!("logs are kept in {host}{}", folder.display()));
+            }
             Event::Starting { restarts, max_restarts, world_size, node, .. } => {
                 (self.ending, self.node) = (false, node);
                 self.prefix_width = (world_size.get() - 1).to_string().len();

@@ -32,7 +32,7 @@ pub(super) fn run(job: &Job, observer: &mut dyn Observer) -> Result<Report> {
     let run_id = job.name_of_run()?;
     let logs = job.logs.as_ref().map(|logs| logs.open(&run_id)).transpose()?;
     if let Some(logs) = &logs {
-        control.tell(Event::Logging { folder: logs.folder() });
+        control.tell(Event::Logging { host: None, folder: logs.folder() });
     }
     let mut nodes: Box<dyn Nodes + '_> = match (&job.agent, &job.cluster) {
         (Some(agent), _) => Box::new(AgentNode::new(job, agent)),
@@ -50,10 +50,12 @@ pub(super) fn run(job: &Job, observer: &mut dyn Observer) -> Result<Report> {
     };
     let outcome = run_attempts(job, logs.as_ref(), &mut *nodes, &mut control, &mut report);
     // The other nodes receive all messages of this one.
-    nodes.finish(&mut control, matches!(outcome, Ok(Outcome::Interrupted(_))));
+    let mut is_interrupted = matches!(outcome, Ok(Outcome::Interrupted(_)));
+    nodes.finish(&mut control, is_interrupted);
     drop(nodes);
-    // Also if the job cannot go on: then the last lines say most.
-    if let Some(text) = logs.and_then(JobLogs::finish) {
+    // Also if the job cannot go on: then the last lines say most. A second signal ends that wait, too.
+    let mut goes_on = || control.read_end().is_none() || !std::mem::replace(&mut is_interrupted, true);
+    if let Some(text) = logs.and_then(|logs| logs.finish(&mut goes_on)) {
         control.tell(Event::Warning { text: &text });
     }
     report.outcome = outcome?;

@@ -24,6 +24,8 @@ pub enum Stream {
 pub enum Event<'a> {
     /// The workers' output is kept in this folder.
     Logging {
+        /// The host that has it, in a job on several hosts ([`RemoteJob`](super::RemoteJob)).
+        host: Option<&'a str>,
         /// The job's own folder.
         folder: &'a Path,
     },

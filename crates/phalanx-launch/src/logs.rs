@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::event::Stream;
+use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::random;
 
@@ -28,6 +29,8 @@ const ENOUGH: usize = 8 << 20;
 const NAME_LIMIT: usize = 200;
 /// How long the last bytes may take to be written when the job is over.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(10);
+/// How often to ask meanwhile whether they are still waited for.
+const FLUSH_INTERVAL: Duration = Duration::from_millis(20);
 /// How often to look whether a file is still at its path.
 const ROTATION_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -225,16 +228,23 @@ impl JobLogs {
         self.writer.state.lock().failure.take()
     }
 
-    /// Waits until everything is written, but not longer than the disk's time limit. Returns what is wrong, unless it was
-    /// taken before.
-    pub(super) fn finish(self) -> Option<String> {
+    /// Waits until everything is written, but not longer than the disk's time limit, and as long as `goes_on` says so. Returns what is
+    /// wrong, unless it was taken before.
+    pub(super) fn finish(self, mut goes_on: impl FnMut() -> bool) -> Option<String> {
         let Writer { queue, state, done } = self.writer;
         drop(queue);
-        let is_late = done.recv_timeout(FLUSH_TIMEOUT) == Err(RecvTimeoutError::Timeout);
+        let deadline = Deadline::after(FLUSH_TIMEOUT);
+        let is_written = loop {
+            match done.recv_timeout(FLUSH_INTERVAL) {
+                Err(RecvTimeoutError::Timeout) if deadline.has_passed() || !goes_on() => break false,
+                Err(RecvTimeoutError::Timeout) => {}
+                Ok(()) | Err(RecvTimeoutError::Disconnected) => break true,
+            }
+        };
         let mut state = state.lock();
-        let late = (is_late && !state.has_failed).then(|| {
-            let (left, limit) = (state.waiting, FLUSH_TIMEOUT.as_secs());
-            format!("the workers' logs are incomplete: their disk has not taken the last {left} bytes within {limit} s")
+        let late = (!is_written && !state.has_failed).then(|| {
+            let left = state.waiting;
+            format!("the workers' logs are incomplete: their disk has not yet taken the last {left} bytes")
         });
         state.failure.take().or(late)
     }
@@ -405,7 +415,7 @@ mod tests {
         let path = logs.folder().join("attempt_2/1");
         assert_eq!(worker.error_file, path.join("error.json"));
         drop(worker);
-        logs.finish();
+        logs.finish(|| true);
         assert_eq!(fs::read(path.join("stdout.log")).unwrap(), b"one\n");
         assert!(
             path.parent()
@@ -438,7 +448,7 @@ mod tests {
             worker.stdout.log.as_ref().unwrap().push(text);
         }
         let path = logs.folder().join("attempt_0/0/stdout.log");
-        logs.finish();
+        logs.finish(|| true);
         assert_eq!(fs::read(path).unwrap(), b"one\ntwo\n");
     }
 
@@ -493,10 +503,30 @@ mod tests {
         assert!(logs.take_failure().unwrap().contains("incomplete"));
         assert!(logs.take_failure().is_none());
         drop(full);
-        assert_eq!(logs.finish(), None);
+        assert_eq!(logs.finish(|| true), None);
         // Also if nobody looks any more.
         let logs = Logs::new(folder.path()).open("x").unwrap();
         logs.writer.open(Path::new("/dev/full")).unwrap().push(b"lost");
-        assert!(logs.finish().unwrap().contains("incomplete"));
+        assert!(logs.finish(|| true).unwrap().contains("incomplete"));
+    }
+
+    #[test]
+    fn a_disk_that_takes_nothing_holds_nobody_up_who_wants_the_end_and_is_told() {
+        let folder = tempfile::tempdir().unwrap();
+        let logs = Logs::new(folder.path()).open("x").unwrap();
+        let log = logs.writer.open(&folder.path().join("stdout.log")).unwrap();
+        // As long as this is held, the thread cannot write.
+        let file = Arc::clone(&log.file);
+        let held = file.open.lock();
+        log.push(b"seven\n");
+        drop(log);
+        let mut asked = 0;
+        let said = logs.finish(|| {
+            asked += 1;
+            false
+        });
+        drop(held);
+        assert_eq!(asked, 1);
+        assert!(said.unwrap().contains("has not yet taken the last 6 bytes"));
     }
 }

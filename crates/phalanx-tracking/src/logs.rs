@@ -3,6 +3,7 @@
 //! All events that a program, Phalanx and other libraries log through [`tracing`] go there. `RUST_LOG` filters them, as
 //! `info` (the default), `debug`, or `warn,phalanx=debug`.
 
+use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::Path;
@@ -46,7 +47,7 @@ pub fn subscriber(
     directory: &Path,
     console: &Console,
 ) -> Result<impl Subscriber + Send + Sync + use<>> {
-    let wanted = wanted(std::env::var(FILTER).ok())?;
+    let wanted = wanted(std::env::var_os(FILTER))?;
     let path = directory.join(format!("rank-{rank}.log"));
     let file = std::fs::create_dir_all(directory)
         .and_then(|()| phalanx_sys::open::unless_pipe(&path, File::options().create(true).append(true)))
@@ -68,15 +69,16 @@ pub fn subscriber(
     Ok(tracing_subscriber::registry().with(wanted).with(in_file).with(on_console))
 }
 
-fn wanted(filter: Option<String>) -> Result<Targets> {
-    match filter.filter(|filter| !filter.is_empty()) {
-        None => Ok(Targets::new().with_default(LevelFilter::INFO)),
-        Some(filter) => filter.parse::<Targets>().map_err(|error| {
-            Error::invalid_argument(format!("{FILTER}={filter:?} is no filter of logs"))
-                .with_source(error)
-                .with_remedy("it may be error, warn, info, debug or trace, or such as warn,phalanx=debug")
-        }),
-    }
+fn wanted(filter: Option<OsString>) -> Result<Targets> {
+    let Some(filter) = filter.filter(|filter| !filter.is_empty()) else {
+        return Ok(Targets::new().with_default(LevelFilter::INFO));
+    };
+    let refused = || {
+        Error::invalid_argument(format!("{FILTER}={filter:?} is no filter of logs"))
+            .with_remedy("it may be error, warn, info, debug or trace, or such as warn,phalanx=debug")
+    };
+    let text = filter.to_str().ok_or_else(refused)?;
+    text.parse::<Targets>().map_err(|error| refused().with_source(error))
 }
 
 /// A console, for lines.
@@ -129,6 +131,7 @@ impl Write for &LogFile {
 #[cfg(test)]
 mod tests {
     use std::os::fd::AsRawFd;
+    use std::os::unix::ffi::OsStringExt;
     use std::sync::Arc;
     use std::sync::mpsc::channel;
     use std::time::Duration;
@@ -227,7 +230,10 @@ mod tests {
             error.contains("RUST_LOG=\"phalanx=loud\"") && error.contains("warn,phalanx=debug"),
             "{error}"
         );
-        assert_eq!(wanted(Some(String::new())).unwrap().default_level(), Some(LevelFilter::INFO));
+        // It would name a part of a program that there is not.
+        let error = wanted(Some(OsString::from_vec(b"phalan\xff".to_vec()))).unwrap_err().to_string();
+        assert!(error.contains("is no filter of logs"), "{error}");
+        assert_eq!(wanted(Some(OsString::new())).unwrap().default_level(), Some(LevelFilter::INFO));
         assert_eq!(wanted(Some("warn".into())).unwrap().default_level(), Some(LevelFilter::WARN));
     }
 }

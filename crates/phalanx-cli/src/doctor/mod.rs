@@ -82,7 +82,7 @@ fn look(options: &Doctor) -> Option<Report> {
     interfaces::look(&mut report, target.as_deref());
     libraries::look(&mut report);
     launcher::look(&mut report, &place);
-    variables::look(&mut report);
+    let takes_all = variables::look(&mut report);
     if let Some(target) = target {
         launcher::reach(&mut report, &target);
     }
@@ -94,8 +94,10 @@ fn look(options: &Doctor) -> Option<Report> {
         return Some(report);
     }
     world::gather(&report, options.timeout).unwrap_or_else(|error| {
-        // Each rank reports about itself: only it can.
-        report.bad("group", error.to_string(), "compare what the ranks say of interface and store");
+        // Each rank reports about itself: only it can. A bad setting, which prevents a group too, has been told already.
+        if takes_all {
+            report.bad("group", error.to_string(), "compare what the ranks say of interface and store");
+        }
         Some(report)
     })
 }

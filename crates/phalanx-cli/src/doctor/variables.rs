@@ -47,26 +47,42 @@ const KNOWN: [&str; 34] = [
 ];
 /// How those of this project's own tests go on.
 const OF_TESTS: [&str; 2] = ["TEST_", "SOAK_"];
+/// How the variable ends by which Kubernetes tells each pod of a service. Its others begin with the same name, and one of
+/// [`OF_SERVICES`].
+const SERVICE_HOST: &str = "_SERVICE_HOST";
+const OF_SERVICES: [&str; 2] = ["_SERVICE_", "_PORT"];
 
-pub(super) fn look(report: &mut Report) {
+/// Returns whether a group takes all values.
+pub(super) fn look(report: &mut Report) -> bool {
     let set = env::vars_os().filter(|(_, value)| !value.is_empty());
     let unknown = unknown(set.filter_map(|(name, _)| name.into_string().ok()));
     if !unknown.is_empty() {
         report.advise("unknown", unknown.join(", "), "nothing reads these variables: are their names right?");
     }
     let group = GroupOptions::from_env().and_then(|options| options.heartbeat.check());
+    let mut takes_all = true;
     for error in [group, Credentials::from_env().map(drop)].into_iter().filter_map(Result::err) {
+        takes_all = false;
         let remedy = error.remedy().unwrap_or("correct the variable, or unset it");
         report.bad("settings", error.full_cause(), remedy);
     }
+    takes_all
 }
 
-/// Those of `names` that are like ours, and none of them.
+/// Those of `names` that are like ours, and none of them. Kubernetes sets others, for a service whose name is like ours.
 fn unknown(names: impl Iterator<Item = String>) -> Vec<String> {
+    let names: Vec<String> = names.collect();
+    let services: Vec<&str> = names.iter().filter_map(|name| name.strip_suffix(SERVICE_HOST)).collect();
+    let is_of_service = |name: &str| {
+        let mut rests = services.iter().filter_map(|service| name.strip_prefix(service));
+        rests.any(|rest| OF_SERVICES.iter().any(|next| rest.starts_with(next)))
+    };
     let is_known =
         |rest: &str| KNOWN.contains(&rest) || OF_TESTS.iter().any(|prefix| rest.starts_with(prefix));
-    let is_unknown = |name: &String| name.strip_prefix(PREFIX).is_some_and(|rest| !is_known(rest));
-    let mut unknown: Vec<String> = names.filter(is_unknown).collect();
+    let is_unknown = |name: &&String| {
+        name.strip_prefix(PREFIX).is_some_and(|rest| !is_known(rest)) && !is_of_service(name)
+    };
+    let mut unknown: Vec<String> = names.iter().filter(is_unknown).cloned().collect();
     unknown.sort_unstable();
     unknown
 }
@@ -88,5 +104,19 @@ mod tests {
         let names = ["TRACE", "TRACES", "TEST_X"].map(|rest| format!("{PREFIX}{rest}"));
         let names = names.into_iter().chain(["PATH".to_owned()]);
         assert_eq!(unknown(names), [format!("{PREFIX}TRACES")]);
+    }
+
+    #[test]
+    fn what_kubernetes_says_of_a_service_is_no_misspelt_variable() {
+        for service in ["PHALANX_ETCD", "PHALANX"] {
+            let rests = ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_CLIENT", "PORT", "PORT_2379_TCP_ADDR"];
+            let mut names = rests.map(|rest| format!("{service}_{rest}")).to_vec();
+            let other = "PHALANX_HEARTBEAT".to_owned();
+            names.push(other.clone());
+            assert_eq!(unknown(names.into_iter()), [other]);
+        }
+        // Without its host it is no service.
+        let port = "PHALANX_ETCD_PORT".to_owned();
+        assert_eq!(unknown(std::iter::once(port.clone())), [port]);
     }
 }

@@ -111,6 +111,10 @@ fn ranks_that_do_not_meet_tell_of_themselves() {
     let said = text(&output.stdout);
     assert_eq!(output.status.code(), Some(1), "{said}{}", text(&output.stderr));
     assert!(said.lines().any(|line| line.starts_with("bad ") && line.contains("group")), "{said}");
+    // A bad setting is told once: the others have nothing to do with it.
+    let output = doctor(&["--json"], &[&variables[..], &[("PHALANX_TRANSPORT", "foo")]].concat());
+    let said = text(&output.stdout);
+    assert_eq!((output.status.code(), said.matches("names no transport").count()), (Some(1), 1), "{said}");
 }
 
 #[test]

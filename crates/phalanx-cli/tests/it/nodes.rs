@@ -167,6 +167,25 @@ fn a_launcher_that_was_stopped_finds_itself_given_up() {
 }
 
 #[test]
+fn a_launcher_that_serves_the_store_and_was_stopped_blames_nobody_who_has_ended_for_that() {
+    let port = free_port();
+    let options = ["--rdzv-conf", "keep_alive_interval=0.2,keep_alive_max_attempt=25"];
+    let mut nodes =
+        ["0", "1"].map(|rank| node(rank, &port, &options, "echo up; exec sleep 60").spawn().unwrap());
+    nodes.iter_mut().for_each(wait_for_line);
+    let [first, second] = nodes;
+    send(&first, Signal::STOP);
+    let stopped = Instant::now();
+    let (code, _, err) = end(second);
+    assert!(code == Some(1) && err.contains("node 0 ("), "{err}");
+    // Longer than a launcher that is awake may wait for its store.
+    std::thread::sleep(Duration::from_secs(13).saturating_sub(stopped.elapsed()));
+    send(&first, Signal::CONT);
+    let (code, _, err) = end(first);
+    assert!(code == Some(1) && err.contains("serves the launchers' store, stood still for"), "{err}");
+}
+
+#[test]
 fn nodes_that_do_not_come_or_do_not_fit_are_named() {
     let port = free_port();
     let options = ["--rdzv-conf", "join_timeout=5"];

@@ -139,7 +139,7 @@ fn store_name(address: &str, port: u16) -> String {
 /// The interface whose address this process tells to others, if the user names one. As GLOO's, so that what is set for PyTorch holds.
 #[doc(hidden)]
 pub fn interface() -> Option<String> {
-    let named = std::env::var("GLOO_SOCKET_IFNAME").ok()?;
+    let named = variable("GLOO_SOCKET_IFNAME")?;
     Some(named.trim().to_owned()).filter(|named| !named.is_empty())
 }
 

@@ -1,5 +1,6 @@
 //! From a rendezvous to a group.
 
+use std::ffi::OsString;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -85,7 +86,7 @@ impl GroupOptions {
     /// # Errors
     /// If the value of one of these is not valid, or the file holds no such table.
     pub fn from_env() -> Result<Self> {
-        let transport = match std::env::var("PHALANX_TRANSPORT").unwrap_or_default().as_str() {
+        let transport = match env::variable("PHALANX_TRANSPORT").unwrap_or_default().as_str() {
             "" | "auto" => None,
             name => Some(name.parse().map_err(|_| {
                 Error::environment(format!("PHALANX_TRANSPORT={name} names no transport"))
@@ -96,10 +97,19 @@ impl GroupOptions {
             Some(path) if !path.is_empty() => read_tuning(Path::new(&path))?,
             _ => Tuning::default(),
         };
-        let host_id = std::env::var("PHALANX_HOST_ID").ok().filter(|host| !host.is_empty());
+        let host_id = host_id(std::env::var_os("PHALANX_HOST_ID"))?;
         let heartbeat = Heartbeat::from_variables(env::variable)?;
         Ok(Self { transport, tuning, host_id, heartbeat, ..Self::default() })
     }
+}
+
+/// The host's identity, as the user gives it. The ranks compare it as text.
+fn host_id(given: Option<OsString>) -> Result<Option<String>> {
+    let text = given.filter(|given| !given.is_empty()).map(OsString::into_string).transpose();
+    text.map_err(|given| {
+        Error::environment(format!("PHALANX_HOST_ID={} is not UTF-8", given.display()))
+            .with_remedy("give another identity, or unset it")
+    })
 }
 
 fn read_tuning(path: &Path) -> Result<Tuning> {
@@ -199,6 +209,8 @@ impl ProcessGroup {
 
 #[cfg(all(test, feature = "testing"))]
 mod tests {
+    use std::os::unix::ffi::OsStringExt;
+
     use super::*;
     use crate::collective::ReduceOp;
     use crate::collective::TuningRow;
@@ -284,6 +296,16 @@ mod tests {
                 scope.spawn(move || rank(number));
             }
         });
+    }
+
+    #[test]
+    fn a_host_s_identity_that_is_not_utf_8_is_refused_and_an_empty_one_is_none() {
+        let bytes = |bytes: &[u8]| Some(OsString::from_vec(bytes.to_vec()));
+        assert_eq!(host_id(bytes(b"node7")).unwrap().as_deref(), Some("node7"));
+        assert!(host_id(None).unwrap().is_none() && host_id(bytes(b"")).unwrap().is_none());
+        let error = host_id(bytes(b"node\xff")).unwrap_err();
+        assert!(error.is_environment() && error.remedy().is_some(), "{error}");
+        assert!(error.to_string().contains("PHALANX_HOST_ID=node\u{fffd} is not UTF-8"), "{error}");
     }
 
     #[test]

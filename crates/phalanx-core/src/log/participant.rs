@@ -43,6 +43,19 @@ pub struct Heartbeats {
     pub must_be_answered: bool,
 }
 
+impl Heartbeats {
+    /// How long the thread that sends them may take until it is awake again, unless this process stands still: while it sends one, and while
+    /// it waits for the next. The first is longer than the others wait, for a store may be slow. The second tells also of a standstill
+    /// after which they have just given this process up.
+    pub(super) fn awake_limits(&self) -> (Duration, Duration) {
+        let Self { interval, silence, .. } = *self;
+        let margin = STANDSTILL_LIMIT * 3;
+        // The store may take its time for a heartbeat, and a part of it for what is removed.
+        let slow = silence.saturating_mul(3) / 2;
+        (slow.saturating_add(interval).saturating_add(margin), silence.max(interval.saturating_add(margin)))
+    }
+}
+
 /// One process's part in a log. When it is dropped its threads end, soon.
 pub struct Participant<M: Machine> {
     log: Arc<Log<M>>,
@@ -270,11 +283,9 @@ fn watch<M: Machine>(
 ) {
     let mut liveness = Liveness::new(heartbeats.interval, heartbeats.silence);
     let mut task = Caretaker::new(heartbeats.silence);
-    // The store may take its time for a heartbeat, and a part of it for what is removed.
-    let slow = heartbeats.silence.saturating_mul(3) / 2;
-    let limit = slow.saturating_add(heartbeats.interval).saturating_add(STANDSTILL_LIMIT * 3);
+    let (sending, waiting) = heartbeats.awake_limits();
     loop {
-        replica.awake(limit);
+        replica.awake(sending);
         let next = Deadline::after(heartbeats.interval).instant();
         let deadline = Deadline::after(heartbeats.silence);
         match beat(log, replica, &mut liveness, deadline) {
@@ -290,6 +301,7 @@ fn watch<M: Machine>(
         if let Err(error) = task.clean(log, replica, Deadline::after(heartbeats.silence / 4), tidy) {
             tracing::debug!(%error, "old entries of the log could not be removed");
         }
+        replica.awake(waiting);
         let mut view = replica.view();
         while Instant::now() < next && !view.is_closing() {
             replica.wait_until(&mut view, next);

@@ -21,6 +21,8 @@ pub(super) struct Standstill {
     awake_at: Option<Duration>,
     /// How long it may take at most until it is awake again.
     limit: Duration,
+    /// The longest such limit. For so long a standstill may be why something happens.
+    longest: Duration,
     /// For how long it stood still the last time, and when that was noticed.
     last: Option<(Duration, Duration)>,
 }
@@ -29,7 +31,7 @@ impl Standstill {
     /// The thread is awake at `now`, and will be again within `limit`.
     pub(super) fn awake(&mut self, now: Duration, limit: Duration) {
         self.look(now);
-        (self.awake_at, self.limit) = (Some(now), limit);
+        (self.awake_at, self.limit, self.longest) = (Some(now), limit, self.longest.max(limit));
     }
 
     /// Any thread of this process is awake at `now`. Returns how long the process stood still, if that was a short time ago.
@@ -40,7 +42,7 @@ impl Standstill {
             (self.awake_at, self.last) = (Some(now), Some((since, now)));
         }
         let (stood_still, noticed) = self.last?;
-        (now.saturating_sub(noticed) <= self.limit).then_some(stood_still)
+        (now.saturating_sub(noticed) <= self.longest).then_some(stood_still)
     }
 }
 
@@ -70,6 +72,20 @@ mod tests {
         assert_eq!(standstill.look(seconds(6320)), None);
         // A longer time takes its place.
         assert_eq!(standstill.look(seconds(7320)), Some(seconds(1000)));
+    }
+
+    #[test]
+    fn who_may_not_be_late_now_has_stood_still_sooner_and_it_counts_as_long() {
+        let mut standstill = Standstill::default();
+        standstill.awake(seconds(100), seconds(22));
+        standstill.awake(seconds(101), seconds(12));
+        assert_eq!(standstill.look(seconds(113)), None);
+        standstill.awake(seconds(115), seconds(22));
+        standstill.awake(seconds(116), seconds(12));
+        assert_eq!(standstill.look(seconds(120)), Some(seconds(14)));
+        standstill.awake(seconds(128), seconds(12));
+        assert_eq!(standstill.look(seconds(137)), Some(seconds(14)));
+        assert_eq!(standstill.look(seconds(138)), None);
     }
 
     #[test]

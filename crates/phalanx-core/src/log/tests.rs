@@ -780,6 +780,21 @@ fn a_log_that_is_lost_after_a_standstill_says_how_long_it_was() {
 }
 
 #[test]
+fn who_has_just_been_given_up_knows_that_it_stood_still_and_who_is_late_by_little_does_not() {
+    let limits = |interval: u64, silence: u64| {
+        let [interval, silence] = [interval, silence].map(Duration::from_secs);
+        let (sending, waiting) = Heartbeats { interval, silence, must_be_answered: true }.awake_limits();
+        (sending.as_secs(), waiting.as_secs())
+    };
+    // As launchers have by default: they give each other up after 12 s.
+    assert_eq!(limits(1, 12), (22, 12));
+    // A thread of a busy machine may be late by seconds.
+    assert_eq!(limits(1, 1), (5, 4));
+    assert_eq!(limits(5, 5), (15, 8));
+    assert_eq!(limits(u64::MAX, u64::MAX), (u64::MAX, u64::MAX));
+}
+
+#[test]
 fn readers_that_wait_for_what_is_gone_go_on_from_the_state() {
     let store = memory();
     let (member, _) = participant::<Compacted>(&store, Mac::none());

@@ -65,6 +65,10 @@ pub(crate) struct MultiNode<'a> {
     store: Option<(u64, TcpStoreServer)>,
     /// Why the log is lost, for the user.
     lost: Option<Error>,
+    /// Whether the round that was read last is ending, or the job is over.
+    is_ending: bool,
+    /// For how long this launcher had stood still when it first read that.
+    stood_still: Option<Duration>,
     /// How many warnings were shown.
     warned: usize,
     /// The number of waiting nodes that was shown last.
@@ -113,6 +117,8 @@ impl<'a> MultiNode<'a> {
             round: None,
             store: None,
             lost: None,
+            is_ending: false,
+            stood_still: None,
             warned: 0,
             shown: None,
             join: Some((again, settings)),
@@ -123,10 +129,22 @@ impl<'a> MultiNode<'a> {
 
     fn take_news(&mut self) {
         (self.reached, self.view) = self.handler.look();
+        self.note_end();
         // The launcher that serves the store ends when the job is over.
         if self.lost.is_none() && self.view.state.job_end().is_none() {
             self.lost = self.view.lost.clone().map(|error| self.store_is_lost(error));
         }
+    }
+
+    /// Keeps for how long this launcher had stood still when it first read that the round, or the job, ends: the workers' end may take longer
+    /// than that is known.
+    fn note_end(&mut self) {
+        let state = &self.view.state;
+        let is_ending = state.job_end().is_some() || state.running().is_some_and(|running| running.ending);
+        if is_ending && !self.is_ending {
+            self.stood_still = self.view.stood_still;
+        }
+        self.is_ending = is_ending;
     }
 
     fn warn(&mut self, control: &mut Control<'_>) {
@@ -288,10 +306,10 @@ impl<'a> MultiNode<'a> {
         }
     }
 
-    fn outcome(&self, job_end: &JobEnd) -> Outcome {
+    fn outcome(&self, job_end: &JobEnd) -> Result<Outcome> {
         match job_end {
-            JobEnd::Succeeded => Outcome::Succeeded,
-            JobEnd::Failed(cause) => outcome_of(cause),
+            JobEnd::Succeeded => Ok(Outcome::Succeeded),
+            JobEnd::Failed(cause) => self.lost_by_others(cause).map_or_else(|| Ok(outcome_of(cause)), Err),
         }
     }
 
@@ -318,7 +336,7 @@ impl Nodes for MultiNode<'_> {
             self.take_news();
             self.warn(control);
             if let Some(job_end) = self.view.state.job_end() {
-                return Ok(Gathered::Over(self.outcome(job_end)));
+                return Ok(Gathered::Over(self.outcome(job_end)?));
             }
             self.check()?;
             if let Some(placement) = self.placement()? {
@@ -419,7 +437,7 @@ impl Nodes for MultiNode<'_> {
             self.take_news();
             self.warn(control);
             if let Some(job_end) = self.view.state.job_end() {
-                return Ok(AfterAttempt::Over(self.outcome(job_end)));
+                return Ok(AfterAttempt::Over(self.outcome(job_end)?));
             }
             self.check()?;
             if self.view.state.round() > round {
@@ -442,7 +460,10 @@ impl Nodes for MultiNode<'_> {
     }
 
     fn finish(&mut self, control: &mut Control<'_>, mut is_interrupted: bool) {
-        self.handler.finish(&mut || {
+        self.handler.finish(&mut |news: Option<&str>| {
+            if let Some(text) = news {
+                control.tell(Event::Warning { text });
+            }
             if control.read_end().is_none() {
                 return true;
             }

@@ -35,6 +35,8 @@ const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(20);
 /// The same if the job has ended because a launcher is silent: its connections stay open, and only the others' are waited for.
 const DRAIN_BESIDE_SILENCE_TIMEOUT: Duration = Duration::from_secs(5);
+/// After how long a person hears what this launcher waits for then.
+const LONG_DRAIN: Duration = Duration::from_secs(5);
 
 /// What is known once the store is reached.
 #[derive(Clone, Debug)]
@@ -116,14 +118,15 @@ impl RendezvousHandler {
 
 impl Drop for RendezvousHandler {
     fn drop(&mut self) {
-        self.finish(&mut || true);
+        self.finish(&mut |_| true);
     }
 }
 
 impl RendezvousHandler {
     /// Proposed entries are still appended. A store that is served here stays up until the others have read them, as long as `goes_on` says
-    /// so.
-    pub(super) fn finish(&mut self, goes_on: &mut dyn FnMut() -> bool) {
+    /// so. It is asked every few milliseconds, and once gets what a person should know of a long wait. Nothing is written here: whoever
+    /// ends this launcher does not wait for a reader of its standard error.
+    pub(super) fn finish(&mut self, goes_on: &mut dyn FnMut(Option<&str>) -> bool) {
         self.replica.close();
         drop(self.proposals.take());
         let Some(writer) = self.writer.take() else { return };
@@ -132,7 +135,7 @@ impl RendezvousHandler {
         let deadline = Deadline::after(if is_reached { LAST_MESSAGE_TIMEOUT } else { Duration::ZERO });
         while !writer.is_finished() {
             // A thread that is stuck in a connection ends by itself.
-            if deadline.has_passed() || !goes_on() {
+            if deadline.has_passed() || !goes_on(None) {
                 return;
             }
             std::thread::sleep(Duration::from_millis(1));
@@ -140,13 +143,16 @@ impl RendezvousHandler {
         if let Ok(Some(Served { server, _claim })) = writer.join() {
             let is_one_silent = self.replica.view().state.has_ended_in_silence();
             let timeout = if is_one_silent { DRAIN_BESIDE_SILENCE_TIMEOUT } else { self.drain_timeout };
-            let what = || {
-                format!(
-                    "the job is over, and this launcher waits, {:.0} s at most, until the launchers of other nodes have read how it has ended",
-                    timeout.as_secs_f64()
-                )
-            };
-            while_waiting(what, || server.drain_while(Deadline::after(timeout), goes_on));
+            let what = format!(
+                "the job is over, and this launcher waits, {:.0} s at most, until the launchers of other nodes have read how it has ended",
+                timeout.as_secs_f64()
+            );
+            // A wait of no more than that is not worth a word.
+            let mut tell_at = (timeout > LONG_DRAIN).then(|| Deadline::after(LONG_DRAIN));
+            server.drain_while(Deadline::after(timeout), || {
+                let is_long = tell_at.take_if(|at| at.has_passed()).is_some();
+                goes_on(is_long.then_some(what.as_str()))
+            });
         }
     }
 }

@@ -145,7 +145,7 @@ impl Route {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum RemoteEvent {
     Line { rank: Rank, is_stderr: bool, text: Vec<u8> },
-    Logging { folder: Vec<u8> },
+    Logging { host: Option<String>, folder: Vec<u8> },
     Starting { restarts: u32, max_restarts: u32, world_size: u32, node: u32, nodes: u32 },
     Started { rank: Rank, local_rank: u32, pid: u32 },
     Exited { rank: Rank, pid: u32, exit: Exit },
@@ -166,7 +166,9 @@ impl RemoteEvent {
             Event::Line { rank, stream, text } => {
                 Self::Line { rank, is_stderr: stream == Stream::Stderr, text: text.to_vec() }
             }
-            Event::Logging { folder } => Self::Logging { folder: folder.as_os_str().as_bytes().to_vec() },
+            Event::Logging { folder, .. } => {
+                Self::Logging { host: None, folder: folder.as_os_str().as_bytes().to_vec() }
+            }
             Event::Starting { restarts, max_restarts, world_size, node, nodes } => {
                 Self::Starting { restarts, max_restarts, world_size: world_size.get(), node, nodes }
             }
@@ -188,13 +190,11 @@ impl RemoteEvent {
         })
     }
 
-    /// With the name of the host where it happened, if it does not say that itself.
+    /// With the name of the host where it happened, by which a launcher does not know itself.
     pub(super) fn at(self, host: &str) -> Self {
         match self {
             Self::Warning { text } => Self::Warning { text: format!("{host}: {text}") },
-            Self::Logging { folder } => {
-                Self::Logging { folder: [format!("{host}:").as_bytes(), &folder[..]].concat() }
-            }
+            Self::Logging { folder, .. } => Self::Logging { host: Some(host.to_owned()), folder },
             event => event,
         }
     }
@@ -206,7 +206,9 @@ impl RemoteEvent {
                 let stream = if *is_stderr { Stream::Stderr } else { Stream::Stdout };
                 Event::Line { rank: *rank, stream, text }
             }
-            Self::Logging { folder } => Event::Logging { folder: Path::new(OsStr::from_bytes(folder)) },
+            Self::Logging { host, folder } => {
+                Event::Logging { host: host.as_deref(), folder: Path::new(OsStr::from_bytes(folder)) }
+            }
             &Self::Starting { restarts, max_restarts, world_size, node, nodes } => {
                 let Ok(world_size) = WorldSize::new(world_size) else { return ControlFlow::Continue(()) };
                 Event::Starting { restarts, max_restarts, world_size, node, nodes }
@@ -307,8 +309,10 @@ mod tests {
             warning,
             RemoteEvent::Warning { text: "node7: the workers' logs cannot be written".into() }
         );
-        let logging = RemoteEvent::Logging { folder: "/logs/a".into() }.at("node7");
-        assert_eq!(logging, RemoteEvent::Logging { folder: "node7:/logs/a".into() });
+        // A program that reads events opens the folder.
+        let logging = Event::Logging { host: None, folder: Path::new("/logs/a") };
+        let logging = RemoteEvent::of(&logging).unwrap().at("node7");
+        assert_eq!(logging, RemoteEvent::Logging { host: Some("node7".into()), folder: "/logs/a".into() });
         assert_eq!(RemoteEvent::Killing.at("node7"), RemoteEvent::Killing);
     }
 

@@ -62,6 +62,23 @@ impl MultiNode<'_> {
         }
     }
 
+    /// The error where `cause` is that another launcher has ended, and this one, which serves the launchers' store, had stood still before:
+    /// the others got no answer from it, and ended for that.
+    pub(super) fn lost_by_others(&self, cause: &Cause) -> Option<Error> {
+        let Cause::Node { node, node_rank, why: Departure::Ended } = cause else { return None };
+        let time = self.stood_still.filter(|_| self.served_at().is_some())?;
+        let name =
+            node_rank.or(node.node_rank).map_or_else(|| "the node".to_owned(), |rank| format!("node {rank}"));
+        let cause = format!(
+            "this launcher, which serves the launchers' store, stood still for {:.0} s; the launcher of {name} ({}) got no answer from it \
+             in that time, and has ended",
+            time.as_secs_f64(),
+            node.host
+        );
+        let error = Error::new(Kind::PeerLeft, cause).in_operation("rendezvous of the launchers", None);
+        Some(error.with_remedy(AFTER_STANDSTILL))
+    }
+
     /// Why this node, which waits since then, has no place in a round.
     pub(super) fn too_few(&self, since: Instant) -> Error {
         let waited = since.elapsed().as_secs_f64();

@@ -139,6 +139,55 @@ fn whoever_stood_still_while_it_joined_blames_nobody() {
 }
 
 #[test]
+fn who_serves_the_store_and_stood_still_does_not_blame_those_who_have_ended_for_that() {
+    let others = Others::new();
+    others.join(1, "elsewhere", 0, None);
+    let (cluster, refused) = (others.cluster().node_rank(1), Refused::new().unwrap());
+    let job = Job::new("unused", WorldSize::new(1).unwrap());
+    let mut node = MultiNode::new(&job, &cluster, "test".to_owned(), refused.refusals()).unwrap();
+    node.me = NodeId(7);
+    node.reached = Some(Reached { served_at: Some(others.server.local_addr()), store_address: None });
+    let mut running = MembershipState::default();
+    for (id, host, rank) in [(node.me, "here", 0), (NodeId(8), "further", 1)] {
+        let (host, role) = (host.to_owned(), "default".to_owned());
+        let (node_rank, serves_store) = (Some(rank), rank == 0);
+        let node = Node { id, host, workers: 1, node_rank, serves_store, process: None, role };
+        running.apply(Entry::Join { node, settings: SETTINGS }).unwrap();
+    }
+    let time = Some(Duration::from_secs(14));
+    // When the end begins, and when the workers have ended.
+    for (first, later) in [(None, time), (time, None)] {
+        (node.view.state, node.view.stood_still) = (running.clone(), first);
+        node.note_end();
+        let left = Entry::Left { node: NodeId(8), why: Departure::Ended };
+        node.view.state.apply(left).unwrap();
+        node.note_end();
+        node.view.stood_still = later;
+        let ended = Entry::Ended { round: running.round(), node: node.me, succeeded: false };
+        node.view.state.apply(ended).unwrap();
+        node.note_end();
+        let job_end = node.view.state.job_end().unwrap();
+        match (first, node.outcome(job_end)) {
+            (None, Ok(Outcome::NodeFailed(failure))) => {
+                assert!(
+                    failure.to_string().starts_with("node 1 (further): its launcher has ended"),
+                    "{failure}"
+                );
+            }
+            (Some(_), Err(error)) => {
+                let said = error.to_string();
+                assert!(error.is_peer_left() && said.contains("stood still for 14 s"), "{said}");
+                assert!(
+                    said.contains("node 1 (further) got no answer") && error.remedy().is_some(),
+                    "{said}"
+                );
+            }
+            (_, outcome) => panic!("{outcome:?}"),
+        }
+    }
+}
+
+#[test]
 fn the_store_of_a_round_ends_with_the_round() {
     let folder = tempfile::tempdir().unwrap();
     let cluster = Cluster::file(1, 1, folder.path().join("launchers")).unwrap().local_addr("127.0.0.1");

@@ -127,6 +127,41 @@ fn a_panic_of_the_thread_is_told() {
 }
 
 #[test]
+fn what_a_launcher_waits_for_when_the_job_is_over_is_told_to_its_caller_who_may_end_that() {
+    let cluster = Cluster::at_any_port(2, "127.0.0.1").unwrap();
+    let settings = Settings { min_nodes: 2, max_nodes: 2, max_restarts: 0 };
+    let node = |serves_store| Node {
+        id: NodeId(7),
+        host: "here".to_owned(),
+        workers: 1,
+        node_rank: Some(0),
+        serves_store,
+        process: None,
+        role: "default".to_owned(),
+    };
+    let mut handler =
+        RendezvousHandler::start(&cluster, Access::default(), "job".to_owned(), node, settings).unwrap();
+    let limit = Deadline::after(Duration::from_secs(60));
+    let address = loop {
+        if let Some(address) = handler.look().0.and_then(|reached| reached.served_at) {
+            break address;
+        }
+        assert!(!limit.has_passed(), "it serves no store");
+        std::thread::sleep(Duration::from_millis(1));
+    };
+    let _stays = TcpStore::connect(address, limit).unwrap();
+    let mut told = Vec::new();
+    handler.finish(&mut |news: Option<&str>| {
+        told.extend(news.map(str::to_owned));
+        told.is_empty()
+    });
+    assert!(
+        told.len() == 1 && told[0].contains("waits, 20 s at most, until the launchers of other nodes"),
+        "{told:?}"
+    );
+}
+
+#[test]
 fn whoever_is_given_up_leaves_no_key() {
     let server = TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
     let (address, limit) = (server.local_addr(), Deadline::after(Duration::from_secs(60)));

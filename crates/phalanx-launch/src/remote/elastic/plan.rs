@@ -49,8 +49,8 @@ pub(in crate::remote) struct ElasticPlan {
     trouble: Option<Error>,
     /// How many workers were left, if the job ends because they are too few.
     too_few: Option<u32>,
-    /// What was last said of how the workers are ended.
-    ending: Option<RemoteEvent>,
+    /// What was said of how the workers are ended.
+    endings: Vec<RemoteEvent>,
     workers: u32,
 }
 
@@ -106,7 +106,7 @@ impl ElasticPlan {
             failure: None,
             trouble: None,
             too_few: None,
-            ending: None,
+            endings: Vec::new(),
             workers: 0,
         };
         if let Some(address) = &job.master_addr {
@@ -367,11 +367,11 @@ impl Plan for ElasticPlan {
                 return;
             }
             RemoteEvent::Line { .. } | RemoteEvent::Logging { .. } | RemoteEvent::Warning { .. } => {}
-            // Reported once for all.
+            // Reported once for all, of which one may be further than another.
             RemoteEvent::Ending { .. } | RemoteEvent::Killing
-                if launchers.end.is_some() && self.ending.as_ref() != Some(event) =>
+                if launchers.end.is_some() && !self.endings.contains(event) =>
             {
-                self.ending = Some(event.clone());
+                self.endings.push(event.clone());
             }
             _ => return,
         }
@@ -502,8 +502,11 @@ mod tests {
             let mut plan = elastic.plan(launchers)?;
             plan.act(launchers)?;
             launchers.end = Some(DriverEnd::Planned);
-            for event in [RemoteEvent::Ending { signal: Signal::TERM }, RemoteEvent::Killing] {
-                (0..launchers.peers.len()).for_each(|index| plan.handle_event(launchers, index, &event));
+            // Without a grace period, a host kills its workers before it is heard of another.
+            for index in 0..launchers.peers.len() {
+                for event in [RemoteEvent::Ending { signal: Signal::TERM }, RemoteEvent::Killing] {
+                    plan.handle_event(launchers, index, &event);
+                }
             }
             Ok(Box::new(plan) as _)
         });
