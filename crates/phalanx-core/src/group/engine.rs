@@ -131,10 +131,11 @@ impl Engine {
         self.history = self.history.with(&self.header(call, sequence));
         // After the exchange, in which ranks compare their calls. A rank that waits for nobody would not notice: the system takes what it
         // sends. If the other leaves later, the next call notices it, or the end.
-        match absent.filter(|_| outcome.is_ok()) {
+        let outcome = match absent.filter(|_| outcome.is_ok()) {
             Some(peer) => Err(self.health.fail_without(peer, call, sequence)),
             None => outcome,
-        }
+        };
+        outcome.inspect_err(|error| self.health.note_failed_call(error))
     }
 
     /// What goes before each payload of this call.

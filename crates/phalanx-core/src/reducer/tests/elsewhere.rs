@@ -224,8 +224,8 @@ fn weights_of_different_steps_are_an_error_and_no_average() {
             reducer.ready_elsewhere(0)?;
             reducer.finish()
         };
-        // Both begin with a step of weights.
-        step(Some(2.0)).unwrap();
+        // Both begin with steps of weights, until the numbers of the first optimizer step have been compared.
+        (0..3).for_each(|_| step(Some(2.0)).unwrap());
         let last = if is_main { Some(3.0) } else { None };
         step(last).and_then(|()| step(Some(1.0))).unwrap_err().to_string()
     });
