@@ -249,7 +249,7 @@ impl Ddp {
                 drop(gradient.f_mul_scalar_(factor).map_err(torch)?);
             }
             if let Some(sink) = self.averaged_by_all() {
-                sink.with_reducer(|reducer| reducer.clipped(max_norm));
+                sink.with_reducer(|reducer| reducer.clipped(factor));
             }
         }
         Ok(norm)

@@ -360,10 +360,10 @@ impl<M: Module> Ddp<M> {
         Ok(norm)
     }
 
-    /// The ranks compare to which norm they have scaled gradients that had this one.
-    fn note_clip(&self, norm: f64, max_norm: f64) {
-        if let (Some(_), Some(sink)) = (adapter::clip_factor(norm, max_norm), self.engine.sink()) {
-            sink.with_reducer(|reducer| reducer.clipped(max_norm));
+    /// The ranks compare by how much they have scaled gradients of this `norm`.
+    pub(crate) fn note_clip(&self, norm: f64, max_norm: f64) {
+        if let (Some(factor), Some(sink)) = (adapter::clip_factor(norm, max_norm), self.engine.sink()) {
+            sink.with_reducer(|reducer| reducer.clipped(factor));
         }
     }
 
