@@ -201,7 +201,7 @@ impl<M: Module> Ddp<M> {
     ///
     /// # Errors
     /// If an exchange fails, or the model was loaded with the state of a [communication hook](Self::register_comm_hook) that is not
-    /// registered. If the group was a handle to a world of one when this was made, and leads to several ranks by now.
+    /// registered. If the group is a handle that leads to another group than when this was made.
     pub fn forward<T>(&mut self, pass: impl FnOnce(&M) -> T) -> Result<T> {
         self.forward_with(|model, inventory, sink| match sink {
             None => pass(model),
