@@ -43,7 +43,7 @@ pub struct OptimizerSteps {
     rates: f64,
     /// The first rate of the last step, for people.
     last: f64,
-    /// The sum of the logarithms of the factors by which gradients were clipped, each with a factor of its own.
+    /// The sum of the logarithms of the factors by which gradients were clipped, each with its weight.
     clipped: f64,
     /// The sum of the sizes of all learning rates.
     size: f64,
