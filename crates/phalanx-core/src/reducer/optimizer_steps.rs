@@ -30,8 +30,8 @@ pub(super) const NUMBERS: usize = 6;
 const TOLERANCE: f64 = 1e-6;
 /// A rate's size is at least this: rates up to 0.03 that are computed in f32 are then alike, and schedules for AdamW that are a step apart are not.
 const LEAST: f64 = 1e-3;
-/// By so much sums of logarithms of factors may differ: each norm by 2e-6 of itself, as one that is summed in f32.
-const CLIP_TOLERANCE: f64 = 1e-4;
+/// By so much sums of logarithms of factors may differ: each norm by 2e-4 of itself, as one of many million elements that is summed in f32.
+const CLIP_TOLERANCE: f64 = 1e-2;
 
 /// What an optimizer of this rank has done since the ranks have compared it last.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -210,7 +210,7 @@ mod tests {
         for factors in [[0.5, 0.25], [1e-9, 2e-9]] {
             compare([clipped(&factors), clipped(&factors)].into_iter()).unwrap();
             let [first, second] = factors;
-            for other in [&[first, 1.001 * second][..], &[first], &[]] {
+            for other in [&[first, 1.1 * second][..], &[first], &[]] {
                 let error = compare([clipped(&factors), clipped(other)].into_iter()).unwrap_err().to_string();
                 assert!(error.contains("rank 1 clips gradients otherwise than rank 0"), "{error}");
             }
@@ -229,9 +229,9 @@ mod tests {
         };
         let clips =
             |rounding: f64| taken(&move |step: usize| Some((0.1 + step as f64 / 64.0) * (1.0 + rounding)));
-        compare([clips(0.0), clips(1e-6)].into_iter()).unwrap();
+        compare([clips(0.0), clips(1e-4)].into_iter()).unwrap();
         // One rank's norm is above the limit, and the other's is not.
-        compare([taken(&|_| Some(1.0 - 1e-6)), taken(&|_| None)].into_iter()).unwrap();
+        compare([taken(&|_| Some(1.0 - 1e-4)), taken(&|_| None)].into_iter()).unwrap();
         // A limit that is one in a thousand higher.
         assert!(compare([clips(0.0), clips(1e-3)].into_iter()).is_err());
     }
