@@ -163,7 +163,7 @@ impl Ddp {
     ///
     /// # Errors
     /// If a collective fails; if the model was loaded with the state of a [communication hook](Self::register_comm_hook) that is not
-    /// registered; if the group was a handle to a world of one, and leads to several ranks by now; or if gradients came after the last `forward` from a backward pass that does not average them, such
+    /// registered; if the group is a handle that leads to another group than when this was made; or if gradients came after the last `forward` from a backward pass that does not average them, such
     /// as `loss.backward()`, `optimizer.backward_step(&loss)` or only the one of another `Ddp`: the call is `ddp.backward(&loss)`.
     pub fn forward<T>(&mut self, pass: impl FnOnce() -> T) -> Result<T> {
         let begin = Instant::now();
@@ -249,7 +249,7 @@ impl Ddp {
                 drop(gradient.f_mul_scalar_(factor).map_err(torch)?);
             }
             if let Some(sink) = self.averaged_by_all() {
-                sink.with_reducer(|reducer| reducer.clipped(max_norm));
+                sink.with_reducer(|reducer| reducer.clipped(factor));
             }
         }
         Ok(norm)

@@ -172,11 +172,19 @@ fn other_rate(own: f64, rank: Rank, group: &dyn Communicator) -> Result<Error> {
         Ok(rate.as_slice::<f64>()?.first().copied().unwrap_or(f64::NAN))
     };
     let (main, other) = (of(Rank::MAIN)?, of(rank)?);
-    Ok(Error::mismatch(format!(
-        "the learning rates differ: the first one was {main} on rank 0, and {other} on rank {rank}"
-    ))
-    .with_peer(rank)
-    .with_remedy("give every rank the same learning rates in each step"))
+    let cause = match main == other {
+        true => format!(
+            "the learning rates of a group of parameters differ on rank 0 and rank {rank}, and the base rate is {main} on both"
+        ),
+        false => {
+            format!(
+                "the learning rates differ: the first one was {main} on rank 0, and {other} on rank {rank}"
+            )
+        }
+    };
+    Ok(Error::mismatch(cause)
+        .with_peer(rank)
+        .with_remedy("give every rank the same learning rates in each step"))
 }
 
 /// Whether two ranks' optimizers have [made] the same.

@@ -201,7 +201,7 @@ impl<M: Module> Ddp<M> {
     ///
     /// # Errors
     /// If an exchange fails, or the model was loaded with the state of a [communication hook](Self::register_comm_hook) that is not
-    /// registered. If the group was a handle to a world of one when this was made, and leads to several ranks by now.
+    /// registered. If the group is a handle that leads to another group than when this was made.
     pub fn forward<T>(&mut self, pass: impl FnOnce(&M) -> T) -> Result<T> {
         self.forward_with(|model, inventory, sink| match sink {
             None => pass(model),
@@ -360,10 +360,10 @@ impl<M: Module> Ddp<M> {
         Ok(norm)
     }
 
-    /// The ranks compare to which norm they have scaled gradients that had this one.
-    fn note_clip(&self, norm: f64, max_norm: f64) {
-        if let (Some(_), Some(sink)) = (adapter::clip_factor(norm, max_norm), self.engine.sink()) {
-            sink.with_reducer(|reducer| reducer.clipped(max_norm));
+    /// The ranks compare by how much they have scaled gradients of this `norm`.
+    pub(crate) fn note_clip(&self, norm: f64, max_norm: f64) {
+        if let (Some(factor), Some(sink)) = (adapter::clip_factor(norm, max_norm), self.engine.sink()) {
+            sink.with_reducer(|reducer| reducer.clipped(factor));
         }
     }
 

@@ -21,7 +21,7 @@
 //! | | [`Reducer::finish`] | after backward: waits; agrees on parameters without a gradient |
 //! | | [`Reducer::gradient`], [`take_gradients`](Reducer::take_gradients), [`gradient_view`](Reducer::gradient_view) | the averages: copied, given away, or where they lie |
 //! | | sums of several passes, factors, halves for the way | [`elements`], and [`with_element!`](crate::with_element) for what else depends on the type |
-//! | | the norm | [`check_max_norm`], [`clip_factor`]: no collective, all ranks have the same averages, and clip alike; [`Reducer::clipped`] compares to which norm. Sharded ones need an all_reduce of the sum of squares |
+//! | | the norm | [`check_max_norm`], [`clip_factor`]: no collective, all ranks have the same averages, and clip alike; [`Reducer::clipped`] compares by which factor. Sharded ones need an all_reduce of the sum of squares |
 //! | | [`Reducer::stepped`] | if the adapter makes the optimizer's step: learning rates and settings, which the ranks compare after the first step and every 32 steps |
 //! | at times | [`states_identical`] | agrees: whether replicas are the same bits |
 //! | | [`broadcast_state_from`] | buffers that ranks compute for themselves, before an evaluation |

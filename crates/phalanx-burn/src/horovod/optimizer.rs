@@ -294,7 +294,7 @@ impl DistributedOptimizer {
     /// # Errors
     /// If a gradient was not combined: the ranks disagree on it, or the job has failed. If `model` does not have the parameter of one. With
     /// [`Op::Adasum`], which combines no gradients. If layers are divided, and an optimizer that was [set](Self::set_optimizer) does not treat each element
-    /// by itself, as in [`new`](Self::new).
+    /// by itself, as in [`new`](Self::new): that ends the job.
     pub fn synchronize<M: Module>(&mut self, model: &M) -> Result<GradientsParams> {
         if self.combines_changes {
             return Err(Error::invalid_argument(
@@ -303,7 +303,8 @@ impl DistributedOptimizer {
             .with_remedy("call step; clip gradients by Burn's optimizer (with_grad_clipping)"));
         }
         if !self.is_elementwise {
-            check_parts(&self.optimizer, model, &self.inventory)?;
+            // The others wait for what this rank does not submit.
+            check_parts(&self.optimizer, model, &self.inventory).inspect_err(|_| self.sink.leave())?;
             self.is_elementwise = true;
         }
         self.leaves = Leaves::default();

@@ -300,7 +300,7 @@ impl OnDevice {
         hook: &Own,
         (of_hook, combined): (&DeviceBucket, CubeTensor),
         bucket: GradBucket,
-        memory: BucketMemory,
+        mut memory: BucketMemory,
     ) -> Result<Pending> {
         let combined = Tensor::from_primitive::<Cube>(Cube::stored(combined));
         let averages = hook.lock().receive(of_hook, combined)?;
@@ -313,7 +313,8 @@ impl OnDevice {
             ))
             .with_remedy("return as many elements as the bucket's buffer has, of its type"));
         }
-        self.keep(&bucket.gradients, &BucketMemory { tensor: averages.tensor, ..memory });
+        memory.tensor = averages.tensor;
+        self.keep(&bucket.gradients, &memory);
         Ok(Pending::ready(bucket.buffer))
     }
 

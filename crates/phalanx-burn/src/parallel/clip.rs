@@ -27,9 +27,9 @@ use crate::clip;
 /// replicas would scale by different norms. Do without one here.
 ///
 /// # Errors
-/// If `max_norm` is not a positive number, or the exchange fails; and, which ends the groups, if a gradient is no float, if none is that of a
-/// parameter of `model`, if layers are divided and `tensor` is none, or if there are [units](super::fsdp::FullySharded), which
-/// [`Fsdp::clip_grad_norm`](super::fsdp::Fsdp::clip_grad_norm) clips.
+/// If `max_norm` is not a positive number, or the exchange fails; and, which ends the groups, if `max_norm` is another one on another rank, but for
+/// rounding, if a gradient is no float, if none is that of a parameter of `model`, if layers are divided and `tensor` is none, or if there are
+/// [units](super::fsdp::FullySharded), which [`Fsdp::clip_grad_norm`](super::fsdp::Fsdp::clip_grad_norm) clips.
 pub fn clip_grad_norm<M: Module>(
     model: &M,
     gradients: &mut GradientsParams,
@@ -46,17 +46,31 @@ pub fn clip_grad_norm<M: Module>(
     };
     let unknown = if tensor.is_some() { HashMap::new() } else { divided.clone() };
     let squares = refuse(model, unknown).and_then(|()| clip::squares_of(model, gradients));
-    // The others wait for this rank's number.
-    let squares = squares.inspect_err(|error| {
+    let fail = |error: &Error| {
         tensor.into_iter().for_each(|group| group.abort(error.clone()));
         pipeline.into_iter().for_each(|group| group.abort_all(error.clone()));
-    })?;
-    let mut sum: f64 = squares.iter().filter(|(id, _)| counts(id)).map(|(_, squares)| squares).sum();
+    };
+    // The others wait for this rank's number.
+    let squares = squares.inspect_err(fail)?;
+    let own: f64 = squares.iter().filter(|(id, _)| counts(id)).map(|(_, squares)| squares).sum();
+    // The squares, the limits, and how many there are of them.
+    let mut sums = [own, max_norm, 1.0];
     if let Some(group) = tensor {
-        group.sum(&mut sum)?;
+        group.sum(&mut sums)?;
     }
     if let Some(group) = pipeline {
-        group.in_call(Caller::PipelineTrain).all_reduce(std::slice::from_mut(&mut sum), ReduceOp::Sum)?;
+        group.in_call(Caller::PipelineTrain).all_reduce(&mut sums, ReduceOp::Sum)?;
+    }
+    let [sum, limits, ranks] = sums;
+    let mean = limits / ranks;
+    // If limits differ, some rank's is not the mean. Infinite ones have no difference.
+    if (mean - max_norm).abs() > 1e-6 * max_norm.min(mean) {
+        let cause = format!(
+            "parallel::clip_grad_norm: a rank clips to the norm {max_norm}, and others to another one: the mean is {mean}"
+        );
+        let error = Error::mismatch(cause).with_remedy("give every rank the same max_norm");
+        fail(&error);
+        return Err(error);
     }
     Ok(clip::scale(model, gradients, max_norm, std::iter::once(sum)))
 }

@@ -80,7 +80,7 @@ where
         ] {
             verify_description(self.group, what, &own.to_string())?;
         }
-        verify_description(self.group, "seed of the training samples", &format!("{:?}", data.seeds()))?;
+        verify_description(self.group, "seed of the training samples", &data.seed())?;
         let (rank, ranks) = (self.group.rank().index(), self.group.world_size().count());
         let bound = |rank: usize| rank * valid_total / ranks;
         let valid =
@@ -323,10 +323,11 @@ impl<'a, M: LearnerModel> Data<'a, M> {
         Ok(Self { loader, shards, share, stretches: (0..stretches).map(|_| OnceCell::new()).collect() })
     }
 
-    /// Those of the data sets of [`DdpStrategy::sampled`] that the loader may read: they are as long. With other seeds ranks would train on some samples
-    /// twice, and on others not at all.
-    fn seeds(&self) -> Vec<u64> {
-        self.shards.iter().filter(|shard| shard.len() == self.share).map(|shard| shard.seed).collect()
+    /// That of the data set of [`DdpStrategy::sampled`] that the loader reads, for people: of those that are as long the last one, because some ranks may
+    /// still have one of an earlier training. With other seeds ranks would train on some samples twice, and on others not at all.
+    fn seed(&self) -> String {
+        let read = self.shards.iter().rfind(|shard| shard.len() == self.share);
+        read.map_or_else(|| "none".to_owned(), |shard| shard.seed.to_string())
     }
 
     fn of_epoch(&self, epoch: usize, strategy: &DdpStrategy) -> &TrainLoader<M> {

@@ -1,5 +1,7 @@
 //! What ranks compare of their optimizers.
 
+use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
+use burn::module::ParamGroup;
 use burn::optim::SgdConfig;
 use burn::optim::momentum::MomentumConfig;
 use phalanx::ProcessGroup;
@@ -49,6 +51,25 @@ fn other_learning_rates_are_found_where_each_step_has_a_ddp_of_its_own() {
             assert!(ddp.replicas_identical().unwrap());
             model = ddp.into_model();
         }
+    });
+}
+
+#[test]
+fn another_rate_of_a_group_of_parameters_is_an_error_in_the_first_step_on_every_rank() {
+    run(2, |group| {
+        let mut ddp = Ddp::new(Mlp::new(&[8, 5, 3]), &group).unwrap();
+        let mut optimizer = SgdConfig::new().init();
+        let mut step = |rate: f64| {
+            let first = ParamGroup::ids_from_module(ddp.model().layers[0].clone());
+            let mut scheduler = ModuleLrScheduler::new(0.1_f64).with_group(first, rate);
+            let loss = ddp.forward(|model| model.loss(samples(0, 4))).unwrap();
+            let gradients = ddp.backward(&loss).unwrap();
+            ddp.step(&mut optimizer, scheduler.step(), gradients)
+        };
+        let error = step(if group.rank().is_main() { 0.01 } else { 0.02 }).unwrap_err();
+        let said = "of a group of parameters differ on rank 0 and rank 1, and the base rate is 0.1 on both";
+        assert!(error.is_mismatch() && error.to_string().contains(said), "{error}");
+        step(0.01).unwrap();
     });
 }
 

@@ -626,6 +626,8 @@ fn parts_of_a_model_are_refused() {
         ] {
             assert!(error.contains("of `weight`, of which each rank has a piece"), "{error}");
         }
+        // Other replicas would wait for what this rank does not submit.
+        assert!(own.allreduce("after", vec![1f32], Op::Sum).is_err());
         let error = said(ModelState::new(divided, sgd(), ()).err());
         assert!(error.contains("of `weight`, and ModelState takes"), "{error}");
         // A group of one rank divides nothing.

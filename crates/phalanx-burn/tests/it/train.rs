@@ -388,19 +388,26 @@ fn ranks_that_train_otherwise_are_an_error_on_every_rank() {
 #[test]
 fn samples_of_another_seed_on_one_rank_are_an_error_on_every_rank() {
     let order: Vec<usize> = (0..TRAIN).collect();
-    let errors = run(2, |group| {
-        let folder = tempfile::tempdir().unwrap();
-        let strategy = DdpStrategy::new(&group);
-        let sampled = strategy.sampled(data(&order), if group.rank().is_main() { 42 } else { 43 });
-        let train_loader = DataLoaderBuilder::new(Rows).batch_size(4).build(sampled);
-        let training = SupervisedTraining::new(folder.path(), train_loader, loader(&[5, 6], 2))
-            .with_application_logger(None)
-            .with_training_strategy(strategy.into());
-        let learner = Learner::new(Net::new(false), SgdConfig::new().init(), 0.1);
-        training.launch(learner).error.expect("an error on every rank").to_string()
-    });
-    let said = "the seed of the training samples of rank 0 is [42], and that of rank 1 is [43]";
-    assert!(errors.iter().all(|error| error.contains(said)), "{errors:?}");
+    let errors = |other: u64| {
+        run(2, |group| {
+            let folder = tempfile::tempdir().unwrap();
+            let strategy = DdpStrategy::new(&group);
+            // One rank alone still has that of an earlier training.
+            let _earlier = group.rank().is_main().then(|| strategy.sampled(data(&order), 7));
+            let sampled = strategy.sampled(data(&order), if group.rank().is_main() { 42 } else { other });
+            let train_loader = DataLoaderBuilder::new(Rows).batch_size(4).build(sampled);
+            let training = SupervisedTraining::new(folder.path(), train_loader, loader(&[5, 6], 2))
+                .with_application_logger(None)
+                .with_training_strategy(strategy.into());
+            let learner = Learner::new(Net::new(false), SgdConfig::new().init(), 0.1);
+            training.launch(learner).error.map(|error| error.to_string())
+        })
+    };
+    assert_eq!(errors(42), [None, None]);
+    let said = "the seed of the training samples of rank 0 is 42, and that of rank 1 is 43";
+    for error in errors(43) {
+        assert!(error.as_ref().is_some_and(|error| error.contains(said)), "{error:?}");
+    }
 }
 
 #[test]

@@ -457,10 +457,11 @@ impl Reducer {
         }
     }
 
-    /// The averages of this step were scaled down to this norm. The ranks compare it as a setting of the step that [comes next](Self::stepped).
-    pub fn clipped(&mut self, max_norm: f64) {
+    /// The averages of this step were multiplied by this `factor`, so that their norm is not beyond a limit. The ranks compare such factors with
+    /// [steps](Self::stepped): ranks with other limits have other factors.
+    pub fn clipped(&mut self, factor: f64) {
         if self.hook.averages_over_all() {
-            self.timer.optimizer().setting(max_norm);
+            self.timer.optimizer().clipped(factor);
         }
     }
 

@@ -9,6 +9,10 @@
 //! kind and an epsilon differ in other orders of size than a decay. Learning rates are compared by a sum of all of them, each with a factor of its own, but for
 //! rounding: a schedule that begins or ends at zero subtracts numbers of the size of its highest rates, so that these say how much rounding may be. At the
 //! beginning of a warm-up, and after a checkpoint was loaded, they are not known, and [`LEAST`] stands for them.
+//!
+//! Of clipped gradients the factors are compared, and not the limits: a norm that is rounded in another way may be beyond the limit on one rank alone,
+//! whose factor is almost 1 then, and a limit may be computed from earlier norms. Their logarithms are added up: these differ by that of the
+//! limits' quotient, however large the norms are.
 
 use crate::buffer::Buffer;
 use crate::collective::ReduceOp;
@@ -21,11 +25,13 @@ use crate::world_size::WorldSize;
 /// The steps that are compared together.
 pub(super) const WINDOW: usize = 32;
 /// How many numbers of a window travel.
-pub(super) const NUMBERS: usize = 5;
+pub(super) const NUMBERS: usize = 6;
 /// By so much, relative to the sum of the sizes of the largest window so far, sums of rates may differ.
 const TOLERANCE: f64 = 1e-6;
 /// A rate's size is at least this: rates up to 0.03 that are computed in f32 are then alike, and schedules for AdamW that are a step apart are not.
 const LEAST: f64 = 1e-3;
+/// By so much sums of logarithms of factors may differ: each norm by 2e-4 of itself, as one of many million elements that is summed in f32.
+const CLIP_TOLERANCE: f64 = 1e-2;
 
 /// What an optimizer of this rank has done since the ranks have compared it last.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -37,6 +43,8 @@ pub struct OptimizerSteps {
     rates: f64,
     /// The first rate of the last step, for people.
     last: f64,
+    /// The sum of the logarithms of the factors by which gradients were clipped, each with its weight.
+    clipped: f64,
     /// The sum of the sizes of all learning rates.
     size: f64,
     /// The largest sum of sizes so far, of all windows.
@@ -48,21 +56,21 @@ impl OptimizerSteps {
     /// on every rank.
     pub fn step(&mut self, rates: impl IntoIterator<Item = f64>, settings: impl IntoIterator<Item = f64>) {
         self.count = self.count.saturating_add(1);
-        settings.into_iter().for_each(|setting| self.setting(setting));
+        let bytes = settings.into_iter().flat_map(|setting| (setting as f32).to_bits().to_le_bytes());
+        self.hash = fnv1a(self.hash.to_le_bytes().into_iter().chain(bytes));
         for (group, rate) in rates.into_iter().enumerate() {
             if group == 0 {
                 self.last = rate;
             }
             self.size += rate.abs().max(LEAST);
             // Rates that are exchanged between steps or groups show, too.
-            self.rates += rate * (0.5 + (f64::from(self.count) * 0.618 + group as f64 * 0.414).fract());
+            self.rates += rate * weight(self.count, group);
         }
     }
 
-    /// A setting of the step that comes next, such as the norm to which its gradients were clipped.
-    pub(super) fn setting(&mut self, setting: f64) {
-        let bytes = (setting as f32).to_bits().to_le_bytes();
-        self.hash = fnv1a(self.hash.to_le_bytes().into_iter().chain(bytes));
+    /// The gradients of the step that comes next were multiplied by this `factor`, so that their norm is not beyond a limit.
+    pub(super) fn clipped(&mut self, factor: f64) {
+        self.clipped += factor.ln() * weight(self.count, 0);
     }
 
     /// For an adapter whose ranks exchange no step times: after 32 steps, compares them with those of the other ranks of `group`. They call it
@@ -87,11 +95,11 @@ impl OptimizerSteps {
 
     /// What travels of a window, which ends. The first number is not zero: ranks without data give zeros.
     pub(super) fn take(&mut self) -> [f64; NUMBERS] {
-        let Self { count, hash, rates, last, .. } = *self;
+        let Self { count, hash, rates, last, clipped, .. } = *self;
         self.restart();
         // As many bits as a float has.
         let hash = (hash >> 12) as f64;
-        [1.0 + f64::from(count), hash, rates, last, self.highest]
+        [1.0 + f64::from(count), hash, rates, last, clipped, self.highest]
     }
 
     /// The window begins anew.
@@ -101,12 +109,17 @@ impl OptimizerSteps {
     }
 }
 
+/// By what each number of a step, of a group of parameters, is multiplied, so that numbers that are exchanged between them show in a sum.
+fn weight(step: u32, group: usize) -> f64 {
+    0.5 + (f64::from(step) * 0.618 + group as f64 * 0.414).fract()
+}
+
 /// An error if the steps of two ranks differ. By rank, what each has [taken](OptimizerSteps::take).
 pub(super) fn compare(all: impl Iterator<Item = [f64; NUMBERS]>) -> Result<()> {
     let mut present = all.zip(0u32..).filter(|([count, ..], _)| *count != 0.0);
     let Some((expected, first)) = present.next() else { return Ok(()) };
     for (found, rank) in present {
-        let [count, hash, rates, last, highest] = found;
+        let [count, hash, rates, last, clipped, highest] = found;
         let cause = if count != expected[0] {
             let steps = |count: f64| count - 1.0;
             let (there, here) = (steps(expected[0]), steps(count));
@@ -116,27 +129,31 @@ pub(super) fn compare(all: impl Iterator<Item = [f64; NUMBERS]>) -> Result<()> {
         } else if hash != expected[1] {
             format!(
                 "the optimizer of rank {rank} has other settings than that of rank {first}, such as its kind, betas, epsilon, momentum or decay, or is a new one; or \
-                 one rank alone has loaded a state, or clips gradients otherwise"
+                 one rank alone has loaded a state"
             )
-        } else if !are_near(rates, expected[2], highest.max(expected[4])) {
+        } else if !are_near(rates, expected[2], TOLERANCE * highest.max(expected[5])) {
             let before = expected[3];
             let steps = if count == 2.0 { "step".to_owned() } else { format!("{} steps", count - 1.0) };
             format!(
                 "the learning rates of the last {steps} differ: the last one was {before} on rank {first}, and {last} on rank {rank}"
+            )
+        } else if !are_near(clipped, expected[4], CLIP_TOLERANCE) {
+            format!(
+                "rank {rank} clips gradients otherwise than rank {first}: it scales them by other factors"
             )
         } else {
             continue;
         };
         return Err(Error::mismatch(format!("{cause}; their replicas drift apart"))
             .with_peer(Rank::new(rank))
-            .with_remedy("give every rank the same optimizer, and the same learning rates in each step"));
+            .with_remedy("give every rank the same optimizer, learning rates and limits of norms"));
     }
     Ok(())
 }
 
-fn are_near(one: f64, other: f64, highest: f64) -> bool {
+fn are_near(one: f64, other: f64, tolerance: f64) -> bool {
     let is_same = one == other || one.is_nan() && other.is_nan();
-    is_same || (one - other).abs() <= TOLERANCE * highest
+    is_same || (one - other).abs() <= tolerance
 }
 
 #[cfg(test)]
@@ -185,15 +202,38 @@ mod tests {
 
     #[test]
     fn gradients_that_are_clipped_otherwise_are_found_whoever_makes_the_steps() {
-        let clipped = |norms: &[f64]| {
+        let clipped = |factors: &[f64]| {
             let mut steps = OptimizerSteps::default();
-            norms.iter().for_each(|norm| steps.setting(*norm));
+            factors.iter().for_each(|factor| steps.clipped(*factor));
             steps.take()
         };
-        compare([clipped(&[1.0, 2.0]), clipped(&[1.0, 2.0])].into_iter()).unwrap();
-        for other in [&[1.0, 3.0][..], &[1.0], &[2.0, 1.0], &[]] {
-            assert!(compare([clipped(&[1.0, 2.0]), clipped(other)].into_iter()).is_err(), "{other:?}");
+        for factors in [[0.5, 0.25], [1e-9, 2e-9]] {
+            compare([clipped(&factors), clipped(&factors)].into_iter()).unwrap();
+            let [first, second] = factors;
+            for other in [&[first, 1.1 * second][..], &[first], &[]] {
+                let error = compare([clipped(&factors), clipped(other)].into_iter()).unwrap_err().to_string();
+                assert!(error.contains("rank 1 clips gradients otherwise than rank 0"), "{error}");
+            }
         }
+    }
+
+    #[test]
+    fn norms_that_are_rounded_in_another_way_clip_alike_also_about_the_limit() {
+        let taken = |factor: &dyn Fn(usize) -> Option<f64>| {
+            let mut steps = OptimizerSteps::default();
+            for step in 0..WINDOW {
+                factor(step).into_iter().for_each(|factor| steps.clipped(factor));
+                steps.step([0.1], []);
+            }
+            steps.take()
+        };
+        let clips =
+            |rounding: f64| taken(&move |step: usize| Some((0.1 + step as f64 / 64.0) * (1.0 + rounding)));
+        compare([clips(0.0), clips(1e-4)].into_iter()).unwrap();
+        // One rank's norm is above the limit, and the other's is not.
+        compare([taken(&|_| Some(1.0 - 1e-4)), taken(&|_| None)].into_iter()).unwrap();
+        // A limit that is one in a thousand higher.
+        assert!(compare([clips(0.0), clips(1e-3)].into_iter()).is_err());
     }
 
     #[test]

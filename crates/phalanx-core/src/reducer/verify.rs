@@ -269,7 +269,11 @@ impl Difference {
             Self::Option { name, mine } => {
                 let theirs = main.options.iter().find(|(other, _)| other == name);
                 let theirs = theirs.map_or("unset", |(_, value)| value);
-                format!("the reducer's option {name} is {theirs} on rank 0 and {mine} on rank {rank}")
+                let cause =
+                    format!("the reducer's option {name} is {theirs} on rank 0 and {mine} on rank {rank}");
+                return Error::mismatch(cause).with_peer(rank).with_remedy(
+                    "give every rank the same options and the same hook, and load the same state on every rank, or on none",
+                );
             }
             Self::Device { mine } => {
                 let kind = |device: &Option<String>| device.clone().unwrap_or_else(|| "unknown".to_owned());

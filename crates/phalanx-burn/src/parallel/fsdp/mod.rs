@@ -376,8 +376,9 @@ impl<M: Module> Fsdp<M> {
     /// If an element is infinite or not a number, so is the norm, on every rank alike; the gradients are then left alone.
     ///
     /// # Errors
-    /// If `max_norm` is not a positive number; and, which ends the groups, if it is another one on another rank, the gradients are those of another model,
-    /// one cannot be read from its device, or the exchange fails.
+    /// If `max_norm` is not a positive number; and, which ends the groups, if it is another one on another rank, but for rounding, the gradients are those
+    /// of another model, one cannot be read from its device, or the exchange fails. The ranks of other [replicas](ShardingGroup::hybrid) compare as those
+    /// of a [`Ddp`](crate::Ddp::clip_grad_norm): a later [`backward`](Self::backward) returns that error.
     #[doc(alias = "clip_grad_norm_")]
     pub fn clip_grad_norm(&self, gradients: &mut GradientsParams, max_norm: f64) -> Result<f64> {
         adapter::check_max_norm(max_norm)?;
@@ -388,17 +389,21 @@ impl<M: Module> Fsdp<M> {
         let mut all = vec![0.0; 2 * self.exchanges.ranks()];
         self.exchanges.group.all_gather(&[own, max_norm], &mut all)?;
         let (all, _) = all.as_chunks::<2>();
-        if let Some((rank, [_, other])) = all.iter().enumerate().find(|(_, [_, other])| *other != all[0][1]) {
+        // It may be computed, and two that are infinite have no difference.
+        let first = all[0][1];
+        let is_other = |other: f64| (other - first).abs() > 1e-6 * first.min(other);
+        if let Some((rank, [_, other])) = all.iter().enumerate().find(|(_, [_, other])| is_other(*other)) {
             let error = Error::mismatch(format!(
-                "Fsdp::clip_grad_norm: rank 0 clips to the norm {}, and rank {rank} to {other}",
-                all[0][1]
+                "Fsdp::clip_grad_norm: rank 0 clips to the norm {first}, and rank {rank} to {other}"
             ))
             .with_remedy("give every rank the same max_norm");
             self.exchanges.fail(error.clone());
             return Err(error);
         }
         // Added in the order of ranks, in the group of every replica alike.
-        Ok(clip::scale(self.model(), gradients, max_norm, all.iter().map(|[squares, _]| *squares)))
+        let norm = clip::scale(self.model(), gradients, max_norm, all.iter().map(|[squares, _]| *squares));
+        self.ddp.note_clip(norm, max_norm);
+        Ok(norm)
     }
 
     /// Lets `optimizer` change this rank's shards by `gradients` from [`backward`](Self::backward). It communicates nothing but in the first step, in

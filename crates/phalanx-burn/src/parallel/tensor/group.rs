@@ -167,9 +167,9 @@ impl TensorGroup {
         self.0.all_gather_object(&(plan.clone(), fault))
     }
 
-    /// The sum of all ranks' `number`.
-    pub(in crate::parallel) fn sum(&self, number: &mut f64) -> Result<()> {
-        self.0.all_reduce(std::slice::from_mut(number), ReduceOp::Sum)
+    /// The sum of each of all ranks' `numbers`.
+    pub(in crate::parallel) fn sum(&self, numbers: &mut [f64]) -> Result<()> {
+        self.0.all_reduce(numbers, ReduceOp::Sum)
     }
 
     /// The module with its divided parameters whole again, on every rank: to save it, or to use it without a group. Layers of fixed types,

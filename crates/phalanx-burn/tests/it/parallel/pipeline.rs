@@ -145,6 +145,23 @@ fn a_pipeline_trains_as_one_process_does_and_its_norm_is_the_whole_one() {
 }
 
 #[test]
+fn stages_that_are_clipped_to_different_norms_are_an_error_on_every_rank() {
+    let errors = run(2, |group| {
+        let mut pipeline = Pipeline::new(&group, Schedule::OneForwardOneBackward, 2).unwrap();
+        let mut ddp = Ddp::new(parts(&pipeline), &alone()).unwrap();
+        let mut step = pipeline.train(&mut ddp, &batches(2)).unwrap();
+        let max_norm = if group.rank().is_main() { 1.0 } else { 2.0 };
+        parallel::clip_grad_norm(ddp.model(), &mut step.gradients, max_norm, None, Some(&group), &[])
+            .unwrap_err()
+            .to_string()
+    });
+    assert!(
+        errors.iter().all(|error| error.contains("others to another one: the mean is 1.5")),
+        "{errors:?}"
+    );
+}
+
+#[test]
 fn the_norm_of_some_stages_is_refused() {
     run(2, |group| {
         let mut pipeline = Pipeline::new(&group, Schedule::OneForwardOneBackward, 2).unwrap();

@@ -113,12 +113,12 @@ impl HookState {
         taken.into_iter().map(|tensor| (tensor.parameter, tensor.elements)).collect()
     }
 
-    /// What ranks compare of it: all that they have in common.
+    /// What ranks compare of it: all that they have in common. Ranks that have taken over a state have nothing of another rank's own.
     pub(crate) fn digest(&self) -> String {
-        if self.is_empty() {
+        let common = || self.tensors.iter().filter(|tensor| !tensor.is_own);
+        if self.numbers.is_empty() && common().next().is_none() {
             return "nothing".to_owned();
         }
-        let common = || self.tensors.iter().filter(|tensor| !tensor.is_own);
         let bytes = common().flat_map(|HookTensor { field, parameter, elements, .. }| {
             let elements = elements.iter().flat_map(|element| element.to_bits().to_le_bytes());
             field.bytes().chain((*parameter as u64).to_le_bytes()).chain(elements)

@@ -373,6 +373,23 @@ fn a_state_is_loaded_without_a_look_at_the_last_one_and_one_that_cannot_be_read_
     });
 }
 
+#[test]
+fn a_loaded_state_with_nothing_but_a_rank_s_own_is_like_one_without_it() {
+    run(2, |group| {
+        // As in an elastic job that goes on from a checkpoint that rank 0 has loaded: the others have what all have in common.
+        let is_main = group.rank().is_main();
+        let saved = HookState::default().own("kept", 0, vec![2.0]).of("remote".into());
+        let state = if is_main { saved } else { saved.without_own() };
+        let mut loaded = LoadedHook::default();
+        loaded.load(None::<&HookedReducer<()>>, Some(state)).unwrap();
+        let mut reducer = reducer(group, AllReduce);
+        let hook = Remote { kept: 1.0, reads: Arc::default(), is_lost: Arc::default() };
+        loaded.register(&mut reducer, Box::new(hook)).unwrap();
+        let kept = reducer.hook_state().unwrap().take("kept").remove(&0);
+        assert_eq!(kept, Some(vec![if is_main { 2.0 } else { 1.0 }]));
+    });
+}
+
 /// Panics when it is asked for what it keeps, and when it is given that.
 struct Panicking;
 

@@ -174,6 +174,7 @@ fn a_hook_that_would_go_on_from_another_state_on_one_rank_is_refused_on_every_ra
         loaded.register(&mut reducer, Box::new(hook)).unwrap_err().to_string()
     });
     for error in errors {
+        assert!(error.contains("load the same state on every rank"), "{error}");
         assert!(error.contains("loaded state of the communication hook"), "{error}");
         assert!(error.contains("nothing on rank 1"), "{error}");
     }

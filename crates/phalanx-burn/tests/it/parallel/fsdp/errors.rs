@@ -346,6 +346,42 @@ fn another_norm_on_one_rank_is_an_error_on_every_rank() {
 }
 
 #[test]
+fn a_norm_that_is_computed_may_be_rounded_in_another_way_on_one_rank() {
+    run(2, |group| {
+        let sharding = ShardingGroup::new(&group).unwrap();
+        let mut fsdp = Fsdp::new(Layers::new(&[4, 4, 4], &sharding).unwrap(), &sharding).unwrap();
+        let x = Tensor::<2>::ones([2, 4], &device());
+        let loss = fsdp.forward(|model| model.forward(x).mean()).unwrap();
+        let mut gradients = fsdp.backward(&loss).unwrap();
+        let computed = if group.rank().is_main() { 0.1 } else { 0.1_f64.next_up() };
+        // The last is how programs ask for the norm alone.
+        for max_norm in [computed, f64::INFINITY] {
+            fsdp.clip_grad_norm(&mut gradients, max_norm).unwrap();
+        }
+    });
+}
+
+#[test]
+fn another_norm_on_one_replica_is_an_error_on_every_rank() {
+    let outcomes = run(4, |group| {
+        let mesh = DeviceMesh::new(&group, &[("replicate", 2), ("shard", 2)])?;
+        let sharding = ShardingGroup::hybrid(mesh.group("shard")?, mesh.group("replicate")?);
+        let mut fsdp = Fsdp::new(Layers::new(&[4, 4, 4], &sharding)?, &sharding)?;
+        let mut optimizer = SgdConfig::new().init();
+        let max_norm = if mesh.coordinate("replicate")? == 0 { 1e-4 } else { 2e-4 };
+        for _ in 0..4 {
+            let x = Tensor::<2>::ones([2, 4], &device());
+            let loss = fsdp.forward(|model| model.forward(x).mean())?;
+            let mut gradients = fsdp.backward(&loss)?;
+            assert!(fsdp.clip_grad_norm(&mut gradients, max_norm)? > 2e-4);
+            fsdp.step(&mut optimizer, 0.01, gradients)?;
+        }
+        Ok::<(), Error>(())
+    });
+    all_say(&errors(outcomes), "clips gradients otherwise");
+}
+
+#[test]
 fn an_optimizer_that_takes_a_norm_is_refused_also_in_place_of_another() {
     let outcomes = run(2, |group| {
         let sharding = ShardingGroup::new(&group)?;
