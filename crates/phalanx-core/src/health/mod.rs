@@ -495,11 +495,14 @@ impl Health {
         self.compare_calls();
         // It has said which call was its last one: its goodbye may still be on the way.
         let error = self.peer_left(peer).with_remedy(call.remedy_if_left(peer));
-        let cause = self.fail_operation(error, call, sequence);
+        self.fail_operation(error, call, sequence)
+    }
+
+    /// A collective of this rank has failed with `cause`.
+    pub(crate) fn note_failed_call(&self, cause: &Error) {
         if cause.is_peer_left() && cause.rank() == Some(self.rank) {
             self.called_without_all.store(true, Ordering::Relaxed);
         }
-        cause
     }
 
     /// An error outside the connections, such as in the store, may be caused by the end of a rank, which the
