@@ -4,13 +4,14 @@
 //! server, on which several requests go together and a wait ends when the key comes. PyTorch's client takes one request a round trip, and has
 //! to be asked again and again. Both see the same keys.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use phalanx::store::{SharedStore, Store, TcpStore};
-use phalanx::{Deadline, Error, Result};
+use phalanx::{Deadline, Error, Result, count_there};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -208,26 +209,14 @@ impl TorchStore {
     /// How many of `keys` exist before the first that is missing; `known` of them do. If there are many, that one is looked at alone until it has
     /// come: all ranks ask the same server, and all keys each time would be as many as the square of the ranks.
     fn there(&self, keys: &[&str], known: usize, deadline: Deadline) -> Result<usize> {
-        let are_there = |from: usize, to: usize| match keys.get(from..to) {
+        let are_there = |range: Range<usize>| match keys.get(range) {
             Some(keys) => self.check(keys, deadline),
             None => Ok(false),
         };
         if keys.len() - known <= LOOKED_AT_TOGETHER {
-            return Ok(if are_there(known, keys.len())? { keys.len() } else { known });
+            return Ok(if are_there(known..keys.len())? { keys.len() } else { known });
         }
-        if !are_there(known, known + 1)? {
-            return Ok(known);
-        }
-        // All before `low` exist, and not all before `high`, which may be one too many.
-        let (mut low, mut high) = (known + 1, keys.len() + 1);
-        while high - low > 1 {
-            let middle = low + (high - low) / 2;
-            match are_there(low, middle)? {
-                true => low = middle,
-                false => high = middle,
-            }
-        }
-        Ok(low)
+        count_there(keys.len(), known, are_there)
     }
 
     fn until<T>(

@@ -74,6 +74,7 @@ pub use phalanx_core::host::{id as host_id, name as host_name};
 pub use phalanx_core::host::loopback_is_down;
 #[doc(hidden)]
 pub use phalanx_core::notice::warn;
+// For stores of other languages.
 #[doc(inline)]
 pub use phalanx_core::{
     Bool, Buffer, BufferKeeper, BufferPart, Caller, Communicator, Credentials, DType, Deadline, Element,
@@ -84,6 +85,8 @@ pub use phalanx_core::{
 #[cfg(feature = "launch")]
 #[doc(inline)]
 pub use phalanx_launch::spawn;
+#[doc(hidden)]
+pub use phalanx_proto::store::count_there;
 
 /// The programs of the README and of the guide must compile.
 #[cfg(doctest)]

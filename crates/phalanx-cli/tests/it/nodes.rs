@@ -147,42 +147,38 @@ fn a_signal_to_one_launcher_ends_all() {
     assert!(code == Some(1) && err.contains("was ended by SIGTERM"), "{err}");
 }
 
-#[test]
-fn a_launcher_that_was_stopped_finds_itself_given_up() {
+/// What two launchers say, of which one stands still for longer than one that is awake may wait for its store: that one, and the other.
+fn stood_still(node_that_does: usize) -> [String; 2] {
     let port = free_port();
     let options = ["--rdzv-conf", "keep_alive_interval=0.2,keep_alive_max_attempt=25"];
     let mut nodes =
         ["0", "1"].map(|rank| node(rank, &port, &options, "echo up; exec sleep 60").spawn().unwrap());
     nodes.iter_mut().for_each(wait_for_line);
     let [first, second] = nodes;
-    send(&second, Signal::STOP);
-    let stopped = Instant::now();
-    let (code, _, err) = end(first);
-    assert!(code == Some(1) && err.contains("has not been heard of"), "{err}");
-    // Longer than a launcher that is awake may wait for its store.
-    std::thread::sleep(Duration::from_secs(13).saturating_sub(stopped.elapsed()));
-    send(&second, Signal::CONT);
-    let (code, _, err) = end(second);
-    assert!(code == Some(1) && err.contains("this launcher stood still for"), "{err}");
+    let [stopped, other] = if node_that_does == 0 { [first, second] } else { [second, first] };
+    send(&stopped, Signal::STOP);
+    let since = Instant::now();
+    let (code, _, others) = end(other);
+    assert_eq!(code, Some(1), "{others}");
+    std::thread::sleep(Duration::from_secs(13).saturating_sub(since.elapsed()));
+    send(&stopped, Signal::CONT);
+    let (code, _, own) = end(stopped);
+    assert_eq!(code, Some(1), "{own}");
+    [own, others]
+}
+
+#[test]
+fn a_launcher_that_was_stopped_finds_itself_given_up() {
+    let [own, others] = stood_still(1);
+    assert!(others.contains("has not been heard of"), "{others}");
+    assert!(own.contains("this launcher stood still for"), "{own}");
 }
 
 #[test]
 fn a_launcher_that_serves_the_store_and_was_stopped_blames_nobody_who_has_ended_for_that() {
-    let port = free_port();
-    let options = ["--rdzv-conf", "keep_alive_interval=0.2,keep_alive_max_attempt=25"];
-    let mut nodes =
-        ["0", "1"].map(|rank| node(rank, &port, &options, "echo up; exec sleep 60").spawn().unwrap());
-    nodes.iter_mut().for_each(wait_for_line);
-    let [first, second] = nodes;
-    send(&first, Signal::STOP);
-    let stopped = Instant::now();
-    let (code, _, err) = end(second);
-    assert!(code == Some(1) && err.contains("node 0 ("), "{err}");
-    // Longer than a launcher that is awake may wait for its store.
-    std::thread::sleep(Duration::from_secs(13).saturating_sub(stopped.elapsed()));
-    send(&first, Signal::CONT);
-    let (code, _, err) = end(first);
-    assert!(code == Some(1) && err.contains("serves the launchers' store, stood still for"), "{err}");
+    let [own, others] = stood_still(0);
+    assert!(others.contains("node 0 ("), "{others}");
+    assert!(own.contains("serves the launchers' store, stood still for"), "{own}");
 }
 
 #[test]

@@ -193,19 +193,25 @@ mod tests {
         groups
     }
 
+    /// Lets the other rank leave, and waits until this one knows it. Who has left.
+    fn gone(group: &ProcessGroup, other: ProcessGroup) -> Rank {
+        let rank = other.rank();
+        drop(other);
+        let start = Instant::now();
+        while !group.health().has_left(rank) {
+            assert!(start.elapsed() < LIMIT);
+            std::thread::yield_now();
+        }
+        rank
+    }
+
     #[test]
     fn a_call_in_which_a_rank_only_sends_is_an_error_if_another_has_left() {
         for fabric in Fabric::ALL {
             for (number, send) in ONLY_SENDING.iter().enumerate() {
                 for called in [false, true] {
                     let [group, other] = two(fabric, called);
-                    let to = other.rank();
-                    drop(other);
-                    let start = Instant::now();
-                    while !group.health().has_left(to) {
-                        assert!(start.elapsed() < LIMIT, "{fabric:?}");
-                        std::thread::yield_now();
-                    }
+                    let to = gone(&group, other);
                     let what = format!("{number}, {called}, {fabric:?}");
                     let error = send(&group, to).unwrap_err();
                     assert!(error.is_peer_left() && error.peer() == Some(to), "{what}: {error}");
@@ -238,13 +244,7 @@ mod tests {
     fn an_error_that_no_call_has_returned_is_that_of_leaving() {
         for fabric in [Fabric::Tcp, Fabric::TwoHosts] {
             let [group, other] = two(fabric, false);
-            let to = other.rank();
-            drop(other);
-            let start = Instant::now();
-            while !group.health().has_left(to) {
-                assert!(start.elapsed() < LIMIT, "{fabric:?}");
-                std::thread::yield_now();
-            }
+            let to = gone(&group, other);
             drop(group.broadcast_async(Buffer::from_slice(&[7u8]), Rank::MAIN).unwrap());
             let error = group.leave().unwrap_err();
             assert!(error.is_peer_left() && error.peer() == Some(to), "{fabric:?}: {error}");

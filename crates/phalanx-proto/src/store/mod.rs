@@ -2,4 +2,7 @@
 
 pub mod server;
 pub mod table;
+mod there;
 mod waiters;
+
+pub use self::there::count_there;

@@ -6,6 +6,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
+use phalanx_proto::store;
+
 use super::MeshConfig;
 use super::accept::Pair;
 use super::call::{begin_to_connect, is_connected};
@@ -197,29 +199,15 @@ fn check_listens(
     }
 }
 
-/// How many of `keys` exist before the first that does not, according to the store. `known` is how many there were
-/// before. If this has not changed, it takes one request; otherwise a binary search.
+/// How many of `keys` exist before the first that does not, according to the store. `known` is how many there were before.
 ///
 /// # Errors
 /// If the program of this rank has ended the wait. Other errors of the store are reported elsewhere.
 fn count_there(config: &MeshConfig<'_>, keys: &[&str], known: usize, deadline: Deadline) -> Result<usize> {
-    let are_there = |from: usize, to: usize| match keys.get(from..to) {
+    store::count_there(keys.len(), known, |range| match keys.get(range) {
         Some(keys) => are_set(config.store, keys, deadline),
         None => Ok(false),
-    };
-    if !are_there(known, known + 1)? {
-        return Ok(known);
-    }
-    // All before `low` exist, and not all before `high`, which may be one too many.
-    let (mut low, mut high) = (known + 1, keys.len() + 1);
-    while high - low > 1 {
-        let middle = low + (high - low) / 2;
-        match are_there(low, middle)? {
-            true => low = middle,
-            false => high = middle,
-        }
-    }
-    Ok(low)
+    })
 }
 
 /// Whether all of `keys` are set, as far as the store says so.
