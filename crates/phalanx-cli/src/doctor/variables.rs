@@ -108,15 +108,15 @@ mod tests {
 
     #[test]
     fn what_kubernetes_says_of_a_service_is_no_misspelt_variable() {
-        for service in ["PHALANX_ETCD", "PHALANX"] {
+        for service in ["ETCD_", ""] {
             let rests = ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_CLIENT", "PORT", "PORT_2379_TCP_ADDR"];
-            let mut names = rests.map(|rest| format!("{service}_{rest}")).to_vec();
-            let other = "PHALANX_HEARTBEAT".to_owned();
+            let mut names = rests.map(|rest| format!("{PREFIX}{service}{rest}")).to_vec();
+            let other = format!("{PREFIX}HEARTBEAT");
             names.push(other.clone());
             assert_eq!(unknown(names.into_iter()), [other]);
         }
         // Without its host it is no service.
-        let port = "PHALANX_ETCD_PORT".to_owned();
+        let port = format!("{PREFIX}ETCD_PORT");
         assert_eq!(unknown(std::iter::once(port.clone())), [port]);
     }
 }
