@@ -135,6 +135,7 @@ fn a_peer_that_has_told_its_last_call_has_left_also_before_its_goodbye_comes() {
     let error = health.fail_without(peer, barrier(None), Sequence(4));
     assert!(error.is_peer_left() && error.peer() == Some(peer), "{error}");
     // No call has returned it: it is the error of leaving.
+    health.note_failed_call(&error);
     health.part(drop);
     assert!(health.parting().is_some_and(|error| error.is_peer_left()));
 }
