@@ -99,7 +99,7 @@ pub struct Ddp<M> {
     elementwise_steps: usize,
     /// Whether the ranks have found their optimizers alike since the model has come into this group.
     optimizers: alike::Watch,
-    /// How often the model was loaded from a checkpoint since then, on all ranks together.
+    /// How often the model, or the optimizer's state, was loaded from a checkpoint since then, on all ranks together.
     loads: u32,
     /// Whether an elastic job gives all ranks the same state of the optimizer.
     has_common_state: bool,
@@ -378,7 +378,7 @@ impl<M: Module> Ddp<M> {
     /// | what the optimizers do to parameters: their kinds, betas, decay, momentum, clipping | in the first step of each `Ddp` and every 32 steps, and of an elastic job's state in the first step or commit in each group and every 32 commits; in [`TrainState::with_group`](crate::TrainState::with_group), [`ZeroRedundancyOptimizer::new`](crate::ZeroRedundancyOptimizer::new) and [`Fsdp::step`](crate::parallel::fsdp::Fsdp::step); when an uneven [`join`](Self::join) ends |
     /// | of which parameters they have a state, and after how many steps | in the first step of each `Ddp`, which reads a loaded state once, and in `ZeroRedundancyOptimizer::new`; `TrainState::with_group`, an elastic job and an uneven `join` give every rank the same state |
     /// | learning rates, and the norms of [`clip_grad_norm`](Self::clip_grad_norm) | in the first step, and those of all steps every 32 steps; differences by rounding are none |
-    /// | whether all ranks have loaded a [`TrainState`](crate::TrainState) from checkpoints as often; an elastic job makes states the same | as learning rates |
+    /// | whether all ranks have loaded a [`TrainState`](crate::TrainState), a [`ShardedState`](crate::parallel::ShardedState) or a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) from checkpoints as often; an elastic job makes states the same | as learning rates |
     /// | the state of an optimizer that is exchanged later | never: [`replicas_identical`](Self::replicas_identical) says whether replicas have drifted apart |
     ///
     /// # Errors

@@ -250,7 +250,8 @@ impl ShardedState {
         snapshot.value(&format!("{}{}", index_prefix(name), self.rank), &index)
     }
 
-    /// Loads this rank's part of what was [saved](Self::save) under `name` on a mesh of any shape, also in one process.
+    /// Loads this rank's part of what was [saved](Self::save) under `name` on a mesh of any shape, also in one process. Every rank calls it. If some
+    /// replicas have not, that is an error of a later [`Ddp::backward`] on each of them; ranks that are no replicas of each other do not compare that.
     ///
     /// # Errors
     /// If it does not exist, cannot be read, or is that of another model or optimizer: then nothing has changed. A checkpoint after a step
@@ -294,6 +295,7 @@ impl ShardedState {
         // Deferred updates of forward passes would overwrite the loaded values.
         ddp.settle_buffers();
         ddp.map(|model| model::loaded(model, Select::All, elements));
+        ddp.note_loads(1);
         Ok(())
     }
 

@@ -407,13 +407,14 @@ impl<M: Module> Fsdp<M> {
     }
 
     /// Lets `optimizer` change this rank's shards by `gradients` from [`backward`](Self::backward). It communicates nothing but in the first step, in
-    /// which the ranks compare their optimizers, and every 32 steps, when they compare them again, and the learning rates of these steps.
+    /// which the ranks compare their optimizers, and every 32 steps, when they compare them again, the learning rates of these steps, and how often each rank
+    /// has [loaded](Self::load) a state.
     ///
     /// # Errors
     /// If an exchange has failed, or the gradients are those of another model. In the first step and every 32 steps, and on every rank, if there are several shards
     /// and the optimizer does not treat each element by itself, as LAMB and Burn's clipping by norm do not; or if the optimizers do not do the
-    /// same to parameters: if they are of several kinds, or their betas, decay or momentum differ. Every 32 steps, too, if learning rates differ. Each of
-    /// these ends the groups.
+    /// same to parameters: if they are of several kinds, or their betas, decay or momentum differ. Every 32 steps, too, if learning rates differ, or
+    /// some ranks have loaded a state that others have not. Each of these ends the groups.
     pub fn step(
         &mut self,
         optimizer: &mut ModuleOptimizer,
@@ -448,7 +449,8 @@ impl<M: Module> Fsdp<M> {
         let began = Instant::now();
         self.ddp.step(optimizer, rates.clone(), gradients)?;
         self.exchanges.record(Track::Optimizer, "optimizer", began);
-        self.steps.step(crate::lr::of_each(&rates, self.ddp.parameters()), []);
+        let rates = crate::lr::of_each(&rates, self.ddp.parameters());
+        self.steps.step(rates, [f64::from(self.ddp.loads())]);
         self.steps.verify(&self.exchanges.group)
     }
 

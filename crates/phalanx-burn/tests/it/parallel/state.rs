@@ -243,6 +243,38 @@ fn rank_0_saves_a_whole_model_for_a_mesh() {
 }
 
 #[test]
+fn a_state_that_one_replica_alone_loads_is_an_error_on_every_replica() {
+    for alone in [false, true] {
+        let folder = tempfile::tempdir().unwrap();
+        let errors = run(2, |group| {
+            let mut ddp = Ddp::new(Whole::new(LAYERS), &group).unwrap();
+            // It keeps nothing that the first step would compare.
+            let mut optimizer = SgdConfig::new().init();
+            let state = ShardedState::new(&ddp, &group, None, &StateNames::same()).unwrap();
+            let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+            let saved = checkpoints
+                .save_sharded(1, |snapshot| state.save(&ddp, &optimizer, snapshot, "training"))
+                .and_then(|()| checkpoints.finish());
+            saved.unwrap();
+            let saved = checkpoints.newest().unwrap().unwrap();
+            if !alone || group.rank().is_main() {
+                state.load(&mut ddp, &mut optimizer, &saved, "training").unwrap();
+            }
+            let mut step = || {
+                let loss = ddp.forward(|model| model.loss(rows(0, 2)))?;
+                let gradients = ddp.backward(&loss)?;
+                ddp.step(&mut optimizer, RATE, gradients)
+            };
+            (0..10).find_map(|_| step().err()).map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), alone, "{error:?}");
+            assert!(error.is_none_or(|error| error.contains("one rank alone has loaded a state")));
+        }
+    }
+}
+
+#[test]
 fn another_model_s_state_is_refused_and_changes_nothing() {
     let folder = tempfile::tempdir().unwrap();
     run(2, |group| {
