@@ -2,12 +2,13 @@
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::module::ParamGroup;
-use burn::optim::SgdConfig;
 use burn::optim::momentum::MomentumConfig;
+use burn::optim::{AdamWConfig, SgdConfig};
 use phalanx::ProcessGroup;
 use phalanx_burn::Ddp;
 
-use crate::common::{Mlp, floats, run, samples};
+use crate::common::{Mlp, floats, projecting, run, samples};
+use crate::unused::Log;
 
 #[test]
 fn other_learning_rates_on_one_rank_are_an_error_on_every_rank() {
@@ -143,6 +144,30 @@ fn an_optimizer_that_one_rank_alone_has_exchanged_is_an_error_on_every_rank() {
             assert_eq!(error.is_some(), exchanged == [2], "{error:?}");
             assert!(error.is_none_or(|error| error.contains(said)));
         }
+    }
+}
+
+#[test]
+fn a_warning_says_once_that_an_optimizer_cannot_be_compared() {
+    // Of the first step's optimizer, and of one that comes in its place.
+    for from in [0, 5] {
+        let warnings = run(2, |group| {
+            let log = Log::default();
+            tracing::subscriber::with_default(log.clone(), || {
+                let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
+                let mut optimizer = AdamWConfig::new().init();
+                for step in 0..100 {
+                    if step == from {
+                        optimizer = projecting();
+                    }
+                    let loss = ddp.forward(|model| model.loss(samples(0, 4))).unwrap();
+                    let gradients = ddp.backward(&loss).unwrap();
+                    ddp.step(&mut optimizer, 0.01, gradients).unwrap();
+                }
+            });
+            log.0.lock().iter().filter(|warning| warning.contains("optimizers are not compared")).count()
+        });
+        assert_eq!(warnings, [1, 0], "from step {from}");
     }
 }
 
