@@ -4,8 +4,8 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::module::ParamGroup;
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamWConfig, SgdConfig};
-use phalanx::ProcessGroup;
-use phalanx_burn::Ddp;
+use phalanx::{ProcessGroup, Result};
+use phalanx_burn::{Ddp, SyncedGradients, clip_grad_norm, parallel};
 
 use crate::common::{Mlp, floats, projecting, run, samples};
 use crate::unused::Log;
@@ -76,7 +76,16 @@ fn another_rate_of_a_group_of_parameters_is_an_error_in_the_first_step_on_every_
 
 #[test]
 fn gradients_that_one_rank_clips_to_another_norm_are_an_error_on_every_rank() {
-    for (other, expected) in [(1e-4, false), (2e-4, true)] {
+    type Clips = fn(&Ddp<Mlp>, &mut SyncedGradients, f64) -> Result<f64>;
+    let clips: [Clips; 3] = [
+        |ddp, gradients, max_norm| ddp.clip_grad_norm(gradients, max_norm),
+        |ddp, gradients, max_norm| clip_grad_norm(ddp.model(), gradients, max_norm),
+        |ddp, gradients, max_norm| {
+            parallel::clip_grad_norm(ddp.model(), gradients, max_norm, None, None, &[])
+        },
+    ];
+    let cases = clips.into_iter().flat_map(|clip| [(clip, 1e-4, false), (clip, 2e-4, true)]);
+    for (clip, other, expected) in cases {
         let errors = run(2, |group| {
             let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
             let mut optimizer = SgdConfig::new().init();
@@ -84,7 +93,7 @@ fn gradients_that_one_rank_clips_to_another_norm_are_an_error_on_every_rank() {
             let mut step = || {
                 let loss = ddp.forward(|model| model.loss(samples(0, 4)))?;
                 let mut gradients = ddp.backward(&loss)?;
-                assert!(ddp.clip_grad_norm(&mut gradients, max_norm)? > 2e-4);
+                assert!(clip(&ddp, &mut gradients, max_norm)? > 2e-4);
                 ddp.step(&mut optimizer, 0.01, gradients)
             };
             (0..70).find_map(|_| step().err()).map(|error| error.to_string())
