@@ -5,7 +5,8 @@
 //! The gradients are of all sizes: betas show in ordinary ones, epsilon in small ones, and clipping in large ones.
 //!
 //! The ranks compare in the first step, with its learning rates, and wait for each other there. A program may exchange its optimizer later, so they compare
-//! again every [`WINDOW`] steps, in a collective for which no rank waits: its result is read in the next step.
+//! again every [`WINDOW`] steps, in a collective for which no rank waits: its result is read in the next step. Each of these comparisons is of
+//! [`SAMPLE`] parameters at most, in turns, because a model may have hundreds.
 
 use std::collections::HashSet;
 
@@ -30,6 +31,8 @@ const TOLERANCE: f32 = 2e-6;
 const RATE_UNIT: f64 = 1e-3;
 /// The steps after which the ranks compare again.
 pub(crate) const WINDOW: usize = 32;
+/// The most parameters that are compared together after the first step: of each an optimizer takes several steps.
+const SAMPLE: usize = 32;
 /// The most bytes that a rank accepts from another.
 const MAX_BYTES: usize = 1 << 28;
 
@@ -44,6 +47,10 @@ pub(crate) struct Watch {
     is_stopped: bool,
     /// The steps, or commits, since the last comparison.
     steps: usize,
+    /// The comparisons after the first step.
+    windows: usize,
+    /// Whether a warning has said that an optimizer is not compared.
+    has_warned: bool,
     /// What this rank's optimizer has made, and the smallest of all ranks' numbers and of their opposites, which are on their way.
     told: Option<(Vec<f32>, Work)>,
 }
@@ -68,7 +75,7 @@ impl Watch {
     /// one. The models are the same already, or have the same parameters but for their lengths. All ranks of `group` call it together, after an
     /// error once more.
     ///
-    /// Optimizers that panic with small parameters, on every rank, are not compared, and a warning says so.
+    /// Optimizers that panic with small parameters, on every rank, are not compared, and a warning says so once.
     pub fn compare<M: Module>(
         &mut self,
         optimizer: &ModuleOptimizer,
@@ -76,10 +83,11 @@ impl Watch {
         rates: Option<&ModuleLearningRate>,
         group: &dyn Communicator,
     ) -> Result<()> {
-        *self = Self { is_stopped: self.is_stopped, ..Self::default() };
+        *self = Self { is_stopped: self.is_stopped, has_warned: self.has_warned, ..Self::default() };
         if group.world_size() != WorldSize::ONE {
             // The others wait for this rank.
-            let made = made(optimizer, (model, parameters), group.rank())
+            let made = self
+                .made(optimizer, (model, parameters), group.rank())
                 .inspect_err(|error| group.abort(error.clone()))?;
             let is_unknown = matches!(made[..], [only] if only.is_nan());
             self.numbers = if is_unknown { 0 } else { made.len() };
@@ -121,10 +129,15 @@ impl Watch {
             {
                 return Err(differs(rank));
             }
+            if bounds.iter().all(|[least, _]| *least == f32::MAX) {
+                // Every rank's optimizer has panicked, as it would again.
+                self.numbers = 0;
+            }
         }
         if self.steps == WINDOW {
             self.steps = 0;
-            let mut made = made(optimizer, (model, parameters), group.rank())?;
+            let sample = self.sample(parameters);
+            let mut made = self.made(optimizer, (model, &sample), group.rank())?;
             made.resize(self.numbers, f32::NAN);
             let finite = |number: &f32| if number.is_finite() { *number } else { f32::MAX };
             let bounds: Vec<f32> = made.iter().map(finite).flat_map(|number| [number, -number]).collect();
@@ -132,6 +145,32 @@ impl Watch {
             self.told = told.ok().map(|bounds| (made, bounds));
         }
         Ok(())
+    }
+
+    /// What the optimizer of this `rank` makes of small parameters in place of the model's. If it panics with them, a single NaN, as any other one that
+    /// does.
+    pub fn made<M: Module>(
+        &mut self,
+        optimizer: &ModuleOptimizer,
+        (model, parameters): (&M, &[Parameter]),
+        rank: Rank,
+    ) -> Result<Vec<f32>> {
+        let made = on_small(|| trained(optimizer, (model, parameters)))?;
+        if made.is_none() && !std::mem::replace(&mut self.has_warned, true) && rank.is_main() {
+            phalanx::warn(
+                "the ranks' optimizers are not compared, because this one has panicked with parameters of two elements; the panic has no other effect. \
+                 Give every rank the same optimizer with the same settings",
+            );
+        }
+        Ok(made.unwrap_or_else(|| vec![f32::NAN]))
+    }
+
+    /// The parameters that are compared in this window, the same on every rank.
+    fn sample(&mut self, parameters: &[Parameter]) -> Vec<Parameter> {
+        let turns = parameters.len().div_ceil(SAMPLE).max(1);
+        let first = self.windows % turns;
+        self.windows += 1;
+        parameters.iter().skip(first).step_by(turns).cloned().collect()
     }
 }
 
@@ -198,23 +237,6 @@ pub(crate) fn is_near((one, other): (&f32, &f32), tolerance: f32) -> bool {
         true => (one - other).abs() <= tolerance * one.abs().max(other.abs()).max(1.0),
         false => one.is_finite() == other.is_finite(),
     }
-}
-
-/// What the optimizer of this `rank` makes of small parameters in place of the model's. If it panics with them, a single NaN, as any other one that
-/// does.
-pub(crate) fn made<M: Module>(
-    optimizer: &ModuleOptimizer,
-    (model, parameters): (&M, &[Parameter]),
-    rank: Rank,
-) -> Result<Vec<f32>> {
-    let made = on_small(|| trained(optimizer, (model, parameters)))?;
-    if made.is_none() && rank.is_main() {
-        phalanx::warn(
-            "the ranks' optimizers are not compared, because this one has panicked with parameters of two elements; the panic has no other effect. \
-             Give every rank the same optimizer with the same settings",
-        );
-    }
-    Ok(made.unwrap_or_else(|| vec![f32::NAN]))
 }
 
 /// What a new optimizer like `optimizer` makes of small parameters, after each step.
@@ -287,6 +309,27 @@ impl ModuleVisitor for Values<'_> {
         match read_back::data(param.val().detach()) {
             Ok(data) => read.extend(data.iter::<f32>()),
             Err(error) => self.read = Err(error),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn later_comparisons_come_to_every_parameter_in_turns() {
+        for count in [0, 1, SAMPLE, SAMPLE + 1, 10 * SAMPLE + 3] {
+            let parameter =
+                || Parameter { id: ParamId::new(), name: String::new(), shape: vec![2], dtype: DType::F32 };
+            let parameters: Vec<Parameter> = std::iter::repeat_with(parameter).take(count).collect();
+            let (mut watch, mut seen) = (Watch::default(), HashSet::new());
+            for _ in 0..count.div_ceil(SAMPLE) {
+                let sample = watch.sample(&parameters);
+                assert!(sample.len() <= SAMPLE, "{count}: {}", sample.len());
+                seen.extend(sample.iter().map(|parameter| parameter.id));
+            }
+            assert_eq!(seen.len(), count);
         }
     }
 }

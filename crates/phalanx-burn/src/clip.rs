@@ -7,6 +7,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor, bf16, f16};
 use phalanx::{Error, Result, adapter};
 
+use crate::gradients::Clip;
 use crate::parallel::refuse_parts;
 use crate::tensor_bytes::{self, TensorBytes};
 
@@ -25,10 +26,10 @@ use crate::tensor_bytes::{self, TensorBytes};
 /// [divided](crate::parallel::tensor) among ranks, or are [units](crate::parallel::fsdp::FullySharded), which
 /// [`Fsdp::clip_grad_norm`](crate::parallel::fsdp::Fsdp::clip_grad_norm) clips.
 /// It does not see that a model is a stage of a pipeline: take [`parallel::clip_grad_norm`](crate::parallel::clip_grad_norm) there.
-pub fn clip_grad_norm<M: Module>(model: &M, gradients: &mut GradientsParams, max_norm: f64) -> Result<f64> {
+pub fn clip_grad_norm<M: Module>(model: &M, gradients: &mut impl Clip, max_norm: f64) -> Result<f64> {
     adapter::check_max_norm(max_norm)?;
     refuse_parts(model)?;
-    let squares = squares_of(model, gradients)?;
+    let squares = squares_of(model, gradients.parameters())?;
     Ok(scale(model, gradients, max_norm, squares.into_iter().map(|(_, squares)| squares)))
 }
 
@@ -53,13 +54,14 @@ pub(crate) fn squares_of<M: Module>(model: &M, gradients: &GradientsParams) -> R
 /// order.
 pub(crate) fn scale<M: Module>(
     model: &M,
-    gradients: &mut GradientsParams,
+    gradients: &mut impl Clip,
     max_norm: f64,
     squares: impl Iterator<Item = f64>,
 ) -> f64 {
     let norm = squares.fold(0.0, |sum, squares| sum + squares).sqrt();
     if let Some(factor) = adapter::clip_factor(norm, max_norm) {
-        multiply(model, gradients, factor);
+        multiply(model, gradients.parameters(), factor);
+        gradients.keep(factor);
     }
     norm
 }

@@ -28,7 +28,7 @@ use self::regroup::{Units, prepare};
 pub(crate) use self::weights::{one_more, scaled};
 use crate::alike;
 use crate::clip;
-use crate::gradients::{Handover, ModelToken, Synced, SyncedGradients, averages};
+use crate::gradients::{Clip, Handover, ModelToken, Synced, SyncedGradients, averages};
 use crate::hook;
 use crate::lr;
 use crate::packed::Packed;
@@ -99,7 +99,7 @@ pub struct Ddp<M> {
     elementwise_steps: usize,
     /// Whether the ranks have found their optimizers alike since the model has come into this group.
     optimizers: alike::Watch,
-    /// How often the model was loaded from a checkpoint since then, on all ranks together.
+    /// How often the model, or the optimizer's state, was loaded from a checkpoint since then, on all ranks together.
     loads: u32,
     /// Whether an elastic job gives all ranks the same state of the optimizer.
     has_common_state: bool,
@@ -321,7 +321,7 @@ impl<M: Module> Ddp<M> {
     /// [`parallel::clip_grad_norm`](crate::parallel::clip_grad_norm) clips; and, which ends the group, if the gradients are those of another `Ddp`, if
     /// one is no float or cannot be read from its device, or if the exchange fails.
     #[doc(alias = "clip_grad_norm_")]
-    pub fn clip_grad_norm(&self, gradients: &mut GradientsParams, max_norm: f64) -> Result<f64> {
+    pub fn clip_grad_norm(&self, gradients: &mut impl Clip, max_norm: f64) -> Result<f64> {
         adapter::check_max_norm(max_norm)?;
         // The replicas have the same parts, and the same error.
         let is_whole = if self.is_of_stages { Err(of_stages()) } else { refuse_parts(self.model()) };
@@ -333,13 +333,11 @@ impl<M: Module> Ddp<M> {
             false => error,
         })?;
         // The others wait for this rank's numbers, or for its next gradients.
-        let own =
-            clip::squares_of(self.model(), gradients).inspect_err(|error| self.group.abort(error.clone()))?;
+        let own = clip::squares_of(self.model(), gradients.parameters())
+            .inspect_err(|error| self.group.abort(error.clone()))?;
         if !self.sharded {
             let squares = own.into_iter().map(|(_, square)| square);
-            let norm = clip::scale(self.model(), gradients, max_norm, squares);
-            self.note_clip(norm, max_norm);
-            return Ok(norm);
+            return Ok(clip::scale(self.model(), gradients, max_norm, squares));
         }
         let indices = &self.inventory.indices;
         let mut squares = vec![0.0; indices.len()];
@@ -355,16 +353,7 @@ impl<M: Module> Ddp<M> {
         let squares = group.all_reduce_async(Buffer::from_slice(&squares), ReduceOp::Sum)?.wait()?;
         self.waited_since(begin);
         let squares = squares.as_slice::<f64>()?.iter().copied();
-        let norm = clip::scale(self.model(), gradients, max_norm, squares);
-        self.note_clip(norm, max_norm);
-        Ok(norm)
-    }
-
-    /// The ranks compare by how much they have scaled gradients of this `norm`.
-    pub(crate) fn note_clip(&self, norm: f64, max_norm: f64) {
-        if let (Some(factor), Some(sink)) = (adapter::clip_factor(norm, max_norm), self.engine.sink()) {
-            sink.with_reducer(|reducer| reducer.clipped(factor));
-        }
+        Ok(clip::scale(self.model(), gradients, max_norm, squares))
     }
 
     /// Lets `optimizer` change the model by `gradients` from [`backward`](Self::backward). It waits for the other ranks in the first step alone, in
@@ -375,10 +364,10 @@ impl<M: Module> Ddp<M> {
     ///
     /// | | |
     /// |---|---|
-    /// | what the optimizers do to parameters: their kinds, betas, decay, momentum, clipping | in the first step of each `Ddp` and every 32 steps, and of an elastic job's state in the first step or commit in each group and every 32 commits; in [`TrainState::with_group`](crate::TrainState::with_group), [`ZeroRedundancyOptimizer::new`](crate::ZeroRedundancyOptimizer::new) and [`Fsdp::step`](crate::parallel::fsdp::Fsdp::step); when an uneven [`join`](Self::join) ends |
+    /// | what the optimizers do to parameters: their kinds, betas, decay, momentum, clipping | in the first step of each `Ddp` and every 32 steps, then of 32 parameters in turns, and of an elastic job's state in the first step or commit in each group and every 32 commits; in [`TrainState::with_group`](crate::TrainState::with_group), [`ZeroRedundancyOptimizer::new`](crate::ZeroRedundancyOptimizer::new) and [`Fsdp::step`](crate::parallel::fsdp::Fsdp::step); when an uneven [`join`](Self::join) ends |
     /// | of which parameters they have a state, and after how many steps | in the first step of each `Ddp`, which reads a loaded state once, and in `ZeroRedundancyOptimizer::new`; `TrainState::with_group`, an elastic job and an uneven `join` give every rank the same state |
-    /// | learning rates, and the norms of [`clip_grad_norm`](Self::clip_grad_norm) | in the first step, and those of all steps every 32 steps; differences by rounding are none |
-    /// | whether all ranks have loaded a [`TrainState`](crate::TrainState) from checkpoints as often; an elastic job makes states the same | as learning rates |
+    /// | learning rates, and the norms of [`Ddp::clip_grad_norm`](Self::clip_grad_norm), [`clip_grad_norm`](crate::clip_grad_norm) and [`parallel::clip_grad_norm`](crate::parallel::clip_grad_norm) | in the first step, and those of all steps every 32 steps; differences by rounding are none |
+    /// | whether all ranks have loaded a [`TrainState`](crate::TrainState) or a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) from checkpoints as often; an elastic job makes states the same | as learning rates |
     /// | the state of an optimizer that is exchanged later | never: [`replicas_identical`](Self::replicas_identical) says whether replicas have drifted apart |
     ///
     /// # Errors
@@ -411,7 +400,9 @@ impl<M: Module> Ddp<M> {
         learning_rate: impl Into<ModuleLearningRate>,
         gradients: impl Synced,
     ) -> Result<()> {
-        let gradients = gradients.synced().of(&self.token).map_err(|error| self.fail(error))?;
+        let gradients = gradients.synced();
+        let clipped = gradients.clip_factor();
+        let gradients = gradients.of(&self.token).map_err(|error| self.fail(error))?;
         self.check_elementwise(optimizer)?;
         let rates: ModuleLearningRate = learning_rate.into();
         if !self.optimizers.is_compared() {
@@ -428,7 +419,10 @@ impl<M: Module> Ddp<M> {
         if let Some(sink) = self.engine.sink() {
             // Burn's optimizers do not say what their settings are.
             let rates = lr::of_each(&rates, &self.inventory.parameters);
-            sink.with_reducer(|reducer| reducer.stepped(rates, [f64::from(self.loads)]));
+            sink.with_reducer(|reducer| {
+                reducer.clipped(clipped);
+                reducer.stepped(rates, [f64::from(self.loads)]);
+            });
         }
         let end = Instant::now();
         trace.complete(Track::Optimizer, "optimizer", begin, end, &[]);

@@ -49,11 +49,18 @@ use crate::view;
 pub struct SyncedGradients {
     gradients: GradientsParams,
     model: ModelToken,
+    /// By what clipping has multiplied them. The ranks compare it in the step.
+    clipped: f64,
 }
 
 impl SyncedGradients {
     pub(crate) fn new(gradients: GradientsParams, model: &ModelToken) -> Self {
-        Self { gradients, model: model.clone() }
+        Self { gradients, model: model.clone(), clipped: 1.0 }
+    }
+
+    /// By what clipping has multiplied them.
+    pub(crate) fn clip_factor(&self) -> f64 {
+        self.clipped
     }
 
     /// The gradients, if they are those of the model with this token.
@@ -97,6 +104,36 @@ pub(crate) struct ModelToken(Arc<()>);
 mod sealed {
     pub trait Sealed {}
     impl Sealed for super::SyncedGradients {}
+    impl Sealed for super::GradientsParams {}
+}
+
+/// The gradients that `clip_grad_norm` scales: Burn's, or [`SyncedGradients`], which keep by how much. The ranks compare that in the step.
+pub trait Clip: sealed::Sealed {
+    /// The gradients.
+    #[doc(hidden)]
+    fn parameters(&mut self) -> &mut GradientsParams;
+
+    /// They were multiplied by this.
+    #[doc(hidden)]
+    fn keep(&mut self, factor: f64);
+}
+
+impl Clip for GradientsParams {
+    fn parameters(&mut self) -> &mut GradientsParams {
+        self
+    }
+
+    fn keep(&mut self, _factor: f64) {}
+}
+
+impl Clip for SyncedGradients {
+    fn parameters(&mut self) -> &mut GradientsParams {
+        &mut self.gradients
+    }
+
+    fn keep(&mut self, factor: f64) {
+        self.clipped *= factor;
+    }
 }
 
 /// The argument of a step: only [`SyncedGradients`]. It is a trait only so that the compiler can say what to write.

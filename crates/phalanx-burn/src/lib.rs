@@ -218,7 +218,7 @@ pub use ddp::{Ddp, DdpOptions};
 pub use fused::{
     FusedAdamW, FusedAdamWConfig, FusedAdamWState, FusedSgd, FusedSgdConfig, FusedSgdState, Real,
 };
-pub use gradients::{Synced, SyncedGradients};
+pub use gradients::{Clip, Synced, SyncedGradients};
 pub use lr::{LrScaling, ScaledLrScheduler, cosine_with_warmup};
 #[cfg(feature = "nccl")]
 pub use nccl::{DeviceBucket, DeviceHook, DeviceMessage};

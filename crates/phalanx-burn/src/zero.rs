@@ -52,6 +52,8 @@ pub struct ZeroRedundancyOptimizer {
     inner: ModuleOptimizer,
     /// The parameters whose state this rank keeps.
     own: HashSet<ParamId>,
+    /// How often the state was loaded since the last step, in which the [`Ddp`] hears of it.
+    loads: u32,
 }
 
 impl ZeroRedundancyOptimizer {
@@ -72,7 +74,7 @@ impl ZeroRedundancyOptimizer {
         optimizer::check_states(&optimizer, &group, ddp.parameters())?;
         let inner = optimizer::restricted(optimizer, ddp.parameters(), &own);
         // The others go on, and wait for this rank's part.
-        Ok(Self { inner: inner.inspect_err(|error| ddp.group().abort(error.clone()))?, own })
+        Ok(Self { inner: inner.inspect_err(|error| ddp.group().abort(error.clone()))?, own, loads: 0 })
     }
 
     /// Lets the optimizer change this rank's part of `ddp`'s model by `gradients` from [`Ddp::backward`], and receives
@@ -95,6 +97,7 @@ impl ZeroRedundancyOptimizer {
             ))
             .with_remedy("give every rank as many batches, or train with an optimizer that is not spread"));
         }
+        ddp.note_loads(std::mem::take(&mut self.loads));
         ddp.apply(&mut self.inner, learning_rate, gradients)?;
         ddp.gather_parameters()
     }
@@ -142,7 +145,7 @@ impl ZeroRedundancyOptimizer {
     }
 
     /// Loads this rank's part of the state that any number of ranks have [saved](Self::save) under `name`, and reads no
-    /// other rank's tensors.
+    /// other rank's tensors. Every rank calls it: if one has not, that is an error of a later [`Ddp::backward`] on every rank.
     ///
     /// # Errors
     /// If it does not exist, cannot be read, or is that of another model or optimizer; the state is then unchanged. A checkpoint after a
@@ -161,6 +164,7 @@ impl ZeroRedundancyOptimizer {
         };
         let (model, begun) = ((ddp.model(), ddp.parameters()), Begun::after(saved.step()));
         self.inner = moments::load(&self.inner, model, saved, begun, (indexes, name), is_own)?;
+        self.loads = self.loads.saturating_add(1);
         Ok(())
     }
 

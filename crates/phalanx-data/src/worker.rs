@@ -22,7 +22,8 @@ pub struct WorkerInfo {
     pub seed: u64,
     /// A seed of (the loader's seed, epoch, index of the item): the same whoever loads the item. What draws from it augments
     /// each item alike with any number of workers and ranks, and after a resume. If a [`Sampler`](crate::Sampler) gives an item several times in a
-    /// pass, the seed is another one each time.
+    /// pass, the seed is another one each time. An item that fills up the last step of a pass ([`Tail::Repeat`](phalanx::sampler::Tail::Repeat)) has
+    /// the seed of the item that it repeats.
     ///
     /// - In a stream: of the shard and the number of the item in it. While the shard is opened, the [shard's](crate::Shard::seed).
     /// - In the function of `collate_each` that adds an item: the item's.

@@ -214,7 +214,8 @@ impl Run {
     }
 
     /// Records what every rank uses of its machine, and what it has sent: processor time since the last such call (100 % is one
-    /// processor), memory now and at its peak, and `traffic`. A collective: call it each hundred steps or so.
+    /// processor), memory now and at its peak, and `traffic`. A collective: call it each hundred steps or so. The figures of a rank are recorded at the
+    /// step that the rank gives.
     ///
     /// The tags are `system/cpu_percent/rank0`, `system/memory_bytes/rank0`, `system/peak_memory_bytes/rank0`,
     /// `system/bytes_sent/rank0` and `system/communication_hidden/rank0`, and so on for each rank; what is not known is left out.
@@ -222,13 +223,13 @@ impl Run {
     /// # Errors
     /// Those of [`gather_object`](ProcessGroup::gather_object).
     pub fn log_system(&self, step: u64, traffic: Traffic) -> Result<()> {
-        let own = self.sampler.lock().look(traffic);
+        let own = (step, self.sampler.lock().look(traffic));
         let all = self.group.in_call(Caller::RunLogSystem).gather_object(&own, Rank::MAIN)?;
         if let (Some(recorder), Some(all)) = (&self.recorder, all) {
-            let all: Vec<Figures> = all;
-            for (rank, figures) in all.iter().enumerate() {
+            let all: Vec<(u64, Figures)> = all;
+            for (rank, (step, figures)) in all.iter().enumerate() {
                 for (name, value) in figures.named() {
-                    recorder.push(Some(step), &format!("system/{name}/rank{rank}"), Value::Scalar(value));
+                    recorder.push(Some(*step), &format!("system/{name}/rank{rank}"), Value::Scalar(value));
                 }
             }
         }

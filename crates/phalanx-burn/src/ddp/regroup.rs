@@ -179,9 +179,17 @@ impl<M: Module> Ddp<M> {
         self.model = self.model.take().map(|model| self.inventory.ties.retie(change(model)));
     }
 
-    /// The model was loaded, as on all ranks of the group. An elastic job may have one rank alone load it, and makes the others' the same then.
-    pub(crate) fn note_load(&mut self) {
-        self.loads = self.loads.saturating_add(u32::from(!self.has_common_state));
+    /// The model, or the optimizer's state, was loaded so many times, as on all ranks of the group. An elastic job may have one rank alone load it, and
+    /// makes the others' the same then.
+    pub(crate) fn note_loads(&mut self, loads: u32) {
+        if !self.has_common_state {
+            self.loads = self.loads.saturating_add(loads);
+        }
+    }
+
+    /// How many were [noted](Self::note_loads).
+    pub(crate) fn loads(&self) -> u32 {
+        self.loads
     }
 
     fn settle(&mut self, engine: Engine<M>) {

@@ -158,6 +158,9 @@ impl DistributedOptions {
 /// The model stays the program's: [`forward`](Self::forward) borrows it, and [`step`](Self::step) takes it and gives it back, as
 /// Burn's optimizers do. It must have the parameters that it had in [`new`](Self::new), with the same ids: Burn replaces ids when it loads a
 /// record. Some may be frozen since.
+///
+/// As in Horovod, the ranks do not compare their learning rates: give all ranks the same in each step, or replicas drift apart. A [`Ddp`](crate::Ddp)
+/// compares them.
 #[doc(alias("hvd.DistributedOptimizer", "DistributedGradientTape"))]
 pub struct DistributedOptimizer {
     optimizer: ModuleOptimizer,

@@ -62,7 +62,8 @@ pub fn broadcast_optimizer_state<M: Module>(
 ) -> Result<ModuleOptimizer> {
     let Inventory { parameters: trained, state: parameters, .. } = Inventory::of(model)?;
     if hvd.size() > 1 {
-        let made = or_shut_down(hvd, alike::made(optimizer, (model, &trained), hvd.rank()))?;
+        let made = alike::Watch::default().made(optimizer, (model, &trained), hvd.rank());
+        let made = or_shut_down(hvd, made)?;
         let all = hvd.allgather_object("broadcast.optimizer_settings", &made)?;
         if let Some(other) = all.iter().position(|made| !alike::alike(made, &all[0])) {
             return Err(alike::differs(Rank::new(other as u32)));

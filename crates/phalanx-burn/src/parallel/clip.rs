@@ -3,7 +3,6 @@
 use std::collections::HashMap;
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
-use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 use phalanx::{Caller, Error, ProcessGroup, ReduceOp, Result, adapter};
 
@@ -12,6 +11,7 @@ use super::fsdp::UNIT;
 use super::pipeline::TiedParameter;
 use super::tensor::TensorGroup;
 use crate::clip;
+use crate::gradients::Clip;
 
 /// Scales `gradients` of `model`, this rank's part of a larger one, so that the norm of the whole model's gradients is at most
 /// `max_norm`; gives the 2-norm from before, with the same bits on every rank. What [`clip_grad_norm`](crate::clip_grad_norm) does
@@ -21,7 +21,7 @@ use crate::clip;
 /// the [tied parameters](TiedParameter) of which this rank has a copy, each with the copy's id in `model`: they count on the first rank
 /// that has a copy. What
 /// the layers of [`tensor`](super::tensor) divide, or [`TensorGroup::shard`], is added up over the ranks; every other parameter counts once.
-/// All ranks call it together.
+/// All ranks call it together. Replicas compare in the steps of their [`Ddp`](crate::Ddp) by how much they have scaled.
 ///
 /// A [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) leaves each replica the gradients of some parameters only, which this does not see:
 /// replicas would scale by different norms. Do without one here.
@@ -32,7 +32,7 @@ use crate::clip;
 /// [units](super::fsdp::FullySharded), which [`Fsdp::clip_grad_norm`](super::fsdp::Fsdp::clip_grad_norm) clips.
 pub fn clip_grad_norm<M: Module>(
     model: &M,
-    gradients: &mut GradientsParams,
+    gradients: &mut impl Clip,
     max_norm: f64,
     tensor: Option<&TensorGroup>,
     pipeline: Option<&ProcessGroup>,
@@ -45,7 +45,7 @@ pub fn clip_grad_norm<M: Module>(
         !is_copy && tensor.is_none_or(|group| group.rank() == 0 || divided.contains_key(id))
     };
     let unknown = if tensor.is_some() { HashMap::new() } else { divided.clone() };
-    let squares = refuse(model, unknown).and_then(|()| clip::squares_of(model, gradients));
+    let squares = refuse(model, unknown).and_then(|()| clip::squares_of(model, gradients.parameters()));
     let fail = |error: &Error| {
         tensor.into_iter().for_each(|group| group.abort(error.clone()));
         pipeline.into_iter().for_each(|group| group.abort_all(error.clone()));

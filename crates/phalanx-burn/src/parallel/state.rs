@@ -91,8 +91,8 @@ pub struct ShardedState {
     own: Vec<Own>,
     /// All tensors of the whole model, by name.
     whole: Vec<Entry>,
-    /// The number of this rank among all.
-    rank: Rank,
+    /// All ranks.
+    group: ProcessGroup,
 }
 
 /// A tensor of this rank.
@@ -192,7 +192,7 @@ impl ShardedState {
             Entry::new(name, tensor.dtype, &tensor.whole)
         };
         let whole = whole.iter().map(entry).collect();
-        Ok(Self { own, whole, rank })
+        Ok(Self { own, whole, group: group.clone() })
     }
 
     /// Adds this rank's part of the model and of the state of `optimizer` to a sharded checkpoint, under names that begin with `name`:
@@ -212,7 +212,7 @@ impl ShardedState {
     ) -> Result<()> {
         ddp.check_nothing_held()?;
         let indices = self.parameters(ddp)?;
-        if self.rank.is_main() {
+        if self.group.rank().is_main() {
             snapshot.value(name, &self.whole)?;
         }
         ddp.settle_buffers();
@@ -247,14 +247,16 @@ impl ShardedState {
                 index.scalars.push((own.name.clone(), key.field, scalar));
             }
         }
-        snapshot.value(&format!("{}{}", index_prefix(name), self.rank), &index)
+        snapshot.value(&format!("{}{}", index_prefix(name), self.group.rank()), &index)
     }
 
-    /// Loads this rank's part of what was [saved](Self::save) under `name` on a mesh of any shape, also in one process.
+    /// Loads this rank's part of what was [saved](Self::save) under `name` on a mesh of any shape, also in one process. All ranks call it together: each
+    /// waits until all have read their parts.
     ///
     /// # Errors
-    /// If it does not exist, cannot be read, or is that of another model or optimizer: then nothing has changed. A checkpoint after a step
-    /// above 0 without anything of an optimizer is that of another one, unless this one keeps nothing.
+    /// On every rank, if one finds that it does not exist, cannot be read, or is that of another model or optimizer: then nothing has changed anywhere.
+    /// A checkpoint after a step above 0 without anything of an optimizer is that of another one, unless this one keeps nothing. If the exchange
+    /// fails.
     pub fn load<M: Module>(
         &self,
         ddp: &mut Ddp<M>,
@@ -262,6 +264,30 @@ impl ShardedState {
         saved: &Saved,
         name: &str,
     ) -> Result<()> {
+        let read = self.read(ddp, optimizer, saved, name);
+        // If some ranks went on without their parts, the model would be made of two.
+        let causes = self.group.all_gather_object(&read.as_ref().err().map(Error::to_string))?;
+        let (loaded, elements) = read?;
+        let failed = |(rank, cause): (Rank, &Option<String>)| Some((rank, cause.clone()?));
+        if let Some((rank, cause)) = self.group.world_size().ranks().zip(&causes).find_map(failed) {
+            let cause = format!("rank {rank} has not loaded its part of the state, so no rank has: {cause}");
+            return Err(Error::aborted(cause).with_peer(rank));
+        }
+        *optimizer = loaded;
+        // Deferred updates of forward passes would overwrite the loaded values.
+        ddp.settle_buffers();
+        ddp.map(|model| model::loaded(model, Select::All, elements));
+        Ok(())
+    }
+
+    /// The optimizer with this rank's part of the state, and the elements of this rank's tensors.
+    fn read<'a, M: Module>(
+        &self,
+        ddp: &Ddp<M>,
+        optimizer: &ModuleOptimizer,
+        saved: &'a Saved,
+        name: &str,
+    ) -> Result<(ModuleOptimizer, Vec<Cow<'a, [u8]>>)> {
         let indices = self.parameters(ddp)?;
         model::compare(&self.whole, &saved.value::<Vec<Entry>>(name)?)?;
         let elements = self.own.iter().map(|own| own.read(saved, &in_model(name, &own.name), own.dtype));
@@ -290,11 +316,7 @@ impl ShardedState {
         // Another stage's parameters may have a state, and those of this one none.
         let begun = Begun::after(saved.step()).unless(!tensors.is_empty() || !scalars.is_empty());
         fit::check(optimizer, (ddp.model(), ddp.parameters()), &state.index(), begun)?;
-        *optimizer = state.load(optimizer, ddp.parameters())?;
-        // Deferred updates of forward passes would overwrite the loaded values.
-        ddp.settle_buffers();
-        ddp.map(|model| model::loaded(model, Select::All, elements));
-        Ok(())
+        Ok((state.load(optimizer, ddp.parameters())?, elements))
     }
 
     /// By the index of each parameter that is trained, its place among this rank's tensors.

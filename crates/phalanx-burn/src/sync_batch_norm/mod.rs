@@ -16,7 +16,7 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use phalanx::batch_statistics::{Exchange, Moments};
 use phalanx::{Communicator, Error, Result};
 
-use self::op::{Layer, SyncBatchNormOp};
+use self::op::{Layer, SyncBatchNormOp, computed_in};
 use crate::read_back;
 
 /// [`BatchNorm`] whose statistics are those of the whole batch, over all ranks.
@@ -70,7 +70,7 @@ use crate::read_back;
 /// One all_reduce in forward (per channel the sum and the sum of squares, and the number of values) and one in
 /// backward (per channel the sums of the gradient and of its product with the normalised input): `2·channels` f64
 /// values, and one more in forward, whatever the size of the batch. Each rank's part is its mean and its variance about
-/// that mean, in the precision of the tensors; merging the parts is exact to f64. Where the values of a channel are far from zero beside their spread, by
+/// that mean, in the precision of the tensors, or in f32 if they are of 16 bits; merging the parts is exact to f64. Where the values of a channel are far from zero beside their spread, by
 /// a factor of 10,000, forward has one all_reduce more, of `channels` values. Evaluation (`model.valid()`) uses the running
 /// statistics and exchanges nothing, and so does a world of one.
 ///
@@ -195,7 +195,7 @@ impl SyncBatchNorm {
                 Moments::unknown(channels)
             }
         };
-        let (device, dtype) = (x.device(), x.dtype());
+        let (device, dtype) = (x.device(), computed_in(x.dtype()));
         let mean = per_channel(&moments.mean, &device, dtype);
         let variance = per_channel(&moments.variance, &device, dtype);
         let layer = Layer { exchange: self.exchange.clone(), values: moments.values, epsilon: self.epsilon };
@@ -218,8 +218,9 @@ impl SyncBatchNorm {
 
     fn update(&self, running: &RunningState<Tensor<1>>, batch: Tensor<1>) {
         let old = running.value_sync().to_device(&batch.device());
+        let (dtype, old) = (old.dtype(), old.cast(batch.dtype()));
         let new = old.mul_scalar(1.0 - self.momentum).add(batch.mul_scalar(self.momentum));
-        running.update(new.detach());
+        running.update(new.cast(dtype).detach());
     }
 }
 
@@ -245,7 +246,9 @@ fn local_moments(x: Tensor<3>) -> Result<Moments> {
     if samples * length == 0 {
         return Ok(Moments::none(channels));
     }
-    // Means of equally long rows: nothing is moved, and half precision does not overflow.
+    let dtype = computed_in(x.dtype());
+    let x = x.cast(dtype);
+    // Means of equally long rows: nothing is moved.
     let mean_of = |x: Tensor<3>| x.mean_dim(2).mean_dim(0);
     let mean = mean_of(x.clone());
     let centred = x - mean.clone();

@@ -6,7 +6,7 @@ use burn::backend::Cube;
 use burn::backend::LibTorch;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, Flex, TensorMetadata, backend_extension};
-use burn::tensor::{Shape, TensorData, read_sync};
+use burn::tensor::{DType, Shape, TensorData, read_sync};
 use burn_autodiff::checkpoint::base::Checkpointer;
 use burn_autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn_autodiff::grads::Gradients;
@@ -31,7 +31,7 @@ pub struct Layer {
 #[backend_extension(Autodiff, Flex, Cube: cfg(feature = "cube"), LibTorch: cfg(feature = "tch"))]
 pub trait SyncBatchNormOp: Backend {
     /// `gamma · (x - mean) / sqrt(variance + epsilon) + beta` for `x` of shape `[samples, channels, length]`, where
-    /// `mean` and `variance`, of shape `[channels]`, are those of all ranks' `x`.
+    /// `mean` and `variance`, of shape `[channels]` and of the type that `computed_in` gives, are those of all ranks' `x`.
     fn sync_batch_norm(
         x: FloatTensor<Self>,
         gamma: FloatTensor<Self>,
@@ -40,7 +40,7 @@ pub trait SyncBatchNormOp: Backend {
         variance: FloatTensor<Self>,
         layer: Layer,
     ) -> FloatTensor<Self> {
-        Self::batch_norm(x, gamma, beta, mean, variance, layer.epsilon)
+        normalised::<Self>(x, gamma, beta, (mean, variance), layer.epsilon)
     }
 }
 
@@ -63,7 +63,7 @@ impl<B: Backend, C: CheckpointStrategy> SyncBatchNormOp for Autodiff<B, C> {
     ) -> FloatTensor<Self> {
         let (mean, variance) = (mean.into_primitive(), variance.into_primitive());
         let normalise =
-            |x, gamma, beta, mean, variance| B::batch_norm(x, gamma, beta, mean, variance, layer.epsilon);
+            |x, gamma, beta, mean, variance| normalised::<B>(x, gamma, beta, (mean, variance), layer.epsilon);
         let nodes = [x.node(), gamma.node(), beta.node()];
         match Normalise.prepare::<C>(nodes).compute_bound().stateful() {
             OpsKind::Tracked(mut prep) => {
@@ -110,6 +110,9 @@ impl<B: Backend> Backward<B, 3> for Normalise {
         let Saved { x, gamma, mean, variance, layer } = ops.state;
         let x = checkpointer.retrieve_node_output::<FloatTensor<B>>(x);
         let gamma = checkpointer.retrieve_node_output::<FloatTensor<B>>(gamma);
+        let (input_type, parameter_type) = (x.dtype(), gamma.dtype());
+        let dtype = computed_in(input_type);
+        let [dy, x, gamma] = [dy, x, gamma].map(|tensor| cast::<B>(tensor, dtype));
 
         let channels = x.shape()[1];
         let wide = |tensor| B::float_reshape(tensor, Shape::new([1, channels, 1]));
@@ -123,26 +126,53 @@ impl<B: Backend> Backward<B, 3> for Normalise {
             layer.exchange.abort(cause);
             vec![f64::NAN; 2 * channels]
         });
-        let vector = |values: &[f64]| {
-            let data = TensorData::from(values).convert_dtype(gamma.dtype());
+        let vector = |values: &[f64], dtype| {
+            let data = TensorData::from(values).convert_dtype(dtype);
             B::float_from_data(data, &gamma.device())
         };
         if let Some(node) = beta_node {
-            gradients.register::<B>(node.id, vector(&own[..channels]));
+            gradients.register::<B>(node.id, vector(&own[..channels], parameter_type));
         }
         if let Some(node) = gamma_node {
-            gradients.register::<B>(node.id, vector(&own[channels..]));
+            gradients.register::<B>(node.id, vector(&own[channels..], parameter_type));
         }
         let Some(node) = x_node else { return };
 
         let mut all = own;
         layer.exchange.sum(&mut all);
         all.iter_mut().for_each(|sum| *sum /= layer.values);
-        let centred = B::float_sub(dy, wide(vector(&all[..channels])));
-        let projected = B::float_mul(normalised, wide(vector(&all[channels..])));
+        let centred = B::float_sub(dy, wide(vector(&all[..channels], dtype)));
+        let projected = B::float_mul(normalised, wide(vector(&all[channels..], dtype)));
         let scale = B::float_mul(wide(gamma), inverse);
-        gradients.register::<B>(node.id, B::float_mul(scale, B::float_sub(centred, projected)));
+        let dx = B::float_mul(scale, B::float_sub(centred, projected));
+        gradients.register::<B>(node.id, cast::<B>(dx, input_type));
     }
+}
+
+/// The type in which statistics of inputs of this type are computed, and what they normalise: f32 for 16 bits, in which squares overflow and have few
+/// digits.
+pub(super) fn computed_in(dtype: DType) -> DType {
+    match dtype {
+        DType::F16 | DType::BF16 => DType::F32,
+        dtype => dtype,
+    }
+}
+
+fn cast<B: Backend>(tensor: FloatTensor<B>, dtype: DType) -> FloatTensor<B> {
+    if tensor.dtype() == dtype { tensor } else { B::float_cast(tensor, dtype.into()) }
+}
+
+/// The output, of the type of `x`.
+fn normalised<B: Backend>(
+    x: FloatTensor<B>,
+    gamma: FloatTensor<B>,
+    beta: FloatTensor<B>,
+    (mean, variance): (FloatTensor<B>, FloatTensor<B>),
+    epsilon: f64,
+) -> FloatTensor<B> {
+    let input_type = x.dtype();
+    let [x, gamma, beta] = [x, gamma, beta].map(|tensor| cast::<B>(tensor, computed_in(input_type)));
+    cast::<B>(B::batch_norm(x, gamma, beta, mean, variance, epsilon), input_type)
 }
 
 /// The sums of each channel of two tensors of the same shape, one tensor's after the other's. Through means, because sums of half precision overflow.

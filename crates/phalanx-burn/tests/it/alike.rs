@@ -2,12 +2,13 @@
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::module::ParamGroup;
-use burn::optim::SgdConfig;
 use burn::optim::momentum::MomentumConfig;
-use phalanx::ProcessGroup;
-use phalanx_burn::Ddp;
+use burn::optim::{AdamWConfig, SgdConfig};
+use phalanx::{ProcessGroup, Result};
+use phalanx_burn::{Ddp, SyncedGradients, clip_grad_norm, parallel};
 
-use crate::common::{Mlp, floats, run, samples};
+use crate::common::{Mlp, floats, projecting, run, samples};
+use crate::unused::Log;
 
 #[test]
 fn other_learning_rates_on_one_rank_are_an_error_on_every_rank() {
@@ -75,7 +76,16 @@ fn another_rate_of_a_group_of_parameters_is_an_error_in_the_first_step_on_every_
 
 #[test]
 fn gradients_that_one_rank_clips_to_another_norm_are_an_error_on_every_rank() {
-    for (other, expected) in [(1e-4, false), (2e-4, true)] {
+    type Clips = fn(&Ddp<Mlp>, &mut SyncedGradients, f64) -> Result<f64>;
+    let clips: [Clips; 3] = [
+        |ddp, gradients, max_norm| ddp.clip_grad_norm(gradients, max_norm),
+        |ddp, gradients, max_norm| clip_grad_norm(ddp.model(), gradients, max_norm),
+        |ddp, gradients, max_norm| {
+            parallel::clip_grad_norm(ddp.model(), gradients, max_norm, None, None, &[])
+        },
+    ];
+    let cases = clips.into_iter().flat_map(|clip| [(clip, 1e-4, false), (clip, 2e-4, true)]);
+    for (clip, other, expected) in cases {
         let errors = run(2, |group| {
             let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
             let mut optimizer = SgdConfig::new().init();
@@ -83,7 +93,7 @@ fn gradients_that_one_rank_clips_to_another_norm_are_an_error_on_every_rank() {
             let mut step = || {
                 let loss = ddp.forward(|model| model.loss(samples(0, 4)))?;
                 let mut gradients = ddp.backward(&loss)?;
-                assert!(ddp.clip_grad_norm(&mut gradients, max_norm)? > 2e-4);
+                assert!(clip(&ddp, &mut gradients, max_norm)? > 2e-4);
                 ddp.step(&mut optimizer, 0.01, gradients)
             };
             (0..70).find_map(|_| step().err()).map(|error| error.to_string())
@@ -143,6 +153,30 @@ fn an_optimizer_that_one_rank_alone_has_exchanged_is_an_error_on_every_rank() {
             assert_eq!(error.is_some(), exchanged == [2], "{error:?}");
             assert!(error.is_none_or(|error| error.contains(said)));
         }
+    }
+}
+
+#[test]
+fn a_warning_says_once_that_an_optimizer_cannot_be_compared() {
+    // Of the first step's optimizer, and of one that comes in its place.
+    for from in [0, 5] {
+        let warnings = run(2, |group| {
+            let log = Log::default();
+            tracing::subscriber::with_default(log.clone(), || {
+                let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
+                let mut optimizer = AdamWConfig::new().init();
+                for step in 0..100 {
+                    if step == from {
+                        optimizer = projecting();
+                    }
+                    let loss = ddp.forward(|model| model.loss(samples(0, 4))).unwrap();
+                    let gradients = ddp.backward(&loss).unwrap();
+                    ddp.step(&mut optimizer, 0.01, gradients).unwrap();
+                }
+            });
+            log.0.lock().iter().filter(|warning| warning.contains("optimizers are not compared")).count()
+        });
+        assert_eq!(warnings, [1, 0], "from step {from}");
     }
 }
 

@@ -2,13 +2,13 @@
 
 use std::sync::Barrier;
 
-use crate::common::{Waves, device, distance, floats, run};
-use burn::module::{Module, ModuleDisplay};
+use crate::common::{Waves, device, distance, floats, plain, run};
+use burn::module::{Module, ModuleDisplay, Param, RunningState};
 use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig, PaddingConfig2d, Relu};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{GradientsParams, ModuleOptimizer, SgdConfig};
-use burn::tensor::{Device, Shape, Tensor, TensorData};
+use burn::tensor::{DType, Device, Shape, Tensor, TensorData};
 use parking_lot::Mutex;
 use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::reducer::ReducerOptions;
@@ -187,6 +187,53 @@ fn batches_may_differ_in_size_and_be_empty() {
     check(&[5, 2], [0, CHANNELS, 3, 2]);
     check(&[1, 8, 3], [0, CHANNELS]);
     check(&[4, 0, 3], [0, CHANNELS, 2]);
+}
+
+/// In f16 the squares of these are infinite.
+const FAR_APART: [f32; 4] = [-300.0, 300.0, 300.0, -300.0];
+
+/// What a layer of one channel makes of samples `from..to` of [`FAR_APART`] as `dtype`: outputs, gradients of inputs and of gamma, and the running
+/// variance.
+fn far_apart(norm: &impl Norm, (from, to): (usize, usize), dtype: DType) -> [Vec<f32>; 4] {
+    let typed = |values: &[f32]| {
+        let data = TensorData::new(values.to_vec(), [values.len(), 1]).convert_dtype(dtype);
+        Tensor::<2>::from_data(data, (&device(), dtype))
+    };
+    let x = typed(&FAR_APART[from..to]).require_grad();
+    let output = norm.apply(x.clone());
+    let gradients = (output.clone() * typed(&[1.0, 2.0, 3.0, 5.0][from..to])).sum().backward();
+    let inner = norm.plain();
+    [
+        values(output),
+        values(x.grad(&gradients).unwrap()),
+        values(inner.gamma.val().grad(&gradients).unwrap()),
+        values(inner.running_var.value_sync()),
+    ]
+}
+
+#[test]
+fn inputs_of_16_bits_have_the_statistics_of_f32() {
+    let expected = far_apart(&BatchNormConfig::new(1).init(&device()), (0, 4), DType::F32);
+    for dtype in [DType::F16, DType::BF16].into_iter().filter(|dtype| plain().supports_dtype(*dtype)) {
+        let ranks = run(2, |group| {
+            let vector = |value: f32| Tensor::<1>::full([1], value, (&device(), dtype));
+            let mut norm = BatchNormConfig::new(1).init(&device());
+            norm.gamma = Param::from_tensor(vector(1.0).require_grad());
+            norm.beta = Param::from_tensor(vector(0.0).require_grad());
+            norm.running_mean = RunningState::new(vector(0.0));
+            norm.running_var = RunningState::new(vector(1.0));
+            let from = 2 * group.rank().index();
+            far_apart(&SyncBatchNorm::new(norm, &group), (from, from + 2), dtype)
+        });
+        let [[first, input, gamma, variance], [second, other_input, other_gamma, other_variance]] =
+            <[_; 2]>::try_from(ranks).unwrap();
+        assert_eq!(variance, other_variance);
+        let gamma = vec![gamma[0] + other_gamma[0]];
+        let ours = [[first, second].concat(), [input, other_input].concat(), gamma, variance];
+        for (ours, expected) in ours.iter().flatten().zip(expected.iter().flatten()) {
+            assert!((ours - expected).abs() <= 0.01 * expected.abs(), "{dtype:?}: {ours} {expected}");
+        }
+    }
 }
 
 #[test]

@@ -185,6 +185,41 @@ fn the_state_of_replicas_that_are_some_of_the_ranks_is_saved_and_loaded() {
 }
 
 #[test]
+fn a_state_that_one_rank_alone_loads_is_an_error_on_every_rank() {
+    let start = Mlp::new(&WIDTHS);
+    let adamw = || AdamWConfig::new().init();
+    for alone in [false, true] {
+        let folder = tempfile::tempdir().unwrap();
+        let errors = run(2, |group| {
+            let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+            let mut ddp = Ddp::new(start.clone(), &group).unwrap();
+            let mut zero = ZeroRedundancyOptimizer::new(adamw(), &mut ddp).unwrap();
+            let averages = gradients(&mut ddp, 0);
+            zero.step(&mut ddp, 0.01, averages).unwrap();
+            checkpoints.save_sharded(1, |snapshot| zero.save(&ddp, snapshot, "optimizer")).unwrap();
+            checkpoints.finish().unwrap();
+            let saved = checkpoints.newest().unwrap().unwrap();
+            // Another run goes on.
+            let mut ddp = Ddp::new(ddp.into_model(), &group).unwrap();
+            let mut zero = ZeroRedundancyOptimizer::new(adamw(), &mut ddp).unwrap();
+            if !alone || group.rank().is_main() {
+                zero.load(&ddp, &saved, "optimizer").unwrap();
+            }
+            let mut step = || {
+                let loss = ddp.forward(|model| model.loss(samples(0, 4)))?;
+                let averages = ddp.backward(&loss)?;
+                zero.step(&mut ddp, 0.01, averages)
+            };
+            (0..40).find_map(|_| step().err()).map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), alone, "{error:?}");
+            assert!(error.is_none_or(|error| error.contains("one rank alone has loaded a state")));
+        }
+    }
+}
+
+#[test]
 fn gradients_that_are_held_would_be_missing_in_a_saved_state() {
     let folder = tempfile::tempdir().unwrap();
     run(1, |group| {

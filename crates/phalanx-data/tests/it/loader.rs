@@ -544,6 +544,24 @@ fn an_item_that_comes_several_times_draws_anew_each_time_whoever_loads_it() {
     assert!(once.iter().flat_map(Result::unwrap).all(|item| all.contains(&item)));
 }
 
+/// There are copies because there are several ranks, and no seed depends on the number of ranks.
+#[test]
+fn an_item_that_fills_up_the_last_step_has_the_seed_of_the_one_that_it_repeats() {
+    let of_rank = |(rank, of)| {
+        let noisy = numbers(5).map(|item| Ok((item, worker_info().unwrap().item_seed)));
+        let loader = DataLoader::builder(noisy).sampler(from_fn(|_| vec![3, 1, 3, 0, 2])).seed(4);
+        let loader = loader.shard(rank, of).build().unwrap();
+        loader.iter().flat_map(Result::unwrap).collect::<Vec<_>>()
+    };
+    let once: Vec<(usize, u64)> = shards(1).flat_map(of_rank).collect();
+    let [first, second, third, ..] = once[..] else { panic!("{once:?}") };
+    assert!(first.0 == third.0 && first.1 != third.1, "two of one order: {once:?}");
+    let ranks: Vec<Vec<(usize, u64)>> = shards(4).map(of_rank).collect();
+    // Ranks 1, 2 and 3 get the order's first three again.
+    let last: Vec<(usize, u64)> = ranks.iter().map(|rank| rank[1]).collect();
+    assert_eq!(last, [once[4], first, second, third]);
+}
+
 #[test]
 fn collate_functions_draw_from_the_seeds_of_their_items() {
     let seed = || worker_info().unwrap().item_seed;

@@ -155,7 +155,9 @@ fn the_figures_of_every_rank_are_recorded() {
     run(2, Fabric::InProcess, |group| {
         let run = Run::start(&group, RunOptions::new(folder.path()).json_lines()).unwrap();
         let bytes_sent = Some(100 + u64::from(group.rank().get()));
-        run.log_system(5, Traffic { bytes_sent, hidden: Some(0.75) }).unwrap();
+        // Ranks that count steps in other ways.
+        let step = 5 + u64::from(group.rank().get());
+        run.log_system(step, Traffic { bytes_sent, hidden: Some(0.75) }).unwrap();
         run.log_step_times(5, &[]);
         let time =
             |own, wait| StepTime { own: Duration::from_millis(own), wait: Duration::from_millis(wait) };
@@ -175,4 +177,6 @@ fn the_figures_of_every_rank_are_recorded() {
         assert_eq!(of(&format!("system/communication_hidden/{rank}")), Some(0.75));
     }
     assert_eq!((of("system/bytes_sent/rank0"), of("system/bytes_sent/rank1")), (Some(100.0), Some(101.0)));
+    let steps = [0, 1].map(|rank| json_steps(folder.path(), &format!("system/bytes_sent/rank{rank}")));
+    assert_eq!(steps, [[5], [6]]);
 }

@@ -29,7 +29,7 @@ use std::time::Instant;
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
-use burn::optim::{GradientsParams, ModuleOptimizer};
+use burn::optim::ModuleOptimizer;
 use burn::tensor::Tensor;
 use phalanx::reducer::{OptimizerSteps, ReducerOptions, StepWeight, check_weight_sum};
 use phalanx::trace::Track;
@@ -45,7 +45,7 @@ pub(super) use self::unit::{UNIT, first_shard};
 use self::units::{Units, difference};
 use super::check_elementwise;
 use crate::ddp::{one_more, scaled};
-use crate::gradients::{Synced, SyncedGradients};
+use crate::gradients::{Clip, Synced, SyncedGradients};
 use crate::parameters::{Inventory, Select};
 use crate::{Ddp, DdpOptions, Scalar, alike, clip, replicas};
 
@@ -380,9 +380,9 @@ impl<M: Module> Fsdp<M> {
     /// of another model, one cannot be read from its device, or the exchange fails. The ranks of other [replicas](ShardingGroup::hybrid) compare as those
     /// of a [`Ddp`](crate::Ddp::clip_grad_norm): a later [`backward`](Self::backward) returns that error.
     #[doc(alias = "clip_grad_norm_")]
-    pub fn clip_grad_norm(&self, gradients: &mut GradientsParams, max_norm: f64) -> Result<f64> {
+    pub fn clip_grad_norm(&self, gradients: &mut impl Clip, max_norm: f64) -> Result<f64> {
         adapter::check_max_norm(max_norm)?;
-        let squares = clip::squares_of(self.model(), gradients);
+        let squares = clip::squares_of(self.model(), gradients.parameters());
         // The others wait for this rank's number.
         let squares = squares.inspect_err(|error| self.exchanges.fail(error.clone()))?;
         let own: f64 = squares.iter().map(|(_, squares)| squares).sum();
@@ -401,19 +401,18 @@ impl<M: Module> Fsdp<M> {
             return Err(error);
         }
         // Added in the order of ranks, in the group of every replica alike.
-        let norm = clip::scale(self.model(), gradients, max_norm, all.iter().map(|[squares, _]| *squares));
-        self.ddp.note_clip(norm, max_norm);
-        Ok(norm)
+        Ok(clip::scale(self.model(), gradients, max_norm, all.iter().map(|[squares, _]| *squares)))
     }
 
     /// Lets `optimizer` change this rank's shards by `gradients` from [`backward`](Self::backward). It communicates nothing but in the first step, in
-    /// which the ranks compare their optimizers, and every 32 steps, when they compare them again, and the learning rates of these steps.
+    /// which the ranks compare their optimizers, and every 32 steps, when they compare them again, the learning rates of these steps, and how often each rank
+    /// has [loaded](Self::load) a state.
     ///
     /// # Errors
     /// If an exchange has failed, or the gradients are those of another model. In the first step and every 32 steps, and on every rank, if there are several shards
     /// and the optimizer does not treat each element by itself, as LAMB and Burn's clipping by norm do not; or if the optimizers do not do the
-    /// same to parameters: if they are of several kinds, or their betas, decay or momentum differ. Every 32 steps, too, if learning rates differ. Each of
-    /// these ends the groups.
+    /// same to parameters: if they are of several kinds, or their betas, decay or momentum differ. Every 32 steps, too, if learning rates differ, or
+    /// some ranks have loaded a state that others have not. Each of these ends the groups.
     pub fn step(
         &mut self,
         optimizer: &mut ModuleOptimizer,
@@ -448,7 +447,8 @@ impl<M: Module> Fsdp<M> {
         let began = Instant::now();
         self.ddp.step(optimizer, rates.clone(), gradients)?;
         self.exchanges.record(Track::Optimizer, "optimizer", began);
-        self.steps.step(crate::lr::of_each(&rates, self.ddp.parameters()), []);
+        let rates = crate::lr::of_each(&rates, self.ddp.parameters());
+        self.steps.step(rates, [f64::from(self.ddp.loads())]);
         self.steps.verify(&self.exchanges.group)
     }
 

@@ -243,6 +243,36 @@ fn rank_0_saves_a_whole_model_for_a_mesh() {
 }
 
 #[test]
+fn a_state_that_one_rank_alone_loads_or_cannot_load_is_an_error_on_every_rank() {
+    for shape in [(2, 1, 1), (1, 2, 1), (1, 1, 2)] {
+        let folder = tempfile::tempdir().unwrap();
+        run(2, |group| {
+            let mut training = Training::new(&group, shape);
+            training.steps(0..1);
+            let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+            training.save(&checkpoints);
+            let saved = checkpoints.newest().unwrap().unwrap();
+
+            let mut other = Training::new(&group, shape);
+            let before = floats(other.ddp.model());
+            let name = if group.rank().is_main() { "training" } else { "another" };
+            let loaded = other.state.load(&mut other.ddp, &mut other.optimizer, &saved, name);
+            let error = loaded.unwrap_err().to_string();
+            assert!(error.contains("another"), "{error}");
+            assert!(!group.rank().is_main() || error.contains("rank 1 has not loaded its part"), "{error}");
+            assert_eq!(floats(other.ddp.model()), before);
+            // The group goes on, until one rank makes another call.
+            other.load(&checkpoints);
+            let outcome = match group.rank().is_main() {
+                true => other.state.load(&mut other.ddp, &mut other.optimizer, &saved, "training"),
+                false => group.barrier(),
+            };
+            outcome.unwrap_err();
+        });
+    }
+}
+
+#[test]
 fn another_model_s_state_is_refused_and_changes_nothing() {
     let folder = tempfile::tempdir().unwrap();
     run(2, |group| {

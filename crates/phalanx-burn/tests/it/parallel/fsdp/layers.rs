@@ -333,6 +333,40 @@ fn what_is_in_no_unit_is_that_of_rank_0_and_is_saved() {
 }
 
 #[test]
+fn a_state_that_one_rank_alone_loads_is_an_error_on_every_rank() {
+    // Ranks that have other shards, and ranks that have the same.
+    for shards in [2, 1] {
+        for alone in [false, true] {
+            let folder = tempfile::tempdir().unwrap();
+            let errors = run(2, |group| {
+                let mesh = DeviceMesh::new(&group, &[("replicate", 2 / shards), ("shard", shards)]).unwrap();
+                let sharding =
+                    ShardingGroup::hybrid(mesh.group("shard").unwrap(), mesh.group("replicate").unwrap());
+                let mut fsdp = Fsdp::new(Layers::new(&[8, 4, 1], &sharding).unwrap(), &sharding).unwrap();
+                let mut optimizer = SgdConfig::new().init();
+                let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+                checkpoints.save_sharded(1, |snapshot| fsdp.save(&optimizer, snapshot, "model")).unwrap();
+                checkpoints.finish().unwrap();
+                let saved = checkpoints.newest().unwrap().unwrap();
+                if !alone || group.rank().is_main() {
+                    fsdp.load(&mut optimizer, &saved, "model").unwrap();
+                }
+                let mut step = || {
+                    let loss = fsdp.forward(|model| model.forward(samples(0, 4).0).mean())?;
+                    let gradients = fsdp.backward(&loss)?;
+                    fsdp.step(&mut optimizer, 0.01, gradients)
+                };
+                (0..40).find_map(|_| step().err()).map(|error| error.to_string())
+            });
+            for error in errors {
+                assert_eq!(error.is_some(), alone, "{shards} shards: {error:?}");
+                assert!(error.is_none_or(|error| error.contains("one rank alone has loaded a state")));
+            }
+        }
+    }
+}
+
+#[test]
 fn a_state_is_refused_if_what_is_frozen_in_its_units_has_changed() {
     let folder = tempfile::tempdir().unwrap();
     run(2, |group| {
