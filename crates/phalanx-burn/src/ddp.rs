@@ -201,7 +201,7 @@ impl<M: Module> Ddp<M> {
     ///
     /// # Errors
     /// If an exchange fails, or the model was loaded with the state of a [communication hook](Self::register_comm_hook) that is not
-    /// registered. If the group is a handle that leads to another group than when this was made.
+    /// registered. If the group is a [`GroupHandle`](phalanx::GroupHandle) that leads to another group than when this `Ddp` was made.
     pub fn forward<T>(&mut self, pass: impl FnOnce(&M) -> T) -> Result<T> {
         self.forward_with(|model, inventory, sink| match sink {
             None => pass(model),
@@ -367,23 +367,23 @@ impl<M: Module> Ddp<M> {
         }
     }
 
-    /// Lets `optimizer` change the model by `gradients` from [`backward`](Self::backward). It waits for the other ranks in the first step alone, in
-    /// which they compare their optimizers: all ranks take that one together. They compare them again every 32 steps.
+    /// Lets `optimizer` change the model by `gradients` from [`backward`](Self::backward). Only the first step
+    /// waits for the other ranks: in it they compare their optimizers, so all ranks take it together. They compare them again every 32 steps, without a wait.
     ///
     /// All ranks give it the same optimizer, with the same settings and state, and the same learning rate. Otherwise replicas drift apart. What is
     /// compared, and when:
     ///
     /// | | |
     /// |---|---|
-    /// | what the optimizers do to parameters: their kinds, betas, decay, momentum, clipping | in the first step of each `Ddp` and every 32 steps, and of an elastic job's state in the first step or commit in each group and every 32 commits; in [`TrainState::with_group`](crate::TrainState::with_group), [`ZeroRedundancyOptimizer::new`](crate::ZeroRedundancyOptimizer::new) and [`Fsdp::step`](crate::parallel::fsdp::Fsdp::step); when an uneven [`join`](Self::join) ends |
+    /// | what the optimizers do to parameters: their kinds, betas, decay, momentum, clipping | in the first step of each `Ddp`, and every 32 steps; of an elastic job's state in the first step or commit in each group, and every 32 commits; in [`TrainState::with_group`](crate::TrainState::with_group), [`ZeroRedundancyOptimizer::new`](crate::ZeroRedundancyOptimizer::new) and [`Fsdp::step`](crate::parallel::fsdp::Fsdp::step); when an uneven [`join`](Self::join) ends |
     /// | of which parameters they have a state, and after how many steps | in the first step of each `Ddp`, which reads a loaded state once, and in `ZeroRedundancyOptimizer::new`; `TrainState::with_group`, an elastic job and an uneven `join` give every rank the same state |
-    /// | learning rates, and the norms of [`clip_grad_norm`](Self::clip_grad_norm) | in the first step, and those of all steps every 32 steps; differences by rounding are none |
-    /// | whether all ranks have loaded a [`TrainState`](crate::TrainState) from checkpoints as often; an elastic job makes states the same | as learning rates |
-    /// | the state of an optimizer that is exchanged later | never: [`replicas_identical`](Self::replicas_identical) says whether replicas have drifted apart |
+    /// | learning rates, and the norms of [`clip_grad_norm`](Self::clip_grad_norm) | in the first step, and every 32 steps those of all 32; they may differ by rounding |
+    /// | how often each rank has loaded a [`TrainState`](crate::TrainState) from a checkpoint | together with the learning rates; not in an elastic job, which gives every rank the same state |
+    /// | the state of an optimizer that replaces the first one later | never: [`replicas_identical`](Self::replicas_identical) says whether replicas have drifted apart |
     ///
     /// # Errors
-    /// On every rank, and it ends nothing: if in the first step the ranks' optimizers do not do the same to parameters, or their learning rates differ, or
-    /// some have a state that others have not, as one that has loaded a record alone. Optimizers that differ later end the group.
+    /// On every rank, if in the first step the ranks' optimizers do not do the same to parameters, their learning rates differ, or only some have a state, as
+    /// after a record that one rank alone has loaded. The group stays usable. If optimizers differ in a later step, the group ends.
     ///
     /// If the gradients are those of another `Ddp`, such as a generator's, or of this one before its state was loaded
     /// or it changed its group. After a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) was made for this

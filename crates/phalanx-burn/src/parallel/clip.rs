@@ -27,8 +27,8 @@ use crate::clip;
 /// replicas would scale by different norms. Do without one here.
 ///
 /// # Errors
-/// If `max_norm` is not a positive number, or the exchange fails; and, which ends the groups, if `max_norm` is another one on another rank, but for
-/// rounding, if a gradient is no float, if none is that of a parameter of `model`, if layers are divided and `tensor` is none, or if there are
+/// If `max_norm` is not a positive number, or the exchange fails. These errors end the groups: the ranks give a different `max_norm` (it may differ by
+/// rounding), a gradient is no float, no gradient is that of a parameter of `model`, layers are divided and `tensor` is none, or the model has
 /// [units](super::fsdp::FullySharded), which [`Fsdp::clip_grad_norm`](super::fsdp::Fsdp::clip_grad_norm) clips.
 pub fn clip_grad_norm<M: Module>(
     model: &M,

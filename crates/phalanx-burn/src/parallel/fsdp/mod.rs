@@ -376,9 +376,9 @@ impl<M: Module> Fsdp<M> {
     /// If an element is infinite or not a number, so is the norm, on every rank alike; the gradients are then left alone.
     ///
     /// # Errors
-    /// If `max_norm` is not a positive number; and, which ends the groups, if it is another one on another rank, but for rounding, the gradients are those
-    /// of another model, one cannot be read from its device, or the exchange fails. The ranks of other [replicas](ShardingGroup::hybrid) compare as those
-    /// of a [`Ddp`](crate::Ddp::clip_grad_norm): a later [`backward`](Self::backward) returns that error.
+    /// If `max_norm` is not a positive number. These errors end the groups: the ranks give a different `max_norm` (it may differ by rounding), the gradients
+    /// are those of another model, a gradient cannot be read from its device, or the exchange fails. If the `max_norm` of [replicas](ShardingGroup::hybrid)
+    /// differ, a later [`backward`](Self::backward) returns the error.
     #[doc(alias = "clip_grad_norm_")]
     pub fn clip_grad_norm(&self, gradients: &mut GradientsParams, max_norm: f64) -> Result<f64> {
         adapter::check_max_norm(max_norm)?;
@@ -406,14 +406,17 @@ impl<M: Module> Fsdp<M> {
         Ok(norm)
     }
 
-    /// Lets `optimizer` change this rank's shards by `gradients` from [`backward`](Self::backward). It communicates nothing but in the first step, in
-    /// which the ranks compare their optimizers, and every 32 steps, when they compare them again, and the learning rates of these steps.
+    /// Lets `optimizer` change this rank's shards by `gradients` from [`backward`](Self::backward). It communicates
+    /// only in the first step and every 32 steps. Then the ranks compare their optimizers, and every 32 steps also the learning rates of these steps.
     ///
     /// # Errors
-    /// If an exchange has failed, or the gradients are those of another model. In the first step and every 32 steps, and on every rank, if there are several shards
-    /// and the optimizer does not treat each element by itself, as LAMB and Burn's clipping by norm do not; or if the optimizers do not do the
-    /// same to parameters: if they are of several kinds, or their betas, decay or momentum differ. Every 32 steps, too, if learning rates differ. Each of
-    /// these ends the groups.
+    /// If an exchange has failed, or the gradients are those of another model. In the first step and every 32 steps, on every rank:
+    ///
+    /// * if there are several shards, and the optimizer does not treat each element by itself, as LAMB and Burn's clipping by norm do not;
+    /// * if the ranks' optimizers are of several kinds, or their betas, decay or momentum differ;
+    /// * every 32 steps, if learning rates differ.
+    ///
+    /// Each of these errors ends the groups.
     pub fn step(
         &mut self,
         optimizer: &mut ModuleOptimizer,
