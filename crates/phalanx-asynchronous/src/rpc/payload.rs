@@ -1,8 +1,8 @@
 //! What travels with a frame: arguments and results, as postcard writes them.
 //!
-//! serde shows bytes to a serialiser, and to a reader, for the time of a call only, so both have to copy them. [`Bytes`] need no
-//! copy: a thread-local names the memory that the bytes are in, and whoever sees them may hold that memory instead. It compares addresses,
-//! so other formats, which may write and read `Bytes` at the same time, are not concerned.
+//! serde lends bytes to a serialiser, and to a deserialiser, only for the time of a call, so both have to copy them. [`Bytes`] are not
+//! copied: a thread-local holds the memory in which they are, and these two hold that memory in place of a copy. They find it by the
+//! address of the bytes, so `Bytes` that another format writes or reads at the same time are not taken for these.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -25,11 +25,10 @@ thread_local! {
     static READ: RefCell<Option<Arc<Received>>> = const { RefCell::new(None) };
 }
 
-/// Bytes that remote calls carry without copies of them: as arguments, as results, or as parts of these.
+/// Bytes that remote calls send without a copy: an argument, a result, or a part of one. A `Vec<u8>` is written number by number, which takes longer.
 ///
-/// A `Vec<u8>` is written number by number, as any other list. Clones share the bytes. Bytes that have come from another rank are in the
-/// memory into which the whole call was received; that is free again with the last clone. Bytes of less than 32 KiB are copied, and so are
-/// those that are less than half of the call with which they come, and what a rank sends to itself.
+/// Three kinds of bytes are copied once: less than 32 KiB, less than half of the bytes of the call with which they come, and what a rank
+/// sends to itself. Clones share the bytes. Bytes from another rank keep the memory of the whole call until the last clone is dropped.
 ///
 /// ```
 /// use phalanx::ProcessGroup;
