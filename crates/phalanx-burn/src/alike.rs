@@ -174,7 +174,7 @@ fn other_rate(own: f64, rank: Rank, group: &dyn Communicator) -> Result<Error> {
     let (main, other) = (of(Rank::MAIN)?, of(rank)?);
     let cause = match main == other {
         true => format!(
-            "the learning rates of a group of parameters differ on rank 0 and rank {rank}, and the base rate is {main} on both"
+            "rank 0 and rank {rank} give a group of parameters different learning rates; their base rate is {main} on both"
         ),
         false => {
             format!(

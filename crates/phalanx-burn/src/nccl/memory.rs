@@ -126,7 +126,7 @@ fn address(tensor: &CubeTensor) -> Result<Option<(u64, u64, Held)>> {
 fn lend(tensor: &CubeTensor, device: &phalanx_nccl::Device) -> Result<(u64, Held)> {
     let Some((pointer, size, held)) = address(tensor)? else { return Err(not_on(device)) };
     if size < (tensor.meta.shape().num_elements() * tensor.dtype.size()) as u64 {
-        return Err(Error::invalid_argument("a tensor has less memory than elements"));
+        return Err(Error::invalid_argument("a tensor has less memory than its elements need"));
     }
     // An address that is none of the device's would be its end.
     if !device.holds(pointer)? {
@@ -138,7 +138,7 @@ fn lend(tensor: &CubeTensor, device: &phalanx_nccl::Device) -> Result<(u64, Held
 fn not_on(device: &phalanx_nccl::Device) -> Error {
     Error::invalid_argument(format!("the model is not in the memory of CUDA device {}", device.ordinal()))
         .with_remedy(format!(
-            "make it on Device::cuda({0}), or the communicator for the model's device; models that are elsewhere: Ddp::new",
+            "make the model on Device::cuda({0}), or make the communicator for the model's device. A model that is not on CUDA: use Ddp::new",
             device.ordinal()
         ))
 }

@@ -66,7 +66,7 @@ pub fn clip_grad_norm<M: Module>(
     // If limits differ, some rank's is not the mean. Infinite ones have no difference.
     if (mean - max_norm).abs() > 1e-6 * max_norm.min(mean) {
         let cause = format!(
-            "parallel::clip_grad_norm: a rank clips to the norm {max_norm}, and others to another one: the mean is {mean}"
+            "parallel::clip_grad_norm: the max_norm of a rank is {max_norm}, but the mean over all ranks is {mean}"
         );
         let error = Error::mismatch(cause).with_remedy("give every rank the same max_norm");
         fail(&error);

@@ -227,8 +227,8 @@ impl Reducer {
     fn compare_joined(&mut self) -> Result<()> {
         if self.binding.is_other(&*self.group) {
             return Err(Error::invalid_argument(
-                "the handle of the group leads to another one than when the reducer was made: its ranks may have other models, or nothing would be \
-                 averaged",
+                "the GroupHandle leads to another group than when the reducer was made: the ranks of that group may have other models, or there is \
+                 none to average with",
             )
             .with_remedy("make the Ddp after GroupHandle::rebind, or let a TrainState of this model change the group"));
         }

@@ -124,7 +124,7 @@ impl<T: DeserializeOwned> CsvDataset<T> {
             // All of the file would be the headers.
             let delimiter = char::from(options.delimiter);
             return Err(Error::invalid_argument(format!(
-                "{delimiter:?} cannot stand between the values of a CSV file"
+                "{delimiter:?} cannot be the delimiter of a CSV file"
             ))
             .with_remedy("give the byte that separates them, such as b',' or b'\\t'"));
         }
