@@ -95,7 +95,7 @@ pub struct Ddp<M> {
     sharded: bool,
     /// Whether the model is this rank's stages of a pipeline of several ranks.
     is_of_stages: bool,
-    /// In how many more steps the optimizer is taken to treat each element of divided layers by itself, until it is asked again.
+    /// The number of steps until it is checked again that the optimizer treats each element of divided layers by itself.
     elementwise_steps: usize,
     /// Whether the ranks have found their optimizers alike since the model has come into this group.
     optimizers: alike::Watch,
@@ -360,7 +360,7 @@ impl<M: Module> Ddp<M> {
         Ok(norm)
     }
 
-    /// The ranks compare by how much they have scaled gradients of this `norm`.
+    /// Tells the reducer by which factor gradients of this `norm` were clipped: the ranks compare it.
     pub(crate) fn note_clip(&self, norm: f64, max_norm: f64) {
         if let (Some(factor), Some(sink)) = (adapter::clip_factor(norm, max_norm), self.engine.sink()) {
             sink.with_reducer(|reducer| reducer.clipped(factor));
@@ -451,7 +451,7 @@ impl<M: Module> Ddp<M> {
     }
 
     /// An error, which ends the group, if this rank has parts of layers and `optimizer` does otherwise with them than with the whole ones. It is
-    /// asked in the first step, and now and then, because a program may exchange it.
+    /// checked in the first step and every 32 steps, because a program may replace it.
     fn check_elementwise(&mut self, optimizer: &ModuleOptimizer) -> Result<()> {
         if self.elementwise_steps == 0 {
             let checked = check_parts(optimizer, self.model(), &self.inventory);

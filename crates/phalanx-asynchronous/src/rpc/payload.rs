@@ -125,7 +125,7 @@ fn lent(bytes: &[u8]) -> Option<Bytes> {
     LENT.with_borrow(|lent| lent.clone().filter(|lent| std::ptr::eq::<[u8]>(&**lent, bytes)))
 }
 
-/// `bytes` without a copy, if they are in the payload that this thread is reading. Not a small part of it: whoever keeps it keeps all.
+/// `bytes` without a copy, if they are in the payload that this thread is reading, and at least half of it: they keep the memory of all of it.
 fn received(bytes: &[u8]) -> Option<Bytes> {
     READ.with_borrow(|payload| {
         let payload = payload.as_ref()?;
@@ -137,7 +137,7 @@ fn received(bytes: &[u8]) -> Option<Bytes> {
     })
 }
 
-/// What a thread-local holds until this is dropped.
+/// Puts a value into a thread-local until this is dropped.
 struct While<T: 'static> {
     place: &'static LocalKey<RefCell<Option<T>>>,
     before: Option<T>,
@@ -159,7 +159,7 @@ impl<T: 'static> Drop for While<T> {
 #[derive(Debug, Default)]
 pub(super) struct Written {
     own: Vec<u8>,
-    /// What stands between these bytes, and before which of them.
+    /// The bytes without a copy, and how much of the rest comes before each.
     lent: Vec<(usize, Bytes)>,
 }
 
@@ -214,7 +214,7 @@ impl Flavor for Written {
     }
 }
 
-/// A payload that has come. Its memory is for the next one when nobody reads it any more.
+/// A payload that was received. When its last reader is dropped, its memory goes to `Spare`.
 pub(super) struct Received {
     buffer: Buffer,
     /// It may outlive the calls.
@@ -239,7 +239,7 @@ impl Drop for Received {
     }
 }
 
-/// The value in `payload` from the byte `begin` on. It takes all of them, or there is a reason why it cannot be read.
+/// The value that the bytes of `payload` from `begin` on encode, to the last byte; or why it cannot be read.
 pub(super) fn read<T: DeserializeOwned>(payload: &Arc<Received>, begin: usize) -> Result<T, String> {
     let _reading = While::new(&READ, payload.clone());
     match postcard::take_from_bytes(&payload.as_bytes()[begin..]) {
