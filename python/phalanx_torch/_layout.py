@@ -34,7 +34,7 @@ def check(what: str, whole: tuple[str, Sequence[int]], part: tuple[str, Sequence
     below, further = [ranks * shape[0], *shape[1:]] if shape else [ranks], [ranks, *shape]
     raise ValueError(
         f"{what}: with {ranks} ranks and the {name_of_part} {named(one_rank)} the {name} has the shape {named(below)}, {named(further)} or "
-        f"({elements}), and not {named(all_ranks)}: its elements would be in other places than that says. {reshape} gives it another shape"
+        f"({elements}), and not {named(all_ranks)}: its elements would be in other places than this shape says. Give it one of those shapes by {reshape}"
     )
 
 
