@@ -4,8 +4,8 @@
 //! optimizer takes steps on the same model with small parameters, in the host's memory, and the ranks compare the parameters that result.
 //! The gradients are of all sizes: betas show in ordinary ones, epsilon in small ones, and clipping in large ones.
 //!
-//! In the first step the ranks wait for each other, and compare the optimizers and the step's learning rates. A program may replace its optimizer later. So the
-//! ranks compare again every [`WINDOW`] steps, in a collective for which no rank waits: its result is read in the next step.
+//! The ranks compare in the first step, with its learning rates, and wait for each other there. A program may exchange its optimizer later, so they compare
+//! again every [`WINDOW`] steps, in a collective for which no rank waits: its result is read in the next step.
 
 use std::collections::HashSet;
 
@@ -44,7 +44,7 @@ pub(crate) struct Watch {
     is_stopped: bool,
     /// The steps, or commits, since the last comparison.
     steps: usize,
-    /// The running comparison: this rank's numbers, and the all_reduce of the minima of all ranks' numbers and of their negatives.
+    /// What this rank's optimizer has made, and the smallest of all ranks' numbers and of their opposites, which are on their way.
     told: Option<(Vec<f32>, Work)>,
 }
 
@@ -64,13 +64,11 @@ impl Watch {
         (self.told, self.is_stopped) = (None, true);
     }
 
-    /// Compares how the ranks' optimizers change `parameters` of `model`, and, in a step, the learning `rates`. The ranks' models are the same, or differ
-    /// only in the lengths of parameters. All ranks of `group` call it together; after an error they call it again.
+    /// An error on every rank unless all ranks' optimizers change `parameters` of `model` alike, and these `rates` of their step are the same, if it is
+    /// one. The models are the same already, or have the same parameters but for their lengths. All ranks of `group` call it together, after an
+    /// error once more.
     ///
-    /// Optimizers that panic with small parameters on every rank are not compared, and a warning says so.
-    ///
-    /// # Errors
-    /// On every rank, if they differ.
+    /// Optimizers that panic with small parameters, on every rank, are not compared, and a warning says so.
     pub fn compare<M: Module>(
         &mut self,
         optimizer: &ModuleOptimizer,

@@ -406,17 +406,14 @@ impl<M: Module> Fsdp<M> {
         Ok(norm)
     }
 
-    /// Lets `optimizer` change this rank's shards by `gradients` from [`backward`](Self::backward). It communicates
-    /// only in the first step and every 32 steps. Then the ranks compare their optimizers, and every 32 steps also the learning rates of these steps.
+    /// Lets `optimizer` change this rank's shards by `gradients` from [`backward`](Self::backward). It communicates nothing but in the first step, in
+    /// which the ranks compare their optimizers, and every 32 steps, when they compare them again, and the learning rates of these steps.
     ///
     /// # Errors
-    /// If an exchange has failed, or the gradients are those of another model. In the first step and every 32 steps, on every rank:
-    ///
-    /// * if there are several shards, and the optimizer does not treat each element by itself, as LAMB and Burn's clipping by norm do not;
-    /// * if the ranks' optimizers are of several kinds, or their betas, decay or momentum differ;
-    /// * every 32 steps, if learning rates differ.
-    ///
-    /// Each of these errors ends the groups.
+    /// If an exchange has failed, or the gradients are those of another model. In the first step and every 32 steps, and on every rank, if there are several shards
+    /// and the optimizer does not treat each element by itself, as LAMB and Burn's clipping by norm do not; or if the optimizers do not do the
+    /// same to parameters: if they are of several kinds, or their betas, decay or momentum differ. Every 32 steps, too, if learning rates differ. Each of
+    /// these ends the groups.
     pub fn step(
         &mut self,
         optimizer: &mut ModuleOptimizer,
