@@ -360,7 +360,7 @@ impl<M: Module> Ddp<M> {
         Ok(norm)
     }
 
-    /// Tells the reducer by which factor gradients of this `norm` were clipped: the ranks compare it.
+    /// The ranks compare by how much they have scaled gradients of this `norm`.
     pub(crate) fn note_clip(&self, norm: f64, max_norm: f64) {
         if let (Some(factor), Some(sink)) = (adapter::clip_factor(norm, max_norm), self.engine.sink()) {
             sink.with_reducer(|reducer| reducer.clipped(factor));
