@@ -57,7 +57,7 @@ struct Held {
 /// A [reference](RemoteRef) on its way to another rank: what [`RemoteRef::lend`] gives, and [`Rpc::accept`] takes there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ticket {
-    /// The number of the [`Rpc`](super::Rpc) that lent it: another one may have an object of the same number.
+    /// The number of the [`Rpc`] that lent it: another one may have an object of the same number.
     calls: u64,
     owner: Rank,
     object: ObjectId,
@@ -82,7 +82,7 @@ impl Rpc {
     /// The reference that another rank has [lent](RemoteRef::lend) to this one. A ticket is good for one reference.
     ///
     /// # Errors
-    /// If it was lent to another rank, or by another [`Rpc`](super::Rpc).
+    /// If it was lent to another rank, or by another [`Rpc`].
     pub fn accept<T>(&self, ticket: Ticket) -> Result<RemoteRef<T>> {
         if ticket.calls != self.shared.number {
             return Err(Error::invalid_argument(
