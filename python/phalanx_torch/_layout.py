@@ -1,4 +1,4 @@
-"""Shapes of tensors and arrays for all ranks, which say where each rank's elements lie. No import of PyTorch."""
+"""Checks shapes of tensors and arrays that hold the data of all ranks. Imports no PyTorch."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -10,9 +10,11 @@ def named(shape: Iterable[int]) -> str:
 
 
 def check(what: str, whole: tuple[str, Sequence[int]], part: tuple[str, Sequence[int]], ranks: int, reshape: str) -> None:
-    """Refuses a shape for all ranks that says something else than what lies there: the elements of each rank, one rank after the other. That is so
-    for the ranks' rows below each other, for a dimension more, the first, and for one row of all elements. It may be so for another shape of a rank's
-    elements, unless it is that of the ranks' shapes beside each other. Of other lengths the native part has the error."""
+    """Refuses a shape of ``whole`` that does not fit its memory, in which the elements of each rank follow those of the rank before.
+
+    With n ranks and a ``part`` of shape (2, 3), the shapes (2n, 3), (n, 2, 3) and (6n,) fit. (2, 3n) does not. A wrong number of elements is the native
+    part's error.
+    """
     (name, all_ranks), (name_of_part, one_rank) = whole, part
     elements = math.prod(all_ranks)
     if len(all_ranks) < 2 or elements != ranks * math.prod(one_rank) or not elements:
@@ -32,7 +34,7 @@ def check(what: str, whole: tuple[str, Sequence[int]], part: tuple[str, Sequence
     below, further = [ranks * shape[0], *shape[1:]] if shape else [ranks], [ranks, *shape]
     raise ValueError(
         f"{what}: with {ranks} ranks and the {name_of_part} {named(one_rank)} the {name} has the shape {named(below)}, {named(further)} or "
-        f"({elements}), and not {named(all_ranks)}: its elements would be in other places than that says. {reshape} gives it another shape"
+        f"({elements}), and not {named(all_ranks)}: its elements would be in other places than this shape says. Give it one of those shapes by {reshape}"
     )
 
 

@@ -153,7 +153,7 @@ class ArrayGroup:
         self._native.broadcast(_lent(array), _rank("broadcast", root), _NOW)
 
     def all_gather(self, output: Array, input: Array) -> None:
-        """Gathers the ranks' ``input``, of one length, into ``output``, in the order of the ranks: rows below each other."""
+        """Gathers the ranks' ``input``, of the same length on all, into ``output``: rank 0's rows first, then rank 1's."""
         into, own = _lent(output), _lent(input)
         _layout.check("all_gather", ("output", _shape(into)), ("input", _shape(own)), self.world_size, "reshape()")
         self._native.all_gather_single(into, own, _NOW)

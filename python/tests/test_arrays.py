@@ -44,7 +44,7 @@ def rank_of_arrays(rank, world, port):
         assert stacked[:, 1, 2].tolist() == list(range(world))
         beside, own = numpy.zeros((2, 3 * world)), numpy.zeros((2, 3))
         for call in (lambda: group.all_gather(beside, own), lambda: group.reduce_scatter(own, beside)):
-            with pytest.raises(ValueError, match=r"in other places than that says. reshape\(\) gives"):
+            with pytest.raises(ValueError, match=r"in other places than this shape says. Give it one of those shapes by reshape\(\)"):
                 call()
         with pytest.raises(ValueError, match=f"equal parts of the {world + 1} rows of the output"):
             group.all_to_all(numpy.zeros((world + 1, world)), numpy.zeros((world, world + 1)))

@@ -236,7 +236,7 @@ def shaped(rank):
             lambda: group.all_gather_single_coalesced([torch.zeros(4), torch.zeros(whole)], [ones(2), torch.zeros(part)]),
             lambda: group.reduce_scatter_single_coalesced([ones(2), torch.zeros(part)], [torch.zeros(4), torch.zeros(whole)]),
         ):
-            with pytest.raises(ValueError, match="its elements would be in other places than that says"):
+            with pytest.raises(ValueError, match="its elements would be in other places than this shape says"):
                 call()
     with pytest.raises(ValueError, match=r"the input \(2, 3\) the output has the shape \(4, 3\), \(2, 2, 3\) or \(12\), and not \(2, 6\)"):
         dist.all_gather_into_tensor(torch.zeros(2, 6), torch.zeros(2, 3))

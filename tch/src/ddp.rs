@@ -67,7 +67,7 @@ impl Default for DdpOptions {
 /// | names, shapes, types and ties of all variables; the [options](DdpOptions) and the order of gradients | [`new`](Self::new), and each new group of a [`TrainState`](crate::TrainState) |
 /// | communication hooks and their settings | [`register_comm_hook`](Self::register_comm_hook) |
 /// | an optimizer's rules and groups, and the number of steps | [`TrainState::with_group`](crate::TrainState::with_group) and its relatives |
-/// | rules and learning rates of all steps, norms of [`clip_grad_norm`](Self::clip_grad_norm), whether an optimizer is a new one, and whether all ranks have loaded a state | after the first [`TrainState::step`](crate::TrainState::step), and every 32 steps; the error comes in a later [`backward`](Self::backward), and they may differ by rounding |
+/// | rules and learning rates of all steps, norms of [`clip_grad_norm`](Self::clip_grad_norm), whether one rank alone has a new optimizer, and how often each rank has loaded a state | after the first [`TrainState::step`](crate::TrainState::step), and every 32 steps; the error comes in a later [`backward`](Self::backward), and they may differ by rounding |
 /// | everything that is saved | each commit of an elastic job |
 /// | the parameters themselves | [`replicas_identical`](Self::replicas_identical) |
 ///
@@ -163,7 +163,7 @@ impl Ddp {
     ///
     /// # Errors
     /// If a collective fails; if the model was loaded with the state of a [communication hook](Self::register_comm_hook) that is not
-    /// registered; if the group is a handle that leads to another group than when this was made; or if gradients came after the last `forward` from a backward pass that does not average them, such
+    /// registered; if the group is a `GroupHandle` that leads to another group than when this `Ddp` was made; or if gradients came after the last `forward` from a backward pass that does not average them, such
     /// as `loss.backward()`, `optimizer.backward_step(&loss)` or only the one of another `Ddp`: the call is `ddp.backward(&loss)`.
     pub fn forward<T>(&mut self, pass: impl FnOnce() -> T) -> Result<T> {
         let begin = Instant::now();

@@ -690,7 +690,7 @@ fn of_hook(error: Error) -> Error {
         return error;
     }
     error.with_remedy(
-        "a DeviceHook sends of each bucket as many elements, of one type, in one way on every rank: see what its `send` depends on",
+        "let DeviceHook::send send the same number of elements of a bucket, of the same type, in the same way on every rank: what does it depend on?",
     )
 }
 

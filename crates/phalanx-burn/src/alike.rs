@@ -1,7 +1,7 @@
 //! Whether the optimizers of all ranks have the same settings.
 //!
-//! Replicas whose optimizers differ drift apart, and no error would say so. Burn's optimizers say nowhere what their settings are. So one of the
-//! same settings takes steps on the same model with small parameters, in the processor's memory, and the ranks compare what it makes of them.
+//! Replicas whose optimizers differ drift apart, and no error would say so. Burn's optimizers do not show their settings. So a copy of each rank's
+//! optimizer takes steps on the same model with small parameters, in the host's memory, and the ranks compare the parameters that result.
 //! The gradients are of all sizes: betas show in ordinary ones, epsilon in small ones, and clipping in large ones.
 //!
 //! The ranks compare in the first step, with its learning rates, and wait for each other there. A program may exchange its optimizer later, so they compare
@@ -27,7 +27,7 @@ const GRADIENTS: [[f32; 2]; 5] = [[1.0, 1e-6], [-0.5, 3e-6], [0.1, -2e-6], [1e-2
 const RATE: f64 = 1.0;
 /// Processors of several kinds may round in other ways.
 const TOLERANCE: f32 = 2e-6;
-/// The learning rate that is compared as 1: rates are small, and [`TOLERANCE`] is of 1.
+/// Learning rates are divided by this before they are compared: they are small, and [`TOLERANCE`] is for numbers near 1.
 const RATE_UNIT: f64 = 1e-3;
 /// The steps after which the ranks compare again.
 pub(crate) const WINDOW: usize = 32;
@@ -39,11 +39,11 @@ const MAX_BYTES: usize = 1 << 28;
 /// The comparisons of the optimizers that step one model.
 #[derive(Debug, Default)]
 pub(crate) struct Watch {
-    /// Whether the ranks have found their optimizers alike. The same on every rank, but in a `join` in which some have no data.
+    /// Whether the ranks have found their optimizers alike. All ranks have the same value, except in a `join` in which some have no data.
     is_compared: bool,
-    /// How many numbers say what an optimizer does to parameters; 0 if none does.
+    /// How many numbers the ranks compare of an optimizer; 0 if it cannot be compared.
     numbers: usize,
-    /// Whether the group is another by now, whose ranks may have learned that a step apart: they would compare in different steps.
+    /// Whether no later step compares: the group has changed. Ranks may have learned that in different steps, and would compare in different steps.
     is_stopped: bool,
     /// The steps, or commits, since the last comparison.
     steps: usize,
@@ -66,7 +66,7 @@ impl Watch {
         self.steps + 1 == WINDOW
     }
 
-    /// The ranks compare in no later step, but in the [first](Self::compare) one if they have not yet.
+    /// Lets the ranks compare in no later step. They still compare in the [first](Self::compare) one, if they have not yet.
     pub fn stop(&mut self) {
         (self.told, self.is_stopped) = (None, true);
     }
@@ -106,10 +106,11 @@ impl Watch {
         Ok(())
     }
 
-    /// A step, or a commit, comes after the one in which the ranks have [compared](Self::compare). All ranks of `group` call it together.
+    /// Counts a step, or a commit, after the one in which the ranks have [compared](Self::compare), and compares again when it is due. All ranks of `group`
+    /// call it together.
     ///
     /// # Errors
-    /// On every rank, if their optimizers have differed a step ago.
+    /// On every rank, if the comparison of the step before has found a difference.
     pub fn step<M: Module>(
         &mut self,
         optimizer: &ModuleOptimizer,
@@ -213,7 +214,7 @@ fn other_rate(own: f64, rank: Rank, group: &dyn Communicator) -> Result<Error> {
     let (main, other) = (of(Rank::MAIN)?, of(rank)?);
     let cause = match main == other {
         true => format!(
-            "the learning rates of a group of parameters differ on rank 0 and rank {rank}, and the base rate is {main} on both"
+            "rank 0 and rank {rank} give a group of parameters different learning rates; their base rate is {main} on both"
         ),
         false => {
             format!(

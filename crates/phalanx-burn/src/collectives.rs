@@ -98,8 +98,8 @@ pub trait Collectives: Sized {
     ///
     /// # Errors
     /// See [above](Self#errors). If types differ, or shapes in another dimension, or one rank's tensor is part of a graph and
-    /// another's is not: the error names the rank that differs. If there is no memory for the rows of all ranks,
-    /// which ends the group.
+    /// another's is not: the error names the rank that differs. If there is no memory for the rows of all ranks:
+    /// this ends the group.
     #[doc(alias("allgather", "contrastive", "InfoNCE"))]
     fn all_gather(self, group: &ProcessGroup) -> Result<Self>;
 

@@ -95,7 +95,7 @@ pub struct Ddp<M> {
     sharded: bool,
     /// Whether the model is this rank's stages of a pipeline of several ranks.
     is_of_stages: bool,
-    /// In how many more steps the optimizer is taken to treat each element of divided layers by itself, until it is asked again.
+    /// The number of steps until it is checked again that the optimizer treats each element of divided layers by itself.
     elementwise_steps: usize,
     /// Whether the ranks have found their optimizers alike since the model has come into this group.
     optimizers: alike::Watch,
@@ -201,7 +201,7 @@ impl<M: Module> Ddp<M> {
     ///
     /// # Errors
     /// If an exchange fails, or the model was loaded with the state of a [communication hook](Self::register_comm_hook) that is not
-    /// registered. If the group is a handle that leads to another group than when this was made.
+    /// registered. If the group is a [`GroupHandle`](phalanx::GroupHandle) that leads to another group than when this `Ddp` was made.
     pub fn forward<T>(&mut self, pass: impl FnOnce(&M) -> T) -> Result<T> {
         self.forward_with(|model, inventory, sink| match sink {
             None => pass(model),
@@ -356,8 +356,8 @@ impl<M: Module> Ddp<M> {
         Ok(clip::scale(self.model(), gradients, max_norm, squares))
     }
 
-    /// Lets `optimizer` change the model by `gradients` from [`backward`](Self::backward). It waits for the other ranks in the first step alone, in
-    /// which they compare their optimizers: all ranks take that one together. They compare them again every 32 steps.
+    /// Lets `optimizer` change the model by `gradients` from [`backward`](Self::backward). Only the first step
+    /// waits for the other ranks: in it they compare their optimizers, so all ranks take it together. They compare them again every 32 steps, without a wait.
     ///
     /// All ranks give it the same optimizer, with the same settings and state, and the same learning rate. Otherwise replicas drift apart. What is
     /// compared, and when:
@@ -371,8 +371,8 @@ impl<M: Module> Ddp<M> {
     /// | the state of an optimizer that is exchanged later | never: [`replicas_identical`](Self::replicas_identical) says whether replicas have drifted apart |
     ///
     /// # Errors
-    /// On every rank, and it ends nothing: if in the first step the ranks' optimizers do not do the same to parameters, or their learning rates differ, or
-    /// some have a state that others have not, as one that has loaded a record alone. Optimizers that differ later end the group.
+    /// On every rank, if in the first step the ranks' optimizers do not do the same to parameters, their learning rates differ, or only some have a state, as
+    /// after a record that one rank alone has loaded. The group stays usable. If optimizers differ in a later step, the group ends.
     ///
     /// If the gradients are those of another `Ddp`, such as a generator's, or of this one before its state was loaded
     /// or it changed its group. After a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) was made for this
@@ -445,7 +445,7 @@ impl<M: Module> Ddp<M> {
     }
 
     /// An error, which ends the group, if this rank has parts of layers and `optimizer` does otherwise with them than with the whole ones. It is
-    /// asked in the first step, and now and then, because a program may exchange it.
+    /// checked in the first step and every 32 steps, because a program may replace it.
     fn check_elementwise(&mut self, optimizer: &ModuleOptimizer) -> Result<()> {
         if self.elementwise_steps == 0 {
             let checked = check_parts(optimizer, self.model(), &self.inventory);

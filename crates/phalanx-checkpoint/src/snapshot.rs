@@ -220,9 +220,9 @@ impl Snapshot {
         }
     }
 
-    /// Adds a part that holds a value, encoded by postcard: floating-point numbers keep all their bits. Fields are written in their order and
-    /// without their names. So give the part another name if the order of the fields changes, or their number or their types: what
-    /// was saved before could be read into the wrong ones.
+    /// Adds a part that holds a value, encoded by postcard: floating-point numbers keep all their bits. Fields are written in their order,
+    /// without their names. So if the order, the number or the types of the fields change, give the part another name: an earlier
+    /// checkpoint could be read into the wrong fields.
     ///
     /// # Errors
     /// As [`part`](Self::part), and if the value cannot be encoded.

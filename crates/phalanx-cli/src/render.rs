@@ -18,8 +18,8 @@ use crate::status::Status;
 const COLOURS: [&str; 6] = ["36", "33", "35", "32", "34", "31"];
 
 /// What a first signal gets when the job is over and the launchers of other nodes do not know it yet.
-const LINGERING: &str = "the job is over, and the launchers of other nodes still learn from this one how it has ended; another signal \
-                         ends it at once";
+const LINGERING: &str = "the job is over; this launcher waits until the launchers of other nodes have read how it has ended; another \
+                         signal ends it at once";
 
 /// Whether `stream` is a terminal on which colour is wanted.
 pub(crate) fn wants_colour(stream: &impl IsTerminal) -> bool {

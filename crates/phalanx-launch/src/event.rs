@@ -24,7 +24,7 @@ pub enum Stream {
 pub enum Event<'a> {
     /// The workers' output is kept in this folder.
     Logging {
-        /// The host that has it, in a job on several hosts ([`RemoteJob`](super::RemoteJob)).
+        /// The host with the folder, in a job on several hosts ([`RemoteJob`](super::RemoteJob)); None for this host's.
         host: Option<&'a str>,
         /// The job's own folder.
         folder: &'a Path,

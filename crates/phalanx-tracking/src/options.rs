@@ -86,7 +86,8 @@ impl RunOptions {
         self
     }
 
-    /// How often the sinks write: each 0.2 s unless set, and at most each millisecond. A process that is killed loses no more than that.
+    /// The time between two writes of the sinks: 0.2 s unless set. Less than 1 ms counts as 1 ms. A process that is killed loses what it has recorded in this
+    /// time.
     #[doc(alias = "flush_secs")]
     pub fn flush_interval(mut self, interval: Duration) -> Self {
         self.flush_interval = interval.max(MIN_FLUSH_INTERVAL);

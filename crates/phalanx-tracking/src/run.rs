@@ -145,8 +145,8 @@ impl Run {
     }
 
     /// Records the settings of the run: a struct or map that serde can write. Those of inner structs get names such as
-    /// `optimizer.learning_rate`. An `Option` without a value is `none`, and so are NaN and the infinities, for which serde's JSON has no word: give
-    /// them as a text.
+    /// `optimizer.learning_rate`. An `Option` without a value is recorded as `none`. So are NaN and the infinities, which JSON
+    /// does not have: record them as text.
     ///
     /// # Errors
     /// On every rank, if serde cannot write them.
@@ -167,7 +167,7 @@ impl Run {
     /// Records the mean of all ranks' `value`s, and gives it to every rank. A collective.
     ///
     /// # Errors
-    /// Those of [`all_gather`](ProcessGroup::all_gather); on every rank, if the ranks log other tags, or at other steps.
+    /// Those of [`all_gather`](ProcessGroup::all_gather). On every rank, if the ranks log different tags, or log at different steps.
     pub fn log_mean(&self, step: u64, tag: &str, value: impl Into<f64>) -> Result<f64> {
         let means = self.log_means(step, 1.0, &[(tag, value.into())])?;
         Ok(means.first().copied().unwrap_or(f64::NAN))
@@ -190,7 +190,7 @@ impl Run {
     /// ```
     ///
     /// # Errors
-    /// Those of [`all_gather`](ProcessGroup::all_gather); on every rank, if the ranks log other tags, or at other steps, or a weight is negative, NaN
+    /// Those of [`all_gather`](ProcessGroup::all_gather). On every rank, if the ranks log different tags, or log at different steps, or a weight is negative, NaN
     /// or infinite.
     pub fn log_means(&self, step: u64, weight: f64, values: &[(&str, f64)]) -> Result<Vec<f64>> {
         let mut hasher = DefaultHasher::new();

@@ -107,7 +107,7 @@ pub struct RpcBuilder {
 /// Calls between the ranks of a group, by the name of a function and with typed arguments.
 ///
 /// Every rank says which functions others may call on it, and starts; then any rank calls any other, or itself.
-/// Arguments and results are whatever serde can write; large arrays of numbers are fastest as [`Bytes`] or in collectives.
+/// Arguments and results are of any type that serde can write. Send long data as [`Bytes`], or in collectives.
 ///
 /// ```
 /// use phalanx::asynchronous::Rpc;
@@ -129,7 +129,7 @@ pub struct RpcBuilder {
 ///
 /// Calls have connections of their own, as secret and authenticated as the group's, and do not meet its collectives or
 /// messages. Each pair of ranks costs both of them four threads and three open files. Each rank keeps up to 64 MiB of the memory of
-/// arguments and results that have been read, for the next ones. A rank that dies ends the calls
+/// earlier arguments and results, for the next ones. A rank that dies ends the calls
 /// with it at once, with an error that names it; all other ranks can continue calling each other.
 ///
 /// Clones are handles to the same calls. When the last is dropped, calls that have not been answered end with an error
@@ -154,7 +154,7 @@ pub struct Context {
 struct Shared {
     rank: Rank,
     world: WorldSize,
-    /// Rank 0 has drawn it: each start of calls has another one.
+    /// A random number of rank 0's, which tells this start of calls from others.
     number: u64,
     functions: Registry,
     lost: Vec<Lost>,
@@ -163,7 +163,7 @@ struct Shared {
     links: Vec<Link>,
     pool: Arc<Pool>,
     objects: Objects,
-    /// Of payloads that have been read.
+    /// The memory of earlier payloads.
     spare: Arc<Spare>,
     last_object: AtomicU64,
     receivers: Mutex<Vec<JoinHandle<()>>>,

@@ -1,8 +1,8 @@
 //! What travels with a frame: arguments and results, as postcard writes them.
 //!
-//! serde shows bytes to a serialiser, and to a reader, for the time of a call only, so both have to copy them. [`Bytes`] need no
-//! copy: a thread-local names the memory that the bytes are in, and whoever sees them may hold that memory instead. It compares addresses,
-//! so other formats, which may write and read `Bytes` at the same time, are not concerned.
+//! serde lends bytes to a serialiser, and to a deserialiser, only for the time of a call, so both have to copy them. [`Bytes`] are not
+//! copied: a thread-local holds the memory in which they are, and these two hold that memory in place of a copy. They find it by the
+//! address of the bytes, so `Bytes` that another format writes or reads at the same time are not taken for these.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -25,11 +25,10 @@ thread_local! {
     static READ: RefCell<Option<Arc<Received>>> = const { RefCell::new(None) };
 }
 
-/// Bytes that remote calls carry without copies of them: as arguments, as results, or as parts of these.
+/// Bytes that remote calls send without a copy: an argument, a result, or a part of one. A `Vec<u8>` is written number by number, which takes longer.
 ///
-/// A `Vec<u8>` is written number by number, as any other list. Clones share the bytes. Bytes that have come from another rank are in the
-/// memory into which the whole call was received; that is free again with the last clone. Bytes of less than 32 KiB are copied, and so are
-/// those that are less than half of the call with which they come, and what a rank sends to itself.
+/// Three kinds of bytes are copied once: less than 32 KiB, less than half of the bytes of the call with which they come, and what a rank
+/// sends to itself. Clones share the bytes. Bytes from another rank keep the memory of the whole call until the last clone is dropped.
 ///
 /// ```
 /// use phalanx::ProcessGroup;
@@ -126,7 +125,7 @@ fn lent(bytes: &[u8]) -> Option<Bytes> {
     LENT.with_borrow(|lent| lent.clone().filter(|lent| std::ptr::eq::<[u8]>(&**lent, bytes)))
 }
 
-/// `bytes` without a copy, if they are in the payload that this thread is reading. Not a small part of it: whoever keeps it keeps all.
+/// `bytes` without a copy, if they are in the payload that this thread is reading, and at least half of it: they keep the memory of all of it.
 fn received(bytes: &[u8]) -> Option<Bytes> {
     READ.with_borrow(|payload| {
         let payload = payload.as_ref()?;
@@ -138,7 +137,7 @@ fn received(bytes: &[u8]) -> Option<Bytes> {
     })
 }
 
-/// What a thread-local holds until this is dropped.
+/// Puts a value into a thread-local until this is dropped.
 struct While<T: 'static> {
     place: &'static LocalKey<RefCell<Option<T>>>,
     before: Option<T>,
@@ -160,7 +159,7 @@ impl<T: 'static> Drop for While<T> {
 #[derive(Debug, Default)]
 pub(super) struct Written {
     own: Vec<u8>,
-    /// What stands between these bytes, and before which of them.
+    /// The bytes without a copy, and how much of the rest comes before each.
     lent: Vec<(usize, Bytes)>,
 }
 
@@ -215,7 +214,7 @@ impl Flavor for Written {
     }
 }
 
-/// A payload that has come. Its memory is for the next one when nobody reads it any more.
+/// A payload that was received. When its last reader is dropped, its memory goes to `Spare`.
 pub(super) struct Received {
     buffer: Buffer,
     /// It may outlive the calls.
@@ -240,7 +239,7 @@ impl Drop for Received {
     }
 }
 
-/// The value in `payload` from the byte `begin` on. It takes all of them, or there is a reason why it cannot be read.
+/// The value that the bytes of `payload` from `begin` on encode, to the last byte; or why it cannot be read.
 pub(super) fn read<T: DeserializeOwned>(payload: &Arc<Received>, begin: usize) -> Result<T, String> {
     let _reading = While::new(&READ, payload.clone());
     match postcard::take_from_bytes(&payload.as_bytes()[begin..]) {

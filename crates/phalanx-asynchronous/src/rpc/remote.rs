@@ -57,7 +57,7 @@ struct Held {
 /// A [reference](RemoteRef) on its way to another rank: what [`RemoteRef::lend`] gives, and [`Rpc::accept`] takes there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ticket {
-    /// Which calls it is of: others have objects of the same numbers.
+    /// The number of the [`Rpc`] that lent it: another one may have an object of the same number.
     calls: u64,
     owner: Rank,
     object: ObjectId,
@@ -82,11 +82,13 @@ impl Rpc {
     /// The reference that another rank has [lent](RemoteRef::lend) to this one. A ticket is good for one reference.
     ///
     /// # Errors
-    /// If it was lent to another rank, or by another start of remote calls.
+    /// If it was lent to another rank, or by another [`Rpc`].
     pub fn accept<T>(&self, ticket: Ticket) -> Result<RemoteRef<T>> {
         if ticket.calls != self.shared.number {
-            return Err(Error::invalid_argument("the reference belongs to other remote calls")
-                .with_remedy("accept it with the Rpc of the start with which it was lent"));
+            return Err(Error::invalid_argument(
+                "the reference was lent by another Rpc: it may name another object here",
+            )
+            .with_remedy("accept it with the Rpc that came from the same RpcBuilder::start on this rank"));
         }
         if ticket.to != self.rank() {
             return Err(Error::invalid_argument(format!(

@@ -206,7 +206,7 @@ impl Shared {
         let cause =
             format!("rank {} has no memory for the {length} bytes that rank {from} has sent", self.rank);
         Error::out_of_memory(cause).with_remedy(
-            "send less in one call, or lower RpcBuilder::bytes_in_flight of the rank that is called",
+            "send less in one call; or, on the rank that lacks memory, lower RpcBuilder::bytes_in_flight",
         )
     }
 

@@ -1,4 +1,4 @@
-//! Memory of payloads that have been read, for those to come.
+//! Memory of earlier payloads, for later ones.
 //!
 //! New memory for a payload of some MiB costs more than the payload's way between two ranks of one host: the kernel clears each page at its
 //! first use, and the program once more before it may receive into it.

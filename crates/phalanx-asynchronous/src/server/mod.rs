@@ -435,7 +435,7 @@ fn take(done: &Done, into: &mut [f32]) -> Result<()> {
     let (values, rest) = done.values.as_chunks::<4>();
     if values.len() != into.len() || !rest.is_empty() {
         return Err(Error::protocol(format!(
-            "a server has sent {} bytes of parameters, and {} parameters were asked for",
+            "a server has sent {} bytes of parameters, which are not {} parameters of 4 bytes",
             done.values.len(),
             into.len()
         )));

@@ -296,8 +296,8 @@ impl DistributedOptimizer {
     ///
     /// # Errors
     /// If a gradient was not combined: the ranks disagree on it, or the job has failed. If `model` does not have the parameter of one. With
-    /// [`Op::Adasum`], which combines no gradients. If layers are divided, and an optimizer that was [set](Self::set_optimizer) does not treat each element
-    /// by itself, as in [`new`](Self::new): that ends the job.
+    /// [`Op::Adasum`], which combines no gradients. If layers are divided, and the optimizer of [`set_optimizer`](Self::set_optimizer) does
+    /// not treat each element by itself, as in [`new`](Self::new): this ends the job.
     pub fn synchronize<M: Module>(&mut self, model: &M) -> Result<GradientsParams> {
         if self.combines_changes {
             return Err(Error::invalid_argument(

@@ -12,7 +12,7 @@ use phalanx::{Error, Result, WorldSize};
 use super::OnDevice;
 use crate::read_back::Computed;
 
-/// The averages of `model`'s parameters, by the ids of these, whose indices are `indices`, in a world of `ranks`, times `scale`.
+/// The averages of `model`'s parameters in a world of `ranks`, multiplied by `scale`. `indices` has each parameter's index in the reducer, by id.
 pub(crate) fn averages<M: Module>(
     model: &M,
     reducer: &Reducer,
@@ -31,7 +31,7 @@ struct Averages<'a> {
     ranks: WorldSize,
     scale: f64,
     indices: &'a HashMap<ParamId, usize>,
-    /// A parameter that is used in several places has one gradient.
+    /// The parameters that were visited: one that is used in several places has one gradient.
     seen: HashSet<ParamId>,
     gradients: Result<GradientsParams>,
 }

@@ -26,7 +26,7 @@ pub(crate) struct BucketMemory {
 }
 
 impl BucketMemory {
-    /// Has `device` copy the gradients, each of so many elements. One that is not there has zeros.
+    /// Copies the gradients, each with its number of elements, into new memory of `device`. A gradient that is None is zeros.
     pub fn of(gradients: Vec<(Option<CubeTensor>, usize)>, device: &CubeDevice, dtype: BurnDType) -> Self {
         let alignment = device.client().properties().memory.alignment as usize;
         let (mut end, step) = (0usize, alignment.div_ceil(dtype.size()).max(1));
@@ -46,14 +46,14 @@ impl BucketMemory {
         Self { tensor, places, step }
     }
 
-    /// Has the device divide it by the number of `ranks` and round it to `to`: the sum over ranks is the average.
+    /// Divides the bucket by the number of `ranks`, and rounds it to `to`, on the device. Then the sum over ranks is the average.
     pub fn compress(&mut self, to: FloatDType, ranks: WorldSize) {
         let factor = f64::from(1.0 / ranks.get() as f32);
         let scaled = CubeBackend::float_mul_scalar(self.tensor.clone(), factor.into());
         self.tensor = CubeBackend::float_cast(scaled, to);
     }
 
-    /// Has the device widen it to `dtype`.
+    /// Widens the bucket to `dtype`, on the device.
     pub fn widen(&mut self, dtype: BurnDType) {
         self.tensor = CubeBackend::float_cast(self.tensor.clone(), dtype.into());
     }
@@ -71,20 +71,20 @@ impl BucketMemory {
         CubeTensor::new_contiguous(whole.client.clone(), whole.device.clone(), shape, handle, whole.dtype)
     }
 
-    /// Its memory for NCCL, which holds it.
+    /// The bucket's memory for NCCL. The slice keeps it.
     pub fn lend<T: Element>(&self, device: &phalanx_nccl::Device) -> Result<DeviceSlice<T>> {
         lend_all(&self.tensor, device)
     }
 }
 
-/// The bytes of a tensor, which lies row by row, for a copy to another device, or from one, which holds them. Nobody else writes them until the copy
-/// is made, and nobody reads them that it writes.
+/// The bytes of a tensor, which lies row by row, for a copy to or from another device. The slice keeps the memory. Until the copy is made, nobody
+/// else writes the bytes that it reads, and nobody reads the bytes that it writes.
 pub(crate) fn lend_bytes(tensor: &CubeTensor, device: &phalanx_nccl::Device) -> Result<DeviceSlice<u8>> {
     lend_all(tensor, device)
 }
 
-/// All elements of a tensor for NCCL, which holds them. They are of type `T`, or of any type if that is `u8`; they lie row by row, and nobody
-/// else uses them until the call is done.
+/// All elements of a tensor for NCCL. The slice keeps the memory. The elements are of type `T`, or of any type if `T` is `u8`. They lie row by row, and
+/// nobody else uses them until the call is done.
 pub(super) fn lend_all<T: Element>(
     tensor: &CubeTensor,
     device: &phalanx_nccl::Device,
@@ -126,7 +126,7 @@ fn address(tensor: &CubeTensor) -> Result<Option<(u64, u64, Held)>> {
 fn lend(tensor: &CubeTensor, device: &phalanx_nccl::Device) -> Result<(u64, Held)> {
     let Some((pointer, size, held)) = address(tensor)? else { return Err(not_on(device)) };
     if size < (tensor.meta.shape().num_elements() * tensor.dtype.size()) as u64 {
-        return Err(Error::invalid_argument("a tensor has less memory than elements"));
+        return Err(Error::invalid_argument("a tensor has less memory than its elements need"));
     }
     // An address that is none of the device's would be its end.
     if !device.holds(pointer)? {
@@ -138,7 +138,7 @@ fn lend(tensor: &CubeTensor, device: &phalanx_nccl::Device) -> Result<(u64, Held
 fn not_on(device: &phalanx_nccl::Device) -> Error {
     Error::invalid_argument(format!("the model is not in the memory of CUDA device {}", device.ordinal()))
         .with_remedy(format!(
-            "make it on Device::cuda({0}), or the communicator for the model's device; models that are elsewhere: Ddp::new",
+            "make the model on Device::cuda({0}), or make the communicator for the model's device. A model that is not on CUDA: use Ddp::new",
             device.ordinal()
         ))
 }

@@ -10,7 +10,7 @@ use phalanx::reducer::hooks::Pending;
 use phalanx::{Error, Result};
 use phalanx_nccl::Work;
 
-/// How far the averaging of a bucket is, whose call has the memory `M`.
+/// How far the averaging of a bucket is. The memory of its call is `M`.
 pub(super) enum Stage<M: Send + 'static> {
     /// The device computes it, or the thread has not come to it.
     Computing(Receiver<Result<Work<M>>>),
@@ -30,7 +30,7 @@ impl<M: Send + 'static> Stage<M> {
         !matches!(self, Self::Launched(Ok(work)) if !work.is_completed())
     }
 
-    /// What `then` does comes behind it, and behind `comparison`, if there is one.
+    /// Runs `then` after the averaging, and after `comparison`, if there is one.
     pub fn then(
         self,
         timeout: Duration,
@@ -50,7 +50,7 @@ impl<M: Send + 'static> Stage<M> {
         )
     }
 
-    /// Waits until it is averaged: for the device as long as `timeout`, and then for NCCL with the call's own.
+    /// Waits until the bucket is averaged: at most `timeout` for the device, and then for NCCL at most the time-out of its call.
     pub fn wait(self, timeout: Duration) -> Result<()> {
         let work = match self {
             Self::Computing(launching) => launching.recv_timeout(timeout).map_err(|cause| match cause {
@@ -76,7 +76,7 @@ pub(super) fn of_hook(error: Error) -> Error {
         return error;
     }
     error.with_remedy(
-        "a DeviceHook sends of each bucket as many elements, of one type, in one way on every rank: see what its `send` depends on",
+        "let DeviceHook::send send the same number of elements of a bucket, of the same type, in the same way on every rank: what does it depend on?",
     )
 }
 

@@ -27,8 +27,8 @@ use crate::gradients::Clip;
 /// replicas would scale by different norms. Do without one here.
 ///
 /// # Errors
-/// If `max_norm` is not a positive number, or the exchange fails; and, which ends the groups, if `max_norm` is another one on another rank, but for
-/// rounding, if a gradient is no float, if none is that of a parameter of `model`, if layers are divided and `tensor` is none, or if there are
+/// If `max_norm` is not a positive number, or the exchange fails. These errors end the groups: the ranks give a different `max_norm` (it may differ by
+/// rounding), a gradient is no float, no gradient is that of a parameter of `model`, layers are divided and `tensor` is none, or the model has
 /// [units](super::fsdp::FullySharded), which [`Fsdp::clip_grad_norm`](super::fsdp::Fsdp::clip_grad_norm) clips.
 pub fn clip_grad_norm<M: Module>(
     model: &M,
@@ -66,7 +66,7 @@ pub fn clip_grad_norm<M: Module>(
     // If limits differ, some rank's is not the mean. Infinite ones have no difference.
     if (mean - max_norm).abs() > 1e-6 * max_norm.min(mean) {
         let cause = format!(
-            "parallel::clip_grad_norm: a rank clips to the norm {max_norm}, and others to another one: the mean is {mean}"
+            "parallel::clip_grad_norm: the max_norm of a rank is {max_norm}, but the mean over all ranks is {mean}"
         );
         let error = Error::mismatch(cause).with_remedy("give every rank the same max_norm");
         fail(&error);

@@ -34,8 +34,8 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     }
 
     /// [`Ddp::backward_weighted`](crate::Ddp::backward_weighted) as a step of an elastic job, as [`backward`](Self::backward): the average
-    /// is over the samples of the ranks that are not [missing](Step::missing). If none of them has a sample, that is an error: with
-    /// [`Tail::Repeat`](phalanx::sampler::Tail::Repeat) each has one.
+    /// is over the samples of the ranks that are not [missing](Step::missing). If none of them has a sample, it is an error. Each has one in every
+    /// step with a sampler of [`Tail::Repeat`](phalanx::sampler::Tail::Repeat).
     ///
     /// # Errors
     /// As [`Ddp::backward_weighted`](crate::Ddp::backward_weighted) and [`Context::step`].

@@ -68,7 +68,7 @@ fn another_rate_of_a_group_of_parameters_is_an_error_in_the_first_step_on_every_
             ddp.step(&mut optimizer, scheduler.step(), gradients)
         };
         let error = step(if group.rank().is_main() { 0.01 } else { 0.02 }).unwrap_err();
-        let said = "of a group of parameters differ on rank 0 and rank 1, and the base rate is 0.1 on both";
+        let said = "rank 0 and rank 1 give a group of parameters different learning rates; their base rate is 0.1 on both";
         assert!(error.is_mismatch() && error.to_string().contains(said), "{error}");
         step(0.01).unwrap();
     });

@@ -308,7 +308,7 @@ fn a_handle_that_leads_to_another_group_by_now_is_refused() {
         // Nothing would be averaged.
         handle.rebind(ProcessGroup::alone().unwrap());
         let error = ddp.forward(|model| model.loss(samples(0, 4))).unwrap_err().to_string();
-        assert!(error.contains("leads to another one"), "{error}");
+        assert!(error.contains("leads to another group"), "{error}");
     });
 }
 

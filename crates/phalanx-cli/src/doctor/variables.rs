@@ -1,4 +1,4 @@
-//! The variables of Phalanx: values that no group takes, and names that nothing reads.
+//! The variables of Phalanx: wrong values, and names that nothing reads.
 
 use std::env;
 
@@ -6,9 +6,9 @@ use phalanx::{Credentials, GroupOptions};
 
 use super::finding::Report;
 
-/// What all of them begin with.
+/// The beginning of all names.
 const PREFIX: &str = "PHALANX_";
-/// How each goes on, as docs/variables.md has them.
+/// The rest of each name, as docs/variables.md has them.
 const KNOWN: [&str; 34] = [
     "AS_GLOO",
     "AS_HOROVOD",
@@ -45,14 +45,14 @@ const KNOWN: [&str; 34] = [
     "UNEXPECTED_BYTES",
     "UNTESTED_TORCH",
 ];
-/// How those of this project's own tests go on.
+/// The rest of names in this project's own tests.
 const OF_TESTS: [&str; 2] = ["TEST_", "SOAK_"];
-/// How the variable ends by which Kubernetes tells each pod of a service. Its others begin with the same name, and one of
+/// The end of the variable with which Kubernetes tells each pod of a service. The service's other variables have the same beginning, followed by one of
 /// [`OF_SERVICES`].
 const SERVICE_HOST: &str = "_SERVICE_HOST";
 const OF_SERVICES: [&str; 2] = ["_SERVICE_", "_PORT"];
 
-/// Returns whether a group takes all values.
+/// Reports unknown names and wrong values. Returns whether all values are right.
 pub(super) fn look(report: &mut Report) -> bool {
     let set = env::vars_os().filter(|(_, value)| !value.is_empty());
     let unknown = unknown(set.filter_map(|(name, _)| name.into_string().ok()));

@@ -18,8 +18,8 @@ impl ProcessGroup {
     /// As [`all_reduce`](Self::all_reduce); [`Work::wait`] returns the combined buffer.
     ///
     /// # Errors
-    /// At once if the group has failed or `op` is not defined for the type. Also if the system starts no thread for such calls: then the
-    /// group has failed on every rank. Otherwise from [`Work::wait`].
+    /// At once if the group has failed or `op` is not defined for the type. Also at once if the system starts no thread for asynchronous
+    /// calls: this fails the group on every rank. Otherwise from [`Work::wait`].
     #[doc(alias("allreduce_async", "async_op"))]
     pub fn all_reduce_async(&self, mut buffer: Buffer, op: ReduceOp) -> Result<Work> {
         let (dtype, elements) = (buffer.dtype(), buffer.len());

@@ -83,8 +83,8 @@ impl ProcessGroup {
     /// every other rank of a [`reduce`](Self::reduce) or a [`gather`](Self::gather), may only send. Between hosts its call
     /// then returns before it can know what the others have called. If they have called something else, such as the same
     /// with another root, the next collective returns the error on every rank. A program whose last collective is such a
-    /// call learns it here, or from [`leave`](Self::leave), which does not wait for ranks that are still busy. So it is if another rank
-    /// leaves without that call; if this rank knows that it has left, the call itself returns the error.
+    /// call learns it here, or from [`leave`](Self::leave), which does not wait for ranks that are still busy. The same holds
+    /// if another rank leaves without that call. If it has left before, and this rank knows it, the call itself returns the error.
     ///
     /// This is a [`barrier`](Self::barrier), and then a drop of this handle. Other handles stay, and so does the group with
     /// them.

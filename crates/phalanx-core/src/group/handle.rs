@@ -106,17 +106,17 @@ impl Communicator for GroupHandle {
     }
 }
 
-/// To which group a handle led, without keeping that group.
+/// The group to which a handle led. The group may end meanwhile.
 #[derive(Debug)]
 pub(crate) struct Binding(Option<Weak<Inner>>);
 
 impl Binding {
-    /// To which group `group` leads, or which one it is.
+    /// The group to which `group` leads, or `group` itself.
     pub fn of(group: &dyn Communicator) -> Self {
         Self(group.process_group().map(|group| Arc::downgrade(&group.inner)))
     }
 
-    /// Whether `group` leads to another one by now. Of what stands in for a group nothing is known.
+    /// Whether `group` leads to another group by now. False for a communicator that is neither a group nor a handle.
     pub fn is_other(&self, group: &dyn Communicator) -> bool {
         match (&self.0, group.process_group()) {
             (Some(before), Some(now)) => !ptr::eq(before.as_ptr(), Arc::as_ptr(&now.inner)),

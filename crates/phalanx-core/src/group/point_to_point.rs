@@ -145,8 +145,8 @@ impl ProcessGroup {
     /// ```
     ///
     /// # Errors
-    /// At once if `to` is this rank or not a rank of this group, if the group has failed, or if the system starts no thread for the messages:
-    /// then none is begun, and the group stays usable. Otherwise from [`Work::wait`].
+    /// At once if `to` is this rank or not a rank of this group, if the group has failed, or if the system starts no thread for
+    /// messages: then no message has begun, and the group stays usable. Otherwise from [`Work::wait`].
     pub fn isend(&self, buffer: Buffer, to: Rank) -> Result<Work> {
         self.start_one(P2pOp::send(buffer, to))
     }

@@ -293,9 +293,9 @@ impl ProcessGroup {
         ))
     }
 
-    /// Removes what `rank` wrote to `store` while it met others there by [`from_store`](crate::rendezvous::from_store), and what all of them
-    /// wrote: for adapters of libraries that form groups again and again, which would fill the store. Whoever still came to that meeting would
-    /// wait in vain.
+    /// Removes from `store` the keys of a start by [`from_store`](crate::rendezvous::from_store): those of `rank`, and those that all ranks write. Without it,
+    /// an adapter of a library that forms groups again and again would fill the store. Call it when all ranks are connected: a rank that came later
+    /// would wait until its time-out.
     #[doc(hidden)]
     pub fn clear_meeting(store: SharedStore, rank: Rank) {
         let connected = keys_of(rank).into_iter().chain([tcp::FAILURE.to_owned()]);
@@ -305,8 +305,8 @@ impl ProcessGroup {
         clear(&store, &keys);
     }
 
-    /// Removes what this rank wrote to connect the last [parts](Self::part) that were made of this group and of its parts. Whoever
-    /// still came to one of them would wait until this group fails.
+    /// Removes from the store what this rank wrote to connect the last [parts](Self::part) of this group and of its parts. Call it when they are
+    /// connected: a rank that came later would wait until this group fails.
     #[doc(hidden)]
     pub fn clear_parts(&self) {
         let parts = std::mem::take(&mut *self.inner.config.parts.lock());

@@ -145,7 +145,7 @@ impl JoinGroup {
     /// and return together.
     ///
     /// # Errors
-    /// If `body` fails, which ends the group; if a collective fails; if it is called inside itself; if ranks call it with different options. With
+    /// If `body` fails, which ends the group; if a collective fails; if it is called inside itself; if the ranks' [`JoinOptions`] differ. With
     /// [`throw_on_early_termination`](JoinOptions::throw_on_early_termination), on every rank when the first has no
     /// data: the error names that rank, and the group remains usable.
     pub fn join<T>(&self, options: JoinOptions, body: impl FnOnce() -> Result<T>) -> Result<Joined<T>> {
@@ -207,8 +207,8 @@ impl JoinGroup {
     /// Outside `join` it does nothing, and returns the world size.
     ///
     /// # Errors
-    /// If a rank has no data and `throw_on_early_termination` is set, or if the group has failed. On every rank, which ends the group, if ranks have called
-    /// `join` with different options.
+    /// If a rank has no data and `throw_on_early_termination` is set, or if the group has failed. On every rank, if ranks have called
+    /// `join` with different [`JoinOptions`]: this ends the group.
     pub fn step(&self) -> Result<usize> {
         let Some(options) = self.running() else { return Ok(self.world_size().count()) };
         self.announce(Announced::Step(options))?.wait().and_then(|numbers| self.heard(&numbers))?;

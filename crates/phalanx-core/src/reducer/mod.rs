@@ -218,7 +218,8 @@ impl Reducer {
     ///
     /// # Errors
     /// On every rank, and it ends the reducer: if an uneven `join` has ended since the last [`adopt`](Self::adopt), in which ranks made other numbers of
-    /// steps. If the group is a [handle](crate::GroupHandle) that leads to another one by now, and this has not been [told](Self::regrouped).
+    /// steps. If the group is a [handle](crate::GroupHandle) that leads to another group by now, and the adapter has not called
+    /// [`regrouped`](Self::regrouped).
     pub fn check_joined(&mut self) -> Result<()> {
         self.attempt(Self::compare_joined)
     }
@@ -226,8 +227,8 @@ impl Reducer {
     fn compare_joined(&mut self) -> Result<()> {
         if self.binding.is_other(&*self.group) {
             return Err(Error::invalid_argument(
-                "the handle of the group leads to another one than when the reducer was made: its ranks may have other models, or nothing would be \
-                 averaged",
+                "the GroupHandle leads to another group than when the reducer was made: the ranks of that group may have other models, or there is \
+                 none to average with",
             )
             .with_remedy("make the Ddp after GroupHandle::rebind, or let a TrainState of this model change the group"));
         }
@@ -446,9 +447,9 @@ impl Reducer {
         self.timer.times()
     }
 
-    /// An optimizer has changed the model by the averages of this step. The ranks compare what all steps had in `rates`, a learning rate for each group of
-    /// parameters, and in `settings`: those of the first step, with a reducer that is new or has [adopted](Self::adopt) another's state, and then every 32
-    /// steps together with the [step times](Self::step_times). Nothing waits for that. If they differ by more than rounding, it is an error of a later
+    /// An optimizer has changed the model by the averages of this step. `rates` has a learning rate for each group of parameters, and `settings` what else
+    /// ranks are to compare. They compare these after the first step of a reducer that is new or has [adopted](Self::adopt) another's state, and then
+    /// every 32 steps, for all of these steps, together with the [step times](Self::step_times). Nothing waits for that. If they differ by more than rounding, it is an error of a later
     /// [`finish`](Self::finish), or of [`adopt`](Self::adopt), which ends the reducer on every rank. Steps whose averages are not over all ranks
     /// ([`CommHook::averages_over_all`]) are each rank's own, and are not compared.
     pub fn stepped(&mut self, rates: impl IntoIterator<Item = f64>, settings: impl IntoIterator<Item = f64>) {
@@ -457,8 +458,8 @@ impl Reducer {
         }
     }
 
-    /// The averages of this step were multiplied by this `factor`, so that their norm is not beyond a limit. The ranks compare such factors with
-    /// [steps](Self::stepped): ranks with other limits have other factors.
+    /// The adapter has clipped the averages of this step: it has multiplied them by this `factor`, which `clip_factor` gives. The ranks
+    /// compare the factors together with [steps](Self::stepped), because ranks with different limits have different factors.
     pub fn clipped(&mut self, factor: f64) {
         if self.hook.averages_over_all() {
             self.timer.optimizer().clipped(factor);

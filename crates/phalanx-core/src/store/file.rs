@@ -102,8 +102,8 @@ impl FileStore {
     }
 
     /// Opens the store at `path` if it is in use. Every process that has it open writes more often than once in
-    /// `silence`. If it does not grow in that time, or there is none, a new one is made. What is no store is an error
-    /// then. It is not removed on drop, because others may need it.
+    /// `silence`. If it does not grow in that time, or there is none, a new one is made. If it has
+    /// another content, that is an error. It is not removed on drop, because others may need it.
     #[doc(hidden)]
     pub fn open_or_create(path: impl Into<PathBuf>, silence: Duration, deadline: Deadline) -> Result<Self> {
         let path = path.into();

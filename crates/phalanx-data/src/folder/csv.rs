@@ -118,13 +118,13 @@ impl<T: DeserializeOwned> CsvDataset<T> {
     /// ```
     ///
     /// # Errors
-    /// As [`open`](Self::open), and if a quote or the end of a line is to separate values; without headers an empty file has no records.
+    /// As [`open`](Self::open), and if the delimiter is a quote or the end of a line. Without headers an empty file is no error: it has no records.
     pub fn with_options(path: impl AsRef<Path>, options: CsvOptions) -> Result<Self> {
         if matches!(options.delimiter, b'"' | b'\r' | b'\n') {
             // All of the file would be the headers.
             let delimiter = char::from(options.delimiter);
             return Err(Error::invalid_argument(format!(
-                "{delimiter:?} cannot stand between the values of a CSV file"
+                "{delimiter:?} cannot be the delimiter of a CSV file"
             ))
             .with_remedy("give the byte that separates them, such as b',' or b'\\t'"));
         }

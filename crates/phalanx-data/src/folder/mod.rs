@@ -198,8 +198,8 @@ fn list(folder: &Path, extensions: &[&str], depth: usize, found: &mut Vec<PathBu
 /// The entries of a folder in the order of their names, and which of them are folders. Hidden entries are left out.
 ///
 /// # Errors
-/// If it is not known of an entry: a link may lead to a folder that this host does not see. Without it a folder of images would have a class
-/// less, and the classes behind it other numbers.
+/// If a link leads nowhere. It may lead to a folder that this host does not see: without that folder `ImageFolder` would have one class less, and
+/// the later classes would have other numbers.
 fn entries(folder: &Path) -> Result<Vec<(PathBuf, bool)>> {
     let failed = |error: io::Error| io_error(folder, &error);
     let mut entries = Vec::new();

@@ -85,7 +85,7 @@ impl LmdbWriter {
         Ok((env, database))
     }
 
-    /// Adds an item, and gives its index. After an error it is not added: with room on the disk the call may be made again.
+    /// Adds an item, and returns its index. After an error the item is not added: make room on the disk, and push it again.
     ///
     /// # Errors
     /// If the item is longer than a gibibyte, or cannot be written: the disk is full, or there is more than was said.

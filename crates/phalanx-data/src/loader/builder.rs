@@ -53,8 +53,8 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
 
     /// How a batch is made of one item after the other, in the worker: `begin` makes one for so many items, and `add` adds each when it
     /// is read. For stacks of large items: a list of them, as [`collate`](Self::collate) gets it, takes as much memory again, and
-    /// by then they have left the processor's cache. PyTorch's `default_collate` refuses items of unequal shapes. Here `add` alone knows the shape:
-    /// if items may have others, let it return an error.
+    /// by then they have left the processor's cache. PyTorch's `default_collate` refuses items of unequal shapes. Here only `add` knows the
+    /// shapes: if they may differ, let it check them, and return an error.
     ///
     /// ```
     /// use phalanx_data::{DataLoader, Dataset, InMemory};
@@ -193,8 +193,8 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
         self
     }
 
-    /// How long the loop waits for a batch of a worker before it gives an error; 30 minutes by default. PyTorch's 0, which waits without an
-    /// end, is `Duration::MAX` here.
+    /// How long the loop waits for a batch of a worker before it gives an error; 30 minutes by default. 0 is refused. In PyTorch 0 means no
+    /// time-out: here that is `Duration::MAX`.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.settings.timeout = timeout;
         self

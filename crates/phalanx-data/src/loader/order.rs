@@ -1,4 +1,4 @@
-//! In which order the items of a pass come, if it is not that of the places.
+//! The order of a pass's items, where a sampler or a slice of a loader gives it.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -12,11 +12,11 @@ use crate::{Sampler, Sampling};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Entry {
     pub index: usize,
-    /// How often it has come before in the pass.
+    /// How often the item has come before in the pass.
     pub repeat: u32,
 }
 
-/// What gives an order of its own.
+/// A source of an order.
 #[derive(Clone)]
 pub(crate) enum Own {
     Sampler(Arc<dyn Sampler>),
@@ -43,7 +43,7 @@ impl Own {
 /// The items of a pass.
 pub(crate) struct Order {
     indices: Vec<usize>,
-    /// How often the item of each place comes before it; nothing if no item comes twice.
+    /// For each place, how often its item comes before it; empty if no item comes twice.
     repeats: Vec<u32>,
 }
 
@@ -67,7 +67,7 @@ impl Order {
         Self { indices, repeats }
     }
 
-    /// Those at these places. An item stays the second or third of the whole order.
+    /// The items at these places. Repeats are still counted in the whole order.
     fn at(&self, places: &[usize]) -> Self {
         let indices = places.iter().map(|place| self.indices[*place]).collect();
         let repeats = match self.repeats.is_empty() {
@@ -86,7 +86,7 @@ impl Order {
     }
 }
 
-/// Some of what a rank gets of another loader.
+/// A part of the items that a rank gets from another loader.
 pub(crate) struct Slice {
     pub of: Sampling,
     /// Of that loader.

@@ -106,8 +106,8 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamLoaderBuilder<D, B> 
         self
     }
 
-    /// How long the loop waits for a batch of a worker before it gives an error; 30 minutes by default. PyTorch's 0, which waits without an
-    /// end, is `Duration::MAX` here.
+    /// How long the loop waits for a batch of a worker before it gives an error; 30 minutes by default. 0 is refused. In PyTorch 0 means no
+    /// time-out: here that is `Duration::MAX`.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.settings.timeout = timeout;
         self

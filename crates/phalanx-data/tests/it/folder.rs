@@ -99,7 +99,7 @@ fn records_of_csv_are_read_by_their_places() {
     names(twice, &["z.csv", "two columns", "\"text\""]);
     let path = written(folder.path(), "few.csv", "text,spam\na,true\n");
     for delimiter in [b'"', b'\n', b'\r'] {
-        names(CsvDataset::<Mail>::with_delimiter(&path, delimiter), &["cannot stand between", "b','"]);
+        names(CsvDataset::<Mail>::with_delimiter(&path, delimiter), &["cannot be the delimiter", "b','"]);
     }
 }
 

@@ -77,8 +77,9 @@ pub(super) fn skip_to_greeting(from: &mut impl BufRead) -> io::Result<bool> {
             return Ok(true);
         }
     }
-    let cause =
-        format!("{MAX_NOISE} bytes came before them: let the start-up files of the host's shell print less");
+    let cause = format!(
+        "{MAX_NOISE} bytes came before its first message: let the start-up files of the host's shell print less"
+    );
     Err(invalid(cause))
 }
 

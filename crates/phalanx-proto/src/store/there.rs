@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-/// How many of `count` keys exist before the first that does not. `known` is how many there were before. If this has not changed, it takes
-/// one question; otherwise a binary search. `are_there` says whether all keys of a range exist.
+/// The number of keys, of `count`, that exist before the first that is missing. The first `known` keys exist. `are_there` says whether all keys of a
+/// range exist: it is called once if the number is still `known`, and otherwise as often as a binary search needs.
 ///
 /// # Errors
 /// Those of `are_there`.

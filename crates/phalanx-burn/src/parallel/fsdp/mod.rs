@@ -376,9 +376,9 @@ impl<M: Module> Fsdp<M> {
     /// If an element is infinite or not a number, so is the norm, on every rank alike; the gradients are then left alone.
     ///
     /// # Errors
-    /// If `max_norm` is not a positive number; and, which ends the groups, if it is another one on another rank, but for rounding, the gradients are those
-    /// of another model, one cannot be read from its device, or the exchange fails. The ranks of other [replicas](ShardingGroup::hybrid) compare as those
-    /// of a [`Ddp`](crate::Ddp::clip_grad_norm): a later [`backward`](Self::backward) returns that error.
+    /// If `max_norm` is not a positive number. These errors end the groups: the ranks give a different `max_norm` (it may differ by rounding), the gradients
+    /// are those of another model, a gradient cannot be read from its device, or the exchange fails. If the `max_norm` of [replicas](ShardingGroup::hybrid)
+    /// differ, a later [`backward`](Self::backward) returns the error.
     #[doc(alias = "clip_grad_norm_")]
     pub fn clip_grad_norm(&self, gradients: &mut impl Clip, max_norm: f64) -> Result<f64> {
         adapter::check_max_norm(max_norm)?;

@@ -153,7 +153,7 @@ fn a_handle_that_leads_to_another_group_by_now_is_refused_unless_the_reducer_is_
             } else {
                 let errors = [reducer.check_joined().unwrap_err(), reducer.start().unwrap_err()];
                 assert!(
-                    errors.iter().all(|error| error.to_string().contains("leads to another one")),
+                    errors.iter().all(|error| error.to_string().contains("leads to another group")),
                     "{errors:?}"
                 );
             }

@@ -102,7 +102,7 @@ pub(super) fn decode(bytes: &[u8], options: Options) -> Result<DynamicImage, Cau
             let pam = decoder.header().as_arbitrary();
             if pam.is_some_and(|pam| pam.tupltype.is_none() && pam.maxval > u32::from(u8::MAX)) {
                 // The decoder takes each half of a sample for one.
-                let cause = "its samples have 16 bits, and no TUPLTYPE says of which colours they are";
+                let cause = "its header has no TUPLTYPE, which says what its samples of 16 bits are";
                 return Err(Cause::Unsupported(cause.into()));
             }
             let is_text = is_text(decoder.header());

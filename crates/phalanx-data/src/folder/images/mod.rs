@@ -34,14 +34,14 @@ pub struct ImageSample {
 }
 
 /// Images in folders, one for each class; torchvision's `ImageFolder`. Classes are the folders under `root`, in the order of their
-/// names, and items the files in them, and in folders under them, in the order of theirs. In torchvision a folder's own files come before
-/// those of the folders in it, and names that begin with a dot count, too.
+/// names. Items are the files in them and in folders under them, in the order of their names; names that begin with a dot are left out.
+/// torchvision takes a folder's own files before those of the folders in it, and takes names that begin with a dot.
 ///
 /// An image that is cut off, damaged or of an unknown kind is an error of its item, which names the file. What is read is what Pillow
 /// reads, but:
 ///
-/// * Colours of JPEG and lossy WebP differ by a few of 255 steps, because decoders round differently; those of CMYK in TIFF, of BMP with
-///   16 bits a pixel, and of PNM with another maximum than 255, by one.
+/// * Colours of JPEG and lossy WebP differ by a few of 255 steps, because decoders round differently. Colours differ by one
+///   step in CMYK TIFFs, BMPs with 16 bits a pixel, and PNMs whose maximum is not 255.
 /// * 16 bits become 8 by rounding. Pillow cuts grey ones off at 255.
 /// * Opacity is dropped, as Pillow's `convert("RGB")` drops it.
 /// * An animation, and a file with several pages or images, is an error unless the [first](Self::first_frame) is asked for. What
@@ -71,7 +71,7 @@ impl ImageFolder {
     /// The folder at `root`. Files are listed, not opened.
     ///
     /// # Errors
-    /// If there is no folder in it, or one without an image; if a link leads nowhere.
+    /// If there is no folder in `root`, a folder has no image, or a link leads nowhere.
     pub fn open(root: impl AsRef<Path>) -> Result<Self> {
         let root = root.as_ref();
         let (mut classes, mut found) = (Vec::new(), Vec::new());
