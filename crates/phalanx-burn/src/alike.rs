@@ -4,9 +4,9 @@
 //! optimizer takes steps on the same model with small parameters, in the host's memory, and the ranks compare the parameters that result.
 //! The gradients are of all sizes: betas show in ordinary ones, epsilon in small ones, and clipping in large ones.
 //!
-//! The ranks compare in the first step, with its learning rates, and wait for each other there. A program may exchange its optimizer later, so they compare
-//! again every [`WINDOW`] steps, in a collective for which no rank waits: its result is read in the next step. Each of these comparisons is of
-//! [`SAMPLE`] parameters at most, in turns, because a model may have hundreds.
+//! In the first step the ranks wait for each other, and compare the optimizers and the step's learning rates. A program may replace its optimizer later. So the
+//! ranks compare again every [`WINDOW`] steps, in a collective for which no rank waits: its result is read in the next step. A model may have hundreds of
+//! parameters, so each of these comparisons takes the next [`SAMPLE`] of them.
 
 use std::collections::HashSet;
 
@@ -51,7 +51,7 @@ pub(crate) struct Watch {
     windows: usize,
     /// Whether a warning has said that an optimizer is not compared.
     has_warned: bool,
-    /// What this rank's optimizer has made, and the smallest of all ranks' numbers and of their opposites, which are on their way.
+    /// The running comparison: this rank's numbers, and the all_reduce of the minima of all ranks' numbers and of their negatives.
     told: Option<(Vec<f32>, Work)>,
 }
 

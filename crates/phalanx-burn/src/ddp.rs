@@ -364,11 +364,11 @@ impl<M: Module> Ddp<M> {
     ///
     /// | | |
     /// |---|---|
-    /// | what the optimizers do to parameters: their kinds, betas, decay, momentum, clipping | in the first step of each `Ddp` and every 32 steps, then of 32 parameters in turns, and of an elastic job's state in the first step or commit in each group and every 32 commits; in [`TrainState::with_group`](crate::TrainState::with_group), [`ZeroRedundancyOptimizer::new`](crate::ZeroRedundancyOptimizer::new) and [`Fsdp::step`](crate::parallel::fsdp::Fsdp::step); when an uneven [`join`](Self::join) ends |
+    /// | what the optimizers do to parameters: their kinds, betas, decay, momentum, clipping | in the first step of each `Ddp`, and every 32 steps, each time of the next 32 parameters; of an elastic job's state in the first step or commit in each group, and every 32 commits; in [`TrainState::with_group`](crate::TrainState::with_group), [`ZeroRedundancyOptimizer::new`](crate::ZeroRedundancyOptimizer::new) and [`Fsdp::step`](crate::parallel::fsdp::Fsdp::step); when an uneven [`join`](Self::join) ends |
     /// | of which parameters they have a state, and after how many steps | in the first step of each `Ddp`, which reads a loaded state once, and in `ZeroRedundancyOptimizer::new`; `TrainState::with_group`, an elastic job and an uneven `join` give every rank the same state |
-    /// | learning rates, and the norms of [`Ddp::clip_grad_norm`](Self::clip_grad_norm), [`clip_grad_norm`](crate::clip_grad_norm) and [`parallel::clip_grad_norm`](crate::parallel::clip_grad_norm) | in the first step, and those of all steps every 32 steps; differences by rounding are none |
-    /// | whether all ranks have loaded a [`TrainState`](crate::TrainState) or a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) from checkpoints as often; an elastic job makes states the same | as learning rates |
-    /// | the state of an optimizer that is exchanged later | never: [`replicas_identical`](Self::replicas_identical) says whether replicas have drifted apart |
+    /// | learning rates, and the norms of [`Ddp::clip_grad_norm`](Self::clip_grad_norm), [`clip_grad_norm`](crate::clip_grad_norm) and [`parallel::clip_grad_norm`](crate::parallel::clip_grad_norm) | in the first step, and every 32 steps those of all 32; they may differ by rounding |
+    /// | how often each rank has loaded a [`TrainState`](crate::TrainState) or a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) from a checkpoint | together with the learning rates; not in an elastic job, which gives every rank the same state |
+    /// | the state of an optimizer that replaces the first one later | never: [`replicas_identical`](Self::replicas_identical) says whether replicas have drifted apart |
     ///
     /// # Errors
     /// On every rank, if in the first step the ranks' optimizers do not do the same to parameters, their learning rates differ, or only some have a state, as

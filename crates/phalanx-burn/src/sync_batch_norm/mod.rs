@@ -70,8 +70,8 @@ use crate::read_back;
 /// One all_reduce in forward (per channel the sum and the sum of squares, and the number of values) and one in
 /// backward (per channel the sums of the gradient and of its product with the normalised input): `2·channels` f64
 /// values, and one more in forward, whatever the size of the batch. Each rank's part is its mean and its variance about
-/// that mean, in the precision of the tensors, or in f32 if they are of 16 bits; merging the parts is exact to f64. Where the values of a channel are far from zero beside their spread, by
-/// a factor of 10,000, forward has one all_reduce more, of `channels` values. Evaluation (`model.valid()`) uses the running
+/// that mean, in the precision of the tensors, or in f32 if they are of 16 bits; merging the parts is exact to f64. If a channel's mean is more
+/// than 10,000 times its standard deviation, forward has one more all_reduce, of `channels` f64 values. Evaluation (`model.valid()`) uses the running
 /// statistics and exchanges nothing, and so does a world of one.
 ///
 /// # Together with [`Ddp`](crate::Ddp)

@@ -404,15 +404,18 @@ impl<M: Module> Fsdp<M> {
         Ok(clip::scale(self.model(), gradients, max_norm, all.iter().map(|[squares, _]| *squares)))
     }
 
-    /// Lets `optimizer` change this rank's shards by `gradients` from [`backward`](Self::backward). It communicates nothing but in the first step, in
-    /// which the ranks compare their optimizers, and every 32 steps, when they compare them again, the learning rates of these steps, and how often each rank
-    /// has [loaded](Self::load) a state.
+    /// Lets `optimizer` change this rank's shards by `gradients` from [`backward`](Self::backward). It communicates
+    /// only in the first step and every 32 steps. Then the ranks compare their optimizers; every 32 steps they also compare the learning rates of these steps,
+    /// and how often each rank has [loaded](Self::load) a state.
     ///
     /// # Errors
-    /// If an exchange has failed, or the gradients are those of another model. In the first step and every 32 steps, and on every rank, if there are several shards
-    /// and the optimizer does not treat each element by itself, as LAMB and Burn's clipping by norm do not; or if the optimizers do not do the
-    /// same to parameters: if they are of several kinds, or their betas, decay or momentum differ. Every 32 steps, too, if learning rates differ, or
-    /// some ranks have loaded a state that others have not. Each of these ends the groups.
+    /// If an exchange has failed, or the gradients are those of another model. In the first step and every 32 steps, on every rank:
+    ///
+    /// * if there are several shards, and the optimizer does not treat each element by itself, as LAMB and Burn's clipping by norm do not;
+    /// * if the ranks' optimizers are of several kinds, or their betas, decay or momentum differ;
+    /// * every 32 steps, if learning rates differ, or only some ranks have loaded a state.
+    ///
+    /// Each of these errors ends the groups.
     pub fn step(
         &mut self,
         optimizer: &mut ModuleOptimizer,
