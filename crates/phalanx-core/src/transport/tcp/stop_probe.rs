@@ -6,6 +6,8 @@
 //!
 //! Without it a stopped rank would hold up all others until the start's time-out. A process that is stopped and
 //! continued repeatedly counts as slow, not as frozen.
+//!
+//! The same record shows that a process has ended before it published where it listens. Later its connections tell.
 
 use std::time::{Duration, Instant};
 
@@ -16,6 +18,7 @@ use super::start_failure::are_set;
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
 use crate::frozen::{Frozen, STOPPED_LIMIT};
+use crate::health::liveness::ProcessState;
 use crate::host;
 use crate::rank::Rank;
 use crate::store::Store;
@@ -58,6 +61,18 @@ struct Suspect {
     frozen: Frozen,
 }
 
+impl Suspect {
+    /// An error if a signal has stopped its process for too long, as seen from `own`, this one.
+    fn check_stop(&mut self, own: Option<ProcessId>) -> Result<()> {
+        let Some(ProcessRecord { host, process: Some(peer) }) = &self.record else { return Ok(()) };
+        let stop = process::stop(own, *peer);
+        match self.frozen.look([stop], Instant::now()).is_empty() {
+            true => Ok(()),
+            false => Err(stopped(self.rank, host, *peer)),
+        }
+    }
+}
+
 impl<'a> StopProbe<'a> {
     pub(super) fn new(config: &'a MeshConfig<'a>) -> Self {
         Self { config, own: process::own(), suspect: None }
@@ -65,24 +80,40 @@ impl<'a> StopProbe<'a> {
 
     /// Checks `rank`. An error if a signal has stopped it, at each call during the last seconds. The store is asked until `deadline`.
     pub(super) fn check(&mut self, rank: Rank, deadline: Deadline) -> Result<()> {
-        let timeout = self.config.heartbeat.timeout;
-        if timeout.is_zero() {
+        if self.config.heartbeat.timeout.is_zero() {
             return Ok(());
         }
+        let own = self.own;
+        self.suspect(rank, deadline)?.check_stop(own)
+    }
+
+    /// The same of a rank that has not published where it listens; also an error if its process has ended. One that has published it may have
+    /// all its connections, and end before this rank has looked at them: then they tell.
+    pub(super) fn check_alive(&mut self, rank: Rank, deadline: Deadline) -> Result<()> {
+        let (own, ignores_stops) = (self.own, self.config.heartbeat.timeout.is_zero());
+        let suspect = self.suspect(rank, deadline)?;
+        if let Some(ProcessRecord { host, process: Some(peer) }) = &suspect.record
+            && process::state(own, Some(*peer)) == ProcessState::Gone
+        {
+            return Err(ended(rank, host, *peer));
+        }
+        if ignores_stops { Ok(()) } else { suspect.check_stop(own) }
+    }
+
+    /// The rank that this one waits for, with what it has published.
+    fn suspect(&mut self, rank: Rank, deadline: Deadline) -> Result<&mut Suspect> {
         let suspect = match self.suspect.take().filter(|suspect| suspect.rank == rank) {
             Some(suspect) => suspect,
-            None => Suspect { rank, record: None, frozen: Frozen::new(1, STOPPED_LIMIT.max(timeout)) },
+            None => {
+                let limit = STOPPED_LIMIT.max(self.config.heartbeat.timeout);
+                Suspect { rank, record: None, frozen: Frozen::new(1, limit) }
+            }
         };
         let suspect = self.suspect.insert(suspect);
         if suspect.record.is_none() {
             suspect.record = read_record(self.config.store, rank, deadline)?;
         }
-        let Some(ProcessRecord { host, process: Some(peer) }) = &suspect.record else { return Ok(()) };
-        let stop = process::stop(self.own, *peer);
-        match suspect.frozen.look([stop], Instant::now()).is_empty() {
-            true => Ok(()),
-            false => Err(stopped(rank, host, *peer)),
-        }
+        Ok(suspect)
     }
 
     /// A better error for the silence of `rank`, if it is stopped now; else `error`.
@@ -111,6 +142,15 @@ fn read_record(store: &dyn Store, rank: Rank, deadline: Deadline) -> Result<Opti
         Err(error) if error.is_aborted() => Err(error),
         bytes => Ok(bytes.ok().and_then(|bytes| postcard::from_bytes(&bytes).ok())),
     }
+}
+
+fn ended(rank: Rank, host: &str, process: ProcessId) -> Error {
+    let pid = process.pid;
+    let cause =
+        format!("rank {rank} ({host}) was lost: its process {pid} has ended, before it was connected");
+    Error::new(Kind::PeerFailed, cause)
+        .with_peer(rank)
+        .with_remedy(format!("see rank {rank}'s own output for its reason"))
 }
 
 fn stopped(rank: Rank, host: &str, process: ProcessId) -> Error {
