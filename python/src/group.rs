@@ -2,12 +2,13 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, TryRecvError};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, RwLock};
 use phalanx::rendezvous::{self, Rendezvous};
-use phalanx::store::{PrefixStore, SharedStore};
-use phalanx::{Caller, Error, GroupOptions, ProcessGroup, Rank, ReduceOp, WorldSize};
+use phalanx::store::{PrefixStore, SharedStore, Store};
+use phalanx::{Caller, Deadline, Error, GroupOptions, ProcessGroup, Rank, ReduceOp, WorldSize};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -42,7 +43,18 @@ struct Inner {
     parts: Mutex<HashMap<String, u64>>,
     /// Leads to the store in which these meet.
     connection: Connection,
+    clearings: Mutex<Vec<Clearing>>,
 }
+
+/// A thread that removes what ranks wrote to a store while they met there.
+struct Clearing {
+    given_up: GivenUp,
+    /// Closed when it has ended.
+    ended: Receiver<()>,
+}
+
+/// How long a rank that leaves waits until keys are removed from stores; what takes longer stays there.
+const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How long a rank that leaves waits for messages that it has called for.
 const RECEIVE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -111,6 +123,7 @@ impl Group {
             meeting,
             parts: Mutex::default(),
             connection,
+            clearings: Mutex::default(),
             group: RwLock::new(Some(group)),
             left_with: Mutex::new(None),
         })))
@@ -269,7 +282,17 @@ impl Inner {
         let failure = group.watch();
         let left = leave(group);
         *self.left_with.lock() = failure();
+        self.await_cleared();
         Some(left)
+    }
+
+    fn await_cleared(&self) {
+        let begin = Instant::now();
+        for Clearing { given_up, ended } in std::mem::take(&mut *self.clearings.lock()) {
+            // Nothing is sent: either way nobody waits any longer.
+            let _ = ended.recv_timeout(CLEAR_TIMEOUT.saturating_sub(begin.elapsed()));
+            given_up.give_up();
+        }
     }
 
     /// Waits for what has been called. The group is the caller's then, to be dropped; None if it has been taken.
@@ -479,11 +502,31 @@ impl Group {
         .inspect_err(|raised| self.interrupted(py, raised))
     }
 
-    /// Removes what `rank` and the others wrote to a store in which they have met by `in_store`, and to which nobody comes any more.
-    #[staticmethod]
-    fn clear_meeting(py: Python<'_>, store: Py<PyAny>, rank: u32) {
-        let store: SharedStore = Arc::new(TorchStore::new(store, GivenUp::default()));
-        py.detach(|| ProcessGroup::clear_meeting(store, Rank::new(rank)));
+    /// Begins to remove what `rank` and the others wrote to a store in which they have met by `in_store`, and to which nobody comes any more; and
+    /// there these `others`, keys of the caller's. PyTorch's stores remove one key a round trip. Only who leaves this group waits for that.
+    fn clear_meeting(&self, store: Py<PyAny>, rank: u32, others: Vec<String>) {
+        let given_up = GivenUp::default();
+        let store: SharedStore = Arc::new(TorchStore::new(store, given_up.clone()));
+        let (end, ended) = mpsc::channel::<()>();
+        let clear = move || {
+            ProcessGroup::clear_meeting(store.clone(), Rank::new(rank));
+            let others: Vec<&str> = others.iter().map(String::as_str).collect();
+            // Not every store of a program removes keys. The group is connected, and needs none.
+            let _ = store.delete_keys(&others, Deadline::after(CLEAR_TIMEOUT));
+            drop(end);
+        };
+        // Without a thread they stay.
+        if std::thread::Builder::new().name("phalanx-clear".into()).spawn(clear).is_ok() {
+            let mut clearings = self.0.clearings.lock();
+            // Those that have ended are waited for by nobody.
+            clearings.retain(|clearing| clearing.ended.try_recv() == Err(TryRecvError::Empty));
+            clearings.push(Clearing { given_up, ended });
+        }
+    }
+
+    /// Waits until what `clear_meeting` was called for has been removed.
+    fn await_cleared(&self, py: Python<'_>) -> PyResult<()> {
+        interrupt::waiting(py, || self.0.await_cleared())
     }
 
     /// Removes what this rank wrote to connect the last parts that were made of this group, to which nobody comes any more.

@@ -92,6 +92,50 @@ def test_a_rank_that_waits_for_many_looks_at_one():
     assert sum(counts) < 60 * len(counts), (sum(counts), len(counts))
 
 
+class Removing:
+    """A store that removes nothing before it may."""
+
+    def __init__(self, store):
+        self.store, self.may, self.removed = store, threading.Event(), []
+
+    def delete_key(self, key):
+        assert self.may.wait(60.0)
+        self.removed.append(key)
+        return self.store.delete_key(key)
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+
+def clears(rank, port):
+    store = Removing(dist.TCPStore("127.0.0.1", port, 2, rank == 0))
+    meeting = Removing(dist.PrefixStore("meeting", store.store))
+    store.set(f"of {rank}", "")
+    group = _native.Group.in_store(meeting, rank, 2, 60.0)
+    meeting.set(f"more of {rank}", "")
+    group.clear_meeting(meeting, rank, [f"more of {rank}", "not there"])
+    # The caller has not waited: it goes on, and another removal begins.
+    assert meeting.removed == []
+    group.clear_meeting(store, rank, [f"of {rank}"])
+    group.barrier((None, True))
+    meeting.may.set()
+    store.may.set()
+    # Who leaves waits for both.
+    group.close()
+    assert meeting.removed[-2:] == [f"more of {rank}", "not there"] and store.removed[-1] == f"of {rank}"
+    for key in {*meeting.removed, *store.removed}:
+        assert not meeting.check([key]) and not store.check([key]), key
+    # Rank 0 serves the store.
+    if rank == 0:
+        store.wait(["done"])
+    else:
+        store.set("done", "")
+
+
+def test_only_who_leaves_waits_until_a_meeting_is_removed():
+    processes(2, clears, free_port())
+
+
 def keys_of_groups(rank, port, is_local):
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
     dist.init_process_group("phalanx", store=store, rank=rank, world_size=2)

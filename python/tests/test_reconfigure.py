@@ -105,6 +105,7 @@ def _often(number, path):
     handles, counts = _handles(store, "handle", [0, 1], number), []
     for uuid in range(reconfigure._KEPT + 4):
         dist._reconfigure(uuid, handles).wait()
+        dist.group.WORLD._native.await_cleared()
         # While both are here, neither writes.
         assert _sum() == 3.0
         counts.append(store.num_keys())

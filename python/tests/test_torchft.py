@@ -61,6 +61,7 @@ def _leaves_no_keys(rank, address):
     store, counts = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False), []
     for quorum in (1, 2, 3):
         group = _configured(rank, address, quorum)
+        group.parent._native.await_cleared()
         # While both are here, neither writes.
         assert _sum(group, 1.0) == [2, 2]
         counts.append(store.num_keys())
