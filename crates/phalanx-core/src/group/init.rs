@@ -148,8 +148,9 @@ impl ProcessGroup {
             interface,
             credentials,
             group_number,
-            keep_alive,
+            mut keep_alive,
         } = rendezvous;
+        let _presence = keep_alive.take_presence();
         match checked {
             // The others have met, and wait for this rank.
             Err(error) if world_size != WorldSize::ONE => {

@@ -16,6 +16,7 @@ mod file;
 mod hosts;
 mod mpirun;
 mod pmi;
+mod presence;
 mod start;
 mod store;
 mod tcp;
@@ -26,6 +27,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use self::arrival::{Arrived, Rounds};
+use self::presence::Presence;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::env::{LaunchEnv, doubt, refuse_fixed_world};
@@ -374,16 +376,26 @@ pub struct KeepAlive(Held);
 #[derive(Debug)]
 enum Held {
     Nothing,
-    Client(Arc<TcpStore>),
+    Client { client: Arc<TcpStore>, presence: Option<Presence> },
     Host { client: Arc<TcpStore>, server: Option<TcpStoreServer>, rounds: Option<Rounds> },
     File { _store: Arc<FileStore> },
+}
+
+impl KeepAlive {
+    /// What is held until this rank is connected with all others.
+    pub(crate) fn take_presence(&mut self) -> Option<Presence> {
+        match &mut self.0 {
+            Held::Client { presence, .. } => presence.take(),
+            Held::Nothing | Held::Host { .. } | Held::File { .. } => None,
+        }
+    }
 }
 
 impl Drop for KeepAlive {
     fn drop(&mut self) {
         match &mut self.0 {
             Held::Nothing | Held::File { .. } => {}
-            Held::Client(client) => client.close_idle(),
+            Held::Client { client, .. } => client.close_idle(),
             Held::Host { client, server, rounds } => {
                 // A rank that panics does not wait: the sooner the others notice, the better.
                 let waits = !std::thread::panicking();

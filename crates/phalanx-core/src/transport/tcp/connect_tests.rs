@@ -446,9 +446,36 @@ fn a_rank_whose_process_has_ended_is_named_by_all_long_before_the_deadline() {
         });
         for error in errors {
             assert!(error.is_peer_failure() && error.peer() == Some(Rank::new(1)), "{error}");
-            let said = format!("rank 1 (node7) was lost: its process {} has ended", peer.id());
+            let said = format!(
+                "rank 1 was lost before it was connected: its process {} on node7 has ended",
+                peer.id()
+            );
             assert!(error.to_string().contains(&said), "{error}");
         }
+    }
+}
+
+/// Its process cannot be seen, as on another host.
+#[test]
+fn a_rank_of_which_the_store_says_that_it_has_left_is_named_by_all() {
+    let (store, deadline) = (MemoryStore::new(), Deadline::after(Duration::from_secs(600)));
+    let own = process::own().unwrap();
+    let elsewhere = ProcessId { boot: own.boot ^ 1, ..own };
+    let record = postcard::to_stdvec(&("node7", Some(elsewhere))).unwrap();
+    store.set(&stop_probe::key(Rank::new(1)), &record, deadline).unwrap();
+    let errors = thread::scope(|scope| {
+        let ranks = [0, 2].map(|rank| {
+            let config = config_in(&store, rank, 3);
+            scope.spawn(move || mesh(&config, deadline).err().unwrap())
+        });
+        // Both wait for it.
+        store.wait(&[&key(Rank::MAIN), &key(Rank::new(2))], deadline).unwrap();
+        store.set(&stop_probe::key(Rank::new(1)), stop_probe::LEFT, deadline).unwrap();
+        ranks.map(|rank| rank.join().unwrap())
+    });
+    for error in errors {
+        assert!(error.is_peer_failure() && error.peer() == Some(Rank::new(1)), "{error}");
+        assert!(error.to_string().contains("its connection with the store has closed"), "{error}");
     }
 }
 

@@ -45,7 +45,7 @@ pub(super) use self::connection::Connection;
 pub(crate) use self::connections::Connections;
 pub(crate) use self::control::{Monitor, SilentHosts};
 pub(crate) use self::start_failure::{KEY as FAILURE, fail_start, report_failed_start};
-pub(crate) use self::stop_probe::process_record;
+pub(crate) use self::stop_probe::{LEFT, MOST_MARKED, process_record};
 use self::stream::{Receiving, Sending};
 use super::polling::{Next, Polling, Wait};
 use super::{Incoming, Outgoing, Transport, late};
