@@ -130,6 +130,9 @@ mod tests {
         let elsewhere = own.map(|own| ProcessId { namespaces: (own.namespaces.0, 0), ..own });
         assert_eq!(state(own, elsewhere), ProcessState::Unknown);
         assert_eq!(state(own, None), ProcessState::Unknown);
+        assert!(!is_another_users(std::process::id()));
+        let gone = own.map(|own| ProcessId { pid: i32::MAX.cast_unsigned(), ..own });
+        assert_eq!(state(own, gone), ProcessState::Gone);
     }
 
     #[test]
