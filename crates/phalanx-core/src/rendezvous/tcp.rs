@@ -135,13 +135,16 @@ fn join_once(
 fn presence((address, found): (&str, IpAddr), host: Host, config: &RankConfig) -> Result<Option<Presence>> {
     match host {
         Host::Rank0 { .. } if !found.is_loopback() && config.world_size.get() <= transport::MOST_MARKED => {
-            let (name, _) = transport::process_record(config.rank)?;
-            // A store of rank 0 has one start.
-            let record = format!("{}/0/group/{name}", config.scope);
-            Ok(Some(Presence::begin(address, &config.credentials, record)))
+            Ok(Some(Presence::begin(address, &config.credentials, record_key(config)?)))
         }
         Host::Rank0 { .. } | Host::Launcher | Host::Agent => Ok(None),
     }
+}
+
+/// Where a rank says in a store of rank 0, which has one start, which process it is.
+pub(super) fn record_key(config: &RankConfig) -> Result<String> {
+    let (name, _) = transport::process_record(config.rank)?;
+    Ok(format!("{}/0/group/{name}", config.scope))
 }
 
 /// The store's server, if it is this rank that serves it.

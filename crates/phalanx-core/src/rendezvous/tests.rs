@@ -93,6 +93,22 @@ fn urls_are_checked() {
 }
 
 #[test]
+fn rank_0_s_store_has_the_record_of_each_process_that_it_empties_when_that_ends() {
+    let address = free_address();
+    let worlds: Vec<Rendezvous> = run(&configs(2), |config, i| {
+        tcp::join(&address, RANK_0, config, &identity(i, "here"), soon()).unwrap()
+    });
+    let store = TcpStore::connect(&address, soon()).unwrap();
+    for config in configs(2) {
+        let key = tcp::record_key(&config).unwrap();
+        assert!(store.check(&[&key], soon()).unwrap(), "{key}");
+    }
+    drop(store);
+    // Rank 0 last: it serves the store as long as others use it.
+    worlds.into_iter().rev().for_each(drop);
+}
+
+#[test]
 fn a_rank_that_fails_after_the_roll_call_tells_the_others_why() {
     let store: SharedStore = Arc::new(MemoryStore::new());
     let mut arrived = run(&configs(2), |config, i| {
