@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from torch._C import _distributed_c10d as c10d
 
-from phalanx_torch import _uncompiled
+from phalanx_torch import _native, _uncompiled
 from phalanx_torch._errors import Error
 from phalanx_torch.process_group import ProcessGroup, _call_hooks
 from phalanx_torch.work import Ended, Work, ended
@@ -129,7 +129,7 @@ class ReconfigurableGroup(ProcessGroup):
 
     def _clear(self, store: c10d.Store, rank: int) -> None:
         """Removes what this process wrote while it met others in ``store``, and what all wrote: a job that runs for weeks would fill the store."""
-        self._native.clear_meeting(store, rank, ["handles", f"came/{rank}", "came", "verdict"])
+        _native.Group.clear_meeting(store, rank, ["handles", f"came/{rank}", "came", "verdict"])
 
     def _agree(self, store: c10d.Store, rank: int, handles: list[str], timeout: datetime.timedelta) -> None:
         """Waits until all have come with the same handles; the error of one that has come with others is everybody's."""

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from torchft.process_group import ProcessGroupWrapper  # type: ignore[import-untyped, import-not-found, unused-ignore]  # pyright: ignore[reportMissingImports]
 
-from phalanx_torch import _uncompiled
+from phalanx_torch import _native, _uncompiled
 from phalanx_torch.process_group import ProcessGroup
 
 
@@ -23,7 +23,7 @@ class _Quorum(ProcessGroup):
     def _first(self, store: Any, rank: int, size: int) -> Any:
         native = self._met(store, rank, size, self._timeout)
         # All are connected, and nobody else comes to this quorum. A replica that runs for weeks serves the store of many.
-        native.clear_meeting(store, rank, [])
+        _native.Group.clear_meeting(store, rank, [])
         return native
 
     def _part(self, store: Any, ranks: list[int], timeout: datetime.timedelta, name: object) -> ProcessGroup:

@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::mpsc::{self, Receiver, TryRecvError};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, RwLock};
@@ -12,6 +11,7 @@ use phalanx::{Caller, Deadline, Error, GroupOptions, ProcessGroup, Rank, ReduceO
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use crate::clearing;
 use crate::dtypes::{self, Meaning, Seen};
 use crate::errors::raised;
 use crate::interrupt;
@@ -43,17 +43,9 @@ struct Inner {
     parts: Mutex<HashMap<String, u64>>,
     /// Leads to the store in which these meet.
     connection: Connection,
-    clearings: Mutex<Vec<Clearing>>,
 }
 
-/// A thread that removes what ranks wrote to a store while they met there.
-struct Clearing {
-    given_up: GivenUp,
-    /// Closed when it has ended.
-    ended: Receiver<()>,
-}
-
-/// How long a rank that leaves waits until keys are removed from stores; what takes longer stays there.
+/// How long a store may take to remove keys, where it keeps to that.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How long a rank that leaves waits for messages that it has called for.
@@ -123,7 +115,6 @@ impl Group {
             meeting,
             parts: Mutex::default(),
             connection,
-            clearings: Mutex::default(),
             group: RwLock::new(Some(group)),
             left_with: Mutex::new(None),
         })))
@@ -282,17 +273,7 @@ impl Inner {
         let failure = group.watch();
         let left = leave(group);
         *self.left_with.lock() = failure();
-        self.await_cleared();
         Some(left)
-    }
-
-    fn await_cleared(&self) {
-        let begin = Instant::now();
-        for Clearing { given_up, ended } in std::mem::take(&mut *self.clearings.lock()) {
-            // Nothing is sent: either way nobody waits any longer.
-            let _ = ended.recv_timeout(CLEAR_TIMEOUT.saturating_sub(begin.elapsed()));
-            given_up.give_up();
-        }
     }
 
     /// Waits for what has been called. The group is the caller's then, to be dropped; None if it has been taken.
@@ -503,38 +484,25 @@ impl Group {
     }
 
     /// Begins to remove what `rank` and the others wrote to a store in which they have met by `in_store`, and to which nobody comes any more; and
-    /// there these `others`, keys of the caller's. PyTorch's stores remove one key a round trip. Only who leaves this group waits for that.
-    fn clear_meeting(&self, store: Py<PyAny>, rank: u32, others: Vec<String>) {
+    /// there these `others`, keys of the caller's.
+    #[staticmethod]
+    fn clear_meeting(store: Py<PyAny>, rank: u32, others: Vec<String>) {
         let given_up = GivenUp::default();
         let store: SharedStore = Arc::new(TorchStore::new(store, given_up.clone()));
-        let (end, ended) = mpsc::channel::<()>();
-        let clear = move || {
+        clearing::begin(given_up, move || {
             ProcessGroup::clear_meeting(store.clone(), Rank::new(rank));
             let others: Vec<&str> = others.iter().map(String::as_str).collect();
             // Not every store of a program removes keys. The group is connected, and needs none.
             let _ = store.delete_keys(&others, Deadline::after(CLEAR_TIMEOUT));
-            drop(end);
-        };
-        // Without a thread they stay.
-        if std::thread::Builder::new().name("phalanx-clear".into()).spawn(clear).is_ok() {
-            let mut clearings = self.0.clearings.lock();
-            // Those that have ended are waited for by nobody.
-            clearings.retain(|clearing| clearing.ended.try_recv() == Err(TryRecvError::Empty));
-            clearings.push(Clearing { given_up, ended });
-        }
+        });
     }
 
-    /// Waits until what `clear_meeting` was called for has been removed.
-    fn await_cleared(&self, py: Python<'_>) -> PyResult<()> {
-        interrupt::waiting(py, || self.0.await_cleared())
-    }
-
-    /// Removes what this rank wrote to connect the last parts that were made of this group, to which nobody comes any more.
+    /// Begins to remove what this rank wrote to connect the last parts that were made of this group, to which nobody comes any more.
     fn clear_parts(&self, py: Python<'_>) {
         py.detach(|| {
             let group = self.0.group.read().clone();
             if let Some(group) = group.filter(|_| self.0.is_here()) {
-                group.clear_parts();
+                clearing::begin(GivenUp::default(), group.clear_parts());
             }
         });
     }

@@ -13,7 +13,7 @@ from conftest import SINCE_2_15, environment, free_port, processes
 from torch._C import _distributed_c10d as c10d
 
 import phalanx_torch
-from phalanx_torch import _native
+from phalanx_torch import _exit, _native
 from phalanx_torch.process_group import ProcessGroup
 
 
@@ -113,15 +113,15 @@ def clears(rank, port):
     store.set(f"of {rank}", "")
     group = _native.Group.in_store(meeting, rank, 2, 60.0)
     meeting.set(f"more of {rank}", "")
-    group.clear_meeting(meeting, rank, [f"more of {rank}", "not there"])
+    _native.Group.clear_meeting(meeting, rank, [f"more of {rank}", "not there"])
     # The caller has not waited: it goes on, and another removal begins.
     assert meeting.removed == []
-    group.clear_meeting(store, rank, [f"of {rank}"])
+    _native.Group.clear_meeting(store, rank, [f"of {rank}"])
     group.barrier((None, True))
-    meeting.may.set()
-    store.may.set()
-    # Who leaves waits for both.
     group.close()
+    # The end of the program waits for both.
+    _exit.when_left.extend([meeting.may.set, store.may.set])
+    _exit._leave()
     assert meeting.removed[-2:] == [f"more of {rank}", "not there"] and store.removed[-1] == f"of {rank}"
     for key in {*meeting.removed, *store.removed}:
         assert not meeting.check([key]) and not store.check([key]), key
@@ -132,7 +132,7 @@ def clears(rank, port):
         store.set("done", "")
 
 
-def test_only_who_leaves_waits_until_a_meeting_is_removed():
+def test_only_the_end_of_a_program_waits_until_a_meeting_is_removed():
     processes(2, clears, free_port())
 
 
