@@ -70,6 +70,7 @@ def _leave() -> None:
         group.close_within(GRACE, f"the program of rank {group.rank} ended before its operations did")
     for tell in when_left:
         tell()
+    _native.await_cleared(GRACE)
     _native.close_callbacks(GRACE)
 
 

@@ -129,13 +129,7 @@ class ReconfigurableGroup(ProcessGroup):
 
     def _clear(self, store: c10d.Store, rank: int) -> None:
         """Removes what this process wrote while it met others in ``store``, and what all wrote: a job that runs for weeks would fill the store."""
-        _native.Group.clear_meeting(store, rank)
-        try:
-            for key in ("handles", f"came/{rank}", "came", "verdict"):
-                store.delete_key(key)
-        except RuntimeError:
-            # Not every store of a program removes keys. The group is connected, and needs none.
-            pass
+        _native.Group.clear_meeting(store, rank, ["handles", f"came/{rank}", "came", "verdict"])
 
     def _agree(self, store: c10d.Store, rank: int, handles: list[str], timeout: datetime.timedelta) -> None:
         """Waits until all have come with the same handles; the error of one that has come with others is everybody's."""

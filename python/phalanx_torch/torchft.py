@@ -23,7 +23,7 @@ class _Quorum(ProcessGroup):
     def _first(self, store: Any, rank: int, size: int) -> Any:
         native = self._met(store, rank, size, self._timeout)
         # All are connected, and nobody else comes to this quorum. A replica that runs for weeks serves the store of many.
-        _native.Group.clear_meeting(store, rank)
+        _native.Group.clear_meeting(store, rank, [])
         return native
 
     def _part(self, store: Any, ranks: list[int], timeout: datetime.timedelta, name: object) -> ProcessGroup:

@@ -6,11 +6,12 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, RwLock};
 use phalanx::rendezvous::{self, Rendezvous};
-use phalanx::store::{PrefixStore, SharedStore};
-use phalanx::{Caller, Error, GroupOptions, ProcessGroup, Rank, ReduceOp, WorldSize};
+use phalanx::store::{PrefixStore, SharedStore, Store};
+use phalanx::{Caller, Deadline, Error, GroupOptions, ProcessGroup, Rank, ReduceOp, WorldSize};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use crate::clearing;
 use crate::dtypes::{self, Meaning, Seen};
 use crate::errors::raised;
 use crate::interrupt;
@@ -43,6 +44,9 @@ struct Inner {
     /// Leads to the store in which these meet.
     connection: Connection,
 }
+
+/// How long a store may take to remove keys, where it keeps to that.
+const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How long a rank that leaves waits for messages that it has called for.
 const RECEIVE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -479,19 +483,26 @@ impl Group {
         .inspect_err(|raised| self.interrupted(py, raised))
     }
 
-    /// Removes what `rank` and the others wrote to a store in which they have met by `in_store`, and to which nobody comes any more.
+    /// Begins to remove what `rank` and the others wrote to a store in which they have met by `in_store`, and to which nobody comes any more; and
+    /// there these `others`, keys of the caller's.
     #[staticmethod]
-    fn clear_meeting(py: Python<'_>, store: Py<PyAny>, rank: u32) {
-        let store: SharedStore = Arc::new(TorchStore::new(store, GivenUp::default()));
-        py.detach(|| ProcessGroup::clear_meeting(store, Rank::new(rank)));
+    fn clear_meeting(store: Py<PyAny>, rank: u32, others: Vec<String>) {
+        let given_up = GivenUp::default();
+        let store: SharedStore = Arc::new(TorchStore::new(store, given_up.clone()));
+        clearing::begin(given_up, move || {
+            ProcessGroup::clear_meeting(store.clone(), Rank::new(rank));
+            let others: Vec<&str> = others.iter().map(String::as_str).collect();
+            // Not every store of a program removes keys. The group is connected, and needs none.
+            let _ = store.delete_keys(&others, Deadline::after(CLEAR_TIMEOUT));
+        });
     }
 
-    /// Removes what this rank wrote to connect the last parts that were made of this group, to which nobody comes any more.
+    /// Begins to remove what this rank wrote to connect the last parts that were made of this group, to which nobody comes any more.
     fn clear_parts(&self, py: Python<'_>) {
         py.detach(|| {
             let group = self.0.group.read().clone();
             if let Some(group) = group.filter(|_| self.0.is_here()) {
-                group.clear_parts();
+                clearing::begin(GivenUp::default(), group.clear_parts());
             }
         });
     }

@@ -9,6 +9,7 @@
 //! which owns its buffers, would cost a copy each way. Each torch group is a group of its own, which meets in the store
 //! that PyTorch has made for it.
 
+mod clearing;
 mod collectives;
 mod dtypes;
 mod errors;
@@ -29,6 +30,8 @@ mod _native {
     #[pymodule_export]
     #[allow(non_upper_case_globals)]
     const __version__: &str = env!("CARGO_PKG_VERSION");
+    #[pymodule_export]
+    use super::clearing::await_cleared;
     #[pymodule_export]
     use super::errors::set_error_class;
     #[pymodule_export]

@@ -114,7 +114,8 @@ impl Store for Direct {
     }
 
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8], deadline: Deadline) -> Result<Vec<u8>> {
-        self.asked()?.compare_set(key, expected, desired, deadline)
+        // Also a rank that has given up: so it tells the others.
+        self.store.compare_set(key, expected, desired, deadline)
     }
 
     fn delete_key(&self, key: &str, deadline: Deadline) -> Result<bool> {
@@ -185,6 +186,16 @@ impl TorchStore {
         call: impl for<'py> FnOnce(Python<'py>, &Bound<'py, PyAny>) -> PyResult<T>,
     ) -> Result<T> {
         self.given_up.check()?;
+        self.call_always(operation, key, call)
+    }
+
+    /// The same, also when nobody waits any more.
+    fn call_always<T>(
+        &self,
+        operation: &str,
+        key: &str,
+        call: impl for<'py> FnOnce(Python<'py>, &Bound<'py, PyAny>) -> PyResult<T>,
+    ) -> Result<T> {
         // Not at the interpreter's end, when a join may still run that was given up.
         let called = Python::try_attach(|py| call(py, self.store.bind(py)));
         let called = called.ok_or_else(|| Error::aborted("Python ends while this rank joins a group"))?;
@@ -284,7 +295,8 @@ impl Store for TorchStore {
         desired: &[u8],
         _deadline: Deadline,
     ) -> Result<Vec<u8>> {
-        self.call("compare_set", key, |py, store| {
+        // So a rank that has given up tells the others.
+        self.call_always("compare_set", key, |py, store| {
             let arguments = (key, PyBytes::new(py, expected), PyBytes::new(py, desired));
             bytes(&store.call_method1(intern!(py, "compare_set"), arguments)?)
         })

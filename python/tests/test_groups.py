@@ -13,7 +13,7 @@ from conftest import SINCE_2_15, environment, free_port, processes
 from torch._C import _distributed_c10d as c10d
 
 import phalanx_torch
-from phalanx_torch import _native
+from phalanx_torch import _exit, _native
 from phalanx_torch.process_group import ProcessGroup
 
 
@@ -90,6 +90,50 @@ def looks(rank):
 def test_a_rank_that_waits_for_many_looks_at_one():
     (counts,) = processes(1, looks)
     assert sum(counts) < 60 * len(counts), (sum(counts), len(counts))
+
+
+class Removing:
+    """A store that removes nothing before it may."""
+
+    def __init__(self, store):
+        self.store, self.may, self.removed = store, threading.Event(), []
+
+    def delete_key(self, key):
+        assert self.may.wait(60.0)
+        self.removed.append(key)
+        return self.store.delete_key(key)
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+
+def clears(rank, port):
+    store = Removing(dist.TCPStore("127.0.0.1", port, 2, rank == 0))
+    meeting = Removing(dist.PrefixStore("meeting", store.store))
+    store.set(f"of {rank}", "")
+    group = _native.Group.in_store(meeting, rank, 2, 60.0)
+    meeting.set(f"more of {rank}", "")
+    _native.Group.clear_meeting(meeting, rank, [f"more of {rank}", "not there"])
+    # The caller has not waited: it goes on, and another removal begins.
+    assert meeting.removed == []
+    _native.Group.clear_meeting(store, rank, [f"of {rank}"])
+    group.barrier((None, True))
+    group.close()
+    # The end of the program waits for both.
+    _exit.when_left.extend([meeting.may.set, store.may.set])
+    _exit._leave()
+    assert meeting.removed[-2:] == [f"more of {rank}", "not there"] and store.removed[-1] == f"of {rank}"
+    for key in {*meeting.removed, *store.removed}:
+        assert not meeting.check([key]) and not store.check([key]), key
+    # Rank 0 serves the store.
+    if rank == 0:
+        store.wait(["done"])
+    else:
+        store.set("done", "")
+
+
+def test_only_the_end_of_a_program_waits_until_a_meeting_is_removed():
+    processes(2, clears, free_port())
 
 
 def keys_of_groups(rank, port, is_local):

@@ -13,7 +13,7 @@ from conftest import SINCE_2_15, blind_watcher, processes
 from torch._C import _distributed_c10d as c10d
 
 import phalanx_torch
-from phalanx_torch import reconfigure
+from phalanx_torch import _native, reconfigure
 
 pytestmark = pytest.mark.skipif(not SINCE_2_15, reason="this PyTorch has no enable_reconfigure")
 TIMEOUT = datetime.timedelta(seconds=60)
@@ -105,6 +105,7 @@ def _often(number, path):
     handles, counts = _handles(store, "handle", [0, 1], number), []
     for uuid in range(reconfigure._KEPT + 4):
         dist._reconfigure(uuid, handles).wait()
+        _native.await_cleared(60.0)
         # While both are here, neither writes.
         assert _sum() == 3.0
         counts.append(store.num_keys())

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from conftest import free_port, processes
 
+from phalanx_torch import _native
+
 pytest.importorskip("torchft", reason="torchft is not here")
 
 TIMEOUT = datetime.timedelta(seconds=20)
@@ -61,6 +63,7 @@ def _leaves_no_keys(rank, address):
     store, counts = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False), []
     for quorum in (1, 2, 3):
         group = _configured(rank, address, quorum)
+        _native.await_cleared(60.0)
         # While both are here, neither writes.
         assert _sum(group, 1.0) == [2, 2]
         counts.append(store.num_keys())

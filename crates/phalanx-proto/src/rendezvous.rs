@@ -145,6 +145,7 @@ impl ArrivalError {
             Kind::Protocol => {
                 "run the same version of Phalanx in all processes of a job, and let nothing else write to its store"
             }
+            Kind::Aborted => "see that rank's own output for its reason",
             Kind::InvalidArgument => {
                 "end that group on every rank before the next is made (drop it; in Python, destroy_process_group), or make \
                  others of its ranks with new_group"

@@ -9,11 +9,12 @@ use crate::deadline::Deadline;
 use crate::domain::{self, Domain, Joined, Partition};
 use crate::error::{Error, Result};
 use crate::health::Health;
+use crate::host;
 use crate::rank::Rank;
 use crate::transport::bootstrap::Starting;
 use crate::transport::messages::{self, Messages, Rings};
 use crate::transport::tcp::{self, Announcement, Connections, Monitor, SilentHosts, Tcp};
-use crate::transport::{MeshConfig, Transport, TransportKind, in_process};
+use crate::transport::{MeshConfig, Transport, TransportKind, in_process, report_failed_start};
 use crate::worker_error;
 use crate::world_size::WorldSize;
 
@@ -62,7 +63,7 @@ pub(crate) fn connect_among(
     let TransportOptions { kind, host, .. } = options;
     if kind == Some(TransportKind::Tcp) {
         // Before the mesh stands: later the store may be gone, with a rank that has already finished.
-        domain::decline(config, deadline)?;
+        domain::decline(config, deadline).map_err(|error| start_failed(config, error))?;
     }
     let starting = Starting::default();
     let share = || -> Result<Shared> {
@@ -90,6 +91,11 @@ pub(crate) fn connect_among(
         Ok::<_, Error>((connected, shared))
     })?;
     assemble(config, options, mesh, shared)
+}
+
+/// Tells the others why this rank, which has not begun to connect, cannot start.
+pub(super) fn start_failed(config: &MeshConfig<'_>, error: Error) -> Error {
+    report_failed_start(config.store, config.rank, &host::name(), error)
 }
 
 /// The keys under which `rank` has written to the store of its group while it was connected.

@@ -16,7 +16,7 @@ use phalanx_proto::wire::auth::Secret;
 use phalanx_sys::processors;
 use serde::{Deserialize, Serialize};
 
-use super::connect::{Connected, Shared, TransportOptions, assemble, connect_mesh};
+use super::connect::{Connected, Shared, TransportOptions, assemble, connect_mesh, start_failed};
 use super::subgroup::digest;
 use crate::deadline::Deadline;
 use crate::domain::{Joined, Lending, Lent, Mapped, Partition, Reach};
@@ -83,7 +83,11 @@ pub(super) fn connect_part(
     // A rank that is alone on its host lends memory too: without, all would use TCP.
     let shares = part.partition.domains().len() < world.count();
     let memory = shares.then(|| Lending::new(options.host, world.count()));
-    let rings = if shares { RingLending::new(rank, domain)? } else { None };
+    let rings = if shares {
+        RingLending::new(rank, domain).map_err(|error| start_failed(config, error))?
+    } else {
+        None
+    };
     let own = Announced {
         members: part.members.iter().take(SHOWN + 1).map(|member| member.get()).collect(),
         digest: digest(&part.members),

@@ -14,10 +14,11 @@ use crate::dtype::DType;
 use crate::env;
 use crate::error::{Error, Result};
 use crate::health::Heartbeat;
+use crate::host;
 use crate::rendezvous::{self, Rendezvous};
 use crate::secret_file::read_regular;
 use crate::trace::Trace;
-use crate::transport::{MeshConfig, TransportKind};
+use crate::transport::{MeshConfig, TransportKind, report_failed_start};
 use crate::wire::frame::Operation;
 use crate::worker_error;
 use crate::world_size::WorldSize;
@@ -136,8 +137,7 @@ impl ProcessGroup {
         // So that what a rank writes beside its checkpoints, such as the trace, may reach `ulimit -f` without ending it.
         let _ = phalanx_sys::signal::ignore_file_size_signal();
         let GroupOptions { timeout, transport, tuning, host_id, heartbeat } = options;
-        tuning.check()?;
-        heartbeat.check()?;
+        let checked = tuning.check().and_then(|()| heartbeat.check());
         let Rendezvous {
             store,
             rank,
@@ -148,8 +148,16 @@ impl ProcessGroup {
             interface,
             credentials,
             group_number,
-            keep_alive,
+            mut keep_alive,
         } = rendezvous;
+        let _presence = keep_alive.take_presence();
+        match checked {
+            // The others have met, and wait for this rank.
+            Err(error) if world_size != WorldSize::ONE => {
+                return Err(report_failed_start(&*store, rank, &host::name(), error));
+            }
+            checked => checked?,
+        }
         // Before any rank has a group, and something to write. Rounds of an elastic job count from 1, generations from
         // 0.
         let begins = local_rank == 0 && generation.0 <= u64::from(env::is_elastic());
@@ -289,6 +297,28 @@ mod tests {
                 _ => assert!(pair.unwrap_err().to_string().contains("different tuning tables")),
             }
             group.barrier().unwrap();
+        };
+        std::thread::scope(|scope| {
+            for number in world.ranks() {
+                let rank = &rank;
+                scope.spawn(move || rank(number));
+            }
+        });
+    }
+
+    #[test]
+    fn a_rank_whose_options_are_refused_tells_the_others_why() {
+        const LIMIT: Duration = Duration::from_secs(120);
+        let (store, world) = (Arc::new(crate::store::MemoryStore::new()), WorldSize::new(3).unwrap());
+        let rank = |rank: crate::Rank| {
+            let met = rendezvous::from_store(store.clone(), rank, world, LIMIT).unwrap();
+            let mut options = GroupOptions { timeout: LIMIT, ..GroupOptions::default() };
+            if rank.get() == 1 {
+                options.heartbeat.timeout = options.heartbeat.interval;
+            }
+            let error = ProcessGroup::join(met, options).err().unwrap();
+            assert!(error.is_invalid_argument() && error.rank() == Some(crate::Rank::new(1)), "{error}");
+            assert!(error.to_string().contains("a single late heartbeat"), "{error}");
         };
         std::thread::scope(|scope| {
             for number in world.ranks() {

@@ -305,12 +305,12 @@ impl ProcessGroup {
         clear(&store, &keys);
     }
 
-    /// Removes from the store what this rank wrote to connect the last [parts](Self::part) of this group and of its parts. Call it when they are
-    /// connected: a rank that came later would wait until this group fails.
+    /// What removes what this rank wrote to connect the last [parts](Self::part) that were made of this group and of its parts, a round trip for
+    /// each. Whoever still came to one of them would wait until this group fails.
     #[doc(hidden)]
-    pub fn clear_parts(&self) {
+    pub fn clear_parts(&self) -> impl FnOnce() + Send + use<> {
         let parts = std::mem::take(&mut *self.inner.config.parts.lock());
-        parts.into_iter().for_each(|(store, rank)| clear(&store, &tcp::keys_of(rank)));
+        move || parts.into_iter().for_each(|(store, rank)| clear(&store, &tcp::keys_of(rank)))
     }
 
     /// Connects the sub-group `name`, if this rank is a member.
@@ -560,7 +560,7 @@ mod tests {
             assert!(full > before);
             (KEPT_PARTS..2 * KEPT_PARTS).for_each(make);
             assert_eq!(keys(), full);
-            group.clear_parts();
+            group.clear_parts()();
             assert_eq!(keys(), before);
         });
     }

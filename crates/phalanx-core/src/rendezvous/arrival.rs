@@ -33,6 +33,7 @@ use super::hosts::{Host, Hosts};
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
 use crate::host;
+use crate::interrupt;
 use crate::notice::while_waiting;
 use crate::random;
 use crate::store::{PrefixStore, SharedStore, Store};
@@ -151,7 +152,7 @@ pub(super) fn arrive(
         Err(error) if error.is_timeout() => {
             report_missing(&roll_call, missing(&roll_call, config, started, deadline), deadline)
         }
-        Err(error) => Err(error),
+        Err(error) => Err(report_aborted(&roll_call, config, error)),
     }?;
     let rounds = Some(Rounds { scope: config.scope.clone(), met: round });
     Ok(Arrival::Met(Arrived { store: group, group_number, rounds, roll_call, world_size: config.world_size }))
@@ -298,7 +299,7 @@ fn sign_in<T>(
         match found {
             None => {
                 let lost = || Error::malformed("the store has not answered the sign-in");
-                return Err(outcome.err().unwrap_or_else(lost));
+                return Err(report_aborted(&roll_call, config, outcome.err().unwrap_or_else(lost)));
             }
             Some((Place::Taken, expected)) => {
                 return Ok(Some(SignedIn { roll_call, round, expected, outcome }));
@@ -321,6 +322,20 @@ fn sign_in<T>(
 fn fail(roll_call: &PrefixStore, error: ArrivalError, deadline: Deadline) -> Error {
     let _ = write_outcome(roll_call, &error, deadline);
     error.into_error()
+}
+
+/// If the program of this rank has ended its wait, tells the others why this rank does not come: in the roll-call, and in the group's store, in which
+/// they may wait for it already. With any other error it is the store that is lost.
+fn report_aborted(roll_call: &PrefixStore, config: &RankConfig, error: Error) -> Error {
+    if !error.is_aborted() {
+        return error;
+    }
+    let rank = config.rank;
+    let cause = format!("rank {rank} has left the start: {error}");
+    let told = ArrivalError { kind: error.kind(), peer: Some(rank.get()), cause };
+    interrupt::undisturbed(|| write_outcome(roll_call, &told, Deadline::now()));
+    let group = PrefixStore::new("group", Arc::new(roll_call.clone()));
+    transport::report_failed_start(&group, rank, &host::name(), error)
 }
 
 /// This rank's time is up: reports that to every rank, unless there is an outcome already. An existing outcome holds for
@@ -504,6 +519,21 @@ mod tests {
         let text = format!("rank 0 starts by version {VERSION} of the protocol, rank 1 by version 1");
         assert!(error.to_string().contains(&text) && error.peer() == Some(Rank::new(1)), "{error}");
         assert_ne!(store.get("phalanx/0/world", soon).unwrap(), b"2");
+    }
+
+    #[test]
+    fn a_rank_whose_program_ends_its_wait_tells_those_in_the_roll_call_and_after_it() {
+        let store = with(&[]);
+        let roll_call = PrefixStore::new("phalanx/0", Arc::clone(&store));
+        let soon = Deadline::after(Duration::from_secs(20));
+        let lost = report_aborted(&roll_call, &config(1), Error::protocol("no answer"));
+        assert!(!lost.is_aborted() && store.num_keys(soon).unwrap() == 0, "{lost}");
+        let error = report_aborted(&roll_call, &config(1), Error::aborted("somebody pressed Ctrl-C"));
+        assert!(error.is_aborted() && error.rank() == Some(Rank::new(1)), "{error}");
+        let told = start(&store, 0, 600).err().unwrap();
+        assert!(told.is_aborted() && told.peer() == Some(Rank::new(1)), "{told}");
+        assert!(told.to_string().contains("Ctrl-C"), "{told}");
+        assert!(store.check(&["phalanx/0/group/mesh/failure"], soon).unwrap());
     }
 
     #[test]

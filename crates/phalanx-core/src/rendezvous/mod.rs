@@ -16,6 +16,7 @@ mod file;
 mod hosts;
 mod mpirun;
 mod pmi;
+mod presence;
 mod start;
 mod store;
 mod tcp;
@@ -26,14 +27,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use self::arrival::{Arrived, Rounds};
+use self::presence::Presence;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::env::{LaunchEnv, doubt, refuse_fixed_world};
 use crate::error::{Error, Result};
+use crate::host;
 use crate::interfaces::{is_every_hosts, outward};
 use crate::notice::warn;
 use crate::rank::{Generation, Rank};
 use crate::store::{FileStore, MemoryStore, SharedStore, TcpStore, TcpStoreServer};
+use crate::transport;
 use crate::world_size::WorldSize;
 
 /// How long rank 0, when it is done, serves the store for ranks that still use it.
@@ -302,21 +306,11 @@ impl RankConfig {
         keep_alive: KeepAlive,
         deadline: Deadline,
     ) -> Result<Rendezvous> {
-        // Where all ranks are on this host, no other host has to reach this one.
-        let all_here = self.local.is_some_and(|(_, size)| size == self.world_size.get());
-        let named = if all_here { None } else { interface_named()? };
-        let is_enough = |(_, size): &(u32, u32)| {
-            named.is_some() || !is_every_hosts(interface) || *size == self.world_size.get()
-        };
-        let ((local_rank, local_world_size), interface) = match self.local.filter(is_enough) {
-            Some(local) => (local, named.unwrap_or(interface)),
-            None => {
-                let hosts = arrived.hosts(deadline)?;
-                let local = self.local.unwrap_or_else(|| hosts.local(self.rank));
-                let reachable = named.map_or_else(|| hosts.reachable(self.rank, interface), Ok)?;
-                (local, reachable)
-            }
-        };
+        let placed = self.place(&arrived, interface, deadline);
+        // The others have met too, and wait for this rank in the group's store; where it is this rank's own, `keep_alive` serves it meanwhile.
+        let ((local_rank, local_world_size), interface) = placed.map_err(|error| {
+            transport::report_failed_start(&*arrived.store, self.rank, &host::name(), error)
+        })?;
         Ok(Rendezvous {
             store: arrived.store,
             rank: self.rank,
@@ -329,6 +323,30 @@ impl RankConfig {
             group_number: Some(arrived.group_number),
             keep_alive,
         })
+    }
+
+    /// The local rank and the number of ranks on this host, and the address at which the others reach this rank.
+    fn place(
+        &self,
+        arrived: &Arrived,
+        interface: IpAddr,
+        deadline: Deadline,
+    ) -> Result<((u32, u32), IpAddr)> {
+        // Where all ranks are on this host, no other host has to reach this one.
+        let all_here = self.local.is_some_and(|(_, size)| size == self.world_size.get());
+        let named = if all_here { None } else { interface_named()? };
+        let is_enough = |(_, size): &(u32, u32)| {
+            named.is_some() || !is_every_hosts(interface) || *size == self.world_size.get()
+        };
+        match self.local.filter(is_enough) {
+            Some(local) => Ok((local, named.unwrap_or(interface))),
+            None => {
+                let hosts = arrived.hosts(deadline)?;
+                let local = self.local.unwrap_or_else(|| hosts.local(self.rank));
+                let reachable = named.map_or_else(|| hosts.reachable(self.rank, interface), Ok)?;
+                Ok((local, reachable))
+            }
+        }
     }
 }
 
@@ -358,16 +376,26 @@ pub struct KeepAlive(Held);
 #[derive(Debug)]
 enum Held {
     Nothing,
-    Client(Arc<TcpStore>),
+    Client { client: Arc<TcpStore>, presence: Option<Presence> },
     Host { client: Arc<TcpStore>, server: Option<TcpStoreServer>, rounds: Option<Rounds> },
     File { _store: Arc<FileStore> },
+}
+
+impl KeepAlive {
+    /// What is held until this rank is connected with all others.
+    pub(crate) fn take_presence(&mut self) -> Option<Presence> {
+        match &mut self.0 {
+            Held::Client { presence, .. } => presence.take(),
+            Held::Nothing | Held::Host { .. } | Held::File { .. } => None,
+        }
+    }
 }
 
 impl Drop for KeepAlive {
     fn drop(&mut self) {
         match &mut self.0 {
             Held::Nothing | Held::File { .. } => {}
-            Held::Client(client) => client.close_idle(),
+            Held::Client { client, .. } => client.close_idle(),
             Held::Host { client, server, rounds } => {
                 // A rank that panics does not wait: the sooner the others notice, the better.
                 let waits = !std::thread::panicking();

@@ -7,12 +7,14 @@ use std::time::Duration;
 use phalanx_proto::rendezvous::Identity;
 
 use super::arrival::{Arrival, arrive, refuse_another};
+use super::presence::Presence;
 use super::{Held, KeepAlive, RankConfig, Rendezvous, start};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::store::{
     Access, KeylessClients, MAX_RANKS, Patience, SharedStore, TcpStore, TcpStoreServer, warn_of_own_name,
 };
+use crate::transport;
 
 /// The process that serves the store.
 #[derive(Clone, Copy, Debug)]
@@ -110,7 +112,7 @@ fn join_once(
     // From here on, the server stays up also after an error, until the others have read it.
     let held = match server {
         Some(server) => Held::Host { client, server: Some(server), rounds: None },
-        None => Held::Client(client),
+        None => Held::Client { client, presence: presence((address, found), host, config)? },
     };
     let mut keep_alive = KeepAlive(held);
     let agreed = match host {
@@ -126,6 +128,23 @@ fn join_once(
         *rounds = arrived.rounds.take();
     }
     config.met(arrived, interface, keep_alive, deadline).map(Some)
+}
+
+/// What tells the others that this rank has ended, if nothing else does: a launcher looks after its workers, and ranks of one host see each
+/// other's processes. The store at `address` was `found` at this one.
+fn presence((address, found): (&str, IpAddr), host: Host, config: &RankConfig) -> Result<Option<Presence>> {
+    match host {
+        Host::Rank0 { .. } if !found.is_loopback() && config.world_size.get() <= transport::MOST_MARKED => {
+            Ok(Some(Presence::begin(address, &config.credentials, record_key(config)?)))
+        }
+        Host::Rank0 { .. } | Host::Launcher | Host::Agent => Ok(None),
+    }
+}
+
+/// Where a rank says in a store of rank 0, which has one start, which process it is.
+pub(super) fn record_key(config: &RankConfig) -> Result<String> {
+    let (name, _) = transport::process_record(config.rank)?;
+    Ok(format!("{}/0/group/{name}", config.scope))
 }
 
 /// The store's server, if it is this rank that serves it.

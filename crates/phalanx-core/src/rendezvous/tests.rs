@@ -6,6 +6,7 @@ use std::time::Instant;
 use phalanx_proto::rendezvous::Identity;
 
 use super::*;
+use crate::group::{GroupOptions, ProcessGroup};
 use crate::store::Store;
 
 const RANK_0: tcp::Host = tcp::Host::Rank0 { bind: None };
@@ -89,6 +90,49 @@ fn urls_are_checked() {
     }
     let error = from_url("tcp://127.0.0.1:1", None, None, Duration::ZERO).unwrap_err();
     assert!(error.to_string().contains("needs a rank"), "{error}");
+}
+
+#[test]
+fn rank_0_s_store_has_the_record_of_each_process_that_it_empties_when_that_ends() {
+    let address = free_address();
+    let worlds: Vec<Rendezvous> = run(&configs(2), |config, i| {
+        tcp::join(&address, RANK_0, config, &identity(i, "here"), soon()).unwrap()
+    });
+    let store = TcpStore::connect(&address, soon()).unwrap();
+    for config in configs(2) {
+        let key = tcp::record_key(&config).unwrap();
+        assert!(store.check(&[&key], soon()).unwrap(), "{key}");
+    }
+    drop(store);
+    // Rank 0 last: it serves the store as long as others use it.
+    worlds.into_iter().rev().for_each(drop);
+}
+
+#[test]
+fn a_rank_that_fails_after_the_roll_call_tells_the_others_why() {
+    let store: SharedStore = Arc::new(MemoryStore::new());
+    let mut arrived = run(&configs(2), |config, i| {
+        arrival::arrive(&store, None, config, &identity(i, "here"), soon()).unwrap().met().unwrap()
+    });
+    // It reads there on which host each rank is.
+    store.set("phalanx/0/rank/0", b"garbage", soon()).unwrap();
+    let late = arrived.pop().unwrap();
+    let here = Ipv4Addr::LOCALHOST.into();
+    let error = config(1, 2).met(late, here, KeepAlive(Held::Nothing), soon()).unwrap_err();
+    assert_eq!(error.rank(), Some(Rank::new(1)), "{error}");
+    // Rank 0 has read it before, and waits in the group's store.
+    let Arrived { store, group_number, .. } = arrived.pop().unwrap();
+    let main = Rendezvous {
+        store,
+        rank: Rank::MAIN,
+        world_size: world(2),
+        local_world_size: 2,
+        group_number: Some(group_number),
+        ..alone()
+    };
+    let options = GroupOptions { timeout: Duration::from_secs(120), ..GroupOptions::default() };
+    let told = ProcessGroup::join(main, options).err().unwrap();
+    assert!(told.rank() == Some(Rank::new(1)) && told.to_string().contains("garbage"), "{told}");
 }
 
 #[test]

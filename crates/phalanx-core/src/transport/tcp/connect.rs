@@ -97,7 +97,7 @@ pub(crate) fn mesh_with(
             Ok(Mesh { connections, hosts, caller, told })
         }
         Err(error) => {
-            let error = start_failure::report(config, &host, error);
+            let error = start_failure::report_failed_start(config.store, config.rank, &host, error);
             // A rank that has all its connections no longer reads the store.
             connections.tell(&Control::Failure(Notice::of(&error)), |_| true);
             Err(error)

@@ -3,18 +3,19 @@
 use std::cell::Cell;
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use socket2::{Domain, Socket, Type};
 
-use super::MeshConfig;
 use super::accept::{MAX_PENDING, take_arrivals};
 use super::connect::{Address, exchange_addresses, key, keys_of, listen, mesh};
 use super::connection::Connection;
 use super::dial::{ANSWER_TIMEOUT, attempt_together, dial};
 use super::pending::{HandshakeLimit, Pending, Progress};
+use super::{MeshConfig, stop_probe};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -22,9 +23,12 @@ use crate::health::Heartbeat;
 use crate::interrupt::interruptible;
 use crate::key::JobKey;
 use crate::poll::promptly;
+use crate::proc_stat::ProcStat;
 use crate::rank::{Generation, Rank};
 use crate::store::{MemoryStore, Store};
+use crate::transport::process;
 use crate::wire::auth::{HANDSHAKE_TIMEOUT, NONCE, TAG};
+use crate::wire::control::ProcessId;
 use crate::wire::handshake::GroupSecret;
 use crate::wire::hello::{Channel, HELLO, Hello, REFUSAL};
 use crate::world_size::WorldSize;
@@ -415,6 +419,63 @@ fn the_program_may_end_the_wait_for_those_who_call() {
         let connect = || mesh(&config(&store, 0), Deadline::after(Duration::from_secs(60))).err();
         let error = promptly(is_prompt, || interruptible(ends, connect)).unwrap();
         assert!(error.is_invalid_argument() && error.to_string().contains("enough"), "{error}");
+    }
+}
+
+/// It has come to the roll-call, and ends before it listens.
+#[test]
+fn a_rank_whose_process_has_ended_is_named_by_all_long_before_the_deadline() {
+    let mut peer = Command::new("sleep").arg("600").spawn().unwrap();
+    let stat = ProcStat::read(peer.id().cast_signed()).unwrap().unwrap();
+    let process = ProcessId { pid: peer.id(), started: stat.started, ..process::own().unwrap() };
+    peer.kill().unwrap();
+    peer.wait().unwrap();
+    // Whatever is to be ignored: it is not silent, but gone.
+    for timeout in [Duration::ZERO, Heartbeat::default().timeout] {
+        let store = MemoryStore::new();
+        let record = postcard::to_stdvec(&("node7", Some(process))).unwrap();
+        let deadline = Deadline::after(Duration::from_secs(600));
+        store.set(&stop_probe::key(Rank::new(1)), &record, deadline).unwrap();
+        let errors = thread::scope(|scope| {
+            let ranks = [0, 2].map(|rank| {
+                let heartbeat = Heartbeat { timeout, ..Heartbeat::default() };
+                let config = MeshConfig { heartbeat, ..config_in(&store, rank, 3) };
+                scope.spawn(move || mesh(&config, deadline).err().unwrap())
+            });
+            ranks.map(|rank| rank.join().unwrap())
+        });
+        for error in errors {
+            assert!(error.is_peer_failure() && error.peer() == Some(Rank::new(1)), "{error}");
+            let said = format!(
+                "rank 1 was lost before it was connected: its process {} on node7 has ended",
+                peer.id()
+            );
+            assert!(error.to_string().contains(&said), "{error}");
+        }
+    }
+}
+
+/// Its process cannot be seen, as on another host.
+#[test]
+fn a_rank_of_which_the_store_says_that_it_has_left_is_named_by_all() {
+    let (store, deadline) = (MemoryStore::new(), Deadline::after(Duration::from_secs(600)));
+    let own = process::own().unwrap();
+    let elsewhere = ProcessId { boot: own.boot ^ 1, ..own };
+    let record = postcard::to_stdvec(&("node7", Some(elsewhere))).unwrap();
+    store.set(&stop_probe::key(Rank::new(1)), &record, deadline).unwrap();
+    let errors = thread::scope(|scope| {
+        let ranks = [0, 2].map(|rank| {
+            let config = config_in(&store, rank, 3);
+            scope.spawn(move || mesh(&config, deadline).err().unwrap())
+        });
+        // Both wait for it.
+        store.wait(&[&key(Rank::MAIN), &key(Rank::new(2))], deadline).unwrap();
+        store.set(&stop_probe::key(Rank::new(1)), stop_probe::LEFT, deadline).unwrap();
+        ranks.map(|rank| rank.join().unwrap())
+    });
+    for error in errors {
+        assert!(error.is_peer_failure() && error.peer() == Some(Rank::new(1)), "{error}");
+        assert!(error.to_string().contains("its connection with the store has closed"), "{error}");
     }
 }
 

@@ -34,16 +34,17 @@ const REFUSALS: u32 = 3;
 /// How long the store may take for this, even after the deadline: several round trips of a slow network, of which one may be lost.
 pub(super) const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Tells the other ranks why this one cannot start. Returns the failure that was reported first, which all ranks see.
-pub(super) fn report(config: &MeshConfig<'_>, host: &str, error: Error) -> Error {
+/// Tells the other ranks that connect through `store` why `rank`, this one, cannot start. Returns the failure that was reported first, which all
+/// ranks see. Whatever fails after the roll-call is told: until its time-out nobody else would know why this rank does not come.
+pub(crate) fn report_failed_start(store: &dyn Store, rank: Rank, host: &str, error: Error) -> Error {
     let error = match error.operation() {
         Some(_) => error,
         None => error.in_operation("joining the group", None),
     };
-    let error = error.at(config.rank, host);
+    let error = error.at(rank, host);
     let Ok(notice) = control::encode(&Control::Failure(Notice::of(&error))) else { return error };
     // Without the store the others time out at their deadlines.
-    let tell = || config.store.compare_set(KEY, b"", &notice, Deadline::after(LAST_MESSAGE_TIMEOUT));
+    let tell = || store.compare_set(KEY, b"", &notice, Deadline::after(LAST_MESSAGE_TIMEOUT));
     // A second Ctrl-C may come while this rank tells them of the first.
     let first = interrupt::undisturbed(tell);
     match first {
@@ -155,7 +156,7 @@ fn exchange_by(
         if let Some((rank, _)) = awaited.get(there) {
             reminders
                 .remind(|| format!("rank {} waits for rank {rank} to publish {}", config.rank, what(there)));
-            probe.check(*rank, until)?;
+            probe.check_alive(*rank, until)?;
             if let Some(listening) = listening.as_mut().filter(|_| there >= addresses) {
                 check_listens(config, listening, *rank, until)?;
             }

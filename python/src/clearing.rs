@@ -1,0 +1,63 @@
+//! Keys that ranks wrote to a store while they met there, and that are removed beside the program.
+//!
+//! PyTorch's stores remove one key a round trip. At 200 ms a program that forms groups again and again would wait for seconds each time. Nobody
+//! reads the keys any more, so only the end of the program waits: no thread may call Python after that.
+
+use std::sync::mpsc::{self, Receiver, TryRecvError};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use pyo3::prelude::*;
+
+use crate::store::GivenUp;
+
+/// What is being removed.
+static CLEARINGS: Mutex<Vec<Clearing>> = Mutex::new(Vec::new());
+
+/// A thread that removes keys.
+struct Clearing {
+    /// A process that is forked from this one has none of its threads.
+    process: u32,
+    given_up: GivenUp,
+    /// Closed when it has ended.
+    ended: Receiver<()>,
+}
+
+impl Clearing {
+    fn is_underway(&self) -> bool {
+        self.process == std::process::id() && self.ended.try_recv() == Err(TryRecvError::Empty)
+    }
+}
+
+/// Begins to call `clear`, whose stores fail when it is `given_up`.
+pub fn begin(given_up: GivenUp, clear: impl FnOnce() + Send + 'static) {
+    let (end, ended) = mpsc::channel::<()>();
+    let run = move || {
+        clear();
+        drop(end);
+    };
+    // Without a thread the keys stay: no group needs them.
+    if std::thread::Builder::new().name("phalanx-clear".into()).spawn(run).is_ok() {
+        let mut clearings = CLEARINGS.lock();
+        clearings.retain(Clearing::is_underway);
+        clearings.push(Clearing { process: std::process::id(), given_up, ended });
+    }
+}
+
+/// Waits until all keys are removed whose removal has begun, at most `timeout` seconds. Those that are left then stay.
+#[pyfunction]
+pub fn await_cleared(py: Python<'_>, timeout: f64) {
+    let timeout = Duration::try_from_secs_f64(timeout).unwrap_or_default();
+    py.detach(|| {
+        let begin = Instant::now();
+        // A thread of the process from which this one was forked may have held it.
+        let Some(mut clearings) = CLEARINGS.try_lock_for(timeout) else { return };
+        let underway: Vec<Clearing> = clearings.drain(..).filter(Clearing::is_underway).collect();
+        drop(clearings);
+        for Clearing { given_up, ended, .. } in underway {
+            // Nothing is sent: either way nobody waits any longer.
+            let _ = ended.recv_timeout(timeout.saturating_sub(begin.elapsed()));
+            given_up.give_up();
+        }
+    });
+}
