@@ -112,7 +112,7 @@ fn join_once(
     // From here on, the server stays up also after an error, until the others have read it.
     let held = match server {
         Some(server) => Held::Host { client, server: Some(server), rounds: None },
-        None => Held::Client { client, presence: presence((address, found), host, config)? },
+        None => Held::Client { presence: presence(&client, host, config)?, client },
     };
     let mut keep_alive = KeepAlive(held);
     let agreed = match host {
@@ -131,11 +131,12 @@ fn join_once(
 }
 
 /// What tells the others that this rank has ended, if nothing else does: a launcher looks after its workers, and ranks of one host see each
-/// other's processes. The store at `address` was `found` at this one.
-fn presence((address, found): (&str, IpAddr), host: Host, config: &RankConfig) -> Result<Option<Presence>> {
+/// other's processes.
+fn presence(client: &Arc<TcpStore>, host: Host, config: &RankConfig) -> Result<Option<Presence>> {
+    let is_local = client.found_ip().is_loopback();
     match host {
-        Host::Rank0 { .. } if !found.is_loopback() && config.world_size.get() <= transport::MOST_MARKED => {
-            Ok(Some(Presence::begin(address, &config.credentials, record_key(config)?)))
+        Host::Rank0 { .. } if !is_local && config.world_size.get() <= transport::MOST_MARKED => {
+            Ok(Some(Presence::begin(client, record_key(config)?)))
         }
         Host::Rank0 { .. } | Host::Launcher | Host::Agent => Ok(None),
     }

@@ -128,6 +128,20 @@ impl TcpStore {
         })
     }
 
+    /// Another client of this store, with a connection of its own. If nothing listens where the store was found, that is the error at once.
+    pub(crate) fn connect_again(&self, deadline: Deadline) -> io::Result<Self> {
+        let link = Link::reconnect(&self.found.to_string(), &self.credentials, deadline)?;
+        Ok(Self {
+            name: self.name.clone(),
+            credentials: self.credentials.clone(),
+            found: self.found,
+            local: self.local,
+            idle: Mutex::new(vec![link]),
+            coming: Mutex::new(mpsc::channel().1),
+            in_go_on: AtomicUsize::new(0),
+        })
+    }
+
     /// The address of this host from which the store is reached.
     pub(crate) fn local_ip(&self) -> IpAddr {
         self.local
