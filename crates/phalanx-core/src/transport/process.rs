@@ -45,15 +45,15 @@ pub fn state(own: Option<ProcessId>, peer: Option<ProcessId>) -> ProcessState {
     }
     match ProcStat::read(peer.pid.cast_signed()) {
         Ok(stat) => stat.map_or(ProcessState::Unknown, |stat| state_of(&stat, peer)),
-        // A `/proc` that is mounted with `hidepid` shows no processes of other users.
-        Err(error) if is_gone(&error) && !is_another_users(peer.pid) => ProcessState::Gone,
+        // A `/proc` that is mounted with `hidepid` does not show all processes.
+        Err(error) if is_gone(&error) && !exists(peer.pid) => ProcessState::Gone,
         Err(_) => ProcessState::Unknown,
     }
 }
 
-/// Whether there is a process with this number to which this one may send no signal.
-fn is_another_users(pid: u32) -> bool {
-    Pid::from_raw(pid.cast_signed()).is_some_and(|pid| test_kill_process(pid) == Err(Errno::PERM))
+/// Whether there is a process with this number, as signals find it: also another user's, and one that may not be traced.
+fn exists(pid: u32) -> bool {
+    Pid::from_raw(pid.cast_signed()).is_some_and(|pid| test_kill_process(pid) != Err(Errno::SRCH))
 }
 
 /// Whether `own`, this process, may take the place of `peer` at once: `peer` is gone. One that cannot be seen, in another container or on
@@ -130,7 +130,7 @@ mod tests {
         let elsewhere = own.map(|own| ProcessId { namespaces: (own.namespaces.0, 0), ..own });
         assert_eq!(state(own, elsewhere), ProcessState::Unknown);
         assert_eq!(state(own, None), ProcessState::Unknown);
-        assert!(!is_another_users(std::process::id()));
+        assert!(exists(std::process::id()) && !exists(i32::MAX.cast_unsigned()));
         let gone = own.map(|own| ProcessId { pid: i32::MAX.cast_unsigned(), ..own });
         assert_eq!(state(own, gone), ProcessState::Gone);
     }
