@@ -193,6 +193,7 @@ impl GroupConfig {
                     credentials,
                     heartbeat: *heartbeat,
                     number: self.number,
+                    marks_left: false,
                     watch,
                 };
                 match partition.zip(self.members.clone()) {

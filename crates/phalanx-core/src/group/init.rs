@@ -150,6 +150,7 @@ impl ProcessGroup {
             group_number,
             mut keep_alive,
         } = rendezvous;
+        let marks_left = keep_alive.marks_left(world_size);
         let _presence = keep_alive.take_presence();
         match checked {
             // The others have met, and wait for this rank.
@@ -174,6 +175,7 @@ impl ProcessGroup {
             credentials: &credentials,
             heartbeat,
             number: group_number,
+            marks_left,
             watch: &|| Ok(()),
         };
         let silent_hosts = Arc::default();

@@ -27,7 +27,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use self::arrival::{Arrived, Rounds};
-use self::presence::Presence;
+use self::presence::{MOST_MARKED, Presence};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::env::{LaunchEnv, doubt, refuse_fixed_world};
@@ -382,6 +382,15 @@ enum Held {
 }
 
 impl KeepAlive {
+    /// Whether the store through which these ranks connect says which of them have left. To be asked before the presence is taken.
+    pub(crate) fn marks_left(&self, world: WorldSize) -> bool {
+        match &self.0 {
+            Held::Client { presence, .. } => presence.is_some(),
+            Held::Host { .. } => world.get() <= MOST_MARKED,
+            Held::Nothing | Held::File { .. } => false,
+        }
+    }
+
     /// What is held until this rank is connected with all others.
     pub(crate) fn take_presence(&mut self) -> Option<Presence> {
         match &mut self.0 {

@@ -11,6 +11,10 @@ use crate::deadline::Deadline;
 use crate::store::{AtEnd, TcpStore};
 use crate::transport::LEFT;
 
+/// In a world of at most so many ranks each has such a connection. In a larger one they could be more than rank 0 may have, and what ranks ask about
+/// each other more than its store answers.
+pub(super) const MOST_MARKED: u32 = 64;
+
 /// How long this connection may take, to a store with which the rank has another one already.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
 

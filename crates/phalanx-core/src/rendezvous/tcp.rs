@@ -7,7 +7,7 @@ use std::time::Duration;
 use phalanx_proto::rendezvous::Identity;
 
 use super::arrival::{Arrival, arrive, refuse_another};
-use super::presence::Presence;
+use super::presence::{MOST_MARKED, Presence};
 use super::{Held, KeepAlive, RankConfig, Rendezvous, start};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -135,7 +135,7 @@ fn join_once(
 fn presence(client: &Arc<TcpStore>, host: Host, config: &RankConfig) -> Result<Option<Presence>> {
     let is_local = client.found_ip().is_loopback();
     match host {
-        Host::Rank0 { .. } if !is_local && config.world_size.get() <= transport::MOST_MARKED => {
+        Host::Rank0 { .. } if !is_local && config.world_size.get() <= MOST_MARKED => {
             Ok(Some(Presence::begin(client, record_key(config)?)))
         }
         Host::Rank0 { .. } | Host::Launcher | Host::Agent => Ok(None),

@@ -149,6 +149,7 @@ fn join(
         credentials,
         heartbeat,
         number: Some(number),
+        marks_left: false,
         watch: &|| Ok(()),
     };
     let connected = connect(&config, options, Deadline::after(Duration::from_secs(20)))?;

@@ -12,7 +12,7 @@ pub(crate) mod tcp;
 use std::fmt;
 use std::str::FromStr;
 
-pub(crate) use self::tcp::{LEFT, MOST_MARKED, MeshConfig, fail_start, process_record, report_failed_start};
+pub(crate) use self::tcp::{LEFT, MeshConfig, fail_start, process_record, report_failed_start};
 use crate::collective::kernel::Kernel;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};

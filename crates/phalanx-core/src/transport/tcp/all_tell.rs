@@ -196,6 +196,7 @@ mod tests {
             credentials: Credentials::none(),
             heartbeat: Heartbeat::default(),
             number: None,
+            marks_left: false,
             watch: &|| Ok(()),
         }
     }

@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::process::Command;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -64,6 +64,7 @@ fn config_in(store: &MemoryStore, rank: u32, world: u32) -> MeshConfig<'_> {
         credentials,
         heartbeat,
         number: None,
+        marks_left: false,
         watch: &|| Ok(()),
     }
 }
@@ -465,7 +466,7 @@ fn a_rank_of_which_the_store_says_that_it_has_left_is_named_by_all() {
     store.set(&stop_probe::key(Rank::new(1)), &record, deadline).unwrap();
     let errors = thread::scope(|scope| {
         let ranks = [0, 2].map(|rank| {
-            let config = config_in(&store, rank, 3);
+            let config = MeshConfig { marks_left: true, ..config_in(&store, rank, 3) };
             scope.spawn(move || mesh(&config, deadline).err().unwrap())
         });
         // Both wait for it.
@@ -477,6 +478,26 @@ fn a_rank_of_which_the_store_says_that_it_has_left_is_named_by_all() {
         assert!(error.is_peer_failure() && error.peer() == Some(Rank::new(1)), "{error}");
         assert!(error.to_string().contains("its connection with the store has closed"), "{error}");
     }
+}
+
+/// Over PyTorch's store that would be several round trips each time, in which no address is looked for.
+#[test]
+fn a_record_that_the_store_never_empties_is_read_once() {
+    let (store, deadline) = (MemoryStore::new(), Deadline::after(Duration::from_secs(600)));
+    let own = process::own().unwrap();
+    let elsewhere = ProcessId { boot: own.boot ^ 1, ..own };
+    let record = postcard::to_stdvec(&("node7", Some(elsewhere))).unwrap();
+    store.set(&stop_probe::key(Rank::new(1)), &record, deadline).unwrap();
+    let looks = AtomicUsize::new(0);
+    // It is called before each look at the record.
+    let watch = || match looks.fetch_add(1, Ordering::Relaxed) {
+        // Whoever reads it again finds another.
+        1 => store.set(&stop_probe::key(Rank::new(1)), stop_probe::LEFT, deadline),
+        3 => Err(Error::aborted("looked often")),
+        _ => Ok(()),
+    };
+    let error = mesh(&MeshConfig { watch: &watch, ..config(&store, 0) }, deadline).err().unwrap();
+    assert!(error.to_string().contains("looked often"), "{error}");
 }
 
 #[test]

@@ -45,7 +45,7 @@ pub(super) use self::connection::Connection;
 pub(crate) use self::connections::Connections;
 pub(crate) use self::control::{Monitor, SilentHosts};
 pub(crate) use self::start_failure::{KEY as FAILURE, fail_start, report_failed_start};
-pub(crate) use self::stop_probe::{LEFT, MOST_MARKED, process_record};
+pub(crate) use self::stop_probe::{LEFT, process_record};
 use self::stream::{Receiving, Sending};
 use super::polling::{Next, Polling, Wait};
 use super::{Incoming, Outgoing, Transport, late};
@@ -86,6 +86,8 @@ pub(crate) struct MeshConfig<'a> {
     pub heartbeat: Heartbeat,
     /// The number that distinguishes the group's connections, if the ranks have agreed on one; otherwise rank 0 draws it.
     pub number: Option<JobId>,
+    /// Whether the store empties the record of a rank that has left before it is connected. A record that is as it was is not read again and again.
+    pub marks_left: bool,
     /// Called now and then while this rank waits for others. Its error says why that is useless, and ends the start.
     pub watch: &'a (dyn Fn() -> Result<()> + Sync),
 }
@@ -103,6 +105,7 @@ impl<'a> MeshConfig<'a> {
             credentials: Credentials::none(),
             heartbeat: Heartbeat::default(),
             number: None,
+            marks_left: false,
             watch: &|| Ok(()),
         }
     }

@@ -39,9 +39,6 @@ struct ProcessRecord {
 
 /// What a store writes in place of a rank's record when that rank's connection ends.
 pub(crate) const LEFT: &[u8] = b"";
-/// In a world of at most so many ranks a store does that. In a larger one the connections could be more than rank 0 may have, and the questions
-/// more than its store answers.
-pub(crate) const MOST_MARKED: u32 = 64;
 
 /// What stands at a rank's key.
 enum Published {
@@ -131,8 +128,7 @@ impl<'a> StopProbe<'a> {
     /// all its connections, and end before this rank has looked at them: then they tell.
     pub(super) fn check_alive(&mut self, rank: Rank, deadline: Deadline) -> Result<()> {
         let (own, ignores_stops) = (self.own, self.config.heartbeat.timeout.is_zero());
-        let may_be_marked = self.config.world.get() <= MOST_MARKED;
-        let suspect = self.suspect(rank, may_be_marked, deadline)?;
+        let suspect = self.suspect(rank, self.config.marks_left, deadline)?;
         suspect.check_ended(own)?;
         if ignores_stops { Ok(()) } else { suspect.check_stop(own) }
     }

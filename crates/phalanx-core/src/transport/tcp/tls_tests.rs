@@ -41,6 +41,7 @@ fn join(store: &MemoryStore, rank: u32, world: u32, credentials: &Credentials) -
             credentials,
             heartbeat,
             number: None,
+            marks_left: false,
             watch: &|| Ok(()),
         },
         soon(),
