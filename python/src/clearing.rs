@@ -4,12 +4,16 @@
 //! reads the keys any more, so only the end of the program waits: no thread may call Python after that.
 
 use std::sync::mpsc::{self, Receiver, TryRecvError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use parking_lot::Mutex;
+use phalanx::Deadline;
 use pyo3::prelude::*;
 
 use crate::store::GivenUp;
+
+/// How long one call of a store may take after nobody waits for the others: a round trip of a slow network, with a packet that is sent again.
+const CALL_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// What is being removed.
 static CLEARINGS: Mutex<Vec<Clearing>> = Mutex::new(Vec::new());
@@ -49,15 +53,21 @@ pub fn begin(given_up: GivenUp, clear: impl FnOnce() + Send + 'static) {
 pub fn await_cleared(py: Python<'_>, timeout: f64) {
     let timeout = Duration::try_from_secs_f64(timeout).unwrap_or_default();
     py.detach(|| {
-        let begin = Instant::now();
         // A thread of the process from which this one was forked may have held it.
-        let Some(mut clearings) = CLEARINGS.try_lock_for(timeout) else { return };
+        let Some(mut clearings) = CLEARINGS.try_lock_for(CALL_TIMEOUT) else { return };
         let underway: Vec<Clearing> = clearings.drain(..).filter(Clearing::is_underway).collect();
         drop(clearings);
-        for Clearing { given_up, ended, .. } in underway {
-            // Nothing is sent: either way nobody waits any longer.
-            let _ = ended.recv_timeout(timeout.saturating_sub(begin.elapsed()));
-            given_up.give_up();
-        }
+        await_ended(&underway, timeout);
+        underway.iter().for_each(|clearing| clearing.given_up.give_up());
+        // The last call of each still returns to Python, which may not have ended by then.
+        await_ended(&underway, CALL_TIMEOUT);
     });
+}
+
+fn await_ended(clearings: &[Clearing], timeout: Duration) {
+    let deadline = Deadline::after(timeout);
+    for Clearing { ended, .. } in clearings {
+        // Nothing is sent: either way nobody waits any longer.
+        let _ = ended.recv_timeout(deadline.remaining());
+    }
 }

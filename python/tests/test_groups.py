@@ -4,6 +4,7 @@ import collections
 import datetime
 import os
 import threading
+import time
 
 import numpy
 import pytest
@@ -134,6 +135,29 @@ def clears(rank, port):
 
 def test_only_the_end_of_a_program_waits_until_a_meeting_is_removed():
     processes(2, clears, free_port())
+
+
+class Slow:
+    """A store whose removals take their time."""
+
+    def __init__(self):
+        self.begun, self.underway = threading.Event(), 0
+
+    def delete_key(self, key):
+        self.underway += 1
+        self.begun.set()
+        time.sleep(0.05)
+        self.underway -= 1
+        return True
+
+
+def test_no_store_is_called_any_more_when_the_end_of_a_program_has_waited():
+    store = Slow()
+    _native.Group.clear_meeting(store, 0, [])
+    assert store.begun.wait(60.0)
+    # It gives up at once, and the call that has begun returns.
+    _native.await_cleared(0.0)
+    assert store.underway == 0
 
 
 def keys_of_groups(rank, port, is_local):
