@@ -254,7 +254,8 @@ impl ShardedState {
     /// waits until all have read their parts.
     ///
     /// # Errors
-    /// On every rank, if one finds that it does not exist, cannot be read, or is that of another model or optimizer: then nothing has changed anywhere.
+    /// On every rank, if one finds that it does not exist, cannot be read, or is that of another model or optimizer, or if the ranks load the checkpoints
+    /// of different steps: then nothing has changed anywhere.
     /// A checkpoint after a step above 0 without anything of an optimizer is that of another one, unless this one keeps nothing. If the exchange
     /// fails.
     pub fn load<M: Module>(
@@ -266,12 +267,23 @@ impl ShardedState {
     ) -> Result<()> {
         let read = self.read(ddp, optimizer, saved, name);
         // If some ranks went on without their parts, the model would be made of two.
-        let causes = self.group.all_gather_object(&read.as_ref().err().map(Error::to_string))?;
+        let told = read.as_ref().map(|_| saved.step()).map_err(ToString::to_string);
+        let all = self.group.all_gather_object(&told)?;
         let (loaded, elements) = read?;
-        let failed = |(rank, cause): (Rank, &Option<String>)| Some((rank, cause.clone()?));
-        if let Some((rank, cause)) = self.group.world_size().ranks().zip(&causes).find_map(failed) {
-            let cause = format!("rank {rank} has not loaded its part of the state, so no rank has: {cause}");
-            return Err(Error::aborted(cause).with_peer(rank));
+        for (rank, told) in self.group.world_size().ranks().zip(all) {
+            let step = told.map_err(|cause| {
+                let cause =
+                    format!("rank {rank} has not loaded its part of the state, so no rank has: {cause}");
+                Error::aborted(cause).with_peer(rank)
+            })?;
+            if step != saved.step() {
+                let (this, own) = (self.group.rank(), saved.step());
+                let cause =
+                    format!("rank {rank} loads the state of step {step}, and rank {this} that of step {own}");
+                return Err(Error::mismatch(cause)
+                    .with_peer(rank)
+                    .with_remedy("load the same checkpoint on every rank, as Checkpoints::newest gives it"));
+            }
         }
         *optimizer = loaded;
         // Deferred updates of forward passes would overwrite the loaded values.
