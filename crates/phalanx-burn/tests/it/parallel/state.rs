@@ -267,7 +267,8 @@ fn a_state_that_one_rank_alone_loads_or_cannot_load_is_an_error_on_every_rank() 
                 true => other.state.load(&mut other.ddp, &mut other.optimizer, &saved, "training"),
                 false => group.barrier(),
             };
-            outcome.unwrap_err();
+            let error = outcome.unwrap_err().to_string();
+            assert!(error.contains("ShardedState::load"), "{error}");
         });
     }
 }
