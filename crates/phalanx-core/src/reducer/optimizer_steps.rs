@@ -238,10 +238,13 @@ mod tests {
             steps.take()
         };
         let own = taken(&[&[], &[7], &[]]);
-        for same in [&[&[][..], &[7], &[]], &[&[], &[7, 7], &[]], &[&[], &[9, 7], &[]]] {
+        let alike: [&[&[u64]]; 3] = [&[&[], &[7], &[]], &[&[], &[7, 7], &[]], &[&[], &[9, 7], &[]]];
+        for same in alike {
             compare([own, taken(same)].into_iter()).unwrap();
         }
-        for other in [&[&[][..], &[], &[]], &[&[], &[8], &[]], &[&[], &[7], &[7]], &[&[7], &[], &[]]] {
+        let others: [&[&[u64]]; 4] =
+            [&[&[], &[], &[]], &[&[], &[8], &[]], &[&[], &[7], &[7]], &[&[7], &[], &[]]];
+        for other in others {
             let error = compare([own, taken(other)].into_iter()).unwrap_err().to_string();
             assert!(error.contains("has loaded a state, or that of another step"), "{error}");
         }
