@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use phalanx::join::JoinGroup;
 use phalanx::reducer::hooks::{LoadedHook, Replica};
-use phalanx::reducer::{Reducer, ReducerOptions, StepTime, verify_state};
+use phalanx::reducer::{LoadedStates, Reducer, ReducerOptions, StepTime, verify_state};
 use phalanx::trace::Track;
 use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, WorldSize, adapter};
 use tch::nn::VarStore;
@@ -67,7 +67,7 @@ impl Default for DdpOptions {
 /// | names, shapes, types and ties of all variables; the [options](DdpOptions) and the order of gradients | [`new`](Self::new), and each new group of a [`TrainState`](crate::TrainState) |
 /// | communication hooks and their settings | [`register_comm_hook`](Self::register_comm_hook) |
 /// | an optimizer's rules and groups, and the number of steps | [`TrainState::with_group`](crate::TrainState::with_group) and its relatives |
-/// | rules and learning rates of all steps, norms of [`clip_grad_norm`](Self::clip_grad_norm), whether one rank alone has a new optimizer, and how often each rank has loaded a state | after the first [`TrainState::step`](crate::TrainState::step), and every 32 steps; the error comes in a later [`backward`](Self::backward), and they may differ by rounding |
+/// | rules and learning rates of all steps, norms of [`clip_grad_norm`](Self::clip_grad_norm), whether one rank alone has a new optimizer, and the steps of the checkpoints that each rank has loaded | after the first [`TrainState::step`](crate::TrainState::step), and every 32 steps; the error comes in a later [`backward`](Self::backward), and they may differ by rounding |
 /// | everything that is saved | each commit of an elastic job |
 /// | the parameters themselves | [`replicas_identical`](Self::replicas_identical) |
 ///
@@ -97,9 +97,9 @@ pub struct Ddp {
     accumulated: Accumulated,
     /// Whether the last backward pass has ended with an error.
     has_torn: bool,
-    /// How often the variables were loaded from a checkpoint since they came into this group, on all ranks together. None in an elastic job, which may
-    /// have one rank alone load them, and makes the others' the same then.
-    loads: Option<u32>,
+    /// Which states of the variables were loaded from checkpoints since they came into this group, on all ranks together. None in an elastic job, which
+    /// may have one rank alone load them, and makes the others' the same then.
+    loads: Option<LoadedStates>,
 }
 
 impl Ddp {
@@ -145,7 +145,7 @@ impl Ddp {
             has_run: false,
             buffers_stale: false,
             has_torn: false,
-            loads: Some(0),
+            loads: Some(LoadedStates::default()),
             broadcast_buffers: options.broadcast_buffers,
             loaded_hook: LoadedHook::default(),
             accumulated: Accumulated::default(),
@@ -333,9 +333,10 @@ impl Ddp {
 
     /// `optimizer` has changed the model, with these learning rates. What it does by gradients that are held, or that no average has gone over, is no step
     /// that all ranks have taken.
-    pub(crate) fn stepped(&self, learning_rates: &[f64], optimizer: &crate::Optimizer) {
+    pub(crate) fn stepped(&mut self, learning_rates: &[f64], optimizer: &crate::Optimizer) {
+        let loaded = self.loads.as_mut().map(LoadedStates::settle);
         if let Some(sink) = self.averaged_by_all() {
-            let settings = optimizer.settings().into_iter().chain(self.loads.map(f64::from));
+            let settings = optimizer.settings().into_iter().chain(loaded);
             sink.with_reducer(|reducer| reducer.stepped(learning_rates.iter().copied(), settings));
         }
     }

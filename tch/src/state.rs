@@ -441,7 +441,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
         if !self.read(saved)? {
             self.ddp.loaded_hook.mark_absent();
         }
-        self.ddp.note_load();
+        self.ddp.note_load(saved.step());
         Ok(())
     }
 

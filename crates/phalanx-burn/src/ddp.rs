@@ -19,7 +19,7 @@ use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::Tensor;
 use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::reducer::hooks::LoadedHook;
-use phalanx::reducer::{Reducer, ReducerOptions, StepTime, StepWeight};
+use phalanx::reducer::{LoadedStates, Reducer, ReducerOptions, StepTime, StepWeight};
 use phalanx::trace::Track;
 use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, WorldSize, adapter};
 
@@ -99,8 +99,8 @@ pub struct Ddp<M> {
     elementwise_steps: usize,
     /// Whether the ranks have found their optimizers alike since the model has come into this group.
     optimizers: alike::Watch,
-    /// How often the model, or the optimizer's state, was loaded from a checkpoint since then, on all ranks together.
-    loads: u32,
+    /// Which states of the model, or the optimizer, were loaded from checkpoints since then, on all ranks together.
+    loads: LoadedStates,
     /// Whether an elastic job gives all ranks the same state of the optimizer.
     has_common_state: bool,
     /// The memory for broadcasting buffers, and for averaging the model.
@@ -187,7 +187,7 @@ impl<M: Module> Ddp<M> {
             is_of_stages: false,
             elementwise_steps: 0,
             optimizers: alike::Watch::default(),
-            loads: 0,
+            loads: LoadedStates::default(),
             has_common_state: false,
             packed_buffers: Packed::default(),
             packed_weights: Packed::default(),
@@ -367,7 +367,7 @@ impl<M: Module> Ddp<M> {
     /// | what the optimizers do to parameters: their kinds, betas, decay, momentum, clipping | in the first step of each `Ddp`, and every 32 steps, each time of the next 32 parameters; of an elastic job's state in the first step or commit in each group, and every 32 commits; in [`TrainState::with_group`](crate::TrainState::with_group), [`ZeroRedundancyOptimizer::new`](crate::ZeroRedundancyOptimizer::new) and [`Fsdp::step`](crate::parallel::fsdp::Fsdp::step); when an uneven [`join`](Self::join) ends |
     /// | of which parameters they have a state, and after how many steps | in the first step of each `Ddp`, which reads a loaded state once, and in `ZeroRedundancyOptimizer::new`; `TrainState::with_group`, an elastic job and an uneven `join` give every rank the same state |
     /// | learning rates, and the norms of [`Ddp::clip_grad_norm`](Self::clip_grad_norm), [`clip_grad_norm`](crate::clip_grad_norm) and [`parallel::clip_grad_norm`](crate::parallel::clip_grad_norm) | in the first step, and every 32 steps those of all 32; they may differ by rounding |
-    /// | how often each rank has loaded a [`TrainState`](crate::TrainState) or a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) from a checkpoint | together with the learning rates; not in an elastic job, which gives every rank the same state |
+    /// | the steps of the checkpoints from which each rank has loaded a [`TrainState`](crate::TrainState) or a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) | together with the learning rates; not in an elastic job, which gives every rank the same state |
     /// | the state of an optimizer that replaces the first one later | never: [`replicas_identical`](Self::replicas_identical) says whether replicas have drifted apart |
     ///
     /// # Errors
@@ -416,12 +416,13 @@ impl<M: Module> Ddp<M> {
         // Moved and not cloned, so that the optimizer can change parameters in place.
         let model = self.model.take().map(|model| optimizer.step(rates.clone(), model, gradients));
         self.model = model.map(|model| self.inventory.ties.retie(model));
+        let loaded = self.loads.settle();
         if let Some(sink) = self.engine.sink() {
             // Burn's optimizers do not say what their settings are.
             let rates = lr::of_each(&rates, &self.inventory.parameters);
             sink.with_reducer(|reducer| {
                 reducer.clipped(clipped);
-                reducer.stepped(rates, [f64::from(self.loads)]);
+                reducer.stepped(rates, [loaded]);
             });
         }
         let end = Instant::now();

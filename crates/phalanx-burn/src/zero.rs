@@ -52,8 +52,8 @@ pub struct ZeroRedundancyOptimizer {
     inner: ModuleOptimizer,
     /// The parameters whose state this rank keeps.
     own: HashSet<ParamId>,
-    /// How often the state was loaded since the last step, in which the [`Ddp`] hears of it.
-    loads: u32,
+    /// The step of the checkpoint from which the state was loaded since the last step, in which the [`Ddp`] hears of it.
+    loaded: Option<u64>,
 }
 
 impl ZeroRedundancyOptimizer {
@@ -74,7 +74,7 @@ impl ZeroRedundancyOptimizer {
         optimizer::check_states(&optimizer, &group, ddp.parameters())?;
         let inner = optimizer::restricted(optimizer, ddp.parameters(), &own);
         // The others go on, and wait for this rank's part.
-        Ok(Self { inner: inner.inspect_err(|error| ddp.group().abort(error.clone()))?, own, loads: 0 })
+        Ok(Self { inner: inner.inspect_err(|error| ddp.group().abort(error.clone()))?, own, loaded: None })
     }
 
     /// Lets the optimizer change this rank's part of `ddp`'s model by `gradients` from [`Ddp::backward`], and receives
@@ -97,7 +97,11 @@ impl ZeroRedundancyOptimizer {
             ))
             .with_remedy("give every rank as many batches, or train with an optimizer that is not spread"));
         }
-        ddp.note_loads(std::mem::take(&mut self.loads));
+        if let Some(step) = self.loaded.take() {
+            // The model may have come from another checkpoint, which counts, too.
+            ddp.settle_loads();
+            ddp.note_load(step);
+        }
         ddp.apply(&mut self.inner, learning_rate, gradients)?;
         ddp.gather_parameters()
     }
@@ -145,7 +149,8 @@ impl ZeroRedundancyOptimizer {
     }
 
     /// Loads this rank's part of the state that any number of ranks have [saved](Self::save) under `name`, and reads no
-    /// other rank's tensors. Every rank calls it: if one has not, that is an error of a later [`Ddp::backward`] on every rank.
+    /// other rank's tensors. Every rank calls it: if one has not, or with the checkpoint of another step, that is an error of a later
+    /// [`Ddp::backward`] on every rank.
     ///
     /// # Errors
     /// If it does not exist, cannot be read, or is that of another model or optimizer; the state is then unchanged. A checkpoint after a
@@ -164,7 +169,7 @@ impl ZeroRedundancyOptimizer {
         };
         let (model, begun) = ((ddp.model(), ddp.parameters()), Begun::after(saved.step()));
         self.inner = moments::load(&self.inner, model, saved, begun, (indexes, name), is_own)?;
-        self.loads = self.loads.saturating_add(1);
+        self.loaded = Some(saved.step());
         Ok(())
     }
 

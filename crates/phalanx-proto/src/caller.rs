@@ -127,6 +127,8 @@ callers! {
     TrainStateCheckpoint = 56, "TrainState::checkpoint";
     /// The first step of an adapter's optimizer in a group, in which ranks compare theirs.
     DdpStep = 57, "Ddp::step";
+    /// Loading a state of which each rank has a part.
+    ShardedStateLoad = 58, "ShardedState::load";
     /// PyTorch's average of integers, which its backend makes of a sum.
     IntegerAverage = 60, "ReduceOp.AVG of integers";
     /// A call with tensors of `int16`: a type that collectives see as another one.

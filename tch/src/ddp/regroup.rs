@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use phalanx::join::{JoinGroup, JoinOptions, Joined};
-use phalanx::reducer::{Reducer, verify_description, verify_state};
+use phalanx::reducer::{LoadedStates, Reducer, verify_description, verify_state};
 use phalanx::{Buffer, Caller, Communicator as _, Error, ProcessGroup, Rank, Result, WorldSize};
 use phalanx_nccl::Communicator;
 use tch::Tensor;
@@ -115,7 +115,7 @@ impl Ddp {
         }
         self.take_state(Caller::Join, root)?;
         (self.buffers_stale, self.accumulated) = (false, Accumulated::default());
-        self.loads = self.loads.map(|_| 0);
+        self.loads = self.loads.map(|_| LoadedStates::default());
         optimizer.adopt(&self.group.in_call(Caller::Join), root)?;
         // What the last of NCCL's calls have left on the device is what has been adopted.
         self.check_settled()
@@ -142,9 +142,9 @@ impl Ddp {
         self.inventory.parameters.iter().try_for_each(|one| shim::set_gradient(&one.tensor, None))
     }
 
-    /// The variables were loaded from a checkpoint, as on all ranks of the group.
-    pub(crate) fn note_load(&mut self) {
-        self.loads = self.loads.map(|loads| loads.saturating_add(1));
+    /// The variables were loaded from the checkpoint of this `step`, as on all ranks of the group.
+    pub(crate) fn note_load(&mut self, step: u64) {
+        self.loads.iter_mut().for_each(|loads| loads.loaded(step));
     }
 
     /// Leaves its group, for one of this process alone.

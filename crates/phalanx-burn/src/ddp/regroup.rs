@@ -14,7 +14,7 @@ use burn::module::Module;
 use burn::tensor::Tensor;
 use phalanx::adapter::Elsewhere;
 use phalanx::join::{JoinGroup, JoinOptions, Joined};
-use phalanx::reducer::{Reducer, StepWeight};
+use phalanx::reducer::{LoadedStates, Reducer, StepWeight};
 use phalanx::{Communicator, Error, ProcessGroup, Result, WorldSize};
 
 use super::engine::{Averaging, Engine};
@@ -179,17 +179,17 @@ impl<M: Module> Ddp<M> {
         self.model = self.model.take().map(|model| self.inventory.ties.retie(change(model)));
     }
 
-    /// The model, or the optimizer's state, was loaded so many times, as on all ranks of the group. An elastic job may have one rank alone load it, and
-    /// makes the others' the same then.
-    pub(crate) fn note_loads(&mut self, loads: u32) {
+    /// The model, or the optimizer's state, was loaded from the checkpoint of this `step`, as on all ranks of the group. An elastic job may have one rank
+    /// alone load it, and makes the others' the same then.
+    pub(crate) fn note_load(&mut self, step: u64) {
         if !self.has_common_state {
-            self.loads = self.loads.saturating_add(loads);
+            self.loads.loaded(step);
         }
     }
 
-    /// How many were [noted](Self::note_loads).
-    pub(crate) fn loads(&self) -> u32 {
-        self.loads
+    /// The training goes on with what was [loaded](Self::note_load). Gives what the ranks compare of that.
+    pub(crate) fn settle_loads(&mut self) -> f64 {
+        self.loads.settle()
     }
 
     fn settle(&mut self, engine: Engine<M>) {
@@ -197,7 +197,7 @@ impl<M: Module> Ddp<M> {
         self.accumulated = StepWeight::Nothing;
         self.token = ModelToken::default();
         (self.buffers_stale, self.sharded, self.optimizers) = (false, false, alike::Watch::default());
-        (self.has_common_state, self.loads) = (true, 0);
+        (self.has_common_state, self.loads) = (true, LoadedStates::default());
         // The memory belongs to the previous group.
         (self.packed_buffers, self.packed_weights) = (Packed::default(), Packed::default());
     }

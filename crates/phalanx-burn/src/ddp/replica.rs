@@ -93,7 +93,7 @@ impl<M: Module> Ddp<M> {
         let group = self.group.in_call(Caller::Join);
         let model = replicas::from_rank(model, &group, root, Select::All)?;
         self.model = Some(self.inventory.ties.retie(model));
-        (self.buffers_stale, self.loads) = (false, 0);
+        (self.buffers_stale, self.loads) = (false, Default::default());
         self.compare_optimizers(optimizer, None, Caller::Join)?;
         // Of all tensors: one that is frozen by now may have moments.
         *optimizer = optimizer::from_rank(optimizer, &group, root, &self.inventory.state)?;

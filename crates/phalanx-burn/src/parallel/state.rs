@@ -3,13 +3,14 @@
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
+use std::time::Duration;
 
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::ModuleOptimizer;
 use burn::tensor::{Bool, Bytes, DType as BurnDType, Int, Tensor};
 use burn_pack::Scalar;
 use phalanx::checkpoint::{Saved, Snapshot};
-use phalanx::{Error, ProcessGroup, Rank, Result};
+use phalanx::{Caller, Error, ProcessGroup, Rank, Result};
 use serde::{Deserialize, Serialize};
 
 use super::division::{Span, divided, parts};
@@ -20,6 +21,9 @@ use crate::parameters::{Parameter, Select};
 use crate::state::model::{self, Entry};
 use crate::state::{Begun, Layout, fit};
 use crate::{read_back, tensor_bytes};
+
+/// How long a rank waits for others whose disks are slower.
+const TIMEOUT: Duration = Duration::from_secs(600);
 
 /// What the tensors of a rank's part are called in the whole model.
 pub struct StateNames<'a> {
@@ -251,10 +255,11 @@ impl ShardedState {
     }
 
     /// Loads this rank's part of what was [saved](Self::save) under `name` on a mesh of any shape, also in one process. All ranks call it together: each
-    /// waits until all have read their parts.
+    /// waits until all have read their parts, 10 minutes at most, or the group's time-out if that is longer.
     ///
     /// # Errors
-    /// On every rank, if one finds that it does not exist, cannot be read, or is that of another model or optimizer: then nothing has changed anywhere.
+    /// On every rank, if one finds that it does not exist, cannot be read, or is that of another model or optimizer, or if the ranks load the checkpoints
+    /// of different steps: then nothing has changed anywhere.
     /// A checkpoint after a step above 0 without anything of an optimizer is that of another one, unless this one keeps nothing. If the exchange
     /// fails.
     pub fn load<M: Module>(
@@ -264,14 +269,27 @@ impl ShardedState {
         saved: &Saved,
         name: &str,
     ) -> Result<()> {
+        let _section = self.group.announce_section();
         let read = self.read(ddp, optimizer, saved, name);
         // If some ranks went on without their parts, the model would be made of two.
-        let causes = self.group.all_gather_object(&read.as_ref().err().map(Error::to_string))?;
+        let told = read.as_ref().map(|_| saved.step()).map_err(ToString::to_string);
+        let group = self.group.with_timeout(self.group.timeout().max(TIMEOUT));
+        let all = group.in_call(Caller::ShardedStateLoad).all_gather_object(&told)?;
         let (loaded, elements) = read?;
-        let failed = |(rank, cause): (Rank, &Option<String>)| Some((rank, cause.clone()?));
-        if let Some((rank, cause)) = self.group.world_size().ranks().zip(&causes).find_map(failed) {
-            let cause = format!("rank {rank} has not loaded its part of the state, so no rank has: {cause}");
-            return Err(Error::aborted(cause).with_peer(rank));
+        for (rank, told) in self.group.world_size().ranks().zip(all) {
+            let step = told.map_err(|cause| {
+                let cause =
+                    format!("rank {rank} has not loaded its part of the state, so no rank has: {cause}");
+                Error::aborted(cause).with_peer(rank)
+            })?;
+            if step != saved.step() {
+                let (this, own) = (self.group.rank(), saved.step());
+                let cause =
+                    format!("rank {rank} loads the state of step {step}, and rank {this} that of step {own}");
+                return Err(Error::mismatch(cause)
+                    .with_peer(rank)
+                    .with_remedy("load the same checkpoint on every rank, as Checkpoints::newest gives it"));
+            }
         }
         *optimizer = loaded;
         // Deferred updates of forward passes would overwrite the loaded values.

@@ -102,7 +102,7 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
         if !self.read(saved)? {
             self.model.loaded_hook.mark_absent();
         }
-        self.model.note_loads(1);
+        self.model.note_load(saved.step());
         Ok(())
     }
 

@@ -13,6 +13,16 @@ use phalanx::trace::Trace;
 use phalanx::{Buffer, Communicator, DType, Error, ProcessGroup, Rank, ReduceOp, Result, Work, WorldSize};
 use phalanx_burn::device::Kind;
 
+/// By rank, which of two saved states it loads one after the other before its first step, and whether that is an error.
+pub const LOADS: [([&[usize]; 2], bool); 5] = [
+    ([&[0], &[0]], false),
+    ([&[0], &[]], true),
+    ([&[], &[0]], true),
+    ([&[0], &[1]], true),
+    // Rank 1 could not read the other one.
+    ([&[1, 0], &[0]], false),
+];
+
 /// Runs `rank` in one thread for each of `world` ranks; gives what they returned, in the order of the ranks.
 pub fn run<T: Send>(world: u32, rank: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
     let groups = ProcessGroup::in_process(WorldSize::new(world).unwrap()).unwrap();

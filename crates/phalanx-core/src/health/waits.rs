@@ -88,6 +88,7 @@ const fn is_announced(caller: Caller) -> bool {
             | Caller::CheckpointsNewest
             | Caller::CheckpointsSaveSharded
             | Caller::TrainStateCheckpoint
+            | Caller::ShardedStateLoad
     )
 }
 

@@ -109,6 +109,32 @@ impl OptimizerSteps {
     }
 }
 
+/// Which states a rank has loaded from checkpoints: what an adapter gives as a setting of each [step](super::Reducer::stepped).
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct LoadedStates {
+    /// The step of the state that was loaded last, if no step has followed.
+    newest: Option<u64>,
+    /// Of the steps of those before.
+    hash: u64,
+}
+
+impl LoadedStates {
+    /// A state was loaded, which was saved after this `step`. Of several before the next step of training the last one counts: a rank may have loaded a
+    /// newer one that another rank could not read.
+    pub fn loaded(&mut self, step: u64) {
+        self.newest = Some(step);
+    }
+
+    /// The training goes on with what was loaded. Gives the setting.
+    pub fn settle(&mut self) -> f64 {
+        if let Some(step) = self.newest.take() {
+            self.hash = fnv1a(self.hash.to_le_bytes().into_iter().chain(step.to_le_bytes()));
+        }
+        // As many bits as an f32 has, in which settings are compared.
+        (self.hash >> 40) as f64
+    }
+}
+
 /// By what each number of a step, of a group of parameters, is multiplied, so that numbers that are exchanged between them show in a sum.
 fn weight(step: u32, group: usize) -> f64 {
     0.5 + (f64::from(step) * 0.618 + group as f64 * 0.414).fract()
@@ -129,7 +155,7 @@ pub(super) fn compare(all: impl Iterator<Item = [f64; NUMBERS]>) -> Result<()> {
         } else if hash != expected[1] {
             format!(
                 "the optimizer of rank {rank} has other settings than that of rank {first}, such as its kind, betas, epsilon, momentum or decay, or is a new one; or \
-                 one rank alone has loaded a state"
+                 one rank alone has loaded a state, or that of another step"
             )
         } else if !are_near(rates, expected[2], TOLERANCE * highest.max(expected[5])) {
             let before = expected[3];
@@ -197,6 +223,30 @@ mod tests {
         for (ranks, said) in differing {
             let error = compared(&ranks).unwrap();
             assert!(error.contains(said), "{error}");
+        }
+    }
+
+    #[test]
+    fn states_that_ranks_load_are_compared_by_their_steps_and_the_last_before_a_step_counts() {
+        // By step of training, the steps of the states that are loaded before it.
+        let taken = |loads: &[&[u64]]| {
+            let (mut steps, mut states) = (OptimizerSteps::default(), LoadedStates::default());
+            for loads in loads {
+                loads.iter().for_each(|step| states.loaded(*step));
+                steps.step([0.1], [states.settle()]);
+            }
+            steps.take()
+        };
+        let own = taken(&[&[], &[7], &[]]);
+        let alike: [&[&[u64]]; 3] = [&[&[], &[7], &[]], &[&[], &[7, 7], &[]], &[&[], &[9, 7], &[]]];
+        for same in alike {
+            compare([own, taken(same)].into_iter()).unwrap();
+        }
+        let others: [&[&[u64]]; 4] =
+            [&[&[], &[], &[]], &[&[], &[8], &[]], &[&[], &[7], &[7]], &[&[7], &[], &[]]];
+        for other in others {
+            let error = compare([own, taken(other)].into_iter()).unwrap_err().to_string();
+            assert!(error.contains("has loaded a state, or that of another step"), "{error}");
         }
     }
 

@@ -113,19 +113,29 @@ fn an_optimizer_that_one_rank_alone_makes_anew_is_an_error_on_every_rank() {
 }
 
 #[test]
-fn a_state_that_one_rank_alone_loads_is_an_error_on_every_rank() {
-    for alone in [false, true] {
+fn ranks_that_load_other_states_are_an_error_on_every_rank() {
+    // By rank, which of two states it loads one after the other, and whether that is an error.
+    let cases: [([&[usize]; 2], bool); 5] = [
+        ([&[0], &[0]], false),
+        ([&[0], &[]], true),
+        ([&[], &[0]], true),
+        ([&[0], &[1]], true),
+        // Rank 1 could not read the other one.
+        ([&[1, 0], &[0]], false),
+    ];
+    for (loads, is_error) in cases {
         let folder = tempfile::tempdir().unwrap();
         let errors = run(2, |group| {
             let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
             let mut training = Training::new(Rule::ADAMW).with_group(&group);
-            training.train(0..2);
-            training.state.checkpoint(&checkpoints).unwrap();
-            checkpoints.finish().unwrap();
-            training.train(2..3);
-            let newest = checkpoints.newest().unwrap().unwrap();
-            if !alone || !group.rank().is_main() {
-                training.state.load_from(&newest).unwrap();
+            let saved = [0..2, 2..3].map(|steps| {
+                training.train(steps);
+                training.state.checkpoint(&checkpoints).unwrap();
+                checkpoints.finish().unwrap();
+                checkpoints.newest().unwrap().unwrap()
+            });
+            for which in loads[group.rank().index()] {
+                training.state.load_from(&saved[*which]).unwrap();
             }
             let mut step = |number| {
                 let loss = training.loss(number)?;
@@ -136,7 +146,7 @@ fn a_state_that_one_rank_alone_loads_is_an_error_on_every_rank() {
             (0..70).find_map(|number| step(number).err()).map(|error| error.to_string())
         });
         for error in errors {
-            assert_eq!(error.is_some(), alone, "{error:?}");
+            assert_eq!(error.is_some(), is_error, "{loads:?}: {error:?}");
             assert!(error.is_none_or(|error| error.contains("one rank alone has loaded a state")));
         }
     }

@@ -267,9 +267,36 @@ fn a_state_that_one_rank_alone_loads_or_cannot_load_is_an_error_on_every_rank() 
                 true => other.state.load(&mut other.ddp, &mut other.optimizer, &saved, "training"),
                 false => group.barrier(),
             };
-            outcome.unwrap_err();
+            let error = outcome.unwrap_err().to_string();
+            assert!(error.contains("ShardedState::load"), "{error}");
         });
     }
+}
+
+#[test]
+fn parts_of_the_states_of_different_steps_are_an_error_on_every_rank() {
+    let folder = tempfile::tempdir().unwrap();
+    run(2, |group| {
+        let mut training = Training::new(&group, (1, 2, 1));
+        training.steps(0..1);
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let saved = [1, 2].map(|step| {
+            let Training { ddp, optimizer, state, .. } = &training;
+            checkpoints
+                .save_sharded(step, |snapshot| state.save(ddp, optimizer, snapshot, "training"))
+                .unwrap();
+            checkpoints.finish().unwrap();
+            checkpoints.newest().unwrap().unwrap()
+        });
+        let before = floats(training.ddp.model());
+        let Training { ddp, optimizer, state, .. } = &mut training;
+        let own = group.rank().index();
+        let error = state.load(ddp, optimizer, &saved[own], "training").unwrap_err();
+        let said = format!("and rank {own} that of step {}", own + 1);
+        assert!(error.is_mismatch() && error.to_string().contains(&said), "{error}");
+        assert_eq!(floats(ddp.model()), before);
+        state.load(ddp, optimizer, &saved[0], "training").unwrap();
+    });
 }
 
 #[test]

@@ -5,14 +5,14 @@ use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, ModuleOptimizer, SgdConfig};
 use burn::tensor::{Bool, Device, Int, Tensor};
 use phalanx::Result;
-use phalanx::checkpoint::Checkpoints;
+use phalanx::checkpoint::{Checkpoints, Snapshot};
 use phalanx::mesh::DeviceMesh;
 use phalanx::testing::{self, Fabric};
 use phalanx_burn::parallel::fsdp::{Fsdp, FullySharded, ShardingGroup};
 
 use super::super::model::scalar;
 use super::{all_options, options};
-use crate::common::{Mlp, device, distance, floats, plain, run, samples};
+use crate::common::{LOADS, Mlp, device, distance, floats, plain, run, samples};
 
 /// Dense layers, each a unit.
 #[derive(Module, Debug)]
@@ -333,10 +333,10 @@ fn what_is_in_no_unit_is_that_of_rank_0_and_is_saved() {
 }
 
 #[test]
-fn a_state_that_one_rank_alone_loads_is_an_error_on_every_rank() {
+fn ranks_that_load_other_states_are_an_error_on_every_rank() {
     // Ranks that have other shards, and ranks that have the same.
     for shards in [2, 1] {
-        for alone in [false, true] {
+        for (loads, is_error) in LOADS {
             let folder = tempfile::tempdir().unwrap();
             let errors = run(2, |group| {
                 let mesh = DeviceMesh::new(&group, &[("replicate", 2 / shards), ("shard", shards)]).unwrap();
@@ -345,11 +345,14 @@ fn a_state_that_one_rank_alone_loads_is_an_error_on_every_rank() {
                 let mut fsdp = Fsdp::new(Layers::new(&[8, 4, 1], &sharding).unwrap(), &sharding).unwrap();
                 let mut optimizer = SgdConfig::new().init();
                 let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
-                checkpoints.save_sharded(1, |snapshot| fsdp.save(&optimizer, snapshot, "model")).unwrap();
-                checkpoints.finish().unwrap();
-                let saved = checkpoints.newest().unwrap().unwrap();
-                if !alone || group.rank().is_main() {
-                    fsdp.load(&mut optimizer, &saved, "model").unwrap();
+                let saved = [1, 2].map(|step| {
+                    let save = |snapshot: &mut Snapshot| fsdp.save(&optimizer, snapshot, "model");
+                    checkpoints.save_sharded(step, save).unwrap();
+                    checkpoints.finish().unwrap();
+                    checkpoints.newest().unwrap().unwrap()
+                });
+                for which in loads[group.rank().index()] {
+                    fsdp.load(&mut optimizer, &saved[*which], "model").unwrap();
                 }
                 let mut step = || {
                     let loss = fsdp.forward(|model| model.forward(samples(0, 4).0).mean())?;
@@ -359,7 +362,7 @@ fn a_state_that_one_rank_alone_loads_is_an_error_on_every_rank() {
                 (0..40).find_map(|_| step().err()).map(|error| error.to_string())
             });
             for error in errors {
-                assert_eq!(error.is_some(), alone, "{shards} shards: {error:?}");
+                assert_eq!(error.is_some(), is_error, "{shards} shards, {loads:?}: {error:?}");
                 assert!(error.is_none_or(|error| error.contains("one rank alone has loaded a state")));
             }
         }
