@@ -203,7 +203,7 @@ fn a_ticket_of_other_calls_is_refused() {
             let ticket = one.lend(Rank::MAIN).unwrap();
             let error = other.accept::<i64>(ticket).unwrap_err();
             assert!(
-                error.is_invalid_argument() && error.to_string().contains("other remote calls"),
+                error.is_invalid_argument() && error.to_string().contains("lent by another Rpc"),
                 "{error}"
             );
             assert_eq!(rpc.accept::<i64>(ticket).unwrap().call::<_, i64>("read", &()).unwrap(), 1);
