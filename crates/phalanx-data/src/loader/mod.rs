@@ -142,7 +142,7 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
         self.inner.progress.lock().shard.1
     }
 
-    /// The number of batches of a whole pass on this rank. With a [`Sampler`] of one's own, of the current epoch's.
+    /// The number of batches of a whole pass on this rank. With a [`Sampler`](crate::Sampler) of one's own, of the current epoch's.
     pub fn len(&self) -> usize {
         let (mut whole, (_, world)) = {
             let progress = self.inner.progress.lock();
