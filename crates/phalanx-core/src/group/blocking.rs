@@ -165,6 +165,7 @@ pub(super) fn out_of_place<'a, T: Element>(input: &'a [T], output: &'a mut [T]) 
 }
 
 #[cfg(all(test, feature = "testing"))]
+#[allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 mod tests {
     use std::time::{Duration, Instant};
 
