@@ -148,9 +148,7 @@ fn half_precision_is_normalised_in_single() {
     let x = |from, to| (images(from, to) + 20.0).to_kind(Kind::BFloat16);
     let of = |group: &ProcessGroup, input: &Tensor, kind: Kind| {
         let store = nn::VarStore::new(device());
-        let config = nn::BatchNormConfig { ws_init: nn::Init::Const(1.0), ..Default::default() };
-        let norm = nn::batch_norm2d(store.root(), 3, config);
-        let norm = SyncBatchNorm::new(norm, config, group);
+        let norm = norm_of_3(&store, group);
         let input = input.to_kind(kind).set_requires_grad(true);
         let output = norm.forward(&input, true).unwrap();
         assert_eq!(output.kind(), kind);
@@ -169,14 +167,18 @@ fn half_precision_is_normalised_in_single() {
     assert!(distance(&[parts[1][2].clone()], &[variance]) < 1e-5);
 }
 
+/// A layer of three channels whose weights are 1.
+fn norm_of_3(store: &nn::VarStore, group: &ProcessGroup) -> SyncBatchNorm {
+    let config = nn::BatchNormConfig { ws_init: nn::Init::Const(1.0), ..Default::default() };
+    SyncBatchNorm::new(nn::batch_norm2d(store.root(), 3, config), config, group)
+}
+
 /// The squares of such values, as doubles, say nothing of the variance.
 #[test]
 fn a_variance_that_is_small_beside_the_squared_mean_is_that_of_the_whole_batch() {
     let of = |group: &ProcessGroup, images: Tensor| {
         let mut store = nn::VarStore::new(device());
-        let config = nn::BatchNormConfig { ws_init: nn::Init::Const(1.0), ..Default::default() };
-        let norm = nn::batch_norm2d(store.root(), 3, config);
-        let norm = SyncBatchNorm::new(norm, config, group);
+        let norm = norm_of_3(&store, group);
         store.double();
         let input = (images.to_kind(Kind::Double) + 1e9).set_requires_grad(true);
         let output = norm.forward(&input, true).unwrap();
@@ -199,9 +201,7 @@ fn a_variance_that_is_small_beside_the_squared_mean_is_that_of_the_whole_batch()
 fn a_channel_that_is_nan_leaves_the_others_their_small_variance() {
     let of = |group: &ProcessGroup, images: Tensor| {
         let mut store = nn::VarStore::new(device());
-        let config = nn::BatchNormConfig { ws_init: nn::Init::Const(1.0), ..Default::default() };
-        let norm = nn::batch_norm2d(store.root(), 3, config);
-        let norm = SyncBatchNorm::new(norm, config, group);
+        let norm = norm_of_3(&store, group);
         store.double();
         let input = images.to_kind(Kind::Double) + 1e9;
         let first = input.narrow(1, 0, 1).full_like(f64::NAN);

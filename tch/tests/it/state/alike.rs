@@ -2,6 +2,21 @@
 
 use super::*;
 
+/// The error with which 70 steps of training end. `rate` is asked for the learning rate of each when there are gradients.
+fn error_of_steps(
+    training: &mut Training,
+    mut rate: impl FnMut(&mut Training, usize) -> Result<f64>,
+) -> Option<String> {
+    let mut step = |number| {
+        let loss = training.loss(number)?;
+        training.state.optimizer.zero_grad()?;
+        training.state.ddp.backward(&loss)?;
+        let rate = rate(training, number)?;
+        training.state.step(rate)
+    };
+    (0..70).find_map(|number| step(number).err()).map(|error| error.to_string())
+}
+
 #[test]
 fn steps_by_gradients_of_a_plain_backward_are_not_compared() {
     run(2, |group| {
@@ -50,13 +65,7 @@ fn other_rules_or_learning_rates_on_one_rank_are_an_error_on_every_rank() {
             let mut training = Training::new(Rule::ADAMW).with_group(&group);
             let is_main = group.rank().is_main();
             training.state.optimizer.set_rule(if is_main { Rule::ADAMW } else { rule }).unwrap();
-            let mut step = |step: usize| {
-                let loss = training.loss(step)?;
-                training.state.optimizer.zero_grad()?;
-                training.state.ddp.backward(&loss)?;
-                training.state.step(if is_main { 0.01 } else { rate })
-            };
-            (0..70).find_map(|number| step(number).err()).map(|error| error.to_string())
+            error_of_steps(&mut training, |_, _| Ok(if is_main { 0.01 } else { rate }))
         });
         for error in errors {
             assert_eq!(error.is_some(), said.is_some(), "{error:?}");
@@ -71,14 +80,10 @@ fn gradients_that_one_rank_clips_to_another_norm_are_an_error_on_every_rank() {
         let errors = run(2, |group| {
             let mut training = Training::new(Rule::sgd(0.0)).with_group(&group);
             let max_norm = if group.rank().is_main() { 1e-4 } else { other };
-            let mut step = |number: usize| {
-                let loss = training.loss(number)?;
-                training.state.optimizer.zero_grad()?;
-                training.state.ddp.backward(&loss)?;
+            error_of_steps(&mut training, |training, _| {
                 assert!(training.state.ddp.clip_grad_norm(max_norm)? > 2e-4);
-                training.state.step(0.01)
-            };
-            (0..70).find_map(|number| step(number).err()).map(|error| error.to_string())
+                Ok(0.01)
+            })
         });
         for error in errors {
             assert_eq!(error.is_some(), expected, "{error:?}");
@@ -93,16 +98,12 @@ fn an_optimizer_that_one_rank_alone_makes_anew_is_an_error_on_every_rank() {
     for (rule, expected) in [(Rule::ADAMW, true), (Rule::sgd(0.9), true), (Rule::sgd(0.0), false)] {
         let errors = run(2, |group| {
             let mut training = Training::new(rule).with_group(&group);
-            let mut step = |number: usize| {
+            error_of_steps(&mut training, |training, number| {
                 if number == 5 && !group.rank().is_main() {
                     training.state.optimizer = Optimizer::new(&training.model.store, rule).unwrap();
                 }
-                let loss = training.loss(number)?;
-                training.state.optimizer.zero_grad()?;
-                training.state.ddp.backward(&loss)?;
-                training.state.step(0.01)
-            };
-            (0..70).find_map(|number| step(number).err()).map(|error| error.to_string())
+                Ok(0.01)
+            })
         });
         for error in errors {
             assert_eq!(error.is_some(), expected, "{error:?}");
@@ -137,13 +138,7 @@ fn ranks_that_load_other_states_are_an_error_on_every_rank() {
             for which in loads[group.rank().index()] {
                 training.state.load_from(&saved[*which]).unwrap();
             }
-            let mut step = |number| {
-                let loss = training.loss(number)?;
-                training.state.optimizer.zero_grad()?;
-                training.state.ddp.backward(&loss)?;
-                training.state.step(0.01)
-            };
-            (0..70).find_map(|number| step(number).err()).map(|error| error.to_string())
+            error_of_steps(&mut training, |_, _| Ok(0.01))
         });
         for error in errors {
             assert_eq!(error.is_some(), is_error, "{loads:?}: {error:?}");

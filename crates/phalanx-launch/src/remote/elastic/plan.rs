@@ -491,10 +491,10 @@ mod tests {
         let elastic = ElasticHosts::new(WorldSize::new(1).unwrap());
         let mut told = Vec::new();
         let mut observer = |event: Event<'_>| {
-            match event {
-                Event::Ending { signal } => told.push(Some(signal)),
-                Event::Killing => told.push(None),
-                _ => {}
+            if let Event::Ending { signal } = event {
+                told.push(Some(signal));
+            } else if matches!(event, Event::Killing) {
+                told.push(None);
             }
             std::ops::ControlFlow::Continue(())
         };
