@@ -34,6 +34,7 @@ pub use self::memory::{available as available_memory, total as total_memory};
 use self::table::Table;
 use crate::control_block;
 use crate::memfd;
+use crate::process;
 use crate::sync::{AtomicU32, AtomicU64, Ordering};
 
 const NAME: &str = "phalanx-arena";
@@ -44,6 +45,9 @@ const IDENTITY: usize = 16;
 const CLAIM: usize = 24;
 /// The offset of what says that the usual staging buffers have memory.
 const FILLED: usize = 32;
+/// The offsets of the number of the process that has created the arena, and of the address at which it has mapped it.
+pub(crate) const OWNER: usize = 40;
+pub(crate) const OWNER_ADDRESS: usize = 48;
 /// Regions are multiples of this.
 pub(crate) const PAGE: usize = 4096;
 /// Bytes that are copied at once when a region is cut off, so that its memory is not needed twice.
@@ -99,6 +103,8 @@ impl Arena {
         let mut identity = [0; 8];
         getrandom::fill(&mut identity).map_err(|error| io::Error::other(error.to_string()))?;
         mapping.word(IDENTITY).store(u64::from_ne_bytes(identity), Ordering::Relaxed);
+        mapping.word(OWNER).store(u64::from(std::process::id()), Ordering::Relaxed);
+        mapping.word(OWNER_ADDRESS).store(mapping.base.as_ptr().addr() as u64, Ordering::Relaxed);
         mapping.word(0).store(MAGIC, Ordering::Release);
         let table = Mutex::new(Table::new(RESERVED..allowed));
         Ok(Arc::new(Self { mapping: Arc::new(mapping), file, table }))
@@ -233,6 +239,40 @@ impl Mapping {
     /// Whether the usual staging buffers have memory.
     pub(crate) fn is_filled(&self) -> bool {
         self.word(FILLED).load(Ordering::Acquire) == 1
+    }
+
+    /// Whether this process has created the arena. One that was forked from its creator has not.
+    pub(crate) fn is_own(&self) -> bool {
+        self.word(OWNER).load(Ordering::Relaxed) == u64::from(std::process::id())
+    }
+
+    /// Copies from `address` of the process that has created the arena.
+    ///
+    /// # Errors
+    /// If the kernel does not allow it, if there is no such memory, or if that process has ended.
+    pub(crate) fn read_owner(&self, address: u64, into: &mut [u8]) -> io::Result<()> {
+        let owner = self.word(OWNER).load(Ordering::Relaxed);
+        let pid = u32::try_from(owner).map_err(|_| io::Error::other("no process has this number"))?;
+        let read = |address: u64, into: &mut [u8]| -> io::Result<()> {
+            let mut filled = 0;
+            while filled < into.len() {
+                filled +=
+                    match process::read(pid, address.saturating_add(filled as u64), &mut into[filled..])? {
+                        0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+                        count => count,
+                    };
+            }
+            Ok(())
+        };
+        read(address, into)?;
+        // Afterwards: another process may have the number by now, and then what has come is of that one.
+        let mut identity = [0; 8];
+        let place = self.word(OWNER_ADDRESS).load(Ordering::Relaxed).saturating_add(IDENTITY as u64);
+        read(place, &mut identity)?;
+        match u64::from_ne_bytes(identity) == self.identity() {
+            true => Ok(()),
+            false => Err(io::Error::other("the process that lent its memory has ended")),
+        }
     }
 
     /// The claim of the control block to which this memory belongs.

@@ -6,7 +6,9 @@
 //! ```text
 //!   doorbell   rung, sleeping               on cache lines of their own, as everything below
 //!   processor  where this rank was when it began its last call; beside `sleeping`, because it changes seldom
-//!   done       the last call in which this rank has finished with the others' memory; 0 again once a call has failed
+//!   done       the last call in which this rank has finished with the others' memory; 0 again once a call has failed;
+//!              beside it, the last call in which it could not copy out of another's process, and where its memory is in
+//!              its own one: in two words, for calls with even and odd numbers
 //!   staged     windows that this rank has filled; beside it, in which staging buffer each of the last ones is
 //!   taken      windows of all ranks that this rank has worked on
 //!   slot 0     header: sequence, call (16 bytes), kind and offset of memory, its length; then a note, and data: behind
@@ -30,6 +32,9 @@
 //! ([`SharedOperation::combine`], [`SharedOperation::read`]). The call ends when all ranks are done. Otherwise the data
 //! passes through the staging buffers, one window at a time ([`SharedOperation::pass`]). The slot header says what each
 //! rank gives, and how it would divide the work, so all ranks choose the same protocol and the same shares.
+//!
+//! Much data that is only copied can go past all shared memory: each rank says with its header where its data is, and the others copy it out
+//! of its process ([`SharedOperation::copy`]). If a rank cannot, the call has no result on any rank, and nobody copies so any more.
 
 mod division;
 mod operation;
@@ -74,6 +79,8 @@ const USUAL: usize = 2;
 const START: usize = PAGE;
 const PROCESSOR: usize = START + LINE + 4;
 const DONE: usize = START + 2 * LINE;
+const REFUSED: usize = DONE + 8;
+const OFFERED: usize = DONE + 16;
 const STAGED: usize = DONE + LINE;
 const TAKEN: usize = STAGED + LINE;
 const SLOTS: usize = TAKEN + LINE;
@@ -121,6 +128,20 @@ pub enum Unregistered<'a, E> {
 /// Called now and then during a wait, with the index of the member waited for. An error ends the wait.
 pub type Watch<'a, E> = &'a mut dyn FnMut(usize) -> Result<(), E>;
 
+/// What a rank brings to a call in which ranks may read each other's memory.
+#[derive(Clone, Debug)]
+pub struct Brought<'a> {
+    /// All ranks receive it, with every protocol. In one call it has the same length on every rank.
+    pub note: &'a [u8],
+    /// What the others may read.
+    pub memory: &'a [u8],
+    /// The part of it that is copied into the slot, if all ranks do so and no rank shows a region.
+    pub small: Option<Range<usize>>,
+    /// If a rank brings so many bytes and more, ranks copy out of each other's processes. The same on every rank; ignored once that
+    /// [has been refused](ControlBlock::copies).
+    pub copied_from: Option<usize>,
+}
+
 /// A slot header without the sequence number: the call, the memory, and its length.
 type Fields = [u64; 4];
 
@@ -148,6 +169,10 @@ pub struct ControlBlock {
     staging: Staging,
     /// Whether every other rank's claim is known to be to this control block.
     is_joined: bool,
+    /// Whether members may copy out of each other's processes, as far as they have tried.
+    copies: bool,
+    /// Whether this rank copies nothing, for tests.
+    refuses: bool,
     still_shared: Option<io::Error>,
 }
 
@@ -177,6 +202,8 @@ impl ControlBlock {
             in_own_slot: 0,
             staging: Staging::default(),
             is_joined: false,
+            copies: cfg!(not(loom)),
+            refuses: false,
             still_shared: None,
         })
     }
@@ -247,25 +274,50 @@ impl ControlBlock {
         self.still_shared.take()
     }
 
-    /// A call in which other ranks may read `memory`, if all ranks' memory is a whole region. Otherwise as
-    /// [`in_place`](Self::in_place). A rank without data does not affect which protocol is used.
+    /// Whether members may copy out of each other's processes: until one of them could not. The same on every member after each call.
+    pub fn copies(&self) -> bool {
+        self.copies
+    }
+
+    /// As if the kernel did not allow this rank to copy, from the next call on.
+    #[doc(hidden)]
+    pub fn refuse_copies(&mut self) {
+        self.refuses = true;
+    }
+
+    /// A call in which other ranks may read what is `brought`, if all ranks' memory is a whole region, or if it is so much that they
+    /// copy it out of each other's processes. Otherwise as [`in_place`](Self::in_place). A rank without data does not affect which
+    /// protocol is used.
     ///
-    /// All ranks receive the `note`, with every protocol. In one call it has the same length on every rank.
+    /// Returns None on every rank if one of them could not copy: then all must make the call again.
     pub fn out_of_place<R, E>(
         &mut self,
         call: Call,
-        note: &[u8],
-        memory: &[u8],
-        small: Option<Range<usize>>,
+        brought: Brought<'_>,
         watch: Watch<'_, E>,
         work: impl FnOnce(&mut SharedOperation<'_, '_, E>) -> Result<R, E>,
-    ) -> Result<R, E> {
+    ) -> Result<Option<R>, E> {
+        let Brought { note, memory, small, copied_from } = brought;
+        let copied_from = copied_from.filter(|_| self.copies);
         let region = self.own.find(memory);
         let first = self.staging.staged();
         let header = Announcement { call, division: 0, first };
+        if copied_from.is_some() {
+            self.offer(memory);
+        }
         self.begin(header, note, memory, region.map(|offset| (MemoryKind::Shown, offset)), small);
         let windows = Windows { ahead: false, first, patience: Patience::new() };
-        SharedOperation::hold(self, operation::Memory::OutOfPlace(memory), windows, watch, work)
+        let given = operation::Memory::OutOfPlace { memory, copied_from };
+        let outcome = SharedOperation::hold(self, given, windows, watch, work)?;
+        Ok((copied_from.is_none() || self.copies).then_some(outcome))
+    }
+
+    /// Says where the others may copy this `memory` of the next call out of this process. Nowhere, if it is so little that it fits into a slot:
+    /// to ask for this process's number takes longer than to copy it. Nor if this process was forked from the one that has made the arena.
+    fn offer(&self, memory: &[u8]) {
+        let own = self.own.mapping();
+        let address = if memory.len() > SMALL && own.is_own() { memory.as_ptr().addr() as u64 } else { 0 };
+        own.word(offered(self.sequence + 1)).store(address, Ordering::Relaxed);
     }
 
     /// Begins a call, with a region if there is one.
@@ -509,6 +561,11 @@ impl<'a> Slots<'a> {
 /// Where the data of a slot begins, if there are so many bytes of it, including the note.
 fn data_start(bytes: usize) -> usize {
     if bytes <= BODY - HEAD { HEAD } else { BODY }
+}
+
+/// The offset of the word that says where a rank's memory of this call is in its process.
+fn offered(sequence: u64) -> usize {
+    OFFERED + 8 * (sequence % 2) as usize
 }
 
 /// The processor on which a member began its last call.

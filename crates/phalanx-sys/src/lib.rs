@@ -51,6 +51,8 @@ pub mod memfd;
 pub mod open;
 #[cfg(all(target_os = "linux", not(loom)))]
 pub mod parts;
+#[cfg(all(target_os = "linux", not(loom)))]
+mod process;
 #[cfg(target_os = "linux")]
 pub mod processors;
 #[cfg(target_os = "linux")]

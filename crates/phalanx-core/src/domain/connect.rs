@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use phalanx_sys::arena::{Arena, Mapping, total_memory};
 use phalanx_sys::control_block::ControlBlock;
+use phalanx_sys::processors::rereads_slowly;
 use serde::{Deserialize, Serialize};
 
 use super::{Domain, Partition, Peers, Reach};
@@ -92,7 +93,8 @@ impl Joined {
         let (is_world, members) = (partition.is_one(), partition.domain_of(rank).to_vec());
         let domain = shared.map(|(arena, control_block)| {
             let peers = Peers { rank, members, health: health.clone() };
-            Domain { peers, is_world, arena, control_block }
+            // On AMD's processors it was not measured.
+            Domain { peers, is_world, copies: !rereads_slowly(), arena, control_block }
         });
         (partition, domain, reason)
     }

@@ -59,8 +59,12 @@ impl Domain {
                         },
                     )
                 }
-                Protocol::Small | Protocol::Staged if gathers => staged::collect(operation, job, &part),
-                Protocol::Small | Protocol::Staged => staged::reduce(operation, job, job.fold(), &part),
+                Protocol::Small | Protocol::Copied | Protocol::Staged if gathers => {
+                    staged::collect(operation, job, &part)
+                }
+                Protocol::Small | Protocol::Copied | Protocol::Staged => {
+                    staged::reduce(operation, job, job.fold(), &part)
+                }
             }
         })
     }

@@ -1,10 +1,11 @@
 //! Memory domains: ranks of one host that reach each other's memory, and their collectives.
 //!
-//! All ranks of a domain synchronise each collective on a control block. A call uses one of three protocols:
+//! All ranks of a domain synchronise each collective on a control block. A call uses one of four protocols:
 //!
 //! - `direct`: if all ranks' memory is registered, each rank combines its chunk in place, for all ranks.
 //! - `small`: little data is in the slots, behind the headers that announce the call. Every rank combines everything.
 //!   The smallest calls always use it.
+//! - `copied`: if much ordinary memory is only copied, each rank copies it out of the others' processes.
 //! - `staged`: otherwise the data passes through staging buffers that all ranks reach, one window at a time.
 //!
 //! All protocols combine the elements in the order of the ranks, so that all give the same bits.
@@ -16,6 +17,7 @@
 #![deny(clippy::wildcard_enum_match_arm)]
 
 mod connect;
+mod copied;
 mod direct;
 mod in_place_v;
 mod monitored_barrier;
@@ -30,7 +32,7 @@ use std::sync::Arc;
 
 use phalanx_proto::domain::{encoded_call, partition, reach};
 use phalanx_sys::arena::Arena;
-use phalanx_sys::control_block::{ControlBlock, Protocol, Unregistered};
+use phalanx_sys::control_block::{Brought, ControlBlock, Protocol, Unregistered};
 
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub use self::connect::fuzz;
@@ -63,6 +65,8 @@ const LINE: usize = 64;
 pub(crate) struct Domain {
     peers: Peers,
     is_world: bool,
+    /// Whether ranks copy out of each other's processes, if the kernel allows it. The same on all.
+    copies: bool,
     arena: Arc<Arena>,
     control_block: ControlBlock,
 }
@@ -213,7 +217,7 @@ impl Domain {
             match operation.protocol() {
                 Protocol::Direct => direct::in_place(operation, job, kind),
                 Protocol::Small => operation.slots(|slots, data| small::in_place(job, kind, slots, data)),
-                Protocol::Staged => staged::in_place(operation, job, kind),
+                Protocol::Copied | Protocol::Staged => staged::in_place(operation, job, kind),
             }
         })
     }
@@ -249,25 +253,43 @@ impl Domain {
             return routes.copy(input, |from| slots.bytes(from), output);
         }
         self.take_windows()?;
-        self.control_block.out_of_place(call.encoded, &note, brought, small, &mut watch, |operation| {
-            call.check(|index| operation.call(index))?;
-            let Some(copying) = copying else {
-                return match operation.protocol() {
-                    Protocol::Direct => direct::reduce_out_of_place(operation, job, output),
-                    Protocol::Small => operation
-                        .slots(|slots, _| small::fold(job, slots, job.chunk(job.me), input.len(), output)),
-                    Protocol::Staged => staged::reduce_out_of_place(operation, job, input, output),
+        let copied_from = copying.filter(|_| self.copies);
+        let copied_from = copied_from.and_then(|copying| copied::least(job, copying, uneven.is_some()));
+        let mut once = |copied_from| {
+            let brought = Brought { note: &note, memory: brought, small: small.clone(), copied_from };
+            self.control_block.out_of_place(call.encoded, brought, &mut watch, |operation| {
+                call.check(|index| operation.call(index))?;
+                let Some(copying) = copying else {
+                    return match operation.protocol() {
+                        Protocol::Direct => direct::reduce_out_of_place(operation, job, output),
+                        Protocol::Small => operation.slots(|slots, _| {
+                            small::fold(job, slots, job.chunk(job.me), input.len(), output)
+                        }),
+                        Protocol::Copied | Protocol::Staged => {
+                            staged::reduce_out_of_place(operation, job, input, output)
+                        }
+                    };
                 };
-            };
-            let routes = Routes::new((job, copying), uneven, members, |index| operation.note(index))?;
-            match operation.protocol() {
-                Protocol::Direct => operation.read(|inputs| routes.copy(input, |from| inputs[from], output)),
-                Protocol::Small => {
-                    operation.slots(|slots, _| routes.copy(input, |from| slots.bytes(from), output))
+                let routes = Routes::new((job, copying), uneven, members, |index| operation.note(index))?;
+                match operation.protocol() {
+                    Protocol::Direct => {
+                        operation.read(|inputs| routes.copy(input, |from| inputs[from], output))
+                    }
+                    Protocol::Small => {
+                        operation.slots(|slots, _| routes.copy(input, |from| slots.bytes(from), output))
+                    }
+                    Protocol::Copied => copied::copy(operation, job, &routes, input, output),
+                    Protocol::Staged => staged::copy(operation, job, &routes, input, output),
                 }
-                Protocol::Staged => staged::copy(operation, job, &routes, input, output),
-            }
-        })
+            })
+        };
+        if once(copied_from)?.is_none() {
+            tracing::debug!(
+                "the ranks of this host cannot copy out of each other's processes; data is staged"
+            );
+            once(None)?;
+        }
+        Ok(())
     }
 }
 

@@ -41,7 +41,7 @@ impl Domain {
         let bytes = data.len();
         self.on_data((call, sequence), data, owners, timeout, |operation, job| match operation.protocol() {
             Protocol::Direct => operation.combine(|chunks| fold.apply(chunks)),
-            Protocol::Small | Protocol::Staged => {
+            Protocol::Small | Protocol::Copied | Protocol::Staged => {
                 staged::reduce(operation, job, fold, |index| Self::chunk(bytes, owners, index))
             }
         })
@@ -61,7 +61,7 @@ impl Domain {
                 operation.combine(|chunks| direct::spread(chunks, job.me));
                 Ok(())
             }
-            Protocol::Small | Protocol::Staged => {
+            Protocol::Small | Protocol::Copied | Protocol::Staged => {
                 staged::collect(operation, job, |index| Self::chunk(bytes, owners, index))
             }
         })

@@ -129,7 +129,7 @@ impl<'a> Routes<'a> {
     }
 
     /// Where this rank's block begins in the input of `from`.
-    fn taken(&self, from: usize) -> usize {
+    pub(super) fn taken(&self, from: usize) -> usize {
         match (self.uneven, self.copying) {
             (None, _) => self.even(from, self.job.me).start,
             (Some(_), Copying::AllGather | Copying::Gather) => 0,

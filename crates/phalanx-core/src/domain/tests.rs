@@ -230,6 +230,55 @@ fn a_domain_reduces_into_shares_and_collects_them() {
     });
 }
 
+/// On any processor, also where it is not done. The second time the ranks find that the kernel allows it no more.
+#[test]
+fn long_blocks_are_copied_out_of_each_other_s_processes_or_staged_if_that_is_forbidden() {
+    const LENGTH: usize = 70_001;
+    const WORLD: usize = 3;
+    let input = |rank: usize| -> Vec<i32> {
+        (0..LENGTH * WORLD).map(|index| (rank * 1_000_003 + index * 7) as i32).collect()
+    };
+    let block = |from: usize, to: usize| input(from)[to * LENGTH..(to + 1) * LENGTH].to_vec();
+    thread::scope(|scope| {
+        for connected in connected(&["a"; WORLD], None).into_iter().map(Result::unwrap) {
+            scope.spawn(move || {
+                let Connected { domain, transport: _transport, .. } = connected;
+                let mut domain = domain.unwrap();
+                domain.copies = true;
+                let (me, timeout) = (domain.control_block.me(), Timeout::new(LIMIT));
+                let own = input(me);
+                let mut sequence = 0;
+                let mut run =
+                    |domain: &mut Domain, operation, elements, input: &[i32], expected: Vec<i32>| {
+                        let root = (operation == Operation::Scatter).then_some(Rank::new(1));
+                        let call = Call { root, ..Call::new(operation, crate::DType::I32, elements) };
+                        let mut output = vec![0i32; expected.len()];
+                        let memory = Memory::OutOfPlace {
+                            input: bytemuck::cast_slice(input),
+                            output: bytemuck::cast_slice_mut(&mut output),
+                        };
+                        domain.collective(&call, Sequence(sequence), memory, &timeout).unwrap();
+                        sequence += 1;
+                        assert!(output == expected, "{}", operation.name());
+                    };
+                for allowed in [true, false] {
+                    if !allowed && me == 0 {
+                        domain.control_block.refuse_copies();
+                    }
+                    for _ in 0..2 {
+                        let all = (0..WORLD).flat_map(|from| block(from, 0)).collect();
+                        run(&mut domain, Operation::AllGather, LENGTH, &own[..LENGTH], all);
+                        let mine = (0..WORLD).flat_map(|from| block(from, me)).collect();
+                        run(&mut domain, Operation::AllToAll, own.len(), &own, mine);
+                        run(&mut domain, Operation::Scatter, LENGTH, &own, block(1, me));
+                    }
+                    assert_eq!(domain.control_block.copies(), allowed);
+                }
+            });
+        }
+    });
+}
+
 #[test]
 fn unequal_parts_are_gathered_among_hosts_with_different_numbers_of_ranks() {
     let one_stripe = ["a", "b", "a", "c", "b", "a"];

@@ -143,10 +143,11 @@ fn read(mut control_block: ControlBlock) {
     // SAFETY: the region is the rank's own before the call.
     let region = unsafe { own.mapping().lend_mut(REGION, ranks * SHARE) };
     region.fill(1 + control_block.me() as u8);
-    let sum = control_block.out_of_place(CALL, &[], region, None, &mut go_on, |operation| {
+    let brought = Brought { note: &[], memory: region, small: None, copied_from: None };
+    let sum = control_block.out_of_place(CALL, brought, &mut go_on, |operation| {
         Ok(operation.read(|regions| regions.iter().map(|region| region[SHARE]).sum::<u8>()))
     });
-    assert_eq!(sum, Ok((1..=ranks as u8).sum()));
+    assert_eq!(sum, Ok(Some((1..=ranks as u8).sum())));
     // SAFETY: the region is the rank's own after the call.
     unsafe { own.mapping().lend_mut(REGION, ranks * SHARE) }.fill(0);
 }

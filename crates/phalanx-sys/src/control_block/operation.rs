@@ -15,14 +15,21 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::windows::Windows;
-use super::{Call, ControlBlock, DONE, Division, LENGTH, MemoryKind, OFFSET, Slots, Watch};
-use crate::arena::Arena;
+use super::{Call, ControlBlock, DONE, Division, LENGTH, MemoryKind, OFFSET, REFUSED, Slots, Watch, offered};
+use crate::arena::{Arena, Mapping};
 use crate::sync::{Ordering, fence};
+
+/// Bytes that are copied at once out of another process. Between two copies this rank looks whether to go on.
+const COPIED: usize = 32 << 20;
 
 /// The memory that this rank gives to the call.
 pub(super) enum Memory<'a> {
     InPlace(&'a mut [u8]),
-    OutOfPlace(&'a [u8]),
+    OutOfPlace {
+        memory: &'a [u8],
+        /// Members offer what they bring, and copy if one brings so many bytes and more.
+        copied_from: Option<usize>,
+    },
 }
 
 impl Memory<'_> {
@@ -30,7 +37,7 @@ impl Memory<'_> {
     pub(super) fn as_mut_slice(&mut self) -> Option<&mut [u8]> {
         match self {
             Self::InPlace(memory) => Some(memory),
-            Self::OutOfPlace(_) => None,
+            Self::OutOfPlace { .. } => None,
         }
     }
 }
@@ -42,6 +49,8 @@ pub enum Protocol {
     Direct,
     /// In the slots.
     Small,
+    /// Out of each other's processes.
+    Copied,
     /// Through the staging buffers.
     Staged,
 }
@@ -56,6 +65,8 @@ pub struct SharedOperation<'a, 'w, E> {
     pub(super) windows: Windows,
     /// Whether the windows of this call are to take turns with all buffers.
     pub(super) rotates: bool,
+    /// Whether this rank could not copy out of another's process.
+    refuses: bool,
     pub(super) watch: Watch<'w, E>,
 }
 
@@ -108,24 +119,32 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
         control_block.wait_for_all(&mut *watch)?;
         control_block.free_windows_before(windows.first);
         let divides_alike = control_block.divides_alike();
-        let out_of_place = matches!(memory, Memory::OutOfPlace(_));
+        let out_of_place = matches!(memory, Memory::OutOfPlace { .. });
         let small = |member| control_block.memory_kind(member) == MemoryKind::InSlot as u64;
         let direct = |member| match &memory {
             Memory::InPlace(memory) => {
                 let region = control_block.region(member, MemoryKind::Lent);
                 divides_alike && region.is_some_and(|region| region.len() == memory.len())
             }
-            Memory::OutOfPlace(_) => control_block.region(member, MemoryKind::Shown).is_some(),
+            Memory::OutOfPlace { .. } => control_block.region(member, MemoryKind::Shown).is_some(),
         };
         let all = |goes: &dyn Fn(usize) -> bool| {
             (0..control_block.members())
                 .all(|member| out_of_place && control_block.length(member) == 0 || goes(member))
         };
+        let is_long = match memory {
+            Memory::OutOfPlace { copied_from: Some(least), .. } => {
+                (0..control_block.members()).any(|member| control_block.length(member) >= least)
+            }
+            Memory::OutOfPlace { .. } | Memory::InPlace(_) => false,
+        };
         let protocol = match all(&small) {
             true => Protocol::Small,
             false if all(&direct) => Protocol::Direct,
+            false if is_long && all(&|member| control_block.offered(member) != 0) => Protocol::Copied,
             false => Protocol::Staged,
         };
+        let refuses = control_block.refuses;
         let mut operation = SharedOperation {
             control_block,
             memory,
@@ -133,14 +152,19 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
             divides_alike,
             windows,
             rotates: false,
+            refuses,
             watch,
         };
         let outcome = work(&mut operation)?;
-        let SharedOperation { control_block, protocol, watch, .. } = operation;
+        let SharedOperation { control_block, protocol, refuses, watch, .. } = operation;
         if protocol == Protocol::Small {
             control_block.take_slot();
         }
-        if protocol == Protocol::Direct {
+        if refuses && protocol == Protocol::Copied {
+            // Published with `done`.
+            control_block.own.mapping().word(REFUSED).store(control_block.sequence, Ordering::Relaxed);
+        }
+        if matches!(protocol, Protocol::Direct | Protocol::Copied) {
             // For the fence in `withdraw`: if `work` has read what a rank wrote after it withdrew, the check below sees that. It
             // holds on processors. The language has no rule for it, because those reads are not atomic.
             fence(Ordering::Acquire);
@@ -158,6 +182,9 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
                 control_block.withdraw();
             }
             done?;
+        }
+        if protocol == Protocol::Copied && control_block.is_refused() {
+            control_block.copies = false;
         }
         Ok(outcome)
     }
@@ -190,6 +217,11 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
     /// The note that `member` sent with its call.
     pub fn note(&self, member: usize) -> &[u8] {
         self.control_block.in_slot(member, 0, self.control_block.note)
+    }
+
+    /// Bytes of the memory that `member` gives, as it says.
+    pub fn length(&self, member: usize) -> usize {
+        self.control_block.length(member)
     }
 
     /// Lends the data in all slots, and this rank's memory for writing.
@@ -235,7 +267,7 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
     /// If the protocol is not [`Protocol::Direct`], or the memory is lent for writing.
     pub fn read<R>(&self, work: impl FnOnce(&[&[u8]]) -> R) -> R {
         assert!(
-            self.protocol == Protocol::Direct && matches!(self.memory, Memory::OutOfPlace(_)),
+            self.protocol == Protocol::Direct && matches!(self.memory, Memory::OutOfPlace { .. }),
             "it is not shown"
         );
         let regions: Vec<&[u8]> = (0..self.members())
@@ -249,9 +281,46 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
             .collect();
         work(&regions)
     }
+
+    /// Copies a part of `member`'s memory, from byte `at` on, out of its process. If this cannot be done, here or at an earlier time in this
+    /// call, nothing is copied, and the call has no result; see [`ControlBlock::out_of_place`].
+    ///
+    /// The member keeps its memory until this rank is done. If its call fails before, this one fails, too, whatever has been copied.
+    ///
+    /// # Panics
+    /// If the protocol is not [`Protocol::Copied`], or the member has not so much memory.
+    pub fn copy(&mut self, member: usize, at: usize, into: &mut [u8]) -> Result<(), E> {
+        assert_eq!(self.protocol, Protocol::Copied, "it is not offered");
+        let has_all = at.checked_add(into.len()).is_some_and(|end| end <= self.length(member));
+        assert!(has_all, "beyond the member's memory");
+        let control_block = &*self.control_block;
+        let first = control_block.offered(member).saturating_add(at as u64);
+        for (index, piece) in into.chunks_mut(COPIED).enumerate() {
+            if self.refuses {
+                break;
+            }
+            if index > 0 {
+                (self.watch)(member)?;
+            }
+            let address = first.saturating_add((index * COPIED) as u64);
+            self.refuses = control_block.members[member].read_owner(address, piece).is_err();
+        }
+        Ok(())
+    }
 }
 
 impl ControlBlock {
+    /// Where `member` offers its memory in its process; 0 if it does not.
+    fn offered(&self, member: usize) -> u64 {
+        self.members[member].word(offered(self.sequence)).load(Ordering::Relaxed)
+    }
+
+    /// Whether a member has refused to copy in this rank's latest call, which all have done.
+    fn is_refused(&self) -> bool {
+        let refused = |member: &Arc<Mapping>| member.word(REFUSED).load(Ordering::Relaxed);
+        self.members.iter().any(|member| refused(member) == self.sequence)
+    }
+
     /// The kind of memory that `member` gives to this call, as a number.
     pub(super) fn memory_kind(&self, member: usize) -> u64 {
         self.field(member, 2) & 3

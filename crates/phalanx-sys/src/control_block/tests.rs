@@ -5,7 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::*;
-use crate::arena::Region;
+use crate::arena::{OWNER, OWNER_ADDRESS, Region};
 
 const ARENA: usize = 16 << 20;
 const CALL: Call = u128::from_le_bytes(*b"sixteen letters.");
@@ -40,6 +40,11 @@ fn go_on(missing: usize) -> Result<(), String> {
     static START: OnceLock<Instant> = OnceLock::new();
     let waited = START.get_or_init(Instant::now).elapsed() > Duration::from_secs(300);
     if waited { Err(format!("member {missing} does not come")) } else { Ok(()) }
+}
+
+/// What is not offered to be copied.
+fn brought<'a>(note: &'a [u8], memory: &'a [u8], small: Option<Range<usize>>) -> Brought<'a> {
+    Brought { note, memory, small, copied_from: None }
 }
 
 fn add(shares: &mut [&mut [u8]]) {
@@ -82,15 +87,19 @@ fn data_of_every_length_is_whole_in_either_slot_beside_a_note() {
                 let noted = |member: usize| vec![(note + member) as u8; note];
                 let (memory, own_note) = (bytes(control_block.me()), noted(control_block.me()));
                 let small = Some(0..memory.len());
-                let outcome =
-                    control_block.out_of_place(CALL, &own_note, &memory, small, &mut go_on, |operation| {
+                let outcome = control_block.out_of_place(
+                    CALL,
+                    brought(&own_note, &memory, small),
+                    &mut go_on,
+                    |operation| {
                         for member in 0..2 {
                             assert_eq!(operation.note(member), noted(member));
                             operation.slots(|slots, _| assert_eq!(slots.bytes(member), bytes(member)));
                         }
                         Ok(())
-                    });
-                assert_eq!(outcome, Ok(()));
+                    },
+                );
+                assert_eq!(outcome, Ok(Some(())));
             }
         }
     });
@@ -139,13 +148,110 @@ fn regions_are_read_where_they_are() {
         let region = filled(arena, 10_000, control_block.me() as u8);
         let mut sum = 0;
         control_block
-            .out_of_place(CALL, &[], region.as_slice(), None, &mut go_on, |operation| {
+            .out_of_place(CALL, brought(&[], region.as_slice(), None), &mut go_on, |operation| {
                 sum = operation.read(|regions| regions.iter().map(|region| u32::from(region[9_999])).sum());
                 Ok(())
             })
             .unwrap();
         assert_eq!(sum, 6);
     });
+}
+
+/// What a rank offers to be copied, if one brings so many bytes.
+const MUCH: usize = 100_000;
+
+fn offered_from_much(memory: &[u8]) -> Brought<'_> {
+    Brought { copied_from: Some(MUCH), ..brought(&[7; 8], memory, None) }
+}
+
+/// Each member's bytes but for the first three, as this rank copies them out of their processes after `prepare`. None if one of
+/// the members could not.
+fn copied(
+    control_block: &mut ControlBlock,
+    own: &[u8],
+    lengths: &[usize],
+    prepare: impl FnOnce(&Mapping),
+) -> Option<Vec<Vec<u8>>> {
+    let outcome = control_block.out_of_place(CALL, offered_from_much(own), &mut go_on, |operation| {
+        assert_eq!(operation.protocol(), Protocol::Copied);
+        assert!((0..lengths.len()).all(|member| operation.note(member) == [7; 8]));
+        assert!((0..lengths.len()).all(|member| operation.length(member) == lengths[member]));
+        prepare(&operation.control_block.members[0]);
+        let mut all: Vec<_> = lengths.iter().map(|length| vec![0; length.saturating_sub(3)]).collect();
+        for (member, into) in all.iter_mut().enumerate() {
+            operation.copy(member, lengths[member].min(3), into)?;
+        }
+        Ok(all)
+    });
+    outcome.unwrap()
+}
+
+fn protocol(control_block: &mut ControlBlock, memory: &[u8]) -> Protocol {
+    let read = |operation: &mut SharedOperation<'_, '_, String>| Ok(operation.protocol());
+    control_block.out_of_place(CALL, offered_from_much(memory), &mut go_on, read).unwrap().unwrap()
+}
+
+#[test]
+fn much_ordinary_memory_is_copied_out_of_each_other_s_processes() {
+    const LENGTHS: [usize; 4] = [MUCH, 20_001, 0, 77_777];
+    run(4, |control_block, arena| {
+        let me = control_block.me();
+        // A region goes along where others have none.
+        let mut region = filled(arena, LENGTHS[1], 0);
+        let mut ordinary = vec![0; LENGTHS[me]];
+        let memory = if me == 1 { region.as_mut_slice() } else { &mut ordinary };
+        for round in 0..20 {
+            // Each rank may write to its own memory when a call has ended.
+            memory.fill((me + round) as u8);
+            let all = copied(control_block, memory, &LENGTHS, |_| ()).unwrap();
+            for (member, bytes) in all.iter().enumerate() {
+                let expected = vec![(member + round) as u8; LENGTHS[member].saturating_sub(3)];
+                assert!(*bytes == expected, "member {member} in round {round}");
+            }
+        }
+        assert!(control_block.copies());
+    });
+}
+
+#[test]
+fn nothing_is_copied_out_of_a_process_if_all_bring_little_or_one_offers_nothing() {
+    run(3, |control_block, _| {
+        assert_eq!(protocol(control_block, &[1; MUCH - 1]), Protocol::Staged);
+        // What fits into a slot is offered by nobody.
+        let bytes = if control_block.me() == 1 { SMALL } else { MUCH };
+        assert_eq!(protocol(control_block, &vec![1; bytes]), Protocol::Staged);
+        assert_eq!(protocol(control_block, &[1; MUCH]), Protocol::Copied);
+    });
+    // One rank is a process that was forked from the one that has made its arena.
+    run(3, |control_block, arena| {
+        if control_block.me() == 1 {
+            arena.mapping().word(OWNER).store(u64::from(std::process::id()) + 1, Ordering::Relaxed);
+        }
+        assert_eq!(protocol(control_block, &[1; MUCH]), Protocol::Staged);
+    });
+}
+
+/// There is no process to copy from, as if the kernel allowed none; or another one has the number of the one that lent its memory.
+#[test]
+fn if_one_member_cannot_copy_from_another_all_know_it_and_nobody_tries_again() {
+    let nobody = u64::from(u32::MAX);
+    for (word, value) in [(OWNER, nobody), (OWNER_ADDRESS, 0)] {
+        run(3, |control_block, _| {
+            let me = control_block.me();
+            let own = vec![me as u8; MUCH];
+            let elsewhere = own.as_ptr().addr() as u64;
+            let value = if value == 0 { elsewhere } else { value };
+            // By the last rank alone: the others may have copied by then.
+            let all = copied(control_block, &own, &[MUCH; 3], |first| {
+                if me == 2 {
+                    first.word(word).store(value, Ordering::Relaxed);
+                }
+            });
+            assert_eq!(all, None);
+            assert!(!control_block.copies());
+            assert_eq!(protocol(control_block, &own), Protocol::Staged);
+        });
+    }
 }
 
 #[test]
@@ -178,11 +284,13 @@ fn what_is_no_whole_region_on_every_rank_is_staged() {
             |operation| Ok(operation.protocol()),
         );
         assert_eq!(lent, Ok(Protocol::Staged), "they differ in length");
-        let shown =
-            control_block.out_of_place(CALL, &[], shorter.as_slice(), None, &mut go_on, |operation| {
-                Ok(operation.protocol())
-            });
-        assert_eq!(shown, Ok(Protocol::Direct));
+        let shown = control_block.out_of_place(
+            CALL,
+            brought(&[], shorter.as_slice(), None),
+            &mut go_on,
+            |operation| Ok(operation.protocol()),
+        );
+        assert_eq!(shown, Ok(Some(Protocol::Direct)));
     });
 }
 
@@ -227,8 +335,11 @@ fn who_brings_nothing_goes_along_and_notes_reach_everybody() {
             (&[], None, Protocol::Small),
         ] {
             let (memory, small) = if me == 1 { (memory, small) } else { (&[][..], None) };
-            let outcome =
-                control_block.out_of_place(CALL, &[me as u8; 24], memory, small, &mut go_on, |operation| {
+            let outcome = control_block.out_of_place(
+                CALL,
+                brought(&[me as u8; 24], memory, small),
+                &mut go_on,
+                |operation| {
                     assert!((0..3).all(|member| operation.note(member) == [member as u8; 24]));
                     match operation.protocol() {
                         Protocol::Small => {
@@ -237,11 +348,12 @@ fn who_brings_nothing_goes_along_and_notes_reach_everybody() {
                         Protocol::Direct => {
                             operation.read(|all| assert_eq!((all[0], all[1]), (&[][..], &many[..])))
                         }
-                        Protocol::Staged => {}
+                        Protocol::Copied | Protocol::Staged => {}
                     }
                     Ok(operation.protocol())
-                });
-            assert_eq!(outcome, Ok(protocol));
+                },
+            );
+            assert_eq!(outcome, Ok(Some(protocol)));
         }
     });
 }
@@ -401,7 +513,7 @@ fn slots_of_two_are_whole_in_each_call() {
             let data = |rank: usize| vec![(2 * call + rank) as u8 | 1; bytes];
             let (note, own) = ([call as u8; 8], data(me));
             control_block
-                .out_of_place(CALL, &note, &own, Some(0..bytes), &mut go_on, |operation| {
+                .out_of_place(CALL, brought(&note, &own, Some(0..bytes)), &mut go_on, |operation| {
                     assert_eq!((operation.note(0), operation.note(1)), (&note[..], &note[..]));
                     operation.slots(|slots, _| {
                         assert!(slots.bytes(me) == own && slots.bytes(other) == data(other));
@@ -663,37 +775,47 @@ fn after_a_failed_call_late_peers_do_not_reach_the_region() {
 
 #[test]
 fn what_a_late_peer_reads_after_a_failed_call_is_no_result() {
-    let mut blocks = blocks(2);
-    let ((mut late, other), (mut control_block, arena)) = (blocks.swap_remove(1), blocks.swap_remove(0));
-    let (working, worked) = mpsc::channel();
-    let (failed, failure) = mpsc::channel();
-    thread::scope(|scope| {
-        scope.spawn(move || {
-            let own = filled(&other, 10_000, 1);
-            let read = Cell::new(false);
-            let mut watch = |_| if read.get() { Err("somebody is not done") } else { Ok(()) };
-            let late = late.out_of_place(CALL, &[], own.as_slice(), None, &mut watch, |operation| {
-                assert_eq!(operation.protocol(), Protocol::Direct);
-                working.send(()).unwrap();
-                failure.recv().unwrap();
-                read.set(true);
-                Ok(operation.read(|inputs| inputs[0][0]))
+    for expected in [Protocol::Direct, Protocol::Copied] {
+        let mut blocks = blocks(2);
+        let ((mut late, other), (mut control_block, arena)) = (blocks.swap_remove(1), blocks.swap_remove(0));
+        let (working, worked) = mpsc::channel();
+        let (failed, failure) = mpsc::channel();
+        let memory = |arena: &Arc<Arena>| (filled(arena, MUCH, 1), vec![1; MUCH]);
+        thread::scope(|scope| {
+            scope.spawn(move || {
+                let (region, ordinary) = memory(&other);
+                let own = if expected == Protocol::Direct { region.as_slice() } else { &ordinary };
+                let read = Cell::new(false);
+                let mut watch = |_| if read.get() { Err("somebody is not done") } else { Ok(()) };
+                let late = late.out_of_place(CALL, offered_from_much(own), &mut watch, |operation| {
+                    assert_eq!(operation.protocol(), expected);
+                    working.send(()).unwrap();
+                    failure.recv().unwrap();
+                    read.set(true);
+                    if expected == Protocol::Direct {
+                        return Ok(operation.read(|inputs| inputs[0][0]));
+                    }
+                    let mut into = vec![0; MUCH];
+                    operation.copy(0, 0, &mut into)?;
+                    Ok(into[0])
+                });
+                assert_eq!(late, Err("somebody is not done"));
             });
-            assert_eq!(late, Err("somebody is not done"));
+            // This rank has done its part, and gives up on the other.
+            let (region, ordinary) = memory(&arena);
+            let own = if expected == Protocol::Direct { region.as_slice() } else { &ordinary };
+            // From then on, every time it is called: a result that comes with the end of a wait may be ignored.
+            let enough = Cell::new(false);
+            let mut watch = |_| {
+                enough.set(enough.get() || worked.try_recv().is_ok());
+                if enough.get() { Err("enough") } else { Ok(()) }
+            };
+            let outcome = control_block.out_of_place(CALL, offered_from_much(own), &mut watch, |_| Ok(()));
+            assert_eq!(outcome, Err("enough"));
+            drop((region, ordinary));
+            failed.send(()).unwrap();
         });
-        // This rank has done its part, and gives up on the other.
-        let region = filled(&arena, 10_000, 1);
-        // From then on, every time it is called: a result that comes with the end of a wait may be ignored.
-        let enough = Cell::new(false);
-        let mut watch = |_| {
-            enough.set(enough.get() || worked.try_recv().is_ok());
-            if enough.get() { Err("enough") } else { Ok(()) }
-        };
-        let outcome = control_block.out_of_place(CALL, &[], region.as_slice(), None, &mut watch, |_| Ok(()));
-        assert_eq!(outcome, Err("enough"));
-        drop(region);
-        failed.send(()).unwrap();
-    });
+    }
 }
 
 /// One rank gives up on a late rank; a third has seen that the first is done, and waits only for the late one.

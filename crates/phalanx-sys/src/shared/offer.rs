@@ -17,6 +17,8 @@ use std::sync::Arc;
 
 use super::ring::{Consumer, Corrupt, Producer};
 use super::{FIELDS, LINE, POSITIONS, Segment};
+#[cfg(not(loom))]
+use crate::process;
 use crate::sync::{AtomicU64, Ordering, fence};
 
 /// Where a segment's nonce is.
@@ -99,7 +101,7 @@ impl Consumer {
     #[cfg(not(loom))]
     pub fn copy_offered(&self, pid: u32, at: usize, into: &mut [u8]) -> io::Result<usize> {
         let address = self.segment.of_offer(self.ring, ADDRESS).load(Ordering::Relaxed);
-        read(pid, address.saturating_add(at as u64), into)
+        process::read(pid, address.saturating_add(at as u64), into)
     }
 
     /// Whether what has been copied until now from offer `number` of process `pid` was the data.
@@ -110,7 +112,7 @@ impl Consumer {
     pub fn is_kept(&self, number: u64, pid: u32) -> io::Result<bool> {
         let mut nonce = [0; 8];
         let address = self.segment.of_offer(self.ring, NONCE_ADDRESS).load(Ordering::Relaxed);
-        let read = read(pid, address, &mut nonce)?;
+        let read = process::read(pid, address, &mut nonce)?;
         let own = self.segment.memory.word(NONCE).load(Ordering::Relaxed);
         Ok(!self.is_withdrawn(number) && read == nonce.len() && u64::from_ne_bytes(nonce) == own)
     }
@@ -127,22 +129,4 @@ impl Consumer {
         let refused = u64::from(answer == Answer::Refused);
         self.segment.of_offer(self.ring, ANSWER).store(number.wrapping_mul(2) | refused, Ordering::Release);
     }
-}
-
-/// Copies from `address` of process `pid`, and returns how much.
-#[cfg(not(loom))]
-fn read(pid: u32, address: u64, into: &mut [u8]) -> io::Result<usize> {
-    let unsupported = || io::Error::from(io::ErrorKind::Unsupported);
-    let address = usize::try_from(address).map_err(|_| unsupported())?;
-    let pid = libc::pid_t::try_from(pid).map_err(|_| unsupported())?;
-    // Miri has no other processes.
-    if cfg!(miri) {
-        return Err(unsupported());
-    }
-    let local = libc::iovec { iov_base: into.as_mut_ptr().cast(), iov_len: into.len() };
-    let remote = libc::iovec { iov_base: std::ptr::without_provenance_mut(address), iov_len: into.len() };
-    // SAFETY: `local` is memory that is borrowed for this call, and any bytes are valid in it. `remote` is an address of another process,
-    // or of this one, which the kernel checks and only reads.
-    let copied = unsafe { libc::process_vm_readv(pid, &local, 1, &remote, 1, 0) };
-    usize::try_from(copied).map_err(|_| io::Error::last_os_error())
 }

@@ -161,6 +161,20 @@ fn exchange(group: &ProcessGroup, table: &[Vec<usize>]) {
     assert_eq!(work.wait().unwrap().as_slice::<i32>().unwrap(), expected);
 }
 
+/// So long that ranks of a host copy them out of each other's processes, where that is sooner.
+#[test]
+fn long_shares_arrive_beside_short_ones_and_none() {
+    const LONG: usize = 300_000;
+    let table = [vec![LONG, 0, 5], vec![20_000, LONG + 1, 0], vec![0, 1, 70_001]];
+    for fabric in Fabric::ALL {
+        run(3, fabric, |group| {
+            for _ in 0..3 {
+                exchange(&group, &table);
+            }
+        });
+    }
+}
+
 /// A `reduce_scatter_v` of `counts` elements, and an `all_gather_v` in place after it.
 fn parts(group: &ProcessGroup, counts: &[usize]) {
     let (rank, world) = place(group);
