@@ -245,22 +245,56 @@ impl ControlBlock {
         watch: Watch<'_, E>,
         work: impl FnOnce(&mut SharedOperation<'_, '_, E>) -> Result<R, E>,
     ) -> Result<R, E> {
+        self.lend(call, memory, (division, Some(unregistered)), watch, work)
+    }
+
+    /// The same with memory that the others copy out of this rank's process if it is no region. If they do not [copy](Self::copies), it is
+    /// staged after all headers have been seen.
+    ///
+    /// Returns None on every rank if one of them could not copy: then all must make the call again.
+    pub fn offered_in_place<R, E>(
+        &mut self,
+        call: Call,
+        memory: &mut [u8],
+        division: Division,
+        watch: Watch<'_, E>,
+        work: impl FnOnce(&mut SharedOperation<'_, '_, E>) -> Result<R, E>,
+    ) -> Result<Option<R>, E> {
+        let copied = self.copies;
+        let outcome = self.lend(call, memory, (division, None), watch, work)?;
+        Ok((copied == self.copies).then_some(outcome))
+    }
+
+    /// A call in place. Memory that is no region is offered if it is not said how else it is sent.
+    fn lend<R, E>(
+        &mut self,
+        call: Call,
+        memory: &mut [u8],
+        (division, unregistered): (Division, Option<Unregistered<'_, E>>),
+        watch: Watch<'_, E>,
+        work: impl FnOnce(&mut SharedOperation<'_, '_, E>) -> Result<R, E>,
+    ) -> Result<R, E> {
         let region = self.own.find(memory);
         let lent = region.map(|offset| operation::Lent::new(self.own.clone(), offset));
         let first = self.staging.staged();
+        let copied_from = (unregistered.is_none() && self.copies).then_some(0);
         let (mut small, mut ahead) = (None, false);
         match unregistered {
-            Unregistered::InSlot(part) => small = Some(part),
-            Unregistered::InWindow(fill) if region.is_none() => {
+            Some(Unregistered::InSlot(part)) => small = Some(part),
+            Some(Unregistered::InWindow(fill)) if region.is_none() => {
                 self.stage_ahead(&mut *watch, |window| fill(memory, window))?;
                 ahead = true;
             }
-            Unregistered::InWindow(_) | Unregistered::Later => {}
+            Some(Unregistered::InWindow(_) | Unregistered::Later) | None => {}
+        }
+        if copied_from.is_some() {
+            self.offer(memory);
         }
         let header = Announcement { call, division: division.bits(), first };
         self.begin(header, &[], memory, region.map(|offset| (MemoryKind::Lent, offset)), small);
         let windows = Windows { ahead, first, patience: Patience::new() };
-        let outcome = SharedOperation::hold(self, operation::Memory::InPlace(memory), windows, watch, work);
+        let given = (operation::Memory::InPlace(memory), copied_from);
+        let outcome = SharedOperation::hold(self, given, windows, watch, work);
         match (lent, &outcome) {
             (Some(lent), Ok(_)) => lent.end(),
             (Some(lent), Err(_)) => self.still_shared = lent.cut_off().err(),
@@ -307,7 +341,7 @@ impl ControlBlock {
         }
         self.begin(header, note, memory, region.map(|offset| (MemoryKind::Shown, offset)), small);
         let windows = Windows { ahead: false, first, patience: Patience::new() };
-        let given = operation::Memory::OutOfPlace { memory, copied_from };
+        let given = (operation::Memory::OutOfPlace(memory), copied_from);
         let outcome = SharedOperation::hold(self, given, windows, watch, work)?;
         Ok((copied_from.is_none() || self.copies).then_some(outcome))
     }

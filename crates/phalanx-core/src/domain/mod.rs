@@ -32,7 +32,7 @@ use std::sync::Arc;
 
 use phalanx_proto::domain::{encoded_call, partition, reach};
 use phalanx_sys::arena::Arena;
-use phalanx_sys::control_block::{Brought, ControlBlock, Protocol, Unregistered};
+use phalanx_sys::control_block::{Brought, ControlBlock, Protocol, SharedOperation, Unregistered};
 
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub use self::connect::fuzz;
@@ -206,20 +206,30 @@ impl Domain {
             return small::in_place(job, kind, &slots, data);
         }
         self.take_windows()?;
+        let division = staged::division(job, kind);
+        let work = |operation: &mut SharedOperation<'_, '_, Error>| {
+            call.check(|index| operation.call(index))?;
+            match operation.protocol() {
+                Protocol::Direct => direct::in_place(operation, job, kind),
+                Protocol::Small => operation.slots(|slots, data| small::in_place(job, kind, slots, data)),
+                Protocol::Copied => copied::in_place(operation, job, kind),
+                Protocol::Staged => staged::in_place(operation, job, kind),
+            }
+        };
+        if small.is_none() && self.copies && self.control_block.copies() && copied::is_sooner(job, kind) {
+            let outcome =
+                self.control_block.offered_in_place(call.encoded, data, division, &mut watch, work)?;
+            if outcome.is_some() {
+                return Ok(());
+            }
+            say_that_copies_are_refused();
+        }
         let ahead = |memory: &[u8], window: &mut [u8]| {
             staged::ahead(job, kind, memory, window);
             Ok(())
         };
         let unregistered = small.map_or(Unregistered::InWindow(&ahead), Unregistered::InSlot);
-        let memory = (staged::division(job, kind), unregistered);
-        self.control_block.in_place(call.encoded, data, memory, &mut watch, |operation| {
-            call.check(|index| operation.call(index))?;
-            match operation.protocol() {
-                Protocol::Direct => direct::in_place(operation, job, kind),
-                Protocol::Small => operation.slots(|slots, data| small::in_place(job, kind, slots, data)),
-                Protocol::Copied | Protocol::Staged => staged::in_place(operation, job, kind),
-            }
-        })
+        self.control_block.in_place(call.encoded, data, (division, unregistered), &mut watch, work)
     }
 
     fn out_of_place(
@@ -278,7 +288,7 @@ impl Domain {
                     Protocol::Small => {
                         operation.slots(|slots, _| routes.copy(input, |from| slots.bytes(from), output))
                     }
-                    Protocol::Copied => copied::copy(operation, job, &routes, input, output),
+                    Protocol::Copied => copied::out_of_place(operation, job, &routes, input, output),
                     Protocol::Staged => staged::copy(operation, job, &routes, input, output),
                 }
             })
@@ -389,6 +399,12 @@ impl Job<'_> {
         let op = self.call.reduce.unwrap_or(ReduceOp::Sum);
         Fold::of_all(self.call.dtype, op, self.ranks as u32)
     }
+}
+
+fn say_that_copies_are_refused() {
+    tracing::debug!(
+        "a rank of this host cannot copy out of another one's process: long data is staged from now on"
+    );
 }
 
 fn short() -> Error {

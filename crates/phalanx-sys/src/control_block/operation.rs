@@ -25,11 +25,7 @@ const COPIED: usize = 32 << 20;
 /// The memory that this rank gives to the call.
 pub(super) enum Memory<'a> {
     InPlace(&'a mut [u8]),
-    OutOfPlace {
-        memory: &'a [u8],
-        /// Members offer what they bring, and copy if one brings so many bytes and more.
-        copied_from: Option<usize>,
-    },
+    OutOfPlace(&'a [u8]),
 }
 
 impl Memory<'_> {
@@ -37,7 +33,7 @@ impl Memory<'_> {
     pub(super) fn as_mut_slice(&mut self) -> Option<&mut [u8]> {
         match self {
             Self::InPlace(memory) => Some(memory),
-            Self::OutOfPlace { .. } => None,
+            Self::OutOfPlace(_) => None,
         }
     }
 }
@@ -108,10 +104,11 @@ impl Drop for Lent {
 }
 
 impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
-    /// Waits for all ranks' headers, does the `work`, and waits until all ranks are done.
+    /// Waits for all ranks' headers, does the `work`, and waits until all ranks are done. If members have offered their memory, they copy
+    /// it if one brings `copied_from` bytes and more.
     pub(super) fn hold<R>(
         control_block: &'a mut ControlBlock,
-        memory: Memory<'a>,
+        (memory, copied_from): (Memory<'a>, Option<usize>),
         windows: Windows,
         watch: Watch<'w, E>,
         work: impl FnOnce(&mut SharedOperation<'a, 'w, E>) -> Result<R, E>,
@@ -119,25 +116,22 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
         control_block.wait_for_all(&mut *watch)?;
         control_block.free_windows_before(windows.first);
         let divides_alike = control_block.divides_alike();
-        let out_of_place = matches!(memory, Memory::OutOfPlace { .. });
+        let out_of_place = matches!(memory, Memory::OutOfPlace(_));
         let small = |member| control_block.memory_kind(member) == MemoryKind::InSlot as u64;
         let direct = |member| match &memory {
             Memory::InPlace(memory) => {
                 let region = control_block.region(member, MemoryKind::Lent);
                 divides_alike && region.is_some_and(|region| region.len() == memory.len())
             }
-            Memory::OutOfPlace { .. } => control_block.region(member, MemoryKind::Shown).is_some(),
+            Memory::OutOfPlace(_) => control_block.region(member, MemoryKind::Shown).is_some(),
         };
         let all = |goes: &dyn Fn(usize) -> bool| {
             (0..control_block.members())
                 .all(|member| out_of_place && control_block.length(member) == 0 || goes(member))
         };
-        let is_long = match memory {
-            Memory::OutOfPlace { copied_from: Some(least), .. } => {
-                (0..control_block.members()).any(|member| control_block.length(member) >= least)
-            }
-            Memory::OutOfPlace { .. } | Memory::InPlace(_) => false,
-        };
+        let is_long = copied_from.is_some_and(|least| {
+            (0..control_block.members()).any(|member| control_block.length(member) >= least)
+        });
         let protocol = match all(&small) {
             true => Protocol::Small,
             false if all(&direct) => Protocol::Direct,
@@ -267,7 +261,7 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
     /// If the protocol is not [`Protocol::Direct`], or the memory is lent for writing.
     pub fn read<R>(&self, work: impl FnOnce(&[&[u8]]) -> R) -> R {
         assert!(
-            self.protocol == Protocol::Direct && matches!(self.memory, Memory::OutOfPlace { .. }),
+            self.protocol == Protocol::Direct && matches!(self.memory, Memory::OutOfPlace(_)),
             "it is not shown"
         );
         let regions: Vec<&[u8]> = (0..self.members())
@@ -291,22 +285,42 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
     /// If the protocol is not [`Protocol::Copied`], or the member has not so much memory.
     pub fn copy(&mut self, member: usize, at: usize, into: &mut [u8]) -> Result<(), E> {
         assert_eq!(self.protocol, Protocol::Copied, "it is not offered");
-        let has_all = at.checked_add(into.len()).is_some_and(|end| end <= self.length(member));
-        assert!(has_all, "beyond the member's memory");
-        let control_block = &*self.control_block;
-        let first = control_block.offered(member).saturating_add(at as u64);
-        for (index, piece) in into.chunks_mut(COPIED).enumerate() {
-            if self.refuses {
-                break;
-            }
-            if index > 0 {
-                (self.watch)(member)?;
-            }
-            let address = first.saturating_add((index * COPIED) as u64);
-            self.refuses = control_block.members[member].read_owner(address, piece).is_err();
-        }
-        Ok(())
+        copy(self.control_block, (member, at), into, &mut self.refuses, &mut *self.watch)
     }
+
+    /// Copies a part of `member`'s memory, as [`copy`](Self::copy) does, to the same place in this rank's memory.
+    ///
+    /// # Panics
+    /// As [`copy`](Self::copy), and if this rank's memory is not given for writing, or has no such part.
+    pub fn copy_in_place(&mut self, member: usize, part: Range<usize>) -> Result<(), E> {
+        assert_eq!(self.protocol, Protocol::Copied, "it is not offered");
+        let into = &mut self.memory.as_mut_slice().unwrap_or_default()[part.clone()];
+        copy(self.control_block, (member, part.start), into, &mut self.refuses, &mut *self.watch)
+    }
+}
+
+/// Copies `member`'s memory from byte `at` on, unless this rank `refuses`, or has to from now on.
+fn copy<E>(
+    control_block: &ControlBlock,
+    (member, at): (usize, usize),
+    into: &mut [u8],
+    refuses: &mut bool,
+    watch: Watch<'_, E>,
+) -> Result<(), E> {
+    let has_all = at.checked_add(into.len()).is_some_and(|end| end <= control_block.length(member));
+    assert!(has_all, "beyond the member's memory");
+    let first = control_block.offered(member).saturating_add(at as u64);
+    for (index, piece) in into.chunks_mut(COPIED).enumerate() {
+        if *refuses {
+            break;
+        }
+        if index > 0 {
+            watch(member)?;
+        }
+        let address = first.saturating_add((index * COPIED) as u64);
+        *refuses = control_block.members[member].read_owner(address, piece).is_err();
+    }
+    Ok(())
 }
 
 impl ControlBlock {

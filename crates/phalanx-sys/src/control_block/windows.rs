@@ -267,7 +267,7 @@ impl<E> SharedOperation<'_, '_, E> {
     fn stage(&mut self, fill: impl FnOnce(&[u8], &mut [u8]) -> Result<(), E>) -> Result<(), E> {
         let memory = match &self.memory {
             Memory::InPlace(memory) => &**memory,
-            Memory::OutOfPlace { memory, .. } => memory,
+            Memory::OutOfPlace(memory) => memory,
         };
         self.control_block.stage(|window| fill(memory, window))?;
         self.control_block.show(STAGED, self.control_block.staging.staged);
