@@ -253,25 +253,14 @@ impl Mapping {
     pub(crate) fn read_owner(&self, address: u64, into: &mut [u8]) -> io::Result<()> {
         let owner = self.word(OWNER).load(Ordering::Relaxed);
         let pid = u32::try_from(owner).map_err(|_| io::Error::other("no process has this number"))?;
-        let read = |address: u64, into: &mut [u8]| -> io::Result<()> {
-            let mut filled = 0;
-            while filled < into.len() {
-                filled +=
-                    match process::read(pid, address.saturating_add(filled as u64), &mut into[filled..])? {
-                        0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-                        count => count,
-                    };
-            }
-            Ok(())
-        };
-        read(address, into)?;
-        // Afterwards: another process may have the number by now, and then what has come is of that one.
+        // Another process may have the number by now, and then it is that one's memory.
         let mut identity = [0; 8];
         let place = self.word(OWNER_ADDRESS).load(Ordering::Relaxed).saturating_add(IDENTITY as u64);
-        read(place, &mut identity)?;
-        match u64::from_ne_bytes(identity) == self.identity() {
+        let wanted = into.len() + identity.len();
+        let copied = process::read_parts(pid, [(address, into), (place, &mut identity)])?;
+        match copied == wanted && u64::from_ne_bytes(identity) == self.identity() {
             true => Ok(()),
-            false => Err(io::Error::other("the process that lent its memory has ended")),
+            false => Err(io::Error::other("the process that lent its memory has ended, or has less of it")),
         }
     }
 

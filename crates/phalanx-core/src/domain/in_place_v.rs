@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use phalanx_sys::control_block::{Protocol, SharedOperation};
 
-use super::{Domain, Job, direct, staged};
+use super::{Domain, Job, copied, direct, staged};
 use crate::collective::Counts;
 use crate::deadline::Timeout;
 use crate::error::{Error, Result};
@@ -42,7 +42,10 @@ impl Domain {
     ) -> Result<()> {
         let bytes = data.len();
         let gathers = call.operation == Operation::AllGatherVInPlace;
-        self.on_data((call, sequence), data, self.control_block.members(), timeout, |operation, job| {
+        let members = self.control_block.members();
+        let longest = (0..members).map(|index| part(index).len()).max().unwrap_or(0);
+        let divided = (members, gathers && copied::is_sooner_for(longest));
+        self.on_data((call, sequence), data, divided, timeout, |operation, job| {
             match operation.protocol() {
                 Protocol::Direct => {
                     let own = Self::chunk(bytes, job.ranks, job.me);
@@ -59,12 +62,10 @@ impl Domain {
                         },
                     )
                 }
-                Protocol::Small | Protocol::Copied | Protocol::Staged if gathers => {
-                    staged::collect(operation, job, &part)
-                }
-                Protocol::Small | Protocol::Copied | Protocol::Staged => {
-                    staged::reduce(operation, job, job.fold(), &part)
-                }
+                // Only what is gathered is offered.
+                Protocol::Copied => copied::collect(operation, job, &part),
+                Protocol::Small | Protocol::Staged if gathers => staged::collect(operation, job, &part),
+                Protocol::Small | Protocol::Staged => staged::reduce(operation, job, job.fold(), &part),
             }
         })
     }

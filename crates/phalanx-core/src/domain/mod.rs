@@ -181,6 +181,11 @@ impl Domain {
         outcome
     }
 
+    /// Whether ranks copy out of each other's processes. The same on all.
+    fn may_copy(&self) -> bool {
+        self.copies && self.control_block.copies()
+    }
+
     /// Takes memory for what is staged, at the first call that may stage something.
     fn take_windows(&self) -> Result<()> {
         self.arena.fill().map_err(|error| {
@@ -216,7 +221,7 @@ impl Domain {
                 Protocol::Staged => staged::in_place(operation, job, kind),
             }
         };
-        if small.is_none() && self.copies && self.control_block.copies() && copied::is_sooner(job, kind) {
+        if small.is_none() && self.may_copy() && copied::is_sooner(job, kind) {
             let outcome =
                 self.control_block.offered_in_place(call.encoded, data, division, &mut watch, work)?;
             if outcome.is_some() {
@@ -263,7 +268,7 @@ impl Domain {
             return routes.copy(input, |from| slots.bytes(from), output);
         }
         self.take_windows()?;
-        let copied_from = copying.filter(|_| self.copies);
+        let copied_from = copying.filter(|_| self.may_copy());
         let copied_from = copied_from.and_then(|copying| copied::least(job, copying, uneven.is_some()));
         let mut once = |copied_from| {
             let brought = Brought { note: &note, memory: brought, small: small.clone(), copied_from };

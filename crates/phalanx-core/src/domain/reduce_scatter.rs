@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use phalanx_sys::control_block::{Division, Protocol, SharedOperation, Unregistered, share};
 
-use super::{Domain, Job, LINE, direct, staged};
+use super::{Domain, Job, LINE, copied, direct, say_that_copies_are_refused, staged};
 use crate::collective::kernel::Fold;
 use crate::deadline::Timeout;
 use crate::error::{Error, Result};
@@ -39,7 +39,8 @@ impl Domain {
         timeout: &Timeout,
     ) -> Result<()> {
         let bytes = data.len();
-        self.on_data((call, sequence), data, owners, timeout, |operation, job| match operation.protocol() {
+        let divided = (owners, false);
+        self.on_data((call, sequence), data, divided, timeout, |operation, job| match operation.protocol() {
             Protocol::Direct => operation.combine(|chunks| fold.apply(chunks)),
             Protocol::Small | Protocol::Copied | Protocol::Staged => {
                 staged::reduce(operation, job, fold, |index| Self::chunk(bytes, owners, index))
@@ -56,35 +57,46 @@ impl Domain {
         timeout: &Timeout,
     ) -> Result<()> {
         let bytes = data.len();
-        self.on_data((call, sequence), data, owners, timeout, |operation, job| match operation.protocol() {
+        let divided = (owners, copied::is_sooner_for(Self::chunk(bytes, owners, 0).len()));
+        self.on_data((call, sequence), data, divided, timeout, |operation, job| match operation.protocol() {
             Protocol::Direct => {
                 operation.combine(|chunks| direct::spread(chunks, job.me));
                 Ok(())
             }
-            Protocol::Small | Protocol::Copied | Protocol::Staged => {
+            Protocol::Copied => copied::collect(operation, job, |index| Self::chunk(bytes, owners, index)),
+            Protocol::Small | Protocol::Staged => {
                 staged::collect(operation, job, |index| Self::chunk(bytes, owners, index))
             }
         })
     }
 
-    /// A call on `data`, of which each of the first `owners` members has a [`chunk`](Self::chunk).
+    /// A call on `data`, of which each of the first `owners` members has a [`chunk`](Self::chunk). What is only copied may be `offered`.
     pub(super) fn on_data(
         &mut self,
         (call, sequence): (Call, Sequence),
         data: &mut [u8],
-        owners: usize,
+        (owners, offered): (usize, bool),
         timeout: &Timeout,
-        work: impl FnOnce(&mut SharedOperation<'_, '_, Error>, Job<'_>) -> Result<()>,
+        work: impl Fn(&mut SharedOperation<'_, '_, Error>, Job<'_>) -> Result<()>,
     ) -> Result<()> {
         self.take_windows()?;
+        let may_copy = offered && self.may_copy();
         let job = Job { call: &call, me: self.control_block.me(), ranks: self.peers.members.len(), root: 0 };
         let call = self.peers.call(&call, sequence, timeout);
         let mut watch = |missing| call.watch(missing);
-        let divided = Division { owners, unit: LINE, combines_windows: false };
-        let memory = (divided, Unregistered::Later);
-        self.control_block.in_place(call.encoded, data, memory, &mut watch, |operation| {
+        let division = Division { owners, unit: LINE, combines_windows: false };
+        let work = |operation: &mut SharedOperation<'_, '_, Error>| {
             call.check(|index| operation.call(index))?;
             work(operation, job)
-        })
+        };
+        if may_copy {
+            let outcome =
+                self.control_block.offered_in_place(call.encoded, data, division, &mut watch, work)?;
+            if outcome.is_some() {
+                return Ok(());
+            }
+            say_that_copies_are_refused();
+        }
+        self.control_block.in_place(call.encoded, data, (division, Unregistered::Later), &mut watch, work)
     }
 }

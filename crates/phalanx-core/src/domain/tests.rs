@@ -4,6 +4,7 @@ use std::time::Duration;
 use super::*;
 use crate::ProcessGroup;
 use crate::buffer::Buffer;
+use crate::collective::Counts;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::group::{Connected, TransportOptions, connect};
@@ -189,6 +190,7 @@ fn a_domain_reduces_into_shares_and_collects_them() {
             scope.spawn(move || {
                 let Connected { domain, transport: _transport, .. } = connected;
                 let mut domain = domain.unwrap();
+                domain.copies = true;
                 let (count, me) = (domain.peers.members.len(), domain.control_block.me());
                 let bytes = LENGTH * size_of::<i32>();
                 let mut region = domain.arena().alloc(bytes).unwrap();
@@ -230,53 +232,91 @@ fn a_domain_reduces_into_shares_and_collects_them() {
     });
 }
 
-/// On any processor, also where it is not done. The second time the ranks find that the kernel allows it no more.
+/// What a rank gives to the calls of the test below, and what block of it is for which other one.
+const BLOCK: usize = 40_001;
+const COPYING: u32 = 3;
+
+fn given(rank: usize) -> Vec<i32> {
+    (0..BLOCK * COPYING as usize).map(|index| (rank * 1_000_003 + index * 7) as i32).collect()
+}
+
+fn given_block(from: usize, to: usize) -> Vec<i32> {
+    given(from)[to * BLOCK..(to + 1) * BLOCK].to_vec()
+}
+
+/// Copies something from rank to rank, and checks what comes.
+fn copying_call(domain: &mut Domain, sequence: Sequence, operation: Operation) {
+    let (me, world, timeout) = (domain.control_block.me(), COPYING as usize, Timeout::new(LIMIT));
+    let (own, root) = (given(me), Rank::new(1));
+    let call = |elements| Call::new(operation, crate::DType::I32, elements);
+    let mut out_of_place = |call: Call, input: &[i32], expected: Vec<i32>| {
+        let mut output = vec![0i32; expected.len()];
+        let output_bytes = bytemuck::cast_slice_mut(&mut output);
+        let memory = Memory::OutOfPlace { input: bytemuck::cast_slice(input), output: output_bytes };
+        domain.collective(&call, sequence, memory, &timeout).unwrap();
+        assert!(output == expected, "{}", operation.name());
+    };
+    let from_all = |to: usize| (0..world).flat_map(|from| given_block(from, to)).collect::<Vec<_>>();
+    match operation {
+        Operation::AllGather => out_of_place(call(BLOCK), &own[..BLOCK], from_all(0)),
+        Operation::AllToAll => out_of_place(call(own.len()), &own, from_all(me)),
+        Operation::Scatter => out_of_place(call(BLOCK).rooted_at(root), &own, given_block(1, me)),
+        Operation::Gather => {
+            let expected = if me == 1 { from_all(0) } else { Vec::new() };
+            out_of_place(call(BLOCK).rooted_at(root), &own[..BLOCK], expected);
+        }
+        Operation::Broadcast => {
+            let mut data = given(me);
+            let call = call(data.len()).rooted_at(root);
+            let memory = Memory::InPlace(bytemuck::cast_slice_mut(&mut data));
+            domain.collective(&call, sequence, memory, &timeout).unwrap();
+            assert!(data == given(1), "broadcast");
+        }
+        _ => {
+            assert_eq!(operation, Operation::AllGatherVInPlace);
+            let lengths = [BLOCK, 0, 2 * BLOCK];
+            let counts = Counts::new(&lengths, WorldSize::new(COPYING).unwrap()).unwrap();
+            let mut data = given(me);
+            let memory = Memory::InPlaceV { data: bytemuck::cast_slice_mut(&mut data), counts: &counts };
+            let call = call(own.len()).in_parts(lengths.into_iter());
+            domain.collective(&call, sequence, memory, &timeout).unwrap();
+            assert!(data[..BLOCK] == given(0)[..BLOCK] && data[BLOCK..] == given(2)[BLOCK..], "in place");
+        }
+    }
+}
+
+/// On any processor, also where it is not done.
 #[test]
 fn long_blocks_are_copied_out_of_each_other_s_processes_or_staged_if_that_is_forbidden() {
-    const LENGTH: usize = 70_001;
-    const WORLD: usize = 3;
-    let input = |rank: usize| -> Vec<i32> {
-        (0..LENGTH * WORLD).map(|index| (rank * 1_000_003 + index * 7) as i32).collect()
-    };
-    let block = |from: usize, to: usize| input(from)[to * LENGTH..(to + 1) * LENGTH].to_vec();
-    thread::scope(|scope| {
-        for connected in connected(&["a"; WORLD], None).into_iter().map(Result::unwrap) {
-            scope.spawn(move || {
-                let Connected { domain, transport: _transport, .. } = connected;
-                let mut domain = domain.unwrap();
-                domain.copies = true;
-                let (me, timeout) = (domain.control_block.me(), Timeout::new(LIMIT));
-                let own = input(me);
-                let mut sequence = 0;
-                let mut run =
-                    |domain: &mut Domain, operation, elements, input: &[i32], expected: Vec<i32>| {
-                        let root = (operation == Operation::Scatter).then_some(Rank::new(1));
-                        let call = Call { root, ..Call::new(operation, crate::DType::I32, elements) };
-                        let mut output = vec![0i32; expected.len()];
-                        let memory = Memory::OutOfPlace {
-                            input: bytemuck::cast_slice(input),
-                            output: bytemuck::cast_slice_mut(&mut output),
-                        };
-                        domain.collective(&call, Sequence(sequence), memory, &timeout).unwrap();
-                        sequence += 1;
-                        assert!(output == expected, "{}", operation.name());
-                    };
-                for allowed in [true, false] {
-                    if !allowed && me == 0 {
-                        domain.control_block.refuse_copies();
+    let calls = [
+        Operation::AllGather,
+        Operation::AllToAll,
+        Operation::Scatter,
+        Operation::Gather,
+        Operation::Broadcast,
+        Operation::AllGatherVInPlace,
+    ];
+    // Each is once the call in which one rank finds that the kernel does not allow it.
+    for first_refused in 0..calls.len() {
+        thread::scope(|scope| {
+            for connected in connected(&["a"; COPYING as usize], None).into_iter().map(Result::unwrap) {
+                scope.spawn(move || {
+                    let Connected { domain, transport: _transport, .. } = connected;
+                    let mut domain = domain.unwrap();
+                    domain.copies = true;
+                    let me = domain.control_block.me();
+                    for (number, operation) in calls.into_iter().cycle().take(3 * calls.len()).enumerate() {
+                        let is_refused = number >= calls.len() + first_refused;
+                        if is_refused && me == number % 3 {
+                            domain.control_block.refuse_copies();
+                        }
+                        copying_call(&mut domain, Sequence(number as u64), operation);
+                        assert_eq!(domain.control_block.copies(), !is_refused, "{}", operation.name());
                     }
-                    for _ in 0..2 {
-                        let all = (0..WORLD).flat_map(|from| block(from, 0)).collect();
-                        run(&mut domain, Operation::AllGather, LENGTH, &own[..LENGTH], all);
-                        let mine = (0..WORLD).flat_map(|from| block(from, me)).collect();
-                        run(&mut domain, Operation::AllToAll, own.len(), &own, mine);
-                        run(&mut domain, Operation::Scatter, LENGTH, &own, block(1, me));
-                    }
-                    assert_eq!(domain.control_block.copies(), allowed);
-                }
-            });
-        }
-    });
+                });
+            }
+        });
+    }
 }
 
 #[test]

@@ -20,10 +20,13 @@ const CROWDED_LOOKS: u32 = 64;
 const PATIENT: u32 = 4;
 /// Rounds of polls in which the rank yields. If a peer shares this processor, it can continue meanwhile. If each rank
 /// has a processor of its own, the thread that gets the processor may be this rank's own computation: then a yield takes long, and is the last.
-/// They take some 150 us. To wake a thread that sleeps takes 40, so two rounds, after which a rank slept that a peer in Python let wait for 60, made the
-/// slowest percent of small calls half as slow again.
+/// There are so many, and without more ranks than processors further ones until [`PROMPT_LIMIT`] has passed.
 const ROUNDS: u32 = 8;
 const CROWDED_ROUNDS: u32 = 40;
+/// To wake a thread that sleeps takes 40 us and more. Eight rounds take 150 us on one machine and 50 on another: there a rank slept while its peer copied
+/// 1 MiB, and the call took 90 us in place of 50. Two rounds, after which a rank slept that a peer in Python let wait for 60 us, made the slowest percent
+/// of small calls half as slow again.
+const PROMPT_LIMIT: Duration = Duration::from_micros(200);
 /// Yields in a round. Each may take some milliseconds. Between two rounds the rank calls `watch`.
 const TURNS: u32 = 25;
 /// If a yield takes longer than this, the peer will not answer soon: sleeping then returns earlier than yielding.
@@ -122,6 +125,9 @@ impl Waits {
             return Ok(());
         }
         let mut rounds = 0..self.rounds;
+        let began = Instant::now();
+        let is_prompt = || self.rounds > 0 && !self.crowded && began.elapsed() < PROMPT_LIMIT;
+        let mut yields = true;
         loop {
             // Called before the last poll: what a peer did before it left, or died, still counts.
             let verdict = watch();
@@ -129,13 +135,14 @@ impl Waits {
                 return Ok(());
             }
             verdict?;
-            if rounds.next().is_none() {
+            yields = yields && (rounds.next().is_some() || is_prompt());
+            if !yields {
                 doorbell.sleep_unless(SLEEP_LIMIT, &ready);
                 continue;
             }
             match take_turns(&ready) {
                 Turns::Ready => return Ok(()),
-                Turns::Long => rounds = 0..0,
+                Turns::Long => yields = false,
                 Turns::Over => {}
             }
         }
