@@ -220,12 +220,16 @@ impl ProcessGroup {
     /// # Errors
     /// If the system refuses the group's thread.
     pub fn alone() -> Result<Self> {
-        Self::alone_in(Generation::default(), Trace::disabled())
+        Self::alone_in(LocalRank { rank: 0, world_size: 1 }, Generation::default(), Trace::disabled())
     }
 
-    fn alone_in(generation: Generation, trace: Trace) -> Result<Self> {
-        let mut groups = Self::in_process_in(generation, WorldSize::ONE, &trace)?;
-        groups.pop().ok_or_else(|| Error::invalid_argument("a world of one has one rank"))
+    /// The place among the ranks of the host is the launcher's: who is left alone in an elastic job keeps its device.
+    fn alone_in(local: LocalRank, generation: Generation, trace: Trace) -> Result<Self> {
+        let (rank, world) = (Rank::MAIN, WorldSize::ONE);
+        let connected = connect_in_process(world).pop();
+        let connected = connected.ok_or_else(|| Error::invalid_argument("a world of one has one rank"))?;
+        let config = GroupConfig::new(Backend::process(), local, generation);
+        Self::new(Identity { rank, world, trace, config }, connected)
     }
 
     /// The groups of all ranks of one process, one for each thread that acts as a rank.
