@@ -131,6 +131,6 @@ impl ProcessGroup {
                 completer.complete(outcome);
             }),
         )?;
-        Ok(pending)
+        Ok(pending.of(&self.inner))
     }
 }

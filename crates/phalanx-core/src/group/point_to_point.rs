@@ -198,10 +198,11 @@ impl ProcessGroup {
             self.peer(op.peer())?;
         }
         self.begin()?;
-        match ops.is_empty() {
-            true => Ok(Vec::new()),
-            false => self.inner.messages.start(ops, self.operation_timeout().deadline()),
+        if ops.is_empty() {
+            return Ok(Vec::new());
         }
+        let works = self.inner.messages.start(ops, self.operation_timeout().deadline())?;
+        Ok(works.into_iter().map(|work| work.of(&self.inner)).collect())
     }
 
     fn start_one(&self, op: P2pOp) -> Result<Work> {
