@@ -41,7 +41,7 @@ impl ProcessGroup {
     /// As [`all_gather`](Self::all_gather); [`Work::wait`] returns a buffer with all ranks' elements.
     ///
     /// # Errors
-    /// At once if the group has failed; otherwise from [`Work::wait`].
+    /// At once if the group has failed or there is too little memory; otherwise from [`Work::wait`].
     pub fn all_gather_async(&self, buffer: Buffer) -> Result<Work> {
         let (dtype, elements) = (buffer.dtype(), buffer.len());
         let mut gathered = self.alloc(dtype, elements * self.world_size().count())?;

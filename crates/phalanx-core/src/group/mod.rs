@@ -481,7 +481,7 @@ impl ProcessGroup {
     /// If there is too little memory.
     pub fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer> {
         let Some(arena) = self.inner.arena.as_ref().filter(|_| elements > 0) else {
-            return Ok(Buffer::zeroed(dtype, elements));
+            return ordinary(dtype, elements);
         };
         let region = arena.alloc(elements.saturating_mul(dtype.size())).map_err(|error| {
             Error::out_of_memory(format!("no shared memory for {elements} x {dtype}"))
@@ -546,6 +546,14 @@ impl ProcessGroup {
             None => cause.with_remedy("the group has failed; start a new one"),
         })
     }
+}
+
+/// Zeroed memory that other ranks do not reach. An error if there is too little.
+fn ordinary(dtype: DType, elements: usize) -> Result<Buffer> {
+    Buffer::try_zeroed(dtype, elements).ok_or_else(|| {
+        Error::out_of_memory(format!("no memory for {elements} x {dtype}"))
+            .with_remedy("make less of it, or start fewer ranks on this host")
+    })
 }
 
 impl Drop for Inner {
