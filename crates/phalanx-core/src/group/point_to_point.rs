@@ -97,7 +97,8 @@ impl ProcessGroup {
     }
 
     /// Has a message from `from` arrived that no call receives yet? Then [`recv`](Self::recv) does not wait for the
-    /// sender's call. For programs that receive from the rank that sends first.
+    /// sender's call. For programs that receive from the rank that sends first. A rank that has left the group sends nothing more, which is no
+    /// error here: [`recv`](Self::recv) gives it.
     ///
     /// ```
     /// use phalanx::{ProcessGroup, Rank, WorldSize};
