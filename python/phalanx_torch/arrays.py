@@ -46,7 +46,8 @@ def init(
     """Joins the other ranks, and returns an :class:`ArrayGroup`.
 
     Under a launcher (``phalanx run``, ``torchrun``, ``mpirun``, ``srun``) nothing need be given, and without one this
-    is a world of one. ``url`` may be ``tcp://host:port`` or ``file:///path`` with ``rank`` and ``world_size``.
+    is a world of one. ``url`` may be ``tcp://host:port`` or ``file:///path`` with ``rank`` and ``world_size``. With these
+    two alone, ranks meet at ``MASTER_ADDR`` and ``MASTER_PORT``.
     ``timeout``, in seconds, limits the start and each operation.
     """
     _exit.check_not_forked()

@@ -46,6 +46,7 @@ use crate::{Ddp, optimizer};
 ///
 /// Hooks of [`Ddp::register_comm_hook`] do not scatter: with one of them whole buckets are averaged on every rank, and
 /// the gathering is done in addition. The same holds between hosts on which several ranks share memory.
+/// [`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd) is refused: each parameter would be updated by the gradients of its owner alone.
 #[doc(alias = "ZeRO")]
 #[derive(Clone)]
 pub struct ZeroRedundancyOptimizer {

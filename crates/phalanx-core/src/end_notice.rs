@@ -58,7 +58,9 @@ impl EndNotice {
     }
 
     /// Whether the signal has come to any rank of `group`. All its ranks call it in the same step, and get the same answer. It is one
-    /// all-reduce of one number.
+    /// all-reduce of one number. Inside of [`join`](crate::join) ranks whose data have ended do not call it, and the ranks' calls differ, which
+    /// is an error: there sum [`has_come`](Self::has_come) with the adapter, as Burn's `ddp.sum(f64::from(notice.has_come()))?`, among the ranks that
+    /// still have data.
     ///
     /// # Errors
     /// As those of [`all_reduce`](ProcessGroup::all_reduce).

@@ -4,7 +4,7 @@
 use std::time::Instant;
 
 use super::engine::Engine;
-use super::{ProcessGroup, Work};
+use super::{ProcessGroup, Work, ordinary};
 use crate::buffer::Buffer;
 use crate::collective::Memory;
 use crate::collective::{self, Counts, ReduceOp};
@@ -41,7 +41,7 @@ impl ProcessGroup {
     /// As [`all_gather`](Self::all_gather); [`Work::wait`] returns a buffer with all ranks' elements.
     ///
     /// # Errors
-    /// At once if the group has failed; otherwise from [`Work::wait`].
+    /// At once if the group has failed or there is too little memory; otherwise from [`Work::wait`].
     pub fn all_gather_async(&self, buffer: Buffer) -> Result<Work> {
         let (dtype, elements) = (buffer.dtype(), buffer.len());
         let mut gathered = self.alloc(dtype, elements * self.world_size().count())?;
@@ -54,7 +54,7 @@ impl ProcessGroup {
     /// As [`reduce_scatter`](Self::reduce_scatter); [`Work::wait`] returns this rank's chunk.
     ///
     /// # Errors
-    /// At once if the group has failed, the buffer cannot be divided evenly or `op` is not defined for its type;
+    /// At once if the group has failed, the buffer cannot be divided evenly, `op` is not defined for its type or there is too little memory;
     /// otherwise from [`Work::wait`].
     pub fn reduce_scatter_async(&self, mut buffer: Buffer, op: ReduceOp) -> Result<Work> {
         let (dtype, elements, world) = (buffer.dtype(), buffer.len(), self.world_size());
@@ -62,8 +62,8 @@ impl ProcessGroup {
         let own = collective::chunk(elements, world, self.rank().index());
         let call = self.call(Operation::ReduceScatter, dtype, elements).reducing(op);
         call.prepare(op, buffer.as_bytes_mut())?;
+        let mut chunk = ordinary(dtype, own.len())?;
         self.start_then(call, buffer, move |buffer| {
-            let mut chunk = Buffer::zeroed(dtype, own.len());
             let bytes = own.start * dtype.size()..own.end * dtype.size();
             chunk.as_bytes_mut().copy_from_slice(&buffer.as_bytes()[bytes]);
             chunk
@@ -131,6 +131,6 @@ impl ProcessGroup {
                 completer.complete(outcome);
             }),
         )?;
-        Ok(pending)
+        Ok(pending.of(&self.inner))
     }
 }

@@ -242,6 +242,28 @@ mod tests {
     }
 
     #[test]
+    fn memory_that_is_not_there_is_an_error_and_ends_neither_the_process_nor_the_group() {
+        for fabric in [Fabric::InProcess, Fabric::Tcp, Fabric::SharedMemory] {
+            let [group, other] = two(fabric, false);
+            // More bytes than processors can address.
+            let much = 1 << 58;
+            let none = || Buffer::zeroed(DType::F64, 0);
+            for error in [
+                group.alloc(DType::F64, much).map(drop),
+                group.all_gather_v_async(none(), &[0, much]).map(drop),
+                group.all_to_all_v_async(none(), &[0, 0], &[0, much]).map(drop),
+            ] {
+                let error = error.unwrap_err();
+                assert!(error.is_out_of_memory() && error.remedy().is_some(), "{fabric:?}: {error}");
+            }
+            std::thread::scope(|scope| {
+                scope.spawn(|| other.barrier().unwrap());
+                group.barrier().unwrap();
+            });
+        }
+    }
+
+    #[test]
     fn an_error_that_no_call_has_returned_is_that_of_leaving() {
         for fabric in [Fabric::Tcp, Fabric::TwoHosts] {
             let [group, other] = two(fabric, false);

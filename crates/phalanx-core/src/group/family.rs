@@ -168,6 +168,8 @@ mod tests {
     use std::sync::Barrier;
 
     use super::*;
+    use crate::buffer::Buffer;
+    use crate::dtype::DType;
     use crate::rank::Rank;
     use crate::world_size::WorldSize;
 
@@ -175,8 +177,11 @@ mod tests {
     fn the_failure_of_a_smaller_group_blames_the_same_rank_in_the_whole_one() {
         /// How a rank of the smaller group, the second argument, ends the whole one with its error.
         type End = fn(&ProcessGroup, &ProcessGroup, Error);
-        let ends: [End; 2] =
-            [|whole, _, error| whole.abort(error), |_, smaller, error| smaller.abort_all(error)];
+        let ends: [End; 3] = [
+            |whole, _, error| whole.abort(error),
+            |whole, _, error| whole.irecv(Buffer::zeroed(DType::U8, 1), Rank::MAIN).unwrap().abort(error),
+            |_, smaller, error| smaller.abort_all(error),
+        ];
         for end in ends {
             let groups = ProcessGroup::in_process(WorldSize::new(4).unwrap()).unwrap();
             let all_are_here = Barrier::new(groups.len());
@@ -193,6 +198,7 @@ mod tests {
                                 let error = part.barrier().unwrap_err();
                                 assert_eq!(error.rank(), Some(Rank::new(1)), "{error}");
                                 end(&group, part, error);
+                                assert!(group.was_aborted());
                             }
                             (0 | 1, _) | (_, None) | (4.., _) => {}
                         }

@@ -2,7 +2,7 @@
 
 use super::arguments::same_type;
 use super::blocking::out_of_place;
-use super::{ProcessGroup, Work};
+use super::{ProcessGroup, Work, ordinary};
 use crate::buffer::Buffer;
 use crate::collective::Counts;
 use crate::collective::Memory;
@@ -33,13 +33,13 @@ impl ProcessGroup {
     /// one on the others.
     ///
     /// # Errors
-    /// At once if the group has failed or `root` is not in it; otherwise from [`Work::wait`].
+    /// At once if the group has failed, `root` is not in it or there is too little memory; otherwise from [`Work::wait`].
     pub fn gather_async(&self, buffer: Buffer, root: Rank) -> Result<Work> {
         let root = self.member(root)?;
         let (dtype, elements) = (buffer.dtype(), buffer.len());
         let whole = if self.rank() == root { elements * self.world_size().count() } else { 0 };
         let call = self.call(Operation::Gather, dtype, elements).rooted_at(root);
-        self.start_out_of_place(call, buffer, Buffer::zeroed(dtype, whole))
+        self.start_out_of_place(call, buffer, ordinary(dtype, whole)?)
     }
 
     /// Distributes the root's `input`: rank r gets the elements from r·len on in `output`, of the same length on every
@@ -101,11 +101,11 @@ impl ProcessGroup {
     /// As [`all_gather_v`](Self::all_gather_v); [`Work::wait`] returns a buffer with all ranks' elements.
     ///
     /// # Errors
-    /// At once if the group has failed or the counts do not fit; otherwise from [`Work::wait`].
+    /// At once if the group has failed, the counts do not fit or there is too little memory; otherwise from [`Work::wait`].
     pub fn all_gather_v_async(&self, buffer: Buffer, counts: &[usize]) -> Result<Work> {
         let counts = Counts::new(counts, self.world_size())?;
         self.check_all_gather_v(buffer.len(), counts.total(), &counts)?;
-        let output = Buffer::zeroed(buffer.dtype(), counts.total());
+        let output = ordinary(buffer.dtype(), counts.total())?;
         let call = self.call(Operation::AllGatherV, buffer.dtype(), counts.total());
         self.start_out_of_place_v(call, buffer, output, (counts.clone(), counts))
     }

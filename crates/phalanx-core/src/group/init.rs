@@ -163,8 +163,9 @@ impl ProcessGroup {
         // 0.
         let begins = local_rank == 0 && generation.0 <= u64::from(env::is_elastic());
         let trace = Trace::from_env(rank, begins);
+        let local = LocalRank { rank: local_rank, world_size: local_world_size };
         if world_size == WorldSize::ONE {
-            return Ok(Self::alone_in(generation, trace)?.with_timeout(timeout));
+            return Ok(Self::alone_in(local, generation, trace)?.with_timeout(timeout));
         }
         let mesh = MeshConfig {
             store: &*store,
@@ -187,7 +188,6 @@ impl ProcessGroup {
         };
         let connected = connect(&mesh, options, Deadline::after(timeout))?;
         let backend = Backend::Mesh { store, interface, transport, host_id, heartbeat, credentials };
-        let local = LocalRank { rank: local_rank, world_size: local_world_size };
         let config = GroupConfig {
             tuning: tuning.clone(),
             silent_hosts,
@@ -306,6 +306,16 @@ mod tests {
                 scope.spawn(move || rank(number));
             }
         });
+    }
+
+    #[test]
+    fn a_worker_that_is_left_alone_keeps_its_place_among_those_of_its_host() {
+        let left = Rendezvous { local_rank: 3, local_world_size: 4, ..rendezvous::alone() };
+        let group = ProcessGroup::join(left, GroupOptions::default()).unwrap();
+        assert_eq!((group.world_size(), group.rank().get(), group.local_rank()), (WorldSize::ONE, 0, 3));
+        let part = group.new_group(&[group.rank()]).unwrap().unwrap();
+        assert_eq!(part.local_rank(), 3);
+        assert_eq!(ProcessGroup::alone().unwrap().local_rank(), 0);
     }
 
     #[test]

@@ -220,12 +220,16 @@ impl ProcessGroup {
     /// # Errors
     /// If the system refuses the group's thread.
     pub fn alone() -> Result<Self> {
-        Self::alone_in(Generation::default(), Trace::disabled())
+        Self::alone_in(LocalRank { rank: 0, world_size: 1 }, Generation::default(), Trace::disabled())
     }
 
-    fn alone_in(generation: Generation, trace: Trace) -> Result<Self> {
-        let mut groups = Self::in_process_in(generation, WorldSize::ONE, &trace)?;
-        groups.pop().ok_or_else(|| Error::invalid_argument("a world of one has one rank"))
+    /// The place among the ranks of the host is the launcher's: who is left alone in an elastic job keeps its device.
+    fn alone_in(local: LocalRank, generation: Generation, trace: Trace) -> Result<Self> {
+        let (rank, world) = (Rank::MAIN, WorldSize::ONE);
+        let connected = connect_in_process(world).pop();
+        let connected = connected.ok_or_else(|| Error::invalid_argument("a world of one has one rank"))?;
+        let config = GroupConfig::new(Backend::process(), local, generation);
+        Self::new(Identity { rank, world, trace, config }, connected)
     }
 
     /// The groups of all ranks of one process, one for each thread that acts as a rank.
@@ -477,7 +481,7 @@ impl ProcessGroup {
     /// If there is too little memory.
     pub fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer> {
         let Some(arena) = self.inner.arena.as_ref().filter(|_| elements > 0) else {
-            return Ok(Buffer::zeroed(dtype, elements));
+            return ordinary(dtype, elements);
         };
         let region = arena.alloc(elements.saturating_mul(dtype.size())).map_err(|error| {
             Error::out_of_memory(format!("no shared memory for {elements} x {dtype}"))
@@ -542,6 +546,14 @@ impl ProcessGroup {
             None => cause.with_remedy("the group has failed; start a new one"),
         })
     }
+}
+
+/// Zeroed memory that other ranks do not reach. An error if there is too little.
+fn ordinary(dtype: DType, elements: usize) -> Result<Buffer> {
+    Buffer::try_zeroed(dtype, elements).ok_or_else(|| {
+        Error::out_of_memory(format!("no memory for {elements} x {dtype}"))
+            .with_remedy("make less of it, or start fewer ranks on this host")
+    })
 }
 
 impl Drop for Inner {

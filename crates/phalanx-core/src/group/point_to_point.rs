@@ -97,7 +97,8 @@ impl ProcessGroup {
     }
 
     /// Has a message from `from` arrived that no call receives yet? Then [`recv`](Self::recv) does not wait for the
-    /// sender's call. For programs that receive from the rank that sends first.
+    /// sender's call. For programs that receive from the rank that sends first. A rank that has left the group sends nothing more, which is no
+    /// error here: [`recv`](Self::recv) gives it.
     ///
     /// ```
     /// use phalanx::{ProcessGroup, Rank, WorldSize};
@@ -198,10 +199,11 @@ impl ProcessGroup {
             self.peer(op.peer())?;
         }
         self.begin()?;
-        match ops.is_empty() {
-            true => Ok(Vec::new()),
-            false => self.inner.messages.start(ops, self.operation_timeout().deadline()),
+        if ops.is_empty() {
+            return Ok(Vec::new());
         }
+        let works = self.inner.messages.start(ops, self.operation_timeout().deadline())?;
+        Ok(works.into_iter().map(|work| work.of(&self.inner)).collect())
     }
 
     fn start_one(&self, op: P2pOp) -> Result<Work> {

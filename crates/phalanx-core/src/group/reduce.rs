@@ -1,7 +1,7 @@
 //! Reductions to one rank, to shards of different lengths, and of several buffers at once.
 
 use super::arguments::same_type;
-use super::{ProcessGroup, Work};
+use super::{ProcessGroup, Work, ordinary};
 use crate::buffer::Buffer;
 use crate::collective::Memory;
 use crate::collective::ReduceOp;
@@ -68,11 +68,11 @@ impl ProcessGroup {
     /// separate calls; it is the same on every rank.
     ///
     /// # Errors
-    /// As [`all_reduce`](Self::all_reduce), and if the ranks' slices differ in their lengths, or in their order, also
-    /// if the lengths have the same sum.
+    /// As [`all_reduce`](Self::all_reduce), if there is too little memory for that buffer, and if the ranks' slices differ in their lengths, or in
+    /// their order, also if the lengths have the same sum.
     #[doc(alias = "grouped_allreduce")]
     pub fn all_reduce_coalesced<T: Element>(&self, data: &mut [&mut [T]], op: ReduceOp) -> Result<()> {
-        let mut packed = Buffer::zeroed(T::DTYPE, data.iter().map(|slice| slice.len()).sum());
+        let mut packed = ordinary(T::DTYPE, data.iter().map(|slice| slice.len()).sum())?;
         let call = self.call_of::<T>(Operation::AllReduceCoalesced, packed.len()).reducing(op);
         let call = call.in_parts(data.iter().map(|slice| slice.len()));
         let mut rest = packed.as_mut_slice::<T>()?;
@@ -96,7 +96,7 @@ impl ProcessGroup {
     /// buffer with the elements of all, in their order.
     ///
     /// # Errors
-    /// At once if the group has failed, the types differ or `op` is not defined for them; otherwise from
+    /// At once if the group has failed, the types differ, `op` is not defined for them or there is too little memory; otherwise from
     /// [`Work::wait`], also if the ranks' buffers differ in their lengths.
     pub fn all_reduce_coalesced_async(&self, buffers: &[Buffer], op: ReduceOp) -> Result<Work> {
         let Some(first) = buffers.first() else {
@@ -107,7 +107,7 @@ impl ProcessGroup {
         for buffer in buffers {
             same_type("all_reduce_coalesced", first, buffer)?;
         }
-        let mut packed = Buffer::zeroed(dtype, buffers.iter().map(Buffer::len).sum());
+        let mut packed = ordinary(dtype, buffers.iter().map(Buffer::len).sum())?;
         let mut rest = packed.as_bytes_mut();
         for buffer in buffers {
             let (head, tail) = rest.split_at_mut(buffer.as_bytes().len());

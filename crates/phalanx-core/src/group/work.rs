@@ -7,12 +7,13 @@
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
+use super::{DEFAULT_TIMEOUT, Inner, ProcessGroup};
 use crate::buffer::Buffer;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -40,6 +41,8 @@ pub struct Work {
     slot: Arc<Slot>,
     /// None if it was never in flight.
     group: Option<Arc<Health>>,
+    /// The group itself, which may end before the work.
+    handle: Weak<Inner>,
 }
 
 struct Slot {
@@ -83,13 +86,18 @@ impl Work {
     #[doc(hidden)]
     pub fn pending() -> (Self, Completer) {
         let slot = Arc::new(Slot { state: Mutex::new(WorkState::InFlight(None)), done: Condvar::new() });
-        (Self { slot: slot.clone(), group: None }, Completer { slot })
+        (Self { slot: slot.clone(), group: None, handle: Weak::new() }, Completer { slot })
     }
 
-    /// As [`pending`](Self::pending), for a group, which the work can abort.
+    /// As [`pending`](Self::pending), for a group of this health.
     pub(crate) fn pending_in(group: Arc<Health>) -> (Self, Completer) {
         let (work, completer) = Self::pending();
         (Self { group: Some(group), ..work }, completer)
+    }
+
+    /// The same of this group, which the work can abort.
+    pub(super) fn of(self, group: &Arc<Inner>) -> Self {
+        Self { handle: Arc::downgrade(group), ..self }
     }
 
     /// A work that is already done.
@@ -124,8 +132,14 @@ impl Work {
     /// does: the peers take part in the operation, so it cannot end only here. A work that is completed still returns
     /// its outcome.
     pub fn abort(&self, cause: Error) {
-        if let Some(group) = &self.group {
-            group.fail(cause);
+        match (self.handle.upgrade(), &self.group) {
+            (Some(inner), _) => ProcessGroup { inner, timeout: DEFAULT_TIMEOUT, caller: None }.abort(cause),
+            // The last handle is being dropped, and waits for this operation.
+            (None, Some(group)) => {
+                group.fail(cause);
+                group.note_returned();
+            }
+            (None, None) => {}
         }
     }
 
@@ -324,6 +338,18 @@ mod tests {
         let again = block_on(&mut work).unwrap_err();
         assert!(again.to_string().contains("taken already"), "{again}");
         assert!(work.wait().unwrap_err().to_string().contains("taken already"));
+    }
+
+    #[test]
+    fn who_aborts_a_work_has_ended_its_group_as_by_the_group_itself() {
+        let groups = ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap();
+        let [group, other] = &groups[..] else { panic!("two ranks") };
+        let work = group.all_reduce_async(Buffer::from_slice(&[1u8]), ReduceOp::Sum).unwrap();
+        work.abort(Error::aborted("enough"));
+        assert!(group.was_aborted() && !other.was_aborted());
+        for error in [work.wait().unwrap_err(), other.barrier().unwrap_err()] {
+            assert!(error.to_string().contains("enough"), "{error}");
+        }
     }
 
     #[test]

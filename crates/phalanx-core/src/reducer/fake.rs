@@ -27,6 +27,7 @@ pub(super) struct FakeGroup {
     world: Arc<World>,
     log: Arc<Mutex<RankLog>>,
     trace: Trace,
+    has_memory: bool,
 }
 
 /// What one rank did.
@@ -93,7 +94,12 @@ impl FakeGroup {
     }
 
     fn of(rank: Rank, world: Arc<World>, trace: Trace) -> Self {
-        Self { rank, world, log: Arc::default(), trace }
+        Self { rank, world, log: Arc::default(), trace, has_memory: true }
+    }
+
+    /// The same rank, for whose collectives there is no memory.
+    pub(super) fn without_memory(&self) -> Self {
+        Self { has_memory: false, ..self.clone() }
     }
 
     pub(super) fn calls(&self) -> Vec<Call> {
@@ -161,7 +167,10 @@ impl Communicator for FakeGroup {
 
     fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer> {
         self.log.lock().allocations += 1;
-        Ok(Buffer::zeroed(dtype, elements))
+        match self.has_memory {
+            true => Ok(Buffer::zeroed(dtype, elements)),
+            false => Err(Error::out_of_memory("no memory in this test")),
+        }
     }
 
     fn in_call(&self, _: Caller) -> Arc<dyn Communicator> {

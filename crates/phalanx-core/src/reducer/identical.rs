@@ -2,6 +2,7 @@
 
 use xxhash_rust::xxh3::Xxh3Default;
 
+use super::sync::alloc_or_abort;
 use crate::collective::ReduceOp;
 use crate::dtype::DType;
 use crate::error::Result;
@@ -11,7 +12,7 @@ use crate::world_size::WorldSize;
 /// Whether `tensors` are the same bits on every rank. All ranks call it together, and get the same answer. Only a hash is sent.
 ///
 /// # Errors
-/// If the exchange fails.
+/// If the exchange fails; the group has ended then.
 pub fn states_identical<'a>(
     group: &dyn Communicator,
     tensors: impl IntoIterator<Item = &'a [u8]>,
@@ -21,7 +22,7 @@ pub fn states_identical<'a>(
     }
     let hash = hash(tensors.into_iter()) as i64;
     // The smallest hash, and the complement of the largest, in one operation.
-    let mut bounds = group.alloc(DType::I64, 2)?;
+    let mut bounds = alloc_or_abort(group, DType::I64, 2)?;
     bounds.as_mut_slice::<i64>()?.copy_from_slice(&[hash, !hash]);
     let bounds = group.all_reduce_async(bounds, ReduceOp::Min)?.wait()?;
     let bounds = bounds.as_slice::<i64>()?;

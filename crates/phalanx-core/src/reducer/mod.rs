@@ -261,7 +261,7 @@ impl Reducer {
     ///
     /// # Errors
     /// On every rank, if the ranks' hooks or their settings differ, or the ranks of a smaller group ([`PostLocalSgd::subgroup`](hooks::PostLocalSgd::subgroup));
-    /// if `hook` cannot average gradients where they lie.
+    /// if `hook` cannot average gradients where they lie; if averages are [sharded](Self::shard), and `hook` does not always average over all ranks.
     pub fn register_hook(&mut self, hook: Box<dyn CommHook>) -> Result<()> {
         self.register_hook_from(hook, None)
     }
@@ -300,7 +300,7 @@ impl Reducer {
         if replaces {
             self.hook = hook;
         }
-        Ok(())
+        self.check_shards().map_err(|error| self.abort(error))
     }
 
     /// Has what averages gradients elsewhere do what `hook` does; false if it cannot.
@@ -416,7 +416,8 @@ impl Reducer {
     /// [`find_unused_parameters`](ReducerOptions::find_unused_parameters) such a parameter counts as zero, and so it does
     /// with [`static_graph`](ReducerOptions::static_graph) if it got none in the first step. On every rank also if an
     /// averaging failed; then, if gradients are [kept](Self::keep_gradients), they can be averaged [again](Self::replay) in
-    /// another group. On every rank, if optimizers have [differed](Self::stepped) in earlier steps.
+    /// another group. On every rank, if optimizers have [differed](Self::stepped) in earlier steps. If averages are [sharded](Self::shard), and the hook has
+    /// not averaged over all ranks.
     pub fn finish(&mut self) -> Result<()> {
         self.state.check_backward("no backward pass was begun that could be finished")?;
         let backward_end = Instant::now();
@@ -431,7 +432,7 @@ impl Reducer {
         let end = Instant::now();
         self.trace.complete(Track::Backward, "wait for gradients", backward_end, end, &[]);
         let compared = self.timer.step(&*self.group, backward_end, end);
-        compared.map_err(|error| self.abort(error))?;
+        compared.and_then(|()| self.check_shards()).map_err(|error| self.abort(error))?;
         self.divide_by_weights().inspect_err(|_| self.state.emptied())
     }
 

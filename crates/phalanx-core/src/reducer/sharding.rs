@@ -14,6 +14,7 @@
 use std::time::Instant;
 
 use super::Reducer;
+use super::hooks::BuiltInHook;
 use crate::caller::Caller;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
@@ -29,17 +30,35 @@ impl Reducer {
     /// bucket is averaged whole.
     ///
     /// # Errors
-    /// On every rank, if the ranks' owners differ, or there is not one for each parameter.
+    /// On every rank, if the ranks' owners differ, or there is not one for each parameter; if the hook does not average over all ranks, or will
+    /// not from some step on ([`PostLocalSgd`](super::hooks::PostLocalSgd)).
     pub fn shard(&mut self, owners: Vec<Rank>) -> Result<()> {
         self.check_here("shard")?;
         self.state.check_replayable(true, true)?;
         self.attempt(|reducer| match reducer.state.shard(owners)? {
             Some(order) => {
                 let group = reducer.group.in_call(Caller::ZeroNew);
-                reducer.lay_out(order, &*group)
+                reducer.lay_out(order, &*group)?;
+                reducer.check_shards()
             }
             None => Ok(()),
         })
+    }
+
+    /// An error if averages are sharded, and the hook does not average over all ranks, or will not from some step on: a parameter would be updated by the
+    /// gradients of its owner, and those of all other ranks would be lost. All ranks have the same hook.
+    pub(super) fn check_shards(&self) -> Result<()> {
+        let is_local = matches!(self.hook.built_in(), Some(BuiltInHook::PostLocalSgd(_)))
+            || !self.hook.averages_over_all();
+        if !self.state.is_sharded() || !is_local {
+            return Ok(());
+        }
+        Err(Error::invalid_argument(format!(
+            "averages are sharded, and the communication hook `{}` does not always average over all ranks: each parameter would be updated by \
+             the gradients of its owner alone",
+            self.hook.describe()
+        ))
+        .with_remedy("use an optimizer that is not sharded, or another hook"))
     }
 
     /// Whether the average of the parameter at `index` is this rank's.

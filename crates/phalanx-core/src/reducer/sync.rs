@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
+use crate::buffer::Buffer;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::group::{Communicator, Work};
@@ -29,9 +30,15 @@ pub struct StateTensor<'a> {
 /// broadcasts of at most 25 MiB, of which several are on their way at one time.
 ///
 /// # Errors
-/// If a length is no multiple of its type's size, or a broadcast fails; then some tensors may have been written.
+/// If a length is no multiple of its type's size, there is too little memory, or a broadcast fails; then some tensors may have been written, and the
+/// group has ended.
 pub fn broadcast_state(group: &dyn Communicator, tensors: &mut [StateTensor<'_>]) -> Result<()> {
     broadcast_state_from(group, Rank::MAIN, tensors)
+}
+
+/// Memory of the group for its next collective. If there is none, the group ends: the other ranks would wait for this one.
+pub(super) fn alloc_or_abort(group: &dyn Communicator, dtype: DType, elements: usize) -> Result<Buffer> {
+    group.alloc(dtype, elements).inspect_err(|error| group.abort(error.clone()))
 }
 
 /// As [`broadcast_state`], with the content of rank `root`.
@@ -67,7 +74,7 @@ pub fn broadcast_state_from(
         {
             chunk.unpack(work, tensors, is_root)?;
         }
-        let mut buffer = group.alloc(chunk.dtype, chunk.bytes / chunk.dtype.size())?;
+        let mut buffer = alloc_or_abort(group, chunk.dtype, chunk.bytes / chunk.dtype.size())?;
         // On every rank: among ranks that may run out of data, another one may speak for rank 0.
         chunk.pack(buffer.as_bytes_mut(), tensors);
         let work = group.broadcast_async(buffer, root)?;

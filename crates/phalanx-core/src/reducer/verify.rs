@@ -5,6 +5,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::ParameterSpec;
+use super::sync::alloc_or_abort;
 use crate::buffer::Buffer;
 use crate::collective::ReduceOp;
 use crate::dtype::DType;
@@ -192,7 +193,7 @@ pub fn broadcast_bytes(group: &dyn Communicator, root: Rank, mine: &[u8], limit:
                 "start all processes of the job with the same build, and give the same model to each",
             )
     })?;
-    let mut buffer = group.alloc(DType::U8, length)?;
+    let mut buffer = alloc_or_abort(group, DType::U8, length)?;
     if mine.len() == length {
         buffer.as_bytes_mut().copy_from_slice(mine);
     }

@@ -30,7 +30,7 @@ use self::arrival::{Arrived, Rounds};
 use self::presence::{MOST_MARKED, Presence};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
-use crate::env::{LaunchEnv, doubt, refuse_fixed_world};
+use crate::env::{LaunchEnv, doubt, refuse_fixed_world, variable};
 use crate::error::{Error, Result};
 use crate::host;
 use crate::interfaces::{is_every_hosts, outward};
@@ -111,8 +111,8 @@ pub fn from_env(timeout: Duration) -> Result<Rendezvous> {
 /// Meets the other ranks at `url`: `env://`, `tcp://host:port` (rank 0 serves there) or `file:///path` (on a file
 /// system that all ranks share).
 ///
-/// `env://` takes rank and world size from the launcher's variables if they are not given here; the other two need
-/// them. The job's credentials are those that [`Credentials::from_env`] finds.
+/// `env://` takes rank and world size from the launcher's variables if they are not given here: a program that gives both needs only `MASTER_ADDR` and
+/// `MASTER_PORT`. The other two need them. The job's credentials are those that [`Credentials::from_env`] finds.
 ///
 /// ```
 /// use std::time::Duration;
@@ -141,14 +141,10 @@ pub fn from_url(
         })
     };
     match Url::parse(url)? {
-        Url::Env => match read_env()? {
-            None if world_size.is_none_or(|size| size == WorldSize::ONE) => Ok(alone()),
-            None => Err(Error::environment("env:// needs MASTER_ADDR and MASTER_PORT, which are not set")
-                .with_remedy("start the program with `phalanx run` or torchrun, or set them for every rank")),
-            Some(mut env) => {
+        Url::Env => match read_env_as(rank, world_size)? {
+            None => without_launcher(rank, world_size),
+            Some(env) => {
                 refuse_fixed_world()?;
-                env.world_size = world_size.unwrap_or(env.world_size);
-                env.rank = env.world_size.rank(rank.unwrap_or(env.rank).get())?;
                 env::join(&env, Credentials::from_env()?, &me, deadline)
             }
         },
@@ -352,11 +348,56 @@ impl RankConfig {
 
 /// The launcher's variables. Warns if there seems to be a launcher that is not read.
 fn read_env() -> Result<Option<LaunchEnv>> {
-    let env = LaunchEnv::from_process()?;
-    if let Some(doubt) = doubt(env.as_ref()) {
+    read_env_as(None, None)
+}
+
+/// The same for a program that may give its rank and the world size.
+fn read_env_as(rank: Option<Rank>, world_size: Option<WorldSize>) -> Result<Option<LaunchEnv>> {
+    let env = launched(variable, rank, world_size)?;
+    if rank.is_none()
+        && world_size.is_none()
+        && let Some(doubt) = doubt(env.as_ref())
+    {
         warn(doubt);
     }
     Ok(env)
+}
+
+/// The launcher's variables, as `lookup` has them, with the rank and the world size that the program gives.
+fn launched(
+    lookup: impl Fn(&str) -> Option<String>,
+    rank: Option<Rank>,
+    world_size: Option<WorldSize>,
+) -> Result<Option<LaunchEnv>> {
+    let given = |name: &str| match name {
+        "RANK" => rank.map(|rank| rank.to_string()),
+        "WORLD_SIZE" => world_size.map(|size| size.to_string()),
+        _ => None,
+    };
+    let mut env = match LaunchEnv::from_lookup(&lookup) {
+        // They may stand for variables that are not set.
+        Err(_) if rank.is_some() || world_size.is_some() => {
+            let set = |name: &str| lookup(name).filter(|value| !value.trim().is_empty());
+            LaunchEnv::from_lookup(|name| set(name).or_else(|| given(name)))?
+        }
+        read => read?,
+    };
+    if let Some(env) = &mut env {
+        env.world_size = world_size.unwrap_or(env.world_size);
+        env.rank = env.world_size.rank(rank.unwrap_or(env.rank).get())?;
+    }
+    Ok(env)
+}
+
+/// The world of one, for a program that gives this rank and world size where no launcher has set anything.
+fn without_launcher(rank: Option<Rank>, world_size: Option<WorldSize>) -> Result<Rendezvous> {
+    let lacking = match (rank, world_size) {
+        (Some(_), None) => "a world size beside the rank, and WORLD_SIZE is not set",
+        (_, Some(size)) if size != WorldSize::ONE => "MASTER_ADDR and MASTER_PORT, which are not set",
+        (rank, _) => return WorldSize::ONE.rank(rank.unwrap_or(Rank::MAIN).get()).map(|_| alone()),
+    };
+    Err(Error::environment(format!("env:// needs {lacking}"))
+        .with_remedy("start the program with `phalanx run` or torchrun, or set them for every rank"))
 }
 
 /// The address of the interface that the user names. The loopback is none at which others reach this host, and is taken anyway where all

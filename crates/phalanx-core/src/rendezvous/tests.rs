@@ -6,6 +6,7 @@ use std::time::Instant;
 use phalanx_proto::rendezvous::Identity;
 
 use super::*;
+use crate::env::RendezvousEndpoint;
 use crate::group::{GroupOptions, ProcessGroup};
 use crate::store::Store;
 
@@ -90,6 +91,50 @@ fn urls_are_checked() {
     }
     let error = from_url("tcp://127.0.0.1:1", None, None, Duration::ZERO).unwrap_err();
     assert!(error.to_string().contains("needs a rank"), "{error}");
+}
+
+#[test]
+fn a_rank_and_a_world_size_that_a_program_gives_stand_for_the_variables() {
+    const MASTER: [(&str, &str); 2] = [("MASTER_ADDR", "node0"), ("MASTER_PORT", "29500")];
+    let read = |set: &[(&str, &str)], rank: Option<u32>, size: Option<u32>| {
+        let lookup =
+            |name: &str| set.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
+        launched(lookup, rank.map(Rank::new), size.map(world))
+    };
+    let with = |more: &[(&'static str, &'static str)]| [&MASTER[..], more].concat();
+    // Those that are empty count as unset, and a program goes before those that are set.
+    let launchers = [vec![], vec![("RANK", " ")], vec![("RANK", "0"), ("WORLD_SIZE", "4")]];
+    for set in launchers.map(|more| with(&more[..])) {
+        let env = read(&set, Some(1), Some(2)).unwrap().unwrap();
+        assert_eq!((env.rank.get(), env.world_size.get()), (1, 2), "{set:?}");
+        let address = "node0".to_owned();
+        assert_eq!(env.rendezvous, RendezvousEndpoint::Master { address, port: 29500 }, "{set:?}");
+    }
+    let said = read(&MASTER, Some(1), None).unwrap_err().to_string();
+    assert!(said.contains("WORLD_SIZE is not set") && !said.contains("RANK is not set"), "{said}");
+    assert!(read(&MASTER, None, None).unwrap_err().to_string().contains("RANK is not set"));
+    assert!(read(&MASTER, Some(2), Some(2)).is_err());
+    assert!(read(&MASTER[..0], Some(1), Some(2)).unwrap().is_none());
+}
+
+#[test]
+fn without_a_launcher_only_rank_0_of_one_is_a_world_of_one() {
+    let of = |rank: Option<u32>, size: Option<u32>| {
+        without_launcher(rank.map(Rank::new), size.map(world)).map(|alone| alone.world_size)
+    };
+    for (rank, size) in [(None, None), (None, Some(1)), (Some(0), Some(1))] {
+        assert_eq!(of(rank, size).unwrap(), WorldSize::ONE);
+    }
+    for (rank, size, said) in [
+        (Some(3), None, "WORLD_SIZE is not set"),
+        (Some(0), None, "WORLD_SIZE is not set"),
+        (None, Some(2), "MASTER_PORT, which are not set"),
+        (Some(1), Some(2), "MASTER_PORT, which are not set"),
+        (Some(1), Some(1), "rank 1 is outside a world of 1"),
+    ] {
+        let error = of(rank, size).unwrap_err();
+        assert!(error.to_string().contains(said), "{error}");
+    }
 }
 
 #[test]

@@ -233,6 +233,12 @@ fn caps_are_kept(another: &Another) {
     let key = "k".repeat(MAX_KEY + 1);
     let error = store.check(&[&key], soon()).unwrap_err();
     assert!(error.is_invalid_argument() && error.to_string().len() < 1000, "{error}");
+    // What is refused is refused whole.
+    let long = vec![0; MAX_VALUE + 1];
+    for second in [("long", &long[..]), (&*key, &b""[..])] {
+        let error = store.multi_set(&[("before", b""), second], soon()).unwrap_err();
+        assert!(error.is_invalid_argument() && !store.check(&["before"], soon()).unwrap(), "{error}");
+    }
     store.set("longest", &vec![1; MAX_VALUE], soon()).unwrap();
     let error = store.append("longest", b"1", soon()).unwrap_err();
     assert!(!error.is_timeout(), "{error}");

@@ -118,6 +118,7 @@ impl Store for MemoryStore {
     fn multi_set(&self, pairs: &[(&str, &[u8])], deadline: Deadline) -> Result<()> {
         let keys: Vec<&str> = pairs.iter().map(|(key, _)| *key).collect();
         let call = Call::new(NAME, "multi_set", &keys, deadline)?;
+        pairs.iter().try_for_each(|(_, value)| call.value(value))?;
         self.change(&call, |table| {
             pairs.iter().try_for_each(|(key, value)| table.set(key.as_bytes(), *value))
         })

@@ -89,7 +89,7 @@ pub trait Store: Send + Sync {
     /// The values of all `keys`, in their order; waits until all have been set.
     fn multi_get(&self, keys: &[&str], deadline: Deadline) -> Result<Vec<Vec<u8>>>;
 
-    /// Writes all pairs.
+    /// Writes all pairs; none, if a key or a value is too long.
     fn multi_set(&self, pairs: &[(&str, &[u8])], deadline: Deadline) -> Result<()>;
 
     /// Writes all `pairs`, as [`multi_set`](Self::multi_set) does, and then returns the values of all `keys`, as

@@ -13,6 +13,8 @@ use crate::rank::Rank;
 ///
 /// From then on replicas drift apart, and the program must average the model every few steps, as
 /// [`PeriodicModelAverager`](super::PeriodicModelAverager) does. PyTorch's `post_localSGD_hook`.
+///
+/// Where averages are [sharded](crate::reducer::Reducer::shard) it is refused: each parameter would be updated by the gradients of its owner alone.
 #[doc(alias("post_localSGD_hook", "PostLocalSGDState"))]
 #[derive(Clone)]
 pub struct PostLocalSgd {

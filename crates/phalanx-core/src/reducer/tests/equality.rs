@@ -76,3 +76,23 @@ fn state_becomes_that_of_rank_0() {
     });
     assert!(errors.iter().all(Error::is_invalid_argument), "{errors:?}");
 }
+
+#[test]
+fn a_rank_that_lacks_memory_for_an_exchange_ends_the_group_and_nobody_waits_for_it() {
+    let exchanges: [fn(&dyn Communicator) -> Error; 3] = [
+        |group| states_identical(group, [&[1u8][..]]).unwrap_err(),
+        |group| broadcast_bytes(group, Rank::MAIN, &[1, 2], 16).unwrap_err(),
+        |group| {
+            let mut bytes = [0; 8];
+            let tensors = &mut [StateTensor { dtype: DType::F32, bytes: &mut bytes }];
+            broadcast_state(group, tensors).unwrap_err()
+        },
+    ];
+    for exchange in exchanges {
+        let errors = run(3, |group| match group.rank().get() {
+            1 => exchange(&group.without_memory()),
+            _ => exchange(&*group),
+        });
+        assert!(errors.iter().all(Error::is_out_of_memory), "{errors:?}");
+    }
+}

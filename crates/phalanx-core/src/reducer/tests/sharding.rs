@@ -1,5 +1,6 @@
 //! Averages that go to one rank each.
 
+use super::super::hooks::{GradBucket, Pending, PostLocalSgd};
 use super::*;
 
 /// Each parameter goes to the rank that its index says.
@@ -66,5 +67,71 @@ fn parameters_are_sharded_alike_on_every_rank_or_not_at_all() {
     run(2, |group| {
         let mut reducer = Reducer::new(group, parameters(&[2, 2]), buckets_of(8)).unwrap();
         assert!(reducer.shard(vec![Rank::new(2); 2]).unwrap_err().is_invalid_argument());
+    });
+}
+
+/// A hook that says after its first bucket that it does not average over all ranks.
+struct Alone(bool);
+
+impl CommHook for Alone {
+    fn describe(&self) -> String {
+        "alone".into()
+    }
+
+    fn start(&mut self, _: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
+        self.0 = true;
+        Ok(Pending::ready(bucket.buffer))
+    }
+
+    fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+        Ok(())
+    }
+
+    fn state(&self) -> Result<HookState> {
+        Ok(HookState::default())
+    }
+
+    fn load(&mut self, state: HookState) -> Result<()> {
+        state.nothing()
+    }
+
+    fn averages_over_all(&self) -> bool {
+        !self.0
+    }
+}
+
+#[test]
+fn a_hook_that_does_not_always_average_over_all_ranks_is_refused_with_shards() {
+    let refused = |error: Error, hook: &str| {
+        let said = error.to_string();
+        let expected = error.is_invalid_argument() && said.contains("averages are sharded");
+        assert!(expected && said.contains(hook), "{said}");
+    };
+    run(2, |group| {
+        // Whichever comes first.
+        let mut reducer = Reducer::new(group, parameters(&[2, 2]), buckets_of(8)).unwrap();
+        reducer.register_hook(Box::new(PostLocalSgd::new(7))).unwrap();
+        refused(reducer.shard(owners(2, 2)).unwrap_err(), "local sgd after 7 steps");
+    });
+    run(2, |group| {
+        let mut reducer = Reducer::new(group, parameters(&[2, 2]), buckets_of(8)).unwrap();
+        reducer.shard(owners(2, 2)).unwrap();
+        refused(reducer.register_hook(Box::new(PostLocalSgd::new(7))).unwrap_err(), "local sgd");
+    });
+    // One that only a step shows.
+    run(2, |group| {
+        let rank = group.rank();
+        let mut reducer = Reducer::new(group, parameters(&[2, 2]), buckets_of(8)).unwrap();
+        reducer.shard(owners(2, 2)).unwrap();
+        reducer.register_hook(Box::new(Alone(false))).unwrap();
+        refused(one_step(&mut reducer, rank, 0, &[1, 0]).unwrap_err(), "`alone`");
+    });
+    // In a world of one nothing is sharded.
+    run(1, |group| {
+        let rank = group.rank();
+        let mut reducer = Reducer::new(group, parameters(&[2, 2]), buckets_of(8)).unwrap();
+        reducer.shard(owners(1, 2)).unwrap();
+        reducer.register_hook(Box::new(PostLocalSgd::new(0))).unwrap();
+        one_step(&mut reducer, rank, 0, &[1, 0]).unwrap();
     });
 }

@@ -301,9 +301,9 @@ impl Store for EtcdStore {
     fn multi_set(&self, pairs: &[(&str, &[u8])], deadline: Deadline) -> Result<()> {
         let keys: Vec<&str> = pairs.iter().map(|(key, _)| *key).collect();
         let call = Call::new(&self.name, "multi_set", &keys, deadline)?;
+        pairs.iter().try_for_each(|(_, value)| call.value(value))?;
         // One by one: a key may be there twice, which a transaction does not allow.
         for (key, value) in pairs {
-            call.value(value)?;
             self.ask(&call, "kv/put", &self.put(key, value), true)?;
         }
         Ok(())

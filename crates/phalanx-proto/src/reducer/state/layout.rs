@@ -86,6 +86,11 @@ impl ReducerState {
         Ok(Some(self.order.clone()))
     }
 
+    /// Whether each average is one rank's.
+    pub fn is_sharded(&self) -> bool {
+        self.owners.is_some()
+    }
+
     /// Whether the average of the parameter at `index` is this rank's.
     pub fn owns(&self, index: usize) -> bool {
         let owner = self.owners.as_ref().and_then(|owners| owners.get(index));
