@@ -47,6 +47,8 @@ pub(super) struct Found {
     pub folder: PathBuf,
     pub step: u64,
     pub world_size: u32,
+    /// Of the step and of the tensors.
+    pub checksum: u64,
     /// All files. Of a sharded checkpoint only the manifest and the parts: its tensors exist, and have not been read.
     pub contents: Contents,
     pub is_sharded: bool,
@@ -147,7 +149,7 @@ fn read(folder: &Path, deadline: Deadline) -> Result<Found, Unfit> {
         return Err(Unfit::Unread(cause, None));
     }
     let (folder, step, world_size) = (folder.to_owned(), manifest.step, manifest.world_size);
-    Ok(Found { folder, step, world_size, contents, is_sharded })
+    Ok(Found { folder, step, world_size, checksum: manifest.tensors_checksum(), contents, is_sharded })
 }
 
 /// What rank 0 sends the others.
@@ -163,6 +165,7 @@ struct Announcement {
     folder: PathBuf,
     step: u64,
     world_size: u32,
+    checksum: u64,
     is_sharded: bool,
     files: Vec<(String, u64)>,
 }
@@ -201,9 +204,9 @@ pub(super) fn share(
                 group.broadcast(piece, Rank::MAIN)?;
             }
         }
-        let Announcement { folder, step, world_size, is_sharded, .. } = found;
+        let Announcement { folder, step, world_size, checksum, is_sharded, .. } = found;
         if !is_sharded {
-            let saved = Saved::whole(folder.clone(), (step, world_size), contents);
+            let saved = Saved::whole(folder.clone(), (step, world_size, checksum), contents);
             return Ok((Some(saved.map_err(|cause| unreadable(&folder, &cause, None))?), skipped));
         }
         // The folder's name is the same on all ranks, its path may not be.
@@ -310,12 +313,13 @@ fn unseen(unfit: Unfit, rank: Rank) -> Unfit {
 
 impl Announcement {
     fn of(found: &Found) -> Self {
-        let Found { folder, step, world_size, contents, is_sharded } = found;
+        let Found { folder, step, world_size, checksum, contents, is_sharded } = found;
         let files = contents.iter().map(|(name, bytes)| (name.clone(), bytes.len() as u64));
         Self {
             folder: folder.clone(),
             step: *step,
             world_size: *world_size,
+            checksum: *checksum,
             is_sharded: *is_sharded,
             files: files.collect(),
         }
