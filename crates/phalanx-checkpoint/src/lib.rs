@@ -118,6 +118,8 @@ impl Checkpoints {
     ///
     /// A process that writes a checkpoint ignores SIGXFSZ, as [`ProcessGroup::join`] says.
     ///
+    /// The other ranks wait for rank 0's disk 10 minutes and 30 s, or for the group's time-out, if that is longer.
+    ///
     /// # Errors
     /// On every rank, if rank 0 cannot write there, or a process of another job writes there. In an elastic job the
     /// error ends rank 0 alone: for the others it is that rank's failure.
@@ -127,7 +129,7 @@ impl Checkpoints {
         let is_main = group.rank().is_main();
         let writer = if is_main { start(&path, group) } else { Ok(Writer::member(&path, group.rank())) };
         let outcome = is_main.then(|| writer.as_ref().map(drop).map_err(Error::clone));
-        newest::agree(&group.in_call(Caller::CheckpointsOpen), outcome)?;
+        newest::agree(&patient(group, TIMEOUT, Caller::CheckpointsOpen), outcome)?;
         Ok(Self {
             path,
             group: group.clone(),
@@ -299,11 +301,8 @@ impl Checkpoints {
         agreed.before.map_or(Ok(()), |before| Err(self.note_remote_error(before)))
     }
 
-    /// The group with a longer time-out, for a call in which a rank may wait for a disk: a slow disk is an error of the
-    /// call, not of the group.
     fn patient(&self, caller: Caller) -> ProcessGroup {
-        let timeout = self.group.timeout().max(self.timeout.saturating_add(REMOTE_DISK_GRACE));
-        self.group.with_timeout(timeout).in_call(caller)
+        patient(&self.group, self.timeout, caller)
     }
 
     fn job(&self, step: u64, snapshot: Snapshot, together: Option<Together>) -> Job {
@@ -354,6 +353,13 @@ impl Drop for Checkpoints {
             self.writer.leave();
         }
     }
+}
+
+/// The group with a longer time-out, for a call in which a rank may wait so long for a disk: a slow disk is an error of the
+/// call, not of the group.
+fn patient(group: &ProcessGroup, timeout: Duration, caller: Caller) -> ProcessGroup {
+    let timeout = group.timeout().max(timeout.saturating_add(REMOTE_DISK_GRACE));
+    group.with_timeout(timeout).in_call(caller)
 }
 
 /// Makes the folder and those above it, so that they survive a loss of power.

@@ -598,6 +598,20 @@ fn another_rank_s_error_is_the_cause_until_something_else_is_called() {
 }
 
 #[test]
+fn the_others_wait_until_rank_0_has_opened_the_folder_whatever_the_group_s_time_out() {
+    let root = tempfile::tempdir().unwrap();
+    // Another job's: rank 0 waits whether it gives the folder back.
+    let other = Claimant { job: Some("other".to_owned()), round: 1 };
+    let _owner = Owner::claim(root.path(), &other, None).unwrap();
+    run(2, Fabric::InProcess, |group| {
+        let impatient = group.with_timeout(Duration::from_millis(100));
+        let error = Checkpoints::open(root.path(), &impatient).unwrap_err();
+        assert!(error.to_string().contains("another process writes checkpoints"), "{error}");
+        assert!(group.failure().is_none());
+    });
+}
+
+#[test]
 fn the_others_wait_for_the_reading_anew_once_the_write_in_flight_has_ended() {
     let root = before();
     let (send, receive) = std::sync::mpsc::channel::<(ProcessGroup, u64)>();
