@@ -171,6 +171,8 @@ impl Checkpoints {
     /// On every rank, if there are checkpoints and none is complete; the error names each, and what is wrong with it. A program that
     /// began anew there would in the end replace all that is left of its work. Move them away to begin anew.
     ///
+    /// On every rank, if two checkpoints have the number of the newest, since one was copied or moved there from another run.
+    ///
     /// On every rank also if a checkpoint that may be complete cannot be read: access is denied, it is a link that leads nowhere, a later version of this
     /// crate has written it, or some rank has too little memory, does not see all files of a sharded one, or takes too
     /// long to read it. Also the errors of [`ProcessGroup::broadcast`].

@@ -73,9 +73,14 @@ impl Search {
     /// The next checkpoint that is complete as far as rank 0 can tell, if it can be read by the deadline.
     ///
     /// # Errors
-    /// Also if there are checkpoints, and none is complete: a job that began anew would replace what can still be saved of them.
+    /// Also if there are checkpoints, and none is complete: a job that began anew would replace what can still be saved of them. And if two have
+    /// the number of the next one.
     pub fn next(&mut self, deadline: Deadline) -> Result<Option<Found>> {
         while let Some(entry) = self.entries.next() {
+            let same = self.entries.as_slice().first().filter(|other| other.number == entry.number);
+            if let Some(other) = same {
+                return Err(ambiguous(&self.folder, &entry, other));
+            }
             match read(&entry.path, deadline) {
                 Ok(found) => return Ok(Some(found)),
                 Err(Unfit::Unread(cause, source)) => return Err(unreadable(&entry.path, &cause, source)),
@@ -118,6 +123,18 @@ fn all_damaged(folder: &Path, skipped: &[Skipped]) -> Error {
     .with_remedy(
         "bring one back from a copy; to begin anew, move these folders away, or take another folder of checkpoints",
     )
+}
+
+/// Refuses to choose between two checkpoints. They were written by two runs: none writes a number again.
+fn ambiguous(folder: &Path, one: &Entry, other: &Entry) -> Error {
+    let name = |entry: &Entry| entry.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let (number, folder, mut names) = (one.number, folder.display(), [name(one), name(other)]);
+    names.sort();
+    let [one, other] = names;
+    Error::environment(format!(
+        "two checkpoints in {folder} have the number {number}, {one} and {other}: which is the newer one is not known"
+    ))
+    .with_remedy("was a checkpoint of another run copied there, or moved back? Move away the one from which the job is not to resume")
 }
 
 fn unreadable(path: &Path, cause: &str, source: Option<io::Error>) -> Error {

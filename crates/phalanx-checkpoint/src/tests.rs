@@ -551,6 +551,33 @@ fn when_all_are_damaged_each_is_named_and_none_is_replaced() {
 }
 
 #[test]
+fn of_two_with_one_number_none_is_chosen() {
+    let root = before();
+    let moved = root.path().join("moved");
+    fs::rename(root.path().join("00000002-step-2"), &moved).unwrap();
+    // The number is free again, and the run goes on from the one before.
+    system(root.path()).write(2, 7, 4, &snapshot(7)).unwrap();
+    assert_found(root.path(), &[7], &"moved away");
+    // Also where another program has written the number with fewer digits.
+    for name in ["00000002-step-2", "2-step-2"] {
+        let back = root.path().join(name);
+        fs::rename(&moved, &back).unwrap();
+        let error = newest::find(root.path()).unwrap_err();
+        let said = error.to_string();
+        assert!(error.is_environment() && said.contains("have the number 2, 00000002-step-"), "{said}");
+        assert!(
+            said.contains("00000002-step-7") && said.contains(name) && error.remedy().is_some(),
+            "{said}"
+        );
+        fs::rename(&back, &moved).unwrap();
+    }
+    // Older ones may be two, as long as none of them is needed.
+    fs::rename(&moved, root.path().join("00000002-step-2")).unwrap();
+    system(root.path()).write(3, 8, 4, &snapshot(8)).unwrap();
+    assert_found(root.path(), &[8], &"a newer one");
+}
+
+#[test]
 fn a_manifest_longer_than_any_is_no_damage() {
     let root = before();
     let manifest = root.path().join("00000002-step-2/manifest.json");
