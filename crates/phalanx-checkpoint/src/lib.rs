@@ -43,6 +43,7 @@
 #![forbid(unsafe_code)]
 
 mod disk;
+mod files;
 mod folder;
 #[cfg(test)]
 mod frozen_tests;

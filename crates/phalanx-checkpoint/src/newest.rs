@@ -15,7 +15,8 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::folder::{self, Entry, Unfit};
+use super::files::{self, Unfit};
+use super::folder::{self, Entry};
 use super::manifest::{FileEntry, MANIFEST, Manifest};
 use super::saved::{Contents, Saved};
 use super::sharded::SHARE;
@@ -84,7 +85,7 @@ impl Search {
             match read(&entry.path, deadline) {
                 Ok(found) => return Ok(Some(found)),
                 Err(Unfit::Unread(cause, source)) => return Err(unreadable(&entry.path, &cause, source)),
-                Err(Unfit::Late(cause)) => return Err(folder::late(&entry.path, &cause)),
+                Err(Unfit::Late(cause)) => return Err(files::late(&entry.path, &cause)),
                 Err(Unfit::Torn(cause)) => self.pass_over(entry.path, cause),
             }
         }
@@ -147,18 +148,18 @@ fn unreadable(path: &Path, cause: &str, source: Option<io::Error>) -> Error {
 }
 
 fn read(folder: &Path, deadline: Deadline) -> Result<Found, Unfit> {
-    let (manifest, bytes) = folder::read_manifest(folder)?;
+    let (manifest, bytes) = files::read_manifest(folder)?;
     let is_sharded = manifest.tensors.is_some();
     let mut contents = Vec::new();
     if is_sharded {
         for file in manifest.tensor_files() {
-            folder::open_entry(folder, file)?;
+            files::open_entry(folder, file)?;
         }
         contents.push((MANIFEST.to_owned(), bytes));
     }
     let files = if is_sharded { manifest.part_files() } else { &manifest.files };
     for file in files {
-        contents.push((file.name.clone(), folder::read_entry(folder, file, deadline)?));
+        contents.push((file.name.clone(), files::read_entry(folder, file, deadline)?));
     }
     // The checksums are right: its writer has written exactly this.
     let tensors = contents.first().filter(|_| !is_sharded).map(|(_, file)| tensors::index(file));
@@ -296,7 +297,7 @@ fn verify(group: &ProcessGroup, place: &Path, manifest: &Manifest, sent: &[u8]) 
                 return Err(told(finder, host, Error::environment(cause).with_remedy(SHARE)));
             }
             Finding::Late { host, cause } => {
-                return Err(told(finder, host, folder::late(place, &cause)));
+                return Err(told(finder, host, files::late(place, &cause)));
             }
         }
     }
@@ -306,16 +307,16 @@ fn verify(group: &ProcessGroup, place: &Path, manifest: &Manifest, sent: &[u8]) 
 /// Checks that this rank sees the same files as rank 0, also those that others compare: the same manifest, and all files
 /// with the right lengths. It may read from any of them.
 fn see(place: &Path, manifest: &Manifest, sent: &[u8], rank: Rank) -> Result<(), Unfit> {
-    if folder::manifest_bytes(place).map_err(|unfit| unseen(unfit, rank))? != sent {
+    if files::manifest_bytes(place).map_err(|unfit| unseen(unfit, rank))? != sent {
         return Err(unseen(Unfit::Torn(format!("{MANIFEST} is another")), rank));
     }
     let mut files = manifest.tensor_files().iter();
-    files.try_for_each(|file| folder::open_entry(place, file).map(drop)).map_err(|unfit| unseen(unfit, rank))
+    files.try_for_each(|file| files::open_entry(place, file).map(drop)).map_err(|unfit| unseen(unfit, rank))
 }
 
 fn verify_file(place: &Path, file: &FileEntry, rank: Rank, deadline: Deadline) -> Result<(), Unfit> {
-    let opened = folder::open_entry(place, file).map_err(|unfit| unseen(unfit, rank));
-    folder::verify(opened?, file, deadline)
+    let opened = files::open_entry(place, file).map_err(|unfit| unseen(unfit, rank));
+    files::verify(opened?, file, deadline)
 }
 
 /// Rank 0 has seen all files with the right lengths: a rank that does not sees another folder.
@@ -407,7 +408,7 @@ pub(super) fn find(folder: &Path) -> Result<(Option<Found>, Vec<Skipped>)> {
             None => return Ok((Some(found), search.skipped)),
             Some(Unfit::Torn(cause)) => search.pass_over(found.folder, cause),
             Some(Unfit::Unread(cause, source)) => return Err(unreadable(&found.folder, &cause, source)),
-            Some(Unfit::Late(cause)) => return Err(folder::late(&found.folder, &cause)),
+            Some(Unfit::Late(cause)) => return Err(files::late(&found.folder, &cause)),
         }
     }
     Ok((None, search.skipped))

@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 
 use super::claims::{self, Claimant, Newest, Step};
 use super::disk::room_or;
-use super::folder::open_file;
+use super::files::open_file;
 use super::names;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};

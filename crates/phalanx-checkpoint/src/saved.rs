@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
 
-use super::folder;
+use super::files;
 use super::layout::{SliceEntry, TensorEntry};
 use super::manifest::{Manifest, PART};
 use super::region::{Pieces, Region, pieces};
@@ -316,7 +316,7 @@ fn read_pieces(folder: &Path, name: &str, start: u64, pieces: Pieces, target: &m
     const FAR: usize = 64 << 10;
     /// How much is read at once for short pieces.
     const WINDOW: usize = 1 << 20;
-    let file = folder::open_file(&folder.join(name))?;
+    let file = files::open_file(&folder.join(name))?;
     let (length, mut window, mut at) = (pieces.length, Vec::new(), 0);
     let is_direct = length >= FAR || pieces.stride() >= FAR;
     for (from, to) in pieces {
