@@ -226,7 +226,7 @@ fn held(folder: &Path, claim: Option<Claim>) -> Error {
     let who = claim
         .map_or_else(String::new, |Claim { host, process, .. }| format!(": process {process} on {host}"));
     Error::environment(format!("another process writes checkpoints to {}{who}", folder.display()))
-        .with_remedy("give each job a folder of its own; or does an earlier run of this one still live?")
+        .with_remedy("give each job a folder of its own, and open it on all ranks with one group; or does an earlier run of this one still live?")
 }
 
 /// The claims that are listed are gone, or there are others that are not.

@@ -297,7 +297,7 @@ fn taken(directory: &Path) -> Error {
         format!("process {} on {}", attempt.pid, attempt.host)
     });
     Error::aborted(format!("the record {} is being written by {who}", directory.display()))
-        .with_remedy("end that one, or take another directory")
+        .with_remedy("end that one, or take another directory; is it a rank of this job? Start the run on all ranks with one group")
 }
 
 fn failure(directory: &Path, what: &str, error: io::Error) -> Error {
