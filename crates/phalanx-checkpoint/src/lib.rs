@@ -163,7 +163,7 @@ impl Checkpoints {
     }
 
     /// The newest complete checkpoint, the same on every rank. All ranks call this together. Rank 0 reads it and sends
-    /// it to the others, so they need not see the folder. Of a sharded one rank 0 reads only the parts; the ranks share
+    /// it to the others, so they need not see the folder. If another rank sees a later one at its path, that is a warning in the log. Of a sharded one rank 0 reads only the parts; the ranks share
     /// the work of comparing checksums of the tensors, and each rank reads the tensors that it asks for
     /// ([`SavedTensor`]). Incomplete checkpoints are skipped, with a warning in the log, and listed by
     /// [`skipped`](Self::skipped). The newest is the one that was written last, whatever its step.
@@ -187,6 +187,7 @@ impl Checkpoints {
         // The write in progress is newer than what is there. The others wait for its end, and only then for the
         // reading.
         newest::agree(&group, is_main.then(|| self.writer.settle(Deadline::after(self.timeout))))?;
+        newest::compare_folders(&group, &self.path)?;
         let (saved, skipped) = newest::share(&group, &self.path, is_main.then(|| search(&self.path)))?;
         *self.skipped.lock() = skipped;
         Ok(saved)

@@ -188,6 +188,46 @@ struct Announcement {
     files: Vec<(String, u64)>,
 }
 
+/// The newest checkpoint that a rank sees at its path.
+#[derive(Debug, Serialize, Deserialize)]
+struct Seen {
+    host: String,
+    number: u64,
+    name: String,
+}
+
+/// Warns if another rank has a later checkpoint at its `path` than rank 0, whose folder alone is used. It is on another disk then: in an
+/// earlier start another host had rank 0.
+pub(super) fn compare_folders(group: &ProcessGroup, path: &Path) -> Result<()> {
+    // The others need not see the folder.
+    let newest = folder::list(path).unwrap_or_default().into_iter().next();
+    let own = newest.map(|Entry { number, path }| Seen {
+        host: host::name(),
+        number,
+        name: path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+    });
+    let all: Option<Vec<Option<Seen>>> = group.gather_object(&own, Rank::MAIN)?;
+    if let Some(later) = all.and_then(|all| later(&all)) {
+        warn(format_args!("in {} {later}", path.display()));
+    }
+    Ok(())
+}
+
+/// Says who sees a later checkpoint than rank 0, and which.
+fn later(all: &[Option<Seen>]) -> Option<String> {
+    let (main, others) = all.split_first()?;
+    let here = main.as_ref().map_or("none", |seen| seen.name.as_str());
+    let number = main.as_ref().map_or(0, |seen| seen.number);
+    let others = (1..).zip(others).filter_map(|(rank, seen): (u32, _)| Some((rank, seen.as_ref()?)));
+    let (rank, Seen { host, number: found, name }) = others.max_by_key(|(_, seen)| seen.number)?;
+    (*found > number).then(|| {
+        format!(
+            "rank {rank} on {host} sees the checkpoint {name}, and rank 0 {here}, from which the job goes on: had another host rank 0 before? Put the \
+             folder on a disk that all hosts share"
+        )
+    })
+}
+
 /// Gives every rank the newest complete checkpoint in the folder, which is at `path` for this rank, and the skipped
 /// ones. Rank 0 passes its search; the others pass `None`.
 pub(super) fn share(
@@ -412,4 +452,32 @@ pub(super) fn find(folder: &Path) -> Result<(Option<Found>, Vec<Skipped>)> {
         }
     }
     Ok((None, search.skipped))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_later_checkpoint_on_another_host_s_disk_is_said() {
+        let seen = |host: &str, number| {
+            let (host, name) = (host.to_owned(), format!("{number:08}-step-{number}"));
+            Some(Seen { host, number, name })
+        };
+        for all in [
+            vec![None],
+            vec![None, None],
+            vec![seen("a", 3), None],
+            vec![seen("a", 3), seen("b", 3), seen("b", 2)],
+        ] {
+            assert_eq!(later(&all), None, "{all:?}");
+        }
+        let said = later(&[None, seen("b", 1), seen("c", 2)]).unwrap();
+        assert!(
+            said.starts_with("rank 2 on c sees the checkpoint 00000002-step-2, and rank 0 none"),
+            "{said}"
+        );
+        let said = later(&[seen("a", 3), seen("b", 12)]).unwrap();
+        assert!(said.contains("rank 0 00000003-step-3, from which the job goes on"), "{said}");
+    }
 }

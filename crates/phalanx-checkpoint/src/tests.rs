@@ -648,9 +648,9 @@ fn the_others_wait_for_the_reading_anew_once_the_write_in_flight_has_ended() {
         let saved = if group.rank().is_main() {
             checkpoints.newest_by(|path| {
                 let (other, calls) = receive.lock().recv().unwrap();
-                // The other rank has called something, heard of the end of the write, and called something else.
+                // The other rank has heard of the end of the write, said what is in its folder, and called something else.
                 let deadline = Deadline::after(Duration::from_secs(60));
-                while other.calls() < calls + 2 {
+                while other.calls() < calls + 3 {
                     assert!(!deadline.has_passed(), "rank 1 waits for the first call still");
                     std::thread::sleep(Duration::from_millis(1));
                 }
