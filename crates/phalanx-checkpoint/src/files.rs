@@ -5,6 +5,7 @@ use std::hash::RandomState;
 use std::io::{self, Read};
 use std::path::Path;
 
+use phalanx_sys::folder::own_disk;
 use rustix::fs::OFlags;
 
 use super::manifest::{Checksum, FileEntry, MANIFEST, MAX_MANIFEST, Manifest, Unreadable};
@@ -26,14 +27,21 @@ pub(super) enum Unfit {
 }
 
 impl Unfit {
-    /// The system's error for `file`.
-    fn of(file: &str, error: io::Error) -> Self {
-        /// The error for damaged data.
+    /// The system's error for `file` in `folder`.
+    fn of(folder: &Path, file: &str, error: io::Error) -> Self {
+        Self::on(own_disk(folder).is_some(), file, error)
+    }
+
+    /// The system's error for `file`. Its disk may be this host's own.
+    fn on(own_disk: bool, file: &str, error: io::Error) -> Self {
+        /// The error for data that a disk has lost. Behind a network the data may be whole, and the way to them be interrupted.
         const EIO: i32 = rustix::io::Errno::IO.raw_os_error();
         match error.kind() {
             io::ErrorKind::NotFound => Self::Torn(format!("{file} is missing")),
             io::ErrorKind::UnexpectedEof => Self::Torn(format!("{file} is too short")),
-            _ if error.raw_os_error() == Some(EIO) => Self::Torn(format!("{file} cannot be read: {error}")),
+            _ if own_disk && error.raw_os_error() == Some(EIO) => {
+                Self::Torn(format!("{file} cannot be read: {error}"))
+            }
             _ => Self::Unread(format!("{file} cannot be read"), Some(error)),
         }
     }
@@ -71,25 +79,26 @@ pub(super) fn manifest_bytes(folder: &Path) -> Result<Vec<u8>, Unfit> {
             format!("{MANIFEST} has {length} bytes, and {MAX_MANIFEST} are the most that are read here");
         return Err(Unfit::Unread(cause, None));
     }
-    read(file, MANIFEST, length)
+    read(folder, file, MANIFEST, length)
 }
 
 /// The contents of the file of `entry` in `folder`, if it can be read by the deadline.
 pub(super) fn read_entry(folder: &Path, entry: &FileEntry, deadline: Deadline) -> Result<Vec<u8>, Unfit> {
     let file = open_entry(folder, entry)?;
     let mut bytes = room(&entry.name, entry.length)?;
-    compare(file, entry, deadline, |piece| bytes.extend_from_slice(piece))?;
+    compare(folder, file, entry, deadline, |piece| bytes.extend_from_slice(piece))?;
     Ok(bytes)
 }
 
-/// Checks that the file of `entry`, in a checkpoint, has the right contents. It takes little memory, and stops at the
+/// Checks that the `file` of `entry`, in the checkpoint in `folder`, has the right contents. It takes little memory, and stops at the
 /// deadline.
-pub(super) fn verify(file: File, entry: &FileEntry, deadline: Deadline) -> Result<(), Unfit> {
-    compare(file, entry, deadline, |_| {})
+pub(super) fn verify(folder: &Path, file: File, entry: &FileEntry, deadline: Deadline) -> Result<(), Unfit> {
+    compare(folder, file, entry, deadline, |_| {})
 }
 
 /// Compares the checksum of `file` with that of `entry`, and passes each piece to `see`.
 fn compare(
+    folder: &Path,
     file: File,
     entry: &FileEntry,
     deadline: Deadline,
@@ -109,7 +118,7 @@ fn compare(
                 see(piece);
             }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(Unfit::of(&entry.name, error)),
+            Err(error) => return Err(Unfit::of(folder, &entry.name, error)),
         }
     }
     if checksum.finish() == entry.checksum { Ok(()) } else { Err(damaged(entry)) }
@@ -139,8 +148,8 @@ pub(super) fn open_entry(folder: &Path, entry: &FileEntry) -> Result<File, Unfit
 /// Opens a file and returns its length. It must be a regular file: a link may lead out of the folder, and a pipe may
 /// never end.
 fn open(folder: &Path, name: &str) -> Result<(File, u64), Unfit> {
-    let file = open_file(&folder.join(name)).map_err(|error| Unfit::of(name, error))?;
-    let metadata = file.metadata().map_err(|error| Unfit::of(name, error))?;
+    let file = open_file(&folder.join(name)).map_err(|error| Unfit::of(folder, name, error))?;
+    let metadata = file.metadata().map_err(|error| Unfit::of(folder, name, error))?;
     if !metadata.is_file() {
         return Err(Unfit::Torn(format!("{name} is no file")));
     }
@@ -154,9 +163,9 @@ pub(super) fn open_file(path: &Path) -> io::Result<File> {
 }
 
 /// The contents of a file of `length` bytes.
-fn read(mut file: File, name: &str, length: u64) -> Result<Vec<u8>, Unfit> {
+fn read(folder: &Path, mut file: File, name: &str, length: u64) -> Result<Vec<u8>, Unfit> {
     let mut bytes = room(name, length)?;
-    file.by_ref().take(length).read_to_end(&mut bytes).map_err(|error| Unfit::of(name, error))?;
+    file.by_ref().take(length).read_to_end(&mut bytes).map_err(|error| Unfit::of(folder, name, error))?;
     match bytes.len() as u64 == length {
         true => Ok(bytes),
         false => Err(Unfit::Torn(format!("{name} is too short"))),
@@ -178,6 +187,21 @@ mod tests {
 
     use super::super::manifest::checksum;
     use super::*;
+
+    #[test]
+    fn data_that_a_disk_has_lost_are_damage_and_those_behind_a_network_may_be_whole() {
+        use rustix::io::Errno;
+        let is_torn = |own_disk, errno: Errno| match Unfit::on(own_disk, "a.part", errno.into()) {
+            Unfit::Torn(cause) => cause.contains("a.part"),
+            Unfit::Unread(cause, error) => !(cause.contains("a.part") && error.is_some()),
+            Unfit::Late(cause) => panic!("{cause}"),
+        };
+        assert!(is_torn(true, Errno::IO) && !is_torn(false, Errno::IO));
+        for own_disk in [true, false] {
+            assert!(is_torn(own_disk, Errno::NOENT));
+            assert!(!is_torn(own_disk, Errno::ACCESS) && !is_torn(own_disk, Errno::STALE));
+        }
+    }
 
     #[test]
     fn a_file_that_takes_too_long_to_read_may_be_whole() {

@@ -174,7 +174,7 @@ impl Checkpoints {
     ///
     /// On every rank, if two checkpoints have the number of the newest, since one was copied or moved there from another run.
     ///
-    /// On every rank also if a checkpoint that may be complete cannot be read: access is denied, it is a link that leads nowhere, a later version of this
+    /// On every rank also if a checkpoint that may be complete cannot be read: access is denied, a network file system fails, it is a link that leads nowhere, a later version of this
     /// crate has written it, or some rank has too little memory, does not see all files of a sharded one, or takes too
     /// long to read it. Also the errors of [`ProcessGroup::broadcast`].
     pub fn newest(&self) -> Result<Option<Saved>> {

@@ -356,7 +356,7 @@ fn see(place: &Path, manifest: &Manifest, sent: &[u8], rank: Rank) -> Result<(),
 
 fn verify_file(place: &Path, file: &FileEntry, rank: Rank, deadline: Deadline) -> Result<(), Unfit> {
     let opened = files::open_entry(place, file).map_err(|unfit| unseen(unfit, rank));
-    files::verify(opened?, file, deadline)
+    files::verify(place, opened?, file, deadline)
 }
 
 /// Rank 0 has seen all files with the right lengths: a rank that does not sees another folder.
