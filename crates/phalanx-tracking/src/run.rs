@@ -83,7 +83,8 @@ impl Run {
     ///
     /// If the directory has the record of a run that was not finished, because it failed, was killed or is being started again
     /// by its launcher, the run continues that record: see [`RunOptions::resume_at`]. If another process is writing the record, this
-    /// waits for it, 10 s at most. The other ranks wait for rank 0 10 minutes, or for the group's time-out, if that is longer.
+    /// waits for it, 10 s at most; if that process is on another host, and a network file system has the directory, 2 minutes: so long may the file
+    /// system keep the lock of a host that was lost. The other ranks wait for rank 0 10 minutes, or for the group's time-out, if that is longer.
     ///
     /// From then on rank 0's process ignores SIGXFSZ, as [`ProcessGroup::join`] says.
     ///
