@@ -93,6 +93,7 @@ impl Run {
     /// was finished and no step to resume at is given.
     #[doc(alias = "init_trackers")]
     pub fn start(group: &ProcessGroup, options: RunOptions) -> Result<Self> {
+        let _section = group.announce_section();
         let opened = group.rank().is_main().then(|| Recorder::open(group, options));
         let cause = opened.as_ref().map(|opened| opened.as_ref().err().map(ToString::to_string));
         let patient = group.with_timeout(group.timeout().max(OPEN_TIMEOUT)).in_call(Caller::RunStart);

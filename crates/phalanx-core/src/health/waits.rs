@@ -87,6 +87,7 @@ const fn is_announced(caller: Caller) -> bool {
             | Caller::CheckpointsOpen
             | Caller::CheckpointsNewest
             | Caller::CheckpointsSaveSharded
+            | Caller::RunStart
             | Caller::TrainStateCheckpoint
             | Caller::ShardedStateLoad
     )
