@@ -142,6 +142,35 @@ impl Checkpoints {
         })
     }
 
+    /// The newest complete checkpoint in the folder at `path`, for a program that saves nothing there, such as an evaluation beside the training. All
+    /// ranks call this together, and get the same one, as from [`newest`](Self::newest). Nothing is written or locked: the folder may be another job's,
+    /// or one in which this program may only read. The elements of a [sharded](Self::save_sharded) checkpoint are read when they are asked for: let the job that writes
+    /// [keep](Self::keep) so many that it does not remove this one before.
+    ///
+    /// ```
+    /// use phalanx::checkpoint::Checkpoints;
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let path = folder.path();
+    /// # let group = phalanx::init()?;
+    /// # let training = Checkpoints::open(path, &group)?;
+    /// # training.save(100, |snapshot| snapshot.value("momentum", &0.5f32))?;
+    /// # training.finish()?;
+    ///
+    /// let saved = Checkpoints::read(path, &group)?.expect("the training has saved one"); // path: "runs/digits"
+    /// assert_eq!(saved.value::<f32>("momentum")?, 0.5);
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`newest`](Self::newest), within 10 minutes for each checkpoint on each rank; and if there is no such folder.
+    pub fn read(path: impl AsRef<Path>, group: &ProcessGroup) -> Result<Option<Saved>> {
+        let path = path.as_ref();
+        let _section = group.announce_section();
+        let group = patient(group, TIMEOUT, Caller::CheckpointsRead);
+        let search = group.rank().is_main().then(|| Search::new(path));
+        newest::share(&group, path, search).map(|(saved, _)| saved)
+    }
+
     /// How many checkpoints are kept: 3 by default, at least 1. When a new one is complete, those before the `count`
     /// newest complete ones are removed. One that [`newest`](Self::newest) has skipped does not count. During a write there is
     /// one more.

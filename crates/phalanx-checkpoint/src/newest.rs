@@ -66,9 +66,21 @@ pub(super) struct Search {
 
 impl Search {
     pub fn new(folder: &Path) -> Result<Self> {
-        let entries =
-            folder::list(folder).map_err(|error| unreadable(folder, "it cannot be listed", Some(error)))?;
-        Ok(Self { folder: folder.to_owned(), entries: entries.into_iter(), skipped: Vec::new() })
+        let entries = Vec::new().into_iter();
+        let mut search = Self { folder: folder.to_owned(), entries, skipped: Vec::new() };
+        search.list()?;
+        Ok(search)
+    }
+
+    /// Begins with what is there now, without what was skipped.
+    fn list(&mut self) -> Result<()> {
+        let mut entries = folder::list(&self.folder).map_err(|error| {
+            Error::io(format!("cannot list the checkpoints in {}", self.folder.display()), error)
+                .with_remedy("is the path right, and may rank 0 read it?")
+        })?;
+        entries.retain(|entry| self.skipped.iter().all(|skipped| skipped.folder != entry.path));
+        self.entries = entries.into_iter();
+        Ok(())
     }
 
     /// The next checkpoint that is complete as far as rank 0 can tell, if it can be read by the deadline.
@@ -84,6 +96,8 @@ impl Search {
             }
             match read(&entry.path, deadline) {
                 Ok(found) => return Ok(Some(found)),
+                // The job that writes there has removed it since, and written later ones.
+                Err(_) if is_gone(&entry.path) && !deadline.has_passed() => self.list()?,
                 Err(Unfit::Unread(cause, source)) => return Err(unreadable(&entry.path, &cause, source)),
                 Err(Unfit::Late(cause)) => return Err(files::late(&entry.path, &cause)),
                 Err(Unfit::Torn(cause)) => self.pass_over(entry.path, cause),
@@ -100,6 +114,10 @@ impl Search {
         warn(format_args!("the checkpoint {path} is incomplete and is skipped: {cause}"));
         self.skipped.push(Skipped { folder, cause });
     }
+}
+
+fn is_gone(path: &Path) -> bool {
+    path.symlink_metadata().is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
 }
 
 /// The most damaged checkpoints that an error describes.

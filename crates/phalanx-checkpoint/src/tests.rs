@@ -550,6 +550,54 @@ fn when_all_are_damaged_each_is_named_and_none_is_replaced() {
     assert!(newest::find(root.path()).unwrap().0.is_none());
 }
 
+/// All names in a folder, in order.
+fn names(folder: &Path) -> Vec<std::ffi::OsString> {
+    let mut names: Vec<_> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn who_only_reads_needs_no_claim_and_writes_nothing() {
+    let root = before();
+    let training = system(root.path());
+    let there = names(root.path());
+    run(2, Fabric::InProcess, |group| {
+        let saved = Checkpoints::read(root.path(), &group).unwrap().unwrap();
+        assert_eq!(saved.step(), 2);
+        let error = Checkpoints::read(root.path().join("none"), &group).unwrap_err();
+        assert!(error.to_string().contains("cannot list the checkpoints in"), "{error}");
+        assert!(error.remedy().is_some_and(|remedy| remedy.contains("is the path right")), "{error}");
+    });
+    assert_eq!(names(root.path()), there);
+    training.write(3, 3, 4, &snapshot(3)).unwrap();
+    let empty = tempfile::tempdir().unwrap();
+    assert!(Checkpoints::read(empty.path(), &ProcessGroup::alone().unwrap()).unwrap().is_none());
+    assert_eq!(names(empty.path()).len(), 0);
+}
+
+#[test]
+fn a_checkpoint_that_another_job_removes_while_it_is_looked_for_is_no_damage() {
+    let root = before();
+    let training = system(root.path());
+    fs::remove_file(root.path().join("00000002-step-2/manifest.json")).unwrap();
+    training.write(3, 3, 4, &snapshot(3)).unwrap();
+    let mut search = Search::new(root.path()).unwrap();
+    training.write(4, 4, 4, &snapshot(4)).unwrap();
+    training.rotate(1).unwrap();
+    let found = search.next(Deadline::after(Duration::from_secs(60))).unwrap().unwrap();
+    assert_eq!((found.step, search.skipped.len()), (4, 0));
+    // What is damaged is said once, however often all is listed.
+    fs::remove_file(root.path().join("00000004-step-4/manifest.json")).unwrap();
+    training.write(5, 5, 4, &snapshot(5)).unwrap();
+    fs::remove_file(root.path().join("00000005-step-5/manifest.json")).unwrap();
+    let mut search = Search::new(root.path()).unwrap();
+    fs::remove_dir_all(root.path().join("00000004-step-4")).unwrap();
+    let error = search.next(Deadline::after(Duration::from_secs(60))).unwrap_err();
+    assert!(error.to_string().contains("the only checkpoint in"), "{error}");
+    assert_eq!(search.skipped.len(), 1);
+}
+
 #[test]
 fn of_two_with_one_number_none_is_chosen() {
     let root = before();

@@ -86,6 +86,7 @@ const fn is_announced(caller: Caller) -> bool {
             | Caller::LocalMainProcessFirst
             | Caller::CheckpointsOpen
             | Caller::CheckpointsNewest
+            | Caller::CheckpointsRead
             | Caller::CheckpointsSaveSharded
             | Caller::RunStart
             | Caller::TrainStateCheckpoint
