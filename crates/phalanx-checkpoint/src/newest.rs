@@ -294,6 +294,9 @@ pub(super) fn share(
             .map_err(|error| unreadable(&folder, &error.to_string(), None))?;
         match verify(group, &place, &manifest, sent)? {
             None => return Ok((Some(Saved::sharded(folder, place, manifest, contents)), skipped)),
+            Some(_) if is_gone(&folder) => {
+                failure = search.as_mut().and_then(|search| search.list().err());
+            }
             Some(cause) => {
                 search.iter_mut().for_each(|search| search.pass_over(folder.clone(), cause.clone()))
             }
@@ -323,8 +326,8 @@ enum Finding {
     },
 }
 
-/// All ranks compare the checksums of a sharded checkpoint's tensors. Returns none, or why the checkpoint is damaged,
-/// the same on every rank. Rank 0 has `sent` the manifest's bytes.
+/// All ranks compare the checksums of a sharded checkpoint's tensors. Returns none, or why the checkpoint is damaged or that
+/// it was removed, the same on every rank. Rank 0 has `sent` the manifest's bytes.
 fn verify(group: &ProcessGroup, place: &Path, manifest: &Manifest, sent: &[u8]) -> Result<Option<String>> {
     let (rank, world) = (group.rank(), group.world_size().count());
     let deadline = search_deadline(group);
@@ -341,6 +344,9 @@ fn verify(group: &ProcessGroup, place: &Path, manifest: &Manifest, sent: &[u8]) 
         Err(Unfit::Late(cause)) => Finding::Late { host: host::name(), cause },
     };
     let findings = group.all_gather_object(&finding)?;
+    if findings.iter().any(|finding| !matches!(finding, Finding::Whole)) && is_removed(group, place)? {
+        return Ok(Some("it was removed while it was read".to_owned()));
+    }
     let mut torn = None;
     let told = |finder: Rank, host: String, error: Error| {
         let error = error.at(finder, host).with_peer(finder);
@@ -360,6 +366,13 @@ fn verify(group: &ProcessGroup, place: &Path, manifest: &Manifest, sent: &[u8]) 
         }
     }
     Ok(torn)
+}
+
+/// Whether the job that writes there has removed the checkpoint at `place` since rank 0 has read it, the same on every rank.
+fn is_removed(group: &ProcessGroup, place: &Path) -> Result<bool> {
+    let mut removed = [u8::from(group.rank().is_main() && is_gone(place))];
+    group.broadcast(&mut removed, Rank::MAIN)?;
+    Ok(removed == [1])
 }
 
 /// Checks that this rank sees the same files as rank 0, also those that others compare: the same manifest, and all files
@@ -474,7 +487,45 @@ pub(super) fn find(folder: &Path) -> Result<(Option<Found>, Vec<Skipped>)> {
 
 #[cfg(test)]
 mod tests {
+    use phalanx_core::testing::{Fabric, run};
+
+    use super::super::{Checkpoints, Snapshot};
     use super::*;
+
+    #[test]
+    fn a_sharded_checkpoint_that_another_job_removes_while_ranks_compare_it_is_looked_for_again() {
+        let root = tempfile::tempdir().unwrap();
+        run(2, Fabric::InProcess, |group| {
+            let training = Checkpoints::open(root.path(), &group).unwrap();
+            for step in [1, 2] {
+                let own = [group.rank().get() as f32];
+                let save =
+                    |snapshot: &mut Snapshot| snapshot.slice("w", &[2], &[group.rank().index()], &[1], &own);
+                training.save_sharded(step, save).unwrap();
+            }
+            training.finish().unwrap();
+            if group.rank().is_main() {
+                let search = Some(Search::new(root.path()));
+                let (saved, skipped) = share(&group, root.path(), search).unwrap();
+                assert_eq!((saved.unwrap().step(), skipped.len()), (1, 0));
+                return;
+            }
+            // What `share` does, with the removal in between.
+            let found = agree::<Answer>(&group, None).unwrap().found.unwrap();
+            assert_eq!(found.step, 2);
+            let mut contents = receive(&group, None, &found.files).unwrap();
+            for (_, bytes) in &mut contents {
+                group.broadcast(bytes, Rank::MAIN).unwrap();
+            }
+            std::fs::remove_dir_all(&found.folder).unwrap();
+            let sent = &contents[0].1;
+            let manifest = Manifest::decode(sent, &RandomState::new()).unwrap();
+            let cause = verify(&group, &found.folder, &manifest, sent).unwrap();
+            assert!(cause.is_some_and(|cause| cause.contains("was removed")));
+            let (saved, skipped) = share(&group, root.path(), None).unwrap();
+            assert_eq!((saved.unwrap().step(), skipped.len()), (1, 0));
+        });
+    }
 
     #[test]
     fn a_later_checkpoint_on_another_host_s_disk_is_said() {
