@@ -181,12 +181,13 @@ impl<T> TrainState<T> {
                 handle.abort(error.clone());
             }
         })?;
-        let is_absent = self.ddp.loaded_hook.is_absent();
+        let (is_absent, loaded) = (self.ddp.loaded_hook.is_absent(), self.ddp.describe_load());
         self.ddp = self.ddp.again(handle, nccl, &self.options)?;
         let own_remains = self.ddp.world_size() == ranks;
         self.ddp.load_hook(hook.map(|hook| if own_remains { hook } else { hook.without_own() }))?;
         // Replicas would drift apart. In an elastic job all load what one of them has.
         self.ddp.check_alike("number of steps", &self.steps.to_string())?;
+        self.ddp.check_alike("loaded state", &loaded)?;
         self.ddp.share(&mut self.optimizer)?;
         if is_absent {
             self.ddp.loaded_hook.mark_absent();
@@ -199,7 +200,7 @@ impl<T> TrainState<T> {
     ///
     /// # Errors
     /// As [`Ddp::new`]. On every rank, if the optimizers' rules, parameters or groups differ; or the numbers of [steps](Self::steps), as after a
-    /// checkpoint that one rank alone has loaded: [`progress`](Self::progress) would differ, too.
+    /// checkpoint that one rank alone has loaded; or if they have just loaded the states of two runs: [`progress`](Self::progress) would differ, too.
     pub fn with_group(self, group: &ProcessGroup) -> Result<Self> {
         let shared = self.ddp.group().clone();
         let ranks = self.ddp.world_size();

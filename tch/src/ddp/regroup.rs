@@ -147,6 +147,11 @@ impl Ddp {
         self.loads.iter_mut().for_each(|loads| loads.loaded(state));
     }
 
+    /// What was [loaded](Self::note_load) last, as ranks that come into a group compare it.
+    pub(crate) fn describe_load(&self) -> String {
+        self.loads.unwrap_or_default().describe()
+    }
+
     /// Leaves its group, for one of this process alone.
     pub(crate) fn leave(&mut self, alone: &ProcessGroup) {
         self.unhook();

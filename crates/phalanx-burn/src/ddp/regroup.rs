@@ -187,6 +187,11 @@ impl<M: Module> Ddp<M> {
         }
     }
 
+    /// What was [loaded](Self::note_load) last, as ranks that come into a group compare it.
+    pub(crate) fn describe_load(&self) -> String {
+        self.loads.describe()
+    }
+
     /// The training goes on with what was [loaded](Self::note_load). Gives what the ranks compare of that.
     pub(crate) fn settle_loads(&mut self) -> f64 {
         self.loads.settle()

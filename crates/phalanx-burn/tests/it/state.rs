@@ -170,6 +170,17 @@ fn ranks_with_disks_of_their_own_load_the_state_of_one_run() {
             assert_eq!(error.is_some(), is_error, "{loads:?}: {error:?}");
             assert!(error.is_none_or(|error| error.contains("or that of another step or run")));
         }
+        let errors = run(2, |group| {
+            let mut training = fresh(&optimizer());
+            load(&mut training, folders[loads[group.rank().index()]].path()).unwrap();
+            training.with_group(&group).map(drop).err().map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), is_error, "{loads:?}: {error:?}");
+            assert!(
+                error.is_none_or(|error| error.contains("the loaded state of rank 0 is that after step 1"))
+            );
+        }
     }
 }
 

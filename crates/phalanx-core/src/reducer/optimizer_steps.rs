@@ -141,6 +141,17 @@ impl LoadedStates {
         self.newest = Some(state);
     }
 
+    /// What ranks that come into a group compare by [`verify_description`](super::verify_description): which state was loaded last, if no step of training has
+    /// followed. Before the first step of all there is nothing of which ranks must not have two.
+    pub fn describe(&self) -> String {
+        match self.newest {
+            Some(LoadedState { step, checksum }) if step > 0 => {
+                format!("that after step {step} with the checksum {checksum:016x}")
+            }
+            Some(_) | None => "none".to_owned(),
+        }
+    }
+
     /// The training goes on with what was loaded. Gives the setting.
     pub fn settle(&mut self) -> f64 {
         if let Some(LoadedState { step, checksum }) = self.newest.take() {
@@ -275,6 +286,23 @@ mod tests {
             let error = compare([own, taken(other)].into_iter()).unwrap_err().to_string();
             assert!(error.contains("has loaded a state, or that of another step or run"), "{error}");
         }
+    }
+
+    #[test]
+    fn a_loaded_state_is_described_until_the_training_goes_on() {
+        let mut states = LoadedStates::default();
+        assert_eq!(states.describe(), "none");
+        let mut described = |step: u64, tensor: u8| {
+            states.loaded(LoadedState::of(step, [&[tensor][..]].into_iter()));
+            let said = states.describe();
+            states.settle();
+            assert_eq!(states.describe(), "none");
+            said
+        };
+        assert_eq!(described(0, 1), "none");
+        let own = described(7, 1);
+        assert!(own.starts_with("that after step 7 with the checksum "), "{own}");
+        assert!(described(7, 1) == own && described(7, 2) != own && described(9, 1) != own);
     }
 
     #[test]
