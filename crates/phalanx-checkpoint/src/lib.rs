@@ -186,6 +186,9 @@ impl Checkpoints {
     /// checkpoint. In `save_sharded` and `newest` the other ranks wait 30 s longer, also if the group's time-out is
     /// shorter: a slow disk is an error of the call, and not a failure of the group. A longer time-out of the group
     /// stays in force.
+    ///
+    /// In [`save`](Self::save) rank 0 alone waits, and the others wait for it in their next collective, no longer than the group's time-out: the group fails
+    /// then. So give the group a longer time-out than this one.
     pub fn with_timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
