@@ -489,8 +489,9 @@ pub(super) fn find(folder: &Path) -> Result<(Option<Found>, Vec<Skipped>)> {
 mod tests {
     use phalanx_core::testing::{Fabric, run};
 
-    use super::super::{Checkpoints, Snapshot};
+    use super::super::{Checkpoints, Snapshot, TIMEOUT, patient};
     use super::*;
+    use crate::caller::Caller;
 
     #[test]
     fn a_sharded_checkpoint_that_another_job_removes_while_ranks_compare_it_is_looked_for_again() {
@@ -504,6 +505,7 @@ mod tests {
                 training.save_sharded(step, save).unwrap();
             }
             training.finish().unwrap();
+            let group = patient(&group, TIMEOUT, Caller::CheckpointsRead);
             if group.rank().is_main() {
                 let search = Some(Search::new(root.path()));
                 let (saved, skipped) = share(&group, root.path(), search).unwrap();
