@@ -2,14 +2,15 @@
 //! checkpoints.
 
 use std::borrow::Cow;
+use std::collections::HashSet;
 use std::fmt;
 
 use phalanx::checkpoint::training::{self, TrainingState};
 use phalanx::checkpoint::{Checkpoints, Saved, Snapshot};
 use phalanx::elastic::{Context, Parts, State, Step};
 use phalanx::join::{JoinGroup, JoinOptions};
-use phalanx::reducer::ParameterSpec;
 use phalanx::reducer::hooks::{HookState, PeriodicModelAverager};
+use phalanx::reducer::{LoadedState, ParameterSpec};
 use phalanx::sampler::ElasticSampler;
 use phalanx::state::{StateReader, StateWriter};
 use phalanx::{Communicator as _, Error, ProcessGroup, Rank, Result, WorldSize};
@@ -180,12 +181,13 @@ impl<T> TrainState<T> {
                 handle.abort(error.clone());
             }
         })?;
-        let is_absent = self.ddp.loaded_hook.is_absent();
+        let (is_absent, loaded) = (self.ddp.loaded_hook.is_absent(), self.ddp.describe_load());
         self.ddp = self.ddp.again(handle, nccl, &self.options)?;
         let own_remains = self.ddp.world_size() == ranks;
         self.ddp.load_hook(hook.map(|hook| if own_remains { hook } else { hook.without_own() }))?;
         // Replicas would drift apart. In an elastic job all load what one of them has.
         self.ddp.check_alike("number of steps", &self.steps.to_string())?;
+        self.ddp.check_alike("loaded state", &loaded)?;
         self.ddp.share(&mut self.optimizer)?;
         if is_absent {
             self.ddp.loaded_hook.mark_absent();
@@ -198,7 +200,7 @@ impl<T> TrainState<T> {
     ///
     /// # Errors
     /// As [`Ddp::new`]. On every rank, if the optimizers' rules, parameters or groups differ; or the numbers of [steps](Self::steps), as after a
-    /// checkpoint that one rank alone has loaded: [`progress`](Self::progress) would differ, too.
+    /// checkpoint that one rank alone has loaded; or if they have just loaded the states of two runs: [`progress`](Self::progress) would differ, too.
     pub fn with_group(self, group: &ProcessGroup) -> Result<Self> {
         let shared = self.ddp.group().clone();
         let ranks = self.ddp.world_size();
@@ -438,15 +440,17 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
         T: 'static,
     {
         training::check_progress(&self.progress, saved, &self.part("progress"))?;
-        if !self.read(saved)? {
+        let (has_hook, loaded) = self.read(saved)?;
+        if !has_hook {
             self.ddp.loaded_hook.mark_absent();
         }
-        self.ddp.note_load(saved.step());
+        self.ddp.note_load(loaded);
         Ok(())
     }
 
-    /// Returns whether a communication hook's state was there. Everything is read before anything is changed.
-    fn read(&mut self, reader: &impl StateReader) -> Result<bool> {
+    /// Returns whether a communication hook's state was there, and what ranks compare: buffers and progress may be each rank's own. Everything is read
+    /// before anything is changed.
+    fn read(&mut self, reader: &impl StateReader) -> Result<(bool, LoadedState)> {
         let (steps, progress) = (reader.value(&self.part("steps"))?, reader.value(&self.part("progress"))?);
         let model = self.part("model");
         let saved: Vec<ParameterSpec> = reader.value(&model)?;
@@ -459,6 +463,9 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
         let tensor =
             |spec: &ParameterSpec| reader.tensor(&format!("{model}.{}", spec.name), spec.dtype, &spec.shape);
         let elements = here.iter().map(tensor).collect::<Result<Vec<_>>>()?;
+        let trained: HashSet<&str> = self.ddp.parameter_names().into_iter().collect();
+        let tensors = here.iter().zip(&elements).filter(|(spec, _)| trained.contains(spec.name.as_str()));
+        let loaded = LoadedState::of(steps, tensors.map(|(_, elements)| &**elements));
         let optimizer = self.optimizer.read(reader, &self.part("optimizer"))?;
         let name = self.part("averager");
         let averaged: Option<u64> =
@@ -479,7 +486,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
             averager.resume_at(steps);
         }
         (self.steps, self.progress) = (steps, progress);
-        Ok(has_hook)
+        Ok((has_hook, loaded))
     }
 
     /// An error if variables that share memory could not have these elements, each its own. Afterwards they are as before.

@@ -6,6 +6,7 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ParamId};
 use burn::optim::ModuleOptimizer;
 use phalanx::checkpoint::{Saved, Snapshot};
+use phalanx::reducer::LoadedState;
 use phalanx::{Caller, Communicator, Error, Rank, Result, WorldSize};
 
 use crate::gradients::Synced;
@@ -53,8 +54,8 @@ pub struct ZeroRedundancyOptimizer {
     inner: ModuleOptimizer,
     /// The parameters whose state this rank keeps.
     own: HashSet<ParamId>,
-    /// The step of the checkpoint from which the state was loaded since the last step, in which the [`Ddp`] hears of it.
-    loaded: Option<u64>,
+    /// The state that was loaded since the last step, in which the [`Ddp`] hears of it.
+    loaded: Option<LoadedState>,
 }
 
 impl ZeroRedundancyOptimizer {
@@ -98,10 +99,10 @@ impl ZeroRedundancyOptimizer {
             ))
             .with_remedy("give every rank as many batches, or train with an optimizer that is not spread"));
         }
-        if let Some(step) = self.loaded.take() {
+        if let Some(loaded) = self.loaded.take() {
             // The model may have come from another checkpoint, which counts, too.
             ddp.settle_loads();
-            ddp.note_load(step);
+            ddp.note_load(loaded);
         }
         ddp.apply(&mut self.inner, learning_rate, gradients)?;
         ddp.gather_parameters()
@@ -150,7 +151,7 @@ impl ZeroRedundancyOptimizer {
     }
 
     /// Loads this rank's part of the state that any number of ranks have [saved](Self::save) under `name`, and reads no
-    /// other rank's tensors. Every rank calls it: if one has not, or with the checkpoint of another step, that is an error of a later
+    /// other rank's tensors. Every rank calls it: if one has not, or with the checkpoint of another step or run, that is an error of a later
     /// [`Ddp::backward`] on every rank.
     ///
     /// # Errors
@@ -170,7 +171,7 @@ impl ZeroRedundancyOptimizer {
         };
         let (model, begun) = ((ddp.model(), ddp.parameters()), Begun::after(saved.step()));
         self.inner = moments::load(&self.inner, model, saved, begun, (indexes, name), is_own)?;
-        self.loaded = Some(saved.step());
+        self.loaded = Some(LoadedState { step: saved.step(), checksum: saved.checksum() });
         Ok(())
     }
 

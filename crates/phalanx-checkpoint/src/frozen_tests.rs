@@ -15,6 +15,7 @@ use rustix::process::{Pid, Signal, WaitOptions, getpid, kill_process, waitpid};
 use super::TIMEOUT;
 use super::claims::Claimant;
 use super::disk::Disk;
+use super::files;
 use super::folder::{self, Folder};
 use super::owner::Owner;
 use super::tests::{TestDisk, assert_found, before, snapshot};
@@ -159,12 +160,12 @@ fn thaw(mut child: Child) -> bool {
 /// Every folder with a checkpoint's name is a whole one.
 fn assert_nothing_torn(root: &Path, what: &dyn fmt::Debug) {
     for entry in folder::list(root).unwrap() {
-        let manifest = folder::read_manifest(&entry.path);
+        let manifest = files::read_manifest(&entry.path);
         let files = manifest.and_then(|(manifest, _)| {
             manifest
                 .files
                 .iter()
-                .map(|file| folder::read_entry(&entry.path, file, Deadline::after(TIMEOUT)))
+                .map(|file| files::read_entry(&entry.path, file, Deadline::after(TIMEOUT)))
                 .collect::<Result<Vec<_>, _>>()
         });
         assert!(files.is_ok(), "{:?} at {what:?}: {files:?}", entry.path);

@@ -43,6 +43,7 @@
 #![forbid(unsafe_code)]
 
 mod disk;
+mod files;
 mod folder;
 #[cfg(test)]
 mod frozen_tests;
@@ -118,6 +119,8 @@ impl Checkpoints {
     ///
     /// A process that writes a checkpoint ignores SIGXFSZ, as [`ProcessGroup::join`] says.
     ///
+    /// The other ranks wait for rank 0's disk 10 minutes and 30 s, or for the group's time-out, if that is longer.
+    ///
     /// # Errors
     /// On every rank, if rank 0 cannot write there, or a process of another job writes there. In an elastic job the
     /// error ends rank 0 alone: for the others it is that rank's failure.
@@ -127,7 +130,7 @@ impl Checkpoints {
         let is_main = group.rank().is_main();
         let writer = if is_main { start(&path, group) } else { Ok(Writer::member(&path, group.rank())) };
         let outcome = is_main.then(|| writer.as_ref().map(drop).map_err(Error::clone));
-        newest::agree(&group.in_call(Caller::CheckpointsOpen), outcome)?;
+        newest::agree(&patient(group, TIMEOUT, Caller::CheckpointsOpen), outcome)?;
         Ok(Self {
             path,
             group: group.clone(),
@@ -137,6 +140,35 @@ impl Checkpoints {
             threads: Mutex::default(),
             skipped: Mutex::default(),
         })
+    }
+
+    /// The newest complete checkpoint in the folder at `path`, for a program that saves nothing there, such as an evaluation beside the training. All
+    /// ranks call this together, and get the same one, as from [`newest`](Self::newest). Nothing is written or locked: the folder may be another job's,
+    /// or one in which this program may only read. The elements of a [sharded](Self::save_sharded) checkpoint are read when they are asked for: let the job that writes
+    /// [keep](Self::keep) so many that it does not remove this one before.
+    ///
+    /// ```
+    /// use phalanx::checkpoint::Checkpoints;
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// # let path = folder.path();
+    /// # let group = phalanx::init()?;
+    /// # let training = Checkpoints::open(path, &group)?;
+    /// # training.save(100, |snapshot| snapshot.value("momentum", &0.5f32))?;
+    /// # training.finish()?;
+    ///
+    /// let saved = Checkpoints::read(path, &group)?.expect("the training has saved one"); // path: "runs/digits"
+    /// assert_eq!(saved.value::<f32>("momentum")?, 0.5);
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`newest`](Self::newest), within 10 minutes for each checkpoint on each rank; and if there is no such folder.
+    pub fn read(path: impl AsRef<Path>, group: &ProcessGroup) -> Result<Option<Saved>> {
+        let path = path.as_ref();
+        let _section = group.announce_section();
+        let group = patient(group, TIMEOUT, Caller::CheckpointsRead);
+        let search = group.rank().is_main().then(|| Search::new(path));
+        newest::share(&group, path, search).map(|(saved, _)| saved)
     }
 
     /// How many checkpoints are kept: 3 by default, at least 1. When a new one is complete, those before the `count`
@@ -154,13 +186,16 @@ impl Checkpoints {
     /// checkpoint. In `save_sharded` and `newest` the other ranks wait 30 s longer, also if the group's time-out is
     /// shorter: a slow disk is an error of the call, and not a failure of the group. A longer time-out of the group
     /// stays in force.
+    ///
+    /// In [`save`](Self::save) rank 0 alone waits, and the others wait for it in their next collective, no longer than the group's time-out: the group fails
+    /// then. So give the group a longer time-out than this one.
     pub fn with_timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
     }
 
     /// The newest complete checkpoint, the same on every rank. All ranks call this together. Rank 0 reads it and sends
-    /// it to the others, so they need not see the folder. Of a sharded one rank 0 reads only the parts; the ranks share
+    /// it to the others, so they need not see the folder. If another rank sees a later one at its path, that is a warning in the log. Of a sharded one rank 0 reads only the parts; the ranks share
     /// the work of comparing checksums of the tensors, and each rank reads the tensors that it asks for
     /// ([`SavedTensor`]). Incomplete checkpoints are skipped, with a warning in the log, and listed by
     /// [`skipped`](Self::skipped). The newest is the one that was written last, whatever its step.
@@ -169,7 +204,9 @@ impl Checkpoints {
     /// On every rank, if there are checkpoints and none is complete; the error names each, and what is wrong with it. A program that
     /// began anew there would in the end replace all that is left of its work. Move them away to begin anew.
     ///
-    /// On every rank also if a checkpoint that may be complete cannot be read: access is denied, it is a link that leads nowhere, a later version of this
+    /// On every rank, if two checkpoints have the number of the newest, since one was copied or moved there from another run.
+    ///
+    /// On every rank also if a checkpoint that may be complete cannot be read: access is denied, a network file system fails, it is a link that leads nowhere, a later version of this
     /// crate has written it, or some rank has too little memory, does not see all files of a sharded one, or takes too
     /// long to read it. Also the errors of [`ProcessGroup::broadcast`].
     pub fn newest(&self) -> Result<Option<Saved>> {
@@ -182,6 +219,7 @@ impl Checkpoints {
         // The write in progress is newer than what is there. The others wait for its end, and only then for the
         // reading.
         newest::agree(&group, is_main.then(|| self.writer.settle(Deadline::after(self.timeout))))?;
+        newest::compare_folders(&group, &self.path)?;
         let (saved, skipped) = newest::share(&group, &self.path, is_main.then(|| search(&self.path)))?;
         *self.skipped.lock() = skipped;
         Ok(saved)
@@ -299,11 +337,8 @@ impl Checkpoints {
         agreed.before.map_or(Ok(()), |before| Err(self.note_remote_error(before)))
     }
 
-    /// The group with a longer time-out, for a call in which a rank may wait for a disk: a slow disk is an error of the
-    /// call, not of the group.
     fn patient(&self, caller: Caller) -> ProcessGroup {
-        let timeout = self.group.timeout().max(self.timeout.saturating_add(REMOTE_DISK_GRACE));
-        self.group.with_timeout(timeout).in_call(caller)
+        patient(&self.group, self.timeout, caller)
     }
 
     fn job(&self, step: u64, snapshot: Snapshot, together: Option<Together>) -> Job {
@@ -354,6 +389,13 @@ impl Drop for Checkpoints {
             self.writer.leave();
         }
     }
+}
+
+/// The group with a longer time-out, for a call in which a rank may wait so long for a disk: a slow disk is an error of the
+/// call, not of the group.
+fn patient(group: &ProcessGroup, timeout: Duration, caller: Caller) -> ProcessGroup {
+    let timeout = group.timeout().max(timeout.saturating_add(REMOTE_DISK_GRACE));
+    group.with_timeout(timeout).in_call(caller)
 }
 
 /// Makes the folder and those above it, so that they survive a loss of power.

@@ -15,7 +15,8 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::folder::{self, Entry, Unfit};
+use super::files::{self, Unfit};
+use super::folder::{self, Entry};
 use super::manifest::{FileEntry, MANIFEST, Manifest};
 use super::saved::{Contents, Saved};
 use super::sharded::SHARE;
@@ -47,6 +48,8 @@ pub(super) struct Found {
     pub folder: PathBuf,
     pub step: u64,
     pub world_size: u32,
+    /// Of the step and of the tensors.
+    pub checksum: u64,
     /// All files. Of a sharded checkpoint only the manifest and the parts: its tensors exist, and have not been read.
     pub contents: Contents,
     pub is_sharded: bool,
@@ -63,21 +66,40 @@ pub(super) struct Search {
 
 impl Search {
     pub fn new(folder: &Path) -> Result<Self> {
-        let entries =
-            folder::list(folder).map_err(|error| unreadable(folder, "it cannot be listed", Some(error)))?;
-        Ok(Self { folder: folder.to_owned(), entries: entries.into_iter(), skipped: Vec::new() })
+        let entries = Vec::new().into_iter();
+        let mut search = Self { folder: folder.to_owned(), entries, skipped: Vec::new() };
+        search.list()?;
+        Ok(search)
+    }
+
+    /// Begins with what is there now, without what was skipped.
+    fn list(&mut self) -> Result<()> {
+        let mut entries = folder::list(&self.folder).map_err(|error| {
+            Error::io(format!("cannot list the checkpoints in {}", self.folder.display()), error)
+                .with_remedy("is the path right, and may rank 0 read it?")
+        })?;
+        entries.retain(|entry| self.skipped.iter().all(|skipped| skipped.folder != entry.path));
+        self.entries = entries.into_iter();
+        Ok(())
     }
 
     /// The next checkpoint that is complete as far as rank 0 can tell, if it can be read by the deadline.
     ///
     /// # Errors
-    /// Also if there are checkpoints, and none is complete: a job that began anew would replace what can still be saved of them.
+    /// Also if there are checkpoints, and none is complete: a job that began anew would replace what can still be saved of them. And if two have
+    /// the number of the next one.
     pub fn next(&mut self, deadline: Deadline) -> Result<Option<Found>> {
         while let Some(entry) = self.entries.next() {
+            let same = self.entries.as_slice().first().filter(|other| other.number == entry.number);
+            if let Some(other) = same {
+                return Err(ambiguous(&self.folder, &entry, other));
+            }
             match read(&entry.path, deadline) {
                 Ok(found) => return Ok(Some(found)),
+                // The job that writes there has removed it since, and written later ones.
+                Err(_) if is_gone(&entry.path) && !deadline.has_passed() => self.list()?,
                 Err(Unfit::Unread(cause, source)) => return Err(unreadable(&entry.path, &cause, source)),
-                Err(Unfit::Late(cause)) => return Err(folder::late(&entry.path, &cause)),
+                Err(Unfit::Late(cause)) => return Err(files::late(&entry.path, &cause)),
                 Err(Unfit::Torn(cause)) => self.pass_over(entry.path, cause),
             }
         }
@@ -92,6 +114,10 @@ impl Search {
         warn(format_args!("the checkpoint {path} is incomplete and is skipped: {cause}"));
         self.skipped.push(Skipped { folder, cause });
     }
+}
+
+fn is_gone(path: &Path) -> bool {
+    path.symlink_metadata().is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
 }
 
 /// The most damaged checkpoints that an error describes.
@@ -118,6 +144,18 @@ fn all_damaged(folder: &Path, skipped: &[Skipped]) -> Error {
     )
 }
 
+/// Refuses to choose between two checkpoints. They were written by two runs: none writes a number again.
+fn ambiguous(folder: &Path, one: &Entry, other: &Entry) -> Error {
+    let name = |entry: &Entry| entry.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let (number, folder, mut names) = (one.number, folder.display(), [name(one), name(other)]);
+    names.sort();
+    let [one, other] = names;
+    Error::environment(format!(
+        "two checkpoints in {folder} have the number {number}, {one} and {other}: which is the newer one is not known"
+    ))
+    .with_remedy("was a checkpoint of another run copied there, or moved back? Move away the one from which the job is not to resume")
+}
+
 fn unreadable(path: &Path, cause: &str, source: Option<io::Error>) -> Error {
     let cause = format!("cannot read the checkpoint {}: {cause}", path.display());
     let error = match source {
@@ -128,18 +166,18 @@ fn unreadable(path: &Path, cause: &str, source: Option<io::Error>) -> Error {
 }
 
 fn read(folder: &Path, deadline: Deadline) -> Result<Found, Unfit> {
-    let (manifest, bytes) = folder::read_manifest(folder)?;
+    let (manifest, bytes) = files::read_manifest(folder)?;
     let is_sharded = manifest.tensors.is_some();
     let mut contents = Vec::new();
     if is_sharded {
         for file in manifest.tensor_files() {
-            folder::open_entry(folder, file)?;
+            files::open_entry(folder, file)?;
         }
         contents.push((MANIFEST.to_owned(), bytes));
     }
     let files = if is_sharded { manifest.part_files() } else { &manifest.files };
     for file in files {
-        contents.push((file.name.clone(), folder::read_entry(folder, file, deadline)?));
+        contents.push((file.name.clone(), files::read_entry(folder, file, deadline)?));
     }
     // The checksums are right: its writer has written exactly this.
     let tensors = contents.first().filter(|_| !is_sharded).map(|(_, file)| tensors::index(file));
@@ -147,7 +185,7 @@ fn read(folder: &Path, deadline: Deadline) -> Result<Found, Unfit> {
         return Err(Unfit::Unread(cause, None));
     }
     let (folder, step, world_size) = (folder.to_owned(), manifest.step, manifest.world_size);
-    Ok(Found { folder, step, world_size, contents, is_sharded })
+    Ok(Found { folder, step, world_size, checksum: manifest.tensors_checksum(), contents, is_sharded })
 }
 
 /// What rank 0 sends the others.
@@ -163,8 +201,49 @@ struct Announcement {
     folder: PathBuf,
     step: u64,
     world_size: u32,
+    checksum: u64,
     is_sharded: bool,
     files: Vec<(String, u64)>,
+}
+
+/// The newest checkpoint that a rank sees at its path.
+#[derive(Debug, Serialize, Deserialize)]
+struct Seen {
+    host: String,
+    number: u64,
+    name: String,
+}
+
+/// Warns if another rank has a later checkpoint at its `path` than rank 0, whose folder alone is used. It is on another disk then: in an
+/// earlier start another host had rank 0.
+pub(super) fn compare_folders(group: &ProcessGroup, path: &Path) -> Result<()> {
+    // The others need not see the folder.
+    let newest = folder::list(path).unwrap_or_default().into_iter().next();
+    let own = newest.map(|Entry { number, path }| Seen {
+        host: host::name(),
+        number,
+        name: path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+    });
+    let all: Option<Vec<Option<Seen>>> = group.gather_object(&own, Rank::MAIN)?;
+    if let Some(later) = all.and_then(|all| later(&all)) {
+        warn(format_args!("in {} {later}", path.display()));
+    }
+    Ok(())
+}
+
+/// Says who sees a later checkpoint than rank 0, and which.
+fn later(all: &[Option<Seen>]) -> Option<String> {
+    let (main, others) = all.split_first()?;
+    let here = main.as_ref().map_or("none", |seen| seen.name.as_str());
+    let number = main.as_ref().map_or(0, |seen| seen.number);
+    let others = (1..).zip(others).filter_map(|(rank, seen): (u32, _)| Some((rank, seen.as_ref()?)));
+    let (rank, Seen { host, number: found, name }) = others.max_by_key(|(_, seen)| seen.number)?;
+    (*found > number).then(|| {
+        format!(
+            "rank {rank} on {host} sees the checkpoint {name}, and rank 0 {here}, from which the job goes on: had another host rank 0 before? Put the \
+             folder on a disk that all hosts share"
+        )
+    })
 }
 
 /// Gives every rank the newest complete checkpoint in the folder, which is at `path` for this rank, and the skipped
@@ -201,9 +280,9 @@ pub(super) fn share(
                 group.broadcast(piece, Rank::MAIN)?;
             }
         }
-        let Announcement { folder, step, world_size, is_sharded, .. } = found;
+        let Announcement { folder, step, world_size, checksum, is_sharded, .. } = found;
         if !is_sharded {
-            let saved = Saved::whole(folder.clone(), (step, world_size), contents);
+            let saved = Saved::whole(folder.clone(), (step, world_size, checksum), contents);
             return Ok((Some(saved.map_err(|cause| unreadable(&folder, &cause, None))?), skipped));
         }
         // The folder's name is the same on all ranks, its path may not be.
@@ -215,6 +294,9 @@ pub(super) fn share(
             .map_err(|error| unreadable(&folder, &error.to_string(), None))?;
         match verify(group, &place, &manifest, sent)? {
             None => return Ok((Some(Saved::sharded(folder, place, manifest, contents)), skipped)),
+            Some(_) if is_gone(&folder) => {
+                failure = search.as_mut().and_then(|search| search.list().err());
+            }
             Some(cause) => {
                 search.iter_mut().for_each(|search| search.pass_over(folder.clone(), cause.clone()))
             }
@@ -244,8 +326,8 @@ enum Finding {
     },
 }
 
-/// All ranks compare the checksums of a sharded checkpoint's tensors. Returns none, or why the checkpoint is damaged,
-/// the same on every rank. Rank 0 has `sent` the manifest's bytes.
+/// All ranks compare the checksums of a sharded checkpoint's tensors. Returns none, or why the checkpoint is damaged or that
+/// it was removed, the same on every rank. Rank 0 has `sent` the manifest's bytes.
 fn verify(group: &ProcessGroup, place: &Path, manifest: &Manifest, sent: &[u8]) -> Result<Option<String>> {
     let (rank, world) = (group.rank(), group.world_size().count());
     let deadline = search_deadline(group);
@@ -262,6 +344,9 @@ fn verify(group: &ProcessGroup, place: &Path, manifest: &Manifest, sent: &[u8]) 
         Err(Unfit::Late(cause)) => Finding::Late { host: host::name(), cause },
     };
     let findings = group.all_gather_object(&finding)?;
+    if findings.iter().any(|finding| !matches!(finding, Finding::Whole)) && is_removed(group, place)? {
+        return Ok(Some("it was removed while it was read".to_owned()));
+    }
     let mut torn = None;
     let told = |finder: Rank, host: String, error: Error| {
         let error = error.at(finder, host).with_peer(finder);
@@ -276,26 +361,33 @@ fn verify(group: &ProcessGroup, place: &Path, manifest: &Manifest, sent: &[u8]) 
                 return Err(told(finder, host, Error::environment(cause).with_remedy(SHARE)));
             }
             Finding::Late { host, cause } => {
-                return Err(told(finder, host, folder::late(place, &cause)));
+                return Err(told(finder, host, files::late(place, &cause)));
             }
         }
     }
     Ok(torn)
 }
 
+/// Whether the job that writes there has removed the checkpoint at `place` since rank 0 has read it, the same on every rank.
+fn is_removed(group: &ProcessGroup, place: &Path) -> Result<bool> {
+    let mut removed = [u8::from(group.rank().is_main() && is_gone(place))];
+    group.broadcast(&mut removed, Rank::MAIN)?;
+    Ok(removed == [1])
+}
+
 /// Checks that this rank sees the same files as rank 0, also those that others compare: the same manifest, and all files
 /// with the right lengths. It may read from any of them.
 fn see(place: &Path, manifest: &Manifest, sent: &[u8], rank: Rank) -> Result<(), Unfit> {
-    if folder::manifest_bytes(place).map_err(|unfit| unseen(unfit, rank))? != sent {
+    if files::manifest_bytes(place).map_err(|unfit| unseen(unfit, rank))? != sent {
         return Err(unseen(Unfit::Torn(format!("{MANIFEST} is another")), rank));
     }
     let mut files = manifest.tensor_files().iter();
-    files.try_for_each(|file| folder::open_entry(place, file).map(drop)).map_err(|unfit| unseen(unfit, rank))
+    files.try_for_each(|file| files::open_entry(place, file).map(drop)).map_err(|unfit| unseen(unfit, rank))
 }
 
 fn verify_file(place: &Path, file: &FileEntry, rank: Rank, deadline: Deadline) -> Result<(), Unfit> {
-    let opened = folder::open_entry(place, file).map_err(|unfit| unseen(unfit, rank));
-    folder::verify(opened?, file, deadline)
+    let opened = files::open_entry(place, file).map_err(|unfit| unseen(unfit, rank));
+    files::verify(place, opened?, file, deadline)
 }
 
 /// Rank 0 has seen all files with the right lengths: a rank that does not sees another folder.
@@ -310,12 +402,13 @@ fn unseen(unfit: Unfit, rank: Rank) -> Unfit {
 
 impl Announcement {
     fn of(found: &Found) -> Self {
-        let Found { folder, step, world_size, contents, is_sharded } = found;
+        let Found { folder, step, world_size, checksum, contents, is_sharded } = found;
         let files = contents.iter().map(|(name, bytes)| (name.clone(), bytes.len() as u64));
         Self {
             folder: folder.clone(),
             step: *step,
             world_size: *world_size,
+            checksum: *checksum,
             is_sharded: *is_sharded,
             files: files.collect(),
         }
@@ -386,8 +479,76 @@ pub(super) fn find(folder: &Path) -> Result<(Option<Found>, Vec<Skipped>)> {
             None => return Ok((Some(found), search.skipped)),
             Some(Unfit::Torn(cause)) => search.pass_over(found.folder, cause),
             Some(Unfit::Unread(cause, source)) => return Err(unreadable(&found.folder, &cause, source)),
-            Some(Unfit::Late(cause)) => return Err(folder::late(&found.folder, &cause)),
+            Some(Unfit::Late(cause)) => return Err(files::late(&found.folder, &cause)),
         }
     }
     Ok((None, search.skipped))
+}
+
+#[cfg(test)]
+mod tests {
+    use phalanx_core::testing::{Fabric, run};
+
+    use super::super::{Checkpoints, Snapshot, TIMEOUT, patient};
+    use super::*;
+    use crate::caller::Caller;
+
+    #[test]
+    fn a_sharded_checkpoint_that_another_job_removes_while_ranks_compare_it_is_looked_for_again() {
+        let root = tempfile::tempdir().unwrap();
+        run(2, Fabric::InProcess, |group| {
+            let training = Checkpoints::open(root.path(), &group).unwrap();
+            for step in [1, 2] {
+                let own = [group.rank().get() as f32];
+                let save =
+                    |snapshot: &mut Snapshot| snapshot.slice("w", &[2], &[group.rank().index()], &[1], &own);
+                training.save_sharded(step, save).unwrap();
+            }
+            training.finish().unwrap();
+            let group = patient(&group, TIMEOUT, Caller::CheckpointsRead);
+            if group.rank().is_main() {
+                let search = Some(Search::new(root.path()));
+                let (saved, skipped) = share(&group, root.path(), search).unwrap();
+                assert_eq!((saved.unwrap().step(), skipped.len()), (1, 0));
+                return;
+            }
+            // What `share` does, with the removal in between.
+            let found = agree::<Answer>(&group, None).unwrap().found.unwrap();
+            assert_eq!(found.step, 2);
+            let mut contents = receive(&group, None, &found.files).unwrap();
+            for (_, bytes) in &mut contents {
+                group.broadcast(bytes, Rank::MAIN).unwrap();
+            }
+            std::fs::remove_dir_all(&found.folder).unwrap();
+            let sent = &contents[0].1;
+            let manifest = Manifest::decode(sent, &RandomState::new()).unwrap();
+            let cause = verify(&group, &found.folder, &manifest, sent).unwrap();
+            assert!(cause.is_some_and(|cause| cause.contains("was removed")));
+            let (saved, skipped) = share(&group, root.path(), None).unwrap();
+            assert_eq!((saved.unwrap().step(), skipped.len()), (1, 0));
+        });
+    }
+
+    #[test]
+    fn a_later_checkpoint_on_another_host_s_disk_is_said() {
+        let seen = |host: &str, number| {
+            let (host, name) = (host.to_owned(), format!("{number:08}-step-{number}"));
+            Some(Seen { host, number, name })
+        };
+        for all in [
+            vec![None],
+            vec![None, None],
+            vec![seen("a", 3), None],
+            vec![seen("a", 3), seen("b", 3), seen("b", 2)],
+        ] {
+            assert_eq!(later(&all), None, "{all:?}");
+        }
+        let said = later(&[None, seen("b", 1), seen("c", 2)]).unwrap();
+        assert!(
+            said.starts_with("rank 2 on c sees the checkpoint 00000002-step-2, and rank 0 none"),
+            "{said}"
+        );
+        let said = later(&[seen("a", 3), seen("b", 12)]).unwrap();
+        assert!(said.contains("rank 0 00000003-step-3, from which the job goes on"), "{said}");
+    }
 }

@@ -13,7 +13,7 @@ use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Once;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use phalanx_sys::folder;
 use rustix::fs::{FlockOperation, flock};
@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 
 use super::claims::{self, Claimant, Newest, Step};
 use super::disk::room_or;
-use super::folder::open_file;
+use super::files::open_file;
 use super::names;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -32,8 +32,9 @@ use crate::notice::warn;
 /// A process that has just been killed may hold its lock for another moment.
 const TIMEOUT: Duration = Duration::from_secs(5);
 const RETRY_DELAY: Duration = Duration::from_millis(20);
-/// How long the names in a folder may be older than what is in it: a network file system keeps them for up to a minute.
-const STALE_TIMEOUT: Duration = Duration::from_secs(90);
+/// How long the names in a folder may be older than what is in it: a network file system keeps them for up to a minute. Longer than any wait for a
+/// lock.
+const STALE_TIMEOUT: Duration = Duration::from_secs(180);
 /// The longest claim that is read.
 const LONGEST: u64 = 4096;
 
@@ -73,7 +74,7 @@ impl Owner {
             let remedy = room_or(&error, "may rank 0 write there?");
             Error::io(format!("cannot claim {}", folder.display()), error).with_remedy(remedy)
         };
-        let (deadline, stale) = (Deadline::after(TIMEOUT), Deadline::after(STALE_TIMEOUT));
+        let (began, stale, mut told) = (Instant::now(), Deadline::after(STALE_TIMEOUT), false);
         loop {
             if stale.has_passed() {
                 return Err(outdated(folder));
@@ -92,9 +93,18 @@ impl Owner {
                     Newest::Other { free: *free, by: claim.as_ref().map(|claim| &claim.by) }
                 }
             };
-            match (claims::step(by, claim, deadline.has_passed()), seen) {
+            let (timeout, waited) = (patience(folder, &seen), began.elapsed());
+            if timeout > TIMEOUT && waited >= TIMEOUT && !std::mem::replace(&mut told, true) {
+                let (folder, seconds) = (folder.display(), timeout.as_secs());
+                warn(format_args!(
+                    "a process on another host holds {folder}: if that host was lost, the file system releases it within {seconds} s, for which \
+                     this waits"
+                ));
+            }
+            match (claims::step(by, claim, waited >= timeout), seen) {
                 (Step::Make, _) => {
-                    if let Some(owner) = Self::make(folder, newest, by, deadline).map_err(unusable)? {
+                    let made = Self::make(folder, newest, by, Deadline::after(TIMEOUT));
+                    if let Some(owner) = made.map_err(unusable)? {
                         return Ok(owner);
                     }
                 }
@@ -171,6 +181,14 @@ impl Owner {
     }
 }
 
+/// How long the holder of the newest claim is waited for.
+fn patience(folder: &Path, seen: &Seen) -> Duration {
+    match seen {
+        Seen::Other(false, Some(claim)) => folder::lock_timeout(folder, claim.host != host::name(), TIMEOUT),
+        Seen::Other(..) | Seen::None | Seen::Own | Seen::Changed => TIMEOUT,
+    }
+}
+
 fn file(folder: &Path, number: u64) -> PathBuf {
     folder.join(names::owner(number))
 }
@@ -226,7 +244,7 @@ fn held(folder: &Path, claim: Option<Claim>) -> Error {
     let who = claim
         .map_or_else(String::new, |Claim { host, process, .. }| format!(": process {process} on {host}"));
     Error::environment(format!("another process writes checkpoints to {}{who}", folder.display()))
-        .with_remedy("give each job a folder of its own; or does an earlier run of this one still live?")
+        .with_remedy("give each job a folder of its own, and open it on all ranks with one group; or does an earlier run of this one still live?")
 }
 
 /// The claims that are listed are gone, or there are others that are not.
@@ -268,8 +286,6 @@ pub fn fuzz(bytes: &[u8]) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Instant;
-
     use super::*;
 
     fn of(job: Option<&str>, round: u64) -> Claimant {
@@ -313,6 +329,19 @@ mod tests {
         // This process's own is followed all the same.
         let next = Owner::claim(root.path(), &of(Some("a"), 3), Some(first.number())).unwrap();
         assert!(next.follows(first.number()));
+    }
+
+    #[test]
+    fn a_host_that_was_lost_is_waited_for_where_its_lock_outlives_it() {
+        let held = |host: String, free| Seen::Other(free, Some(Claim { by: of(None, 0), host, process: 1 }));
+        let other = || format!("not-{}", host::name());
+        // No disk of this host has this folder.
+        let network = Path::new("/proc");
+        assert!(patience(network, &held(other(), false)) > TIMEOUT);
+        assert!(patience(network, &held(other(), false)) < STALE_TIMEOUT);
+        for seen in [held(host::name(), false), held(other(), true), Seen::Other(false, None), Seen::None] {
+            assert_eq!(patience(network, &seen), TIMEOUT);
+        }
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
 
-use super::folder;
+use super::files;
 use super::layout::{SliceEntry, TensorEntry};
 use super::manifest::{Manifest, PART};
 use super::region::{Pieces, Region, pieces};
@@ -24,6 +24,8 @@ pub struct Saved {
     folder: PathBuf,
     step: u64,
     world_size: u32,
+    /// Of the step and of the tensors.
+    checksum: u64,
     elements: Elements,
     tensors: BTreeMap<String, TensorEntry>,
     parts: BTreeMap<String, Vec<u8>>,
@@ -44,7 +46,7 @@ impl Saved {
     /// Decodes `contents`, which are those of a complete checkpoint.
     pub(super) fn whole(
         folder: PathBuf,
-        (step, world_size): (u64, u32),
+        (step, world_size, checksum): (u64, u32, u64),
         contents: Contents,
     ) -> Result<Self, String> {
         let mut contents = contents.into_iter();
@@ -60,17 +62,19 @@ impl Saved {
             (name.clone(), TensorEntry { name, dtype, shape, slices })
         });
         let (tensors, parts) = (tensors.collect(), parts(contents));
-        Ok(Self { folder, step, world_size, elements: Elements::Memory(file), tensors, parts })
+        Ok(Self { folder, step, world_size, checksum, elements: Elements::Memory(file), tensors, parts })
     }
 
     /// A sharded checkpoint, in `folder` for rank 0 and at `place` for this rank.
     pub(super) fn sharded(folder: PathBuf, place: PathBuf, manifest: Manifest, contents: Contents) -> Self {
         let names = manifest.tensor_files().iter().map(|file| file.name.clone()).collect();
+        let checksum = manifest.tensors_checksum();
         let tensors = manifest.tensors.unwrap_or_default();
         Self {
             folder,
             step: manifest.step,
             world_size: manifest.world_size,
+            checksum,
             elements: Elements::Files { folder: place, names },
             tensors: tensors.into_iter().map(|tensor| (tensor.name.clone(), tensor)).collect(),
             parts: parts(contents.into_iter().skip(1)),
@@ -85,6 +89,12 @@ impl Saved {
     /// The number of ranks of the job that made it.
     pub fn world_size(&self) -> u32 {
         self.world_size
+    }
+
+    /// A checksum of the step and of all tensors, not of parts. Ranks that have read the same checkpoint, or copies of it, have the same. That of
+    /// another run is another one, also after as many steps: ranks that read by themselves may compare it.
+    pub fn checksum(&self) -> u64 {
+        self.checksum
     }
 
     /// The folder from which rank 0 has read it.
@@ -306,7 +316,7 @@ fn read_pieces(folder: &Path, name: &str, start: u64, pieces: Pieces, target: &m
     const FAR: usize = 64 << 10;
     /// How much is read at once for short pieces.
     const WINDOW: usize = 1 << 20;
-    let file = folder::open_file(&folder.join(name))?;
+    let file = files::open_file(&folder.join(name))?;
     let (length, mut window, mut at) = (pieces.length, Vec::new(), 0);
     let is_direct = length >= FAR || pieces.stride() >= FAR;
     for (from, to) in pieces {

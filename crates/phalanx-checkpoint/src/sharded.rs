@@ -21,7 +21,8 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::disk::{Disk, SystemDisk};
-use super::folder::{self, Folder, Part, Unfit, carry_out};
+use super::files::{self, Unfit};
+use super::folder::{Folder, Part, carry_out};
 use super::layout::{self, Proposed, TensorEntry};
 use super::manifest::{FileEntry, Manifest, max_parts, shard};
 use super::names;
@@ -299,7 +300,7 @@ impl<'a> Threads<'a> {
 
     /// Makes sure that rank 0 sees the file that a rank has written.
     fn see(&self, begun: &Path, file: &FileEntry, deadline: Deadline) -> Result<()> {
-        let seen = self.wait(begun, deadline, || folder::open_entry(begun, file).map(drop));
+        let seen = self.wait(begun, deadline, || files::open_entry(begun, file).map(drop));
         seen.map_err(|unfit| {
             let (cause, source) = match unfit {
                 Unfit::Torn(cause) | Unfit::Late(cause) => (cause, None),

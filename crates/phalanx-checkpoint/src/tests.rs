@@ -550,6 +550,81 @@ fn when_all_are_damaged_each_is_named_and_none_is_replaced() {
     assert!(newest::find(root.path()).unwrap().0.is_none());
 }
 
+/// All names in a folder, in order.
+fn names(folder: &Path) -> Vec<std::ffi::OsString> {
+    let mut names: Vec<_> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn who_only_reads_needs_no_claim_and_writes_nothing() {
+    let root = before();
+    let training = system(root.path());
+    let there = names(root.path());
+    run(2, Fabric::InProcess, |group| {
+        let saved = Checkpoints::read(root.path(), &group).unwrap().unwrap();
+        assert_eq!(saved.step(), 2);
+        let error = Checkpoints::read(root.path().join("none"), &group).unwrap_err();
+        assert!(error.to_string().contains("cannot list the checkpoints in"), "{error}");
+        assert!(error.remedy().is_some_and(|remedy| remedy.contains("is the path right")), "{error}");
+    });
+    assert_eq!(names(root.path()), there);
+    training.write(3, 3, 4, &snapshot(3)).unwrap();
+    let empty = tempfile::tempdir().unwrap();
+    assert!(Checkpoints::read(empty.path(), &ProcessGroup::alone().unwrap()).unwrap().is_none());
+    assert_eq!(names(empty.path()).len(), 0);
+}
+
+#[test]
+fn a_checkpoint_that_another_job_removes_while_it_is_looked_for_is_no_damage() {
+    let root = before();
+    let training = system(root.path());
+    fs::remove_file(root.path().join("00000002-step-2/manifest.json")).unwrap();
+    training.write(3, 3, 4, &snapshot(3)).unwrap();
+    let mut search = Search::new(root.path()).unwrap();
+    training.write(4, 4, 4, &snapshot(4)).unwrap();
+    training.rotate(1).unwrap();
+    let found = search.next(Deadline::after(Duration::from_secs(60))).unwrap().unwrap();
+    assert_eq!((found.step, search.skipped.len()), (4, 0));
+    // What is damaged is said once, however often all is listed.
+    fs::remove_file(root.path().join("00000004-step-4/manifest.json")).unwrap();
+    training.write(5, 5, 4, &snapshot(5)).unwrap();
+    fs::remove_file(root.path().join("00000005-step-5/manifest.json")).unwrap();
+    let mut search = Search::new(root.path()).unwrap();
+    fs::remove_dir_all(root.path().join("00000004-step-4")).unwrap();
+    let error = search.next(Deadline::after(Duration::from_secs(60))).unwrap_err();
+    assert!(error.to_string().contains("the only checkpoint in"), "{error}");
+    assert_eq!(search.skipped.len(), 1);
+}
+
+#[test]
+fn of_two_with_one_number_none_is_chosen() {
+    let root = before();
+    let moved = root.path().join("moved");
+    fs::rename(root.path().join("00000002-step-2"), &moved).unwrap();
+    // The number is free again, and the run goes on from the one before.
+    system(root.path()).write(2, 7, 4, &snapshot(7)).unwrap();
+    assert_found(root.path(), &[7], &"moved away");
+    // Also where another program has written the number with fewer digits.
+    for name in ["00000002-step-2", "2-step-2"] {
+        let back = root.path().join(name);
+        fs::rename(&moved, &back).unwrap();
+        let error = newest::find(root.path()).unwrap_err();
+        let said = error.to_string();
+        assert!(error.is_environment() && said.contains("have the number 2, 00000002-step-"), "{said}");
+        assert!(
+            said.contains("00000002-step-7") && said.contains(name) && error.remedy().is_some(),
+            "{said}"
+        );
+        fs::rename(&back, &moved).unwrap();
+    }
+    // Older ones may be two, as long as none of them is needed.
+    fs::rename(&moved, root.path().join("00000002-step-2")).unwrap();
+    system(root.path()).write(3, 8, 4, &snapshot(8)).unwrap();
+    assert_found(root.path(), &[8], &"a newer one");
+}
+
 #[test]
 fn a_manifest_longer_than_any_is_no_damage() {
     let root = before();
@@ -598,6 +673,20 @@ fn another_rank_s_error_is_the_cause_until_something_else_is_called() {
 }
 
 #[test]
+fn the_others_wait_until_rank_0_has_opened_the_folder_whatever_the_group_s_time_out() {
+    let root = tempfile::tempdir().unwrap();
+    // Another job's: rank 0 waits whether it gives the folder back.
+    let other = Claimant { job: Some("other".to_owned()), round: 1 };
+    let _owner = Owner::claim(root.path(), &other, None).unwrap();
+    run(2, Fabric::InProcess, |group| {
+        let impatient = group.with_timeout(Duration::from_millis(100));
+        let error = Checkpoints::open(root.path(), &impatient).unwrap_err();
+        assert!(error.to_string().contains("another process writes checkpoints"), "{error}");
+        assert!(group.failure().is_none());
+    });
+}
+
+#[test]
 fn the_others_wait_for_the_reading_anew_once_the_write_in_flight_has_ended() {
     let root = before();
     let (send, receive) = std::sync::mpsc::channel::<(ProcessGroup, u64)>();
@@ -607,9 +696,9 @@ fn the_others_wait_for_the_reading_anew_once_the_write_in_flight_has_ended() {
         let saved = if group.rank().is_main() {
             checkpoints.newest_by(|path| {
                 let (other, calls) = receive.lock().recv().unwrap();
-                // The other rank has called something, heard of the end of the write, and called something else.
+                // The other rank has heard of the end of the write, said what is in its folder, and called something else.
                 let deadline = Deadline::after(Duration::from_secs(60));
-                while other.calls() < calls + 2 {
+                while other.calls() < calls + 3 {
                     assert!(!deadline.has_passed(), "rank 1 waits for the first call still");
                     std::thread::sleep(Duration::from_millis(1));
                 }

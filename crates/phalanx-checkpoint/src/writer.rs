@@ -24,7 +24,7 @@ use super::snapshot::Snapshot;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::host;
-use crate::notice::warn;
+use crate::notice::{warn, while_waiting};
 use crate::rank::Rank;
 
 /// How long a drop waits for the write in progress.
@@ -221,15 +221,19 @@ impl Writer {
 
     fn idle(&self, deadline: Deadline) -> Result<MutexGuard<'_, State>> {
         let Shared { role, rank, state, changed } = &*self.shared;
-        let mut state = state.lock();
+        let (mut state, folder) = (state.lock(), role.path());
         while let Some(step) = state.step {
-            if changed.wait_until(&mut state, deadline.instant()).timed_out() && state.step.is_some() {
-                let folder = role.path().display();
-                return Err(Error::timeout(format!(
-                    "the checkpoint of step {step} is still being written to {folder}"
-                ))
-                .at(*rank, host::name())
-                .with_remedy(
+            let written =
+                || format!("the checkpoint of step {step} is still being written to {}", folder.display());
+            // The other ranks report no wait for this one.
+            let what = || format!("{}, and this rank waits for that", written());
+            while_waiting(what, || {
+                while state.step == Some(step)
+                    && !changed.wait_until(&mut state, deadline.instant()).timed_out()
+                {}
+            });
+            if deadline.has_passed() && state.step.is_some() {
+                return Err(Error::timeout(written()).at(*rank, host::name()).with_remedy(
                     "save less often, write to a faster disk, or allow more time with `with_timeout`",
                 ));
             }

@@ -129,6 +129,8 @@ callers! {
     DdpStep = 57, "Ddp::step";
     /// Loading a state of which each rank has a part.
     ShardedStateLoad = 58, "ShardedState::load";
+    /// Reading a checkpoint of another job.
+    CheckpointsRead = 59, "Checkpoints::read";
     /// PyTorch's average of integers, which its backend makes of a sum.
     IntegerAverage = 60, "ReduceOp.AVG of integers";
     /// A call with tensors of `int16`: a type that collectives see as another one.

@@ -6,8 +6,12 @@
 use std::fs::File;
 use std::io;
 use std::path::Path;
+use std::time::Duration;
 
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{Mode, OFlags, statfs};
+
+/// How long the server of a network file system may keep the locks of a host that was lost: a lease of 90 s, unless it is told otherwise.
+const LEASE: Duration = Duration::from_secs(120);
 
 /// Returns when the names in `folder` survive a loss of power, if its file system can promise that. An empty path is the current folder.
 ///
@@ -28,6 +32,29 @@ pub fn sync(folder: &Path) -> io::Result<()> {
 /// tell then whether another process holds it.
 pub fn has_no_locks(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EOPNOTSUPP | libc::ENOLCK))
+}
+
+/// The name of the file system of `folder`, if it is of a kind that belongs to one host. None if a network may lie between, as with file systems
+/// in user space, or nothing is known.
+pub fn own_disk(folder: &Path) -> Option<&'static str> {
+    // By the kernel's numbers.
+    match u64::try_from(statfs(folder).ok()?.f_type).ok()? {
+        0xef53 => Some("ext4"),
+        0x5846_5342 => Some("xfs"),
+        0x9123_683e => Some("btrfs"),
+        0x0102_1994 => Some("tmpfs"),
+        0x794c_7630 => Some("overlay"),
+        0x2fc1_2fc1 => Some("zfs"),
+        0x8584_58f6 => Some("ramfs"),
+        0xf2f5_2010 => Some("f2fs"),
+        _ => None,
+    }
+}
+
+/// How long to wait for a lock of a file in `folder`: `usual`, which is enough for a process that is just ending; or longer, if the process that
+/// holds it is on another host, which may have been lost, and a network lies between.
+pub fn lock_timeout(folder: &Path, is_elsewhere: bool, usual: Duration) -> Duration {
+    if is_elsewhere && own_disk(folder).is_none() { usual.max(LEASE) } else { usual }
 }
 
 /// Some file systems, such as those of networks and of user space, write names at once or never, and know no sync of a folder.
@@ -88,6 +115,20 @@ mod tests {
             assert_eq!(synced(errno).unwrap_err().raw_os_error(), Some(errno));
         }
         where_it_can(Ok(())).unwrap();
+    }
+
+    #[test]
+    #[cfg(not(miri))]
+    fn what_the_kernel_makes_up_is_no_disk_of_this_host_and_memory_is_one() {
+        assert_eq!(own_disk(Path::new("/proc")), None);
+        assert_eq!(own_disk(&std::env::temp_dir().join("phalanx-no-such-folder")), None);
+        if Path::new("/dev/shm").is_dir() {
+            assert!(own_disk(Path::new("/dev/shm")).is_some());
+        }
+        let waits =
+            |folder: &str, is_elsewhere| lock_timeout(Path::new(folder), is_elsewhere, Duration::ZERO);
+        assert_eq!((waits("/proc", true), waits("/proc", false)), (LEASE, Duration::ZERO));
+        assert_eq!(waits("/dev/shm", true).is_zero(), Path::new("/dev/shm").is_dir());
     }
 
     #[test]

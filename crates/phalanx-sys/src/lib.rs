@@ -2,7 +2,7 @@
 //!
 //! - [`arena`]: memory that a rank allocates, and that the other ranks of its host map.
 //! - [`control_block`]: where the ranks of one host synchronise a collective and reach each other's memory.
-//! - [`folder`]: the wait for the names in a folder to be on the disk.
+//! - [`folder`]: the wait for the names in a folder to be on the disk, and what its file system is and lacks.
 //! - [`guard`]: child processes that cannot outlive the process that started them, nor can their own children.
 //! - [`inherited`]: descriptors that a parent process has left open for this one.
 //! - [`memfd`]: anonymous files, which are memory of the processes that have them open.

@@ -23,6 +23,9 @@ use crate::system::{Figures, Sampler};
 use crate::writer::{Output, Report, Resume, Writer};
 use crate::{Histogram, Picture, Record, Traffic, Value, now};
 
+/// How long the other ranks wait until rank 0 has opened the record: a slow disk is no failure of the group.
+const OPEN_TIMEOUT: Duration = Duration::from_secs(10 * 60);
+
 /// The record of a training run.
 ///
 /// Every rank has one and makes the same calls; rank 0 alone records. What only logs costs the other ranks a branch: nothing is
@@ -80,7 +83,8 @@ impl Run {
     ///
     /// If the directory has the record of a run that was not finished, because it failed, was killed or is being started again
     /// by its launcher, the run continues that record: see [`RunOptions::resume_at`]. If another process is writing the record, this
-    /// waits for it, 10 s at most.
+    /// waits for it, 10 s at most; if that process is on another host, and a network file system has the directory, 2 minutes: so long may the file
+    /// system keep the lock of a host that was lost. The other ranks wait for rank 0 10 minutes, or for the group's time-out, if that is longer.
     ///
     /// From then on rank 0's process ignores SIGXFSZ, as [`ProcessGroup::join`] says.
     ///
@@ -89,10 +93,11 @@ impl Run {
     /// was finished and no step to resume at is given.
     #[doc(alias = "init_trackers")]
     pub fn start(group: &ProcessGroup, options: RunOptions) -> Result<Self> {
+        let _section = group.announce_section();
         let opened = group.rank().is_main().then(|| Recorder::open(group, options));
         let cause = opened.as_ref().map(|opened| opened.as_ref().err().map(ToString::to_string));
-        let cause: Option<String> =
-            group.in_call(Caller::RunStart).broadcast_object(cause.as_ref(), Rank::MAIN)?;
+        let patient = group.with_timeout(group.timeout().max(OPEN_TIMEOUT)).in_call(Caller::RunStart);
+        let cause: Option<String> = patient.broadcast_object(cause.as_ref(), Rank::MAIN)?;
         let recorder = match (opened, cause) {
             (Some(opened), _) => Some(opened?),
             (None, None) => None,

@@ -160,7 +160,7 @@ impl StateFile {
         let mut options = OpenOptions::new();
         options.create(true).truncate(false).read(true).write(true);
         let lock = open::regular(&directory.join(LOCK), &mut options).map_err(cannot)?;
-        let began = Instant::now();
+        let (began, timeout) = (Instant::now(), lock_timeout(directory));
         loop {
             match lock.try_lock() {
                 Ok(()) => break,
@@ -173,9 +173,7 @@ impl StateFile {
                     break;
                 }
                 Err(TryLockError::Error(error)) => return Err(cannot(error)),
-                Err(TryLockError::WouldBlock) if began.elapsed() < LOCK_TIMEOUT => {
-                    std::thread::sleep(RETRY_DELAY)
-                }
+                Err(TryLockError::WouldBlock) if began.elapsed() < timeout => std::thread::sleep(RETRY_DELAY),
                 Err(TryLockError::WouldBlock) => return Err(taken(directory)),
             }
         }
@@ -290,14 +288,23 @@ fn is_held(tried: Result<(), TryLockError>) -> Option<bool> {
     }
 }
 
+/// The last attempt at the run in `directory`, as far as it can be read.
+fn last_attempt(directory: &Path) -> Option<Attempt> {
+    load(directory).ok().flatten()?.attempts.pop()
+}
+
+/// How long the process is waited for that writes the record.
+fn lock_timeout(directory: &Path) -> Duration {
+    let is_elsewhere = last_attempt(directory).is_some_and(|attempt| attempt.host != phalanx::host_name());
+    folder::lock_timeout(directory, is_elsewhere, LOCK_TIMEOUT)
+}
+
 fn taken(directory: &Path) -> Error {
-    let status = load(directory).ok().flatten();
-    let owner = status.as_ref().and_then(|status| status.attempts.last());
-    let who = owner.map_or("another process".to_owned(), |attempt| {
+    let who = last_attempt(directory).map_or("another process".to_owned(), |attempt| {
         format!("process {} on {}", attempt.pid, attempt.host)
     });
     Error::aborted(format!("the record {} is being written by {who}", directory.display()))
-        .with_remedy("end that one, or take another directory")
+        .with_remedy("end that one, or take another directory; is it a rank of this job? Start the run on all ranks with one group")
 }
 
 fn failure(directory: &Path, what: &str, error: io::Error) -> Error {

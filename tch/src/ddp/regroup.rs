@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use phalanx::join::{JoinGroup, JoinOptions, Joined};
-use phalanx::reducer::{LoadedStates, Reducer, verify_description, verify_state};
+use phalanx::reducer::{LoadedState, LoadedStates, Reducer, verify_description, verify_state};
 use phalanx::{Buffer, Caller, Communicator as _, Error, ProcessGroup, Rank, Result, WorldSize};
 use phalanx_nccl::Communicator;
 use tch::Tensor;
@@ -142,9 +142,14 @@ impl Ddp {
         self.inventory.parameters.iter().try_for_each(|one| shim::set_gradient(&one.tensor, None))
     }
 
-    /// The variables were loaded from the checkpoint of this `step`, as on all ranks of the group.
-    pub(crate) fn note_load(&mut self, step: u64) {
-        self.loads.iter_mut().for_each(|loads| loads.loaded(step));
+    /// This state of the variables was loaded from a checkpoint, as on all ranks of the group.
+    pub(crate) fn note_load(&mut self, state: LoadedState) {
+        self.loads.iter_mut().for_each(|loads| loads.loaded(state));
+    }
+
+    /// What was [loaded](Self::note_load) last, as ranks that come into a group compare it.
+    pub(crate) fn describe_load(&self) -> String {
+        self.loads.unwrap_or_default().describe()
     }
 
     /// Leaves its group, for one of this process alone.

@@ -14,7 +14,7 @@ use burn::module::Module;
 use burn::tensor::Tensor;
 use phalanx::adapter::Elsewhere;
 use phalanx::join::{JoinGroup, JoinOptions, Joined};
-use phalanx::reducer::{LoadedStates, Reducer, StepWeight};
+use phalanx::reducer::{LoadedState, LoadedStates, Reducer, StepWeight};
 use phalanx::{Communicator, Error, ProcessGroup, Result, WorldSize};
 
 use super::engine::{Averaging, Engine};
@@ -179,12 +179,17 @@ impl<M: Module> Ddp<M> {
         self.model = self.model.take().map(|model| self.inventory.ties.retie(change(model)));
     }
 
-    /// The model, or the optimizer's state, was loaded from the checkpoint of this `step`, as on all ranks of the group. An elastic job may have one rank
+    /// This state of the model, or the optimizer, was loaded from a checkpoint, as on all ranks of the group. An elastic job may have one rank
     /// alone load it, and makes the others' the same then.
-    pub(crate) fn note_load(&mut self, step: u64) {
+    pub(crate) fn note_load(&mut self, state: LoadedState) {
         if !self.has_common_state {
-            self.loads.loaded(step);
+            self.loads.loaded(state);
         }
+    }
+
+    /// What was [loaded](Self::note_load) last, as ranks that come into a group compare it.
+    pub(crate) fn describe_load(&self) -> String {
+        self.loads.describe()
     }
 
     /// The training goes on with what was [loaded](Self::note_load). Gives what the ranks compare of that.

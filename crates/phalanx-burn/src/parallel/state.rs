@@ -259,7 +259,7 @@ impl ShardedState {
     ///
     /// # Errors
     /// On every rank, if one finds that it does not exist, cannot be read, or is that of another model or optimizer, or if the ranks load the checkpoints
-    /// of different steps: then nothing has changed anywhere.
+    /// of different steps or runs: then nothing has changed anywhere.
     /// A checkpoint after a step above 0 without anything of an optimizer is that of another one, unless this one keeps nothing. If the exchange
     /// fails.
     pub fn load<M: Module>(
@@ -272,20 +272,24 @@ impl ShardedState {
         let _section = self.group.announce_section();
         let read = self.read(ddp, optimizer, saved, name);
         // If some ranks went on without their parts, the model would be made of two.
-        let told = read.as_ref().map(|_| saved.step()).map_err(ToString::to_string);
+        let own = (saved.step(), saved.checksum());
+        let told = read.as_ref().map(|_| own).map_err(ToString::to_string);
         let group = self.group.with_timeout(self.group.timeout().max(TIMEOUT));
         let all = group.in_call(Caller::ShardedStateLoad).all_gather_object(&told)?;
         let (loaded, elements) = read?;
         for (rank, told) in self.group.world_size().ranks().zip(all) {
-            let step = told.map_err(|cause| {
+            let other = told.map_err(|cause| {
                 let cause =
                     format!("rank {rank} has not loaded its part of the state, so no rank has: {cause}");
                 Error::aborted(cause).with_peer(rank)
             })?;
-            if step != saved.step() {
-                let (this, own) = (self.group.rank(), saved.step());
-                let cause =
-                    format!("rank {rank} loads the state of step {step}, and rank {this} that of step {own}");
+            if other != own {
+                let (this, (step, _), (own, _)) = (self.group.rank(), other, own);
+                let cause = if step == own {
+                    format!("ranks {this} and {rank} load the states of two runs, both after step {step}")
+                } else {
+                    format!("rank {rank} loads the state of step {step}, and rank {this} that of step {own}")
+                };
                 return Err(Error::mismatch(cause)
                     .with_peer(rank)
                     .with_remedy("load the same checkpoint on every rank, as Checkpoints::newest gives it"));

@@ -268,7 +268,7 @@ impl<M: Module, T> TrainState<M, T> {
                 handle.abort(error.clone());
             }
         })?;
-        let is_absent = self.model.loaded_hook.is_absent();
+        let (is_absent, loaded) = (self.model.loaded_hook.is_absent(), self.model.describe_load());
         #[cfg(feature = "nccl")]
         let cuda = self.model.cuda().cloned();
         self.model = Ddp::averaged(self.model.into_model(), handle, self.options.clone(), averaging)?;
@@ -277,7 +277,7 @@ impl<M: Module, T> TrainState<M, T> {
         let own_remains = self.model.world_size() == ranks;
         self.model.load_hook(hook.map(|hook| if own_remains { hook } else { hook.without_own() }))?;
         // Replicas would drift apart.
-        self.share_optimizer()?;
+        self.share_optimizer(&loaded)?;
         if is_absent {
             self.model.loaded_hook.mark_absent();
         }
@@ -285,13 +285,14 @@ impl<M: Module, T> TrainState<M, T> {
     }
 
     /// Gives all ranks the state of rank 0's optimizer, as [`Ddp::new`] does with the model. An error on every rank if they have done other numbers of
-    /// steps, or their optimizers differ.
-    fn share_optimizer(&mut self) -> Result<()> {
+    /// steps, have `loaded` other states, or their optimizers differ.
+    fn share_optimizer(&mut self, loaded: &str) -> Result<()> {
         let group = self.model.group().in_call(Caller::DdpNew);
         if group.world_size() == WorldSize::ONE {
             return Ok(());
         }
         verify_description(&group, "number of steps", &self.steps.to_string())?;
+        verify_description(&group, "loaded state", loaded)?;
         self.model.compare_optimizers(&self.optimizer, None, Caller::DdpNew)?;
         // Of all tensors: one that is frozen by now may have moments.
         self.optimizer = optimizer::from_rank(&self.optimizer, &group, Rank::MAIN, self.model.state())?;
@@ -312,7 +313,7 @@ impl<M: Module, T> TrainState<M, T> {
     /// As [`Ddp::new`]. On every rank, if the optimizers do not do the same to parameters: if they are of several kinds,
     /// or their betas, decay, momentum or clipping differ. An optimizer that replaces it later is compared every 32 steps and when
     /// an uneven [`join`](Self::join) ends. Learning rates are compared after the first step and every 32 steps. On every rank, too, if the numbers of [steps](Self::steps) differ, as after a
-    /// checkpoint that one rank alone has loaded: [`progress`](Self::progress) would differ, too.
+    /// checkpoint that one rank alone has loaded, or if they have just loaded the states of two runs: [`progress`](Self::progress) would differ, too.
     pub fn with_group(self, group: &ProcessGroup) -> Result<Self> {
         let shared = self.model.group().clone();
         let ranks = self.model.world_size();

@@ -1,8 +1,11 @@
 //! A [`TrainState`] in checkpoints.
 
+use std::collections::HashSet;
+
 use burn::module::Module;
 use phalanx::checkpoint::training::{self, TrainingState};
 use phalanx::checkpoint::{Checkpoints, Saved, Snapshot};
+use phalanx::reducer::LoadedState;
 use phalanx::reducer::hooks::HookState;
 use phalanx::state::{StateReader, StateWriter};
 use phalanx::{ProcessGroup, Rank, Result, WorldSize};
@@ -99,15 +102,16 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
         T: 'static,
     {
         training::check_progress(&self.progress, saved, &format!("{}progress", self.name))?;
-        if !self.read(saved)? {
+        let (has_hook, loaded) = self.read(saved)?;
+        if !has_hook {
             self.model.loaded_hook.mark_absent();
         }
-        self.model.note_load(saved.step());
+        self.model.note_load(loaded);
         Ok(())
     }
 
-    /// Gives whether something that a communication hook keeps was among it.
-    pub(super) fn read(&mut self, reader: &impl StateReader) -> Result<bool> {
+    /// Gives whether something that a communication hook keeps was among it, and what ranks compare of it. Buffers and progress may be each rank's own.
+    pub(super) fn read(&mut self, reader: &impl StateReader) -> Result<(bool, LoadedState)> {
         let steps = reader.value(&format!("{}steps", self.name))?;
         let progress = reader.value(&format!("{}progress", self.name))?;
         let name = format!("{}scheduler", self.name);
@@ -128,6 +132,10 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
         self.model.check_hook(hook.as_ref())?;
         let has_hook = hook.as_ref().is_some_and(|hook| !hook.is_empty());
         let elements = model::read(self.model.state(), reader, &format!("{}model", self.name))?;
+        let trained: HashSet<_> = self.model.parameters().iter().map(|parameter| parameter.id).collect();
+        let tensors = self.model.state().iter().zip(&elements);
+        let tensors = tensors.filter(|(tensor, _)| trained.contains(&tensor.id));
+        let loaded = LoadedState::of(steps, tensors.map(|(_, elements)| &**elements));
         let name = format!("{}optimizer", self.name);
         let parts = ([name.clone()], name.as_str());
         let model = (self.model.model(), self.model.state());
@@ -142,7 +150,7 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
             averager.resume_at(steps);
         }
         (self.steps, self.progress) = (steps, progress);
-        Ok(has_hook)
+        Ok((has_hook, loaded))
     }
 }
 

@@ -143,6 +143,48 @@ fn ranks_that_load_other_states_are_an_error_on_every_rank() {
 }
 
 #[test]
+fn ranks_with_disks_of_their_own_load_the_state_of_one_run() {
+    let optimizer = || FusedAdamWConfig::new().init();
+    // Two runs after one step, and the first one on another rank, with running statistics and a progress of its own.
+    let folders = [(); 3].map(|()| tempfile::tempdir().unwrap());
+    let mut runs = [(); 2].map(|()| fresh(&optimizer()));
+    let files = [0, 1].map(|number| {
+        step(&mut runs[number], 0, 1);
+        saved(&runs[number], folders[number].path())
+    });
+    drop(runs[0].model.forward(|model| model.loss(samples(90, 100))).unwrap());
+    runs[0].progress += 1;
+    assert_ne!(saved(&runs[0], folders[2].path())[0], files[0][0]);
+    for (loads, is_error) in [([0, 0], false), ([0, 2], false), ([0, 1], true)] {
+        let errors = run(2, |group| {
+            let mut training = fresh(&optimizer()).with_group(&group).unwrap();
+            load(&mut training, folders[loads[group.rank().index()]].path()).unwrap();
+            let mut step = || {
+                let loss = training.model.forward(|model| model.loss(samples(0, 12)))?;
+                let gradients = training.model.backward(&loss)?;
+                training.step(0.05, gradients)
+            };
+            (0..40).find_map(|_| step().err()).map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), is_error, "{loads:?}: {error:?}");
+            assert!(error.is_none_or(|error| error.contains("or that of another step or run")));
+        }
+        let errors = run(2, |group| {
+            let mut training = fresh(&optimizer());
+            load(&mut training, folders[loads[group.rank().index()]].path()).unwrap();
+            training.with_group(&group).map(drop).err().map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), is_error, "{loads:?}: {error:?}");
+            assert!(
+                error.is_none_or(|error| error.contains("the loaded state of rank 0 is that after step 1"))
+            );
+        }
+    }
+}
+
+#[test]
 fn another_process_goes_on_from_a_checkpoint_bit_for_bit() {
     for (name, optimizer) in optimizers() {
         let folder = tempfile::tempdir().unwrap();

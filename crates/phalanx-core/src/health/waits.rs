@@ -86,7 +86,9 @@ const fn is_announced(caller: Caller) -> bool {
             | Caller::LocalMainProcessFirst
             | Caller::CheckpointsOpen
             | Caller::CheckpointsNewest
+            | Caller::CheckpointsRead
             | Caller::CheckpointsSaveSharded
+            | Caller::RunStart
             | Caller::TrainStateCheckpoint
             | Caller::ShardedStateLoad
     )

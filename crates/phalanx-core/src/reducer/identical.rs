@@ -30,7 +30,7 @@ pub fn states_identical<'a>(
 }
 
 /// XXH3 of all tensors' lengths and bytes.
-fn hash<'a>(tensors: impl Iterator<Item = &'a [u8]>) -> u64 {
+pub(super) fn hash<'a>(tensors: impl Iterator<Item = &'a [u8]>) -> u64 {
     let mut hash = Xxh3Default::new();
     for bytes in tensors {
         hash.update(&(bytes.len() as u64).to_le_bytes());

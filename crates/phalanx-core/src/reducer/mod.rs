@@ -50,7 +50,7 @@ use std::time::{Duration, Instant};
 
 pub use hooked::{HookedReducer, panicked};
 pub use identical::states_identical;
-pub use optimizer_steps::{LoadedStates, OptimizerSteps};
+pub use optimizer_steps::{LoadedState, LoadedStates, OptimizerSteps};
 pub use phalanx_proto::reducer::{ParameterSpec, ReducerOptions, StepWeight, check_weight, check_weight_sum};
 pub use step_times::StepTime;
 pub use sync::{StateTensor, broadcast_state, broadcast_state_from};

@@ -112,23 +112,50 @@ impl OptimizerSteps {
 /// Which states a rank has loaded from checkpoints: what an adapter gives as a setting of each [step](super::Reducer::stepped).
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LoadedStates {
-    /// The step of the state that was loaded last, if no step has followed.
-    newest: Option<u64>,
-    /// Of the steps of those before.
+    /// The state that was loaded last, if no step of training has followed.
+    newest: Option<LoadedState>,
+    /// Of those before.
     hash: u64,
 }
 
+/// A state that was loaded from a checkpoint, as ranks know it from others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LoadedState {
+    /// The step after which it was saved.
+    pub step: u64,
+    /// Of what is the same on every rank: two runs have states after the same step.
+    pub checksum: u64,
+}
+
+impl LoadedState {
+    /// One that was saved after this `step`, with these tensors.
+    pub fn of<'a>(step: u64, tensors: impl Iterator<Item = &'a [u8]>) -> Self {
+        Self { step, checksum: super::identical::hash(tensors) }
+    }
+}
+
 impl LoadedStates {
-    /// A state was loaded, which was saved after this `step`. Of several before the next step of training the last one counts: a rank may have loaded a
+    /// This state was loaded. Of several before the next step of training the last one counts: a rank may have loaded a
     /// newer one that another rank could not read.
-    pub fn loaded(&mut self, step: u64) {
-        self.newest = Some(step);
+    pub fn loaded(&mut self, state: LoadedState) {
+        self.newest = Some(state);
+    }
+
+    /// What ranks that come into a group compare by [`verify_description`](super::verify_description): which state was loaded last, if no step of training has
+    /// followed. Before the first step of all there is nothing of which ranks must not have two.
+    pub fn describe(&self) -> String {
+        match self.newest {
+            Some(LoadedState { step, checksum }) if step > 0 => {
+                format!("that after step {step} with the checksum {checksum:016x}")
+            }
+            Some(_) | None => "none".to_owned(),
+        }
     }
 
     /// The training goes on with what was loaded. Gives the setting.
     pub fn settle(&mut self) -> f64 {
-        if let Some(step) = self.newest.take() {
-            self.hash = fnv1a(self.hash.to_le_bytes().into_iter().chain(step.to_le_bytes()));
+        if let Some(LoadedState { step, checksum }) = self.newest.take() {
+            self.hash = fnv1a([self.hash, step, checksum].into_iter().flat_map(u64::to_le_bytes));
         }
         // As many bits as an f32 has, in which settings are compared.
         (self.hash >> 40) as f64
@@ -155,7 +182,7 @@ pub(super) fn compare(all: impl Iterator<Item = [f64; NUMBERS]>) -> Result<()> {
         } else if hash != expected[1] {
             format!(
                 "the optimizer of rank {rank} has other settings than that of rank {first}, such as its kind, betas, epsilon, momentum or decay, or is a new one; or \
-                 one rank alone has loaded a state, or that of another step"
+                 one rank alone has loaded a state, or that of another step or run"
             )
         } else if !are_near(rates, expected[2], TOLERANCE * highest.max(expected[5])) {
             let before = expected[3];
@@ -227,27 +254,55 @@ mod tests {
     }
 
     #[test]
-    fn states_that_ranks_load_are_compared_by_their_steps_and_the_last_before_a_step_counts() {
-        // By step of training, the steps of the states that are loaded before it.
-        let taken = |loads: &[&[u64]]| {
+    fn states_that_ranks_load_are_compared_and_the_last_before_a_step_counts() {
+        type Loads<'a> = &'a [&'a [(u64, u8)]];
+        // By step of training, the states that are loaded before it: after which steps they were saved, and what their tensors are.
+        let taken = |loads: Loads<'_>| {
             let (mut steps, mut states) = (OptimizerSteps::default(), LoadedStates::default());
             for loads in loads {
-                loads.iter().for_each(|step| states.loaded(*step));
+                for (step, tensor) in *loads {
+                    states.loaded(LoadedState::of(*step, [&[*tensor][..]].into_iter()));
+                }
                 steps.step([0.1], [states.settle()]);
             }
             steps.take()
         };
-        let own = taken(&[&[], &[7], &[]]);
-        let alike: [&[&[u64]]; 3] = [&[&[], &[7], &[]], &[&[], &[7, 7], &[]], &[&[], &[9, 7], &[]]];
+        let (one, other, later) = ((7, 1), (7, 2), (9, 1));
+        let own = taken(&[&[], &[one], &[]]);
+        let alike: [Loads<'_>; 3] =
+            [&[&[], &[one], &[]], &[&[], &[one, one], &[]], &[&[], &[later, one], &[]]];
         for same in alike {
             compare([own, taken(same)].into_iter()).unwrap();
         }
-        let others: [&[&[u64]]; 4] =
-            [&[&[], &[], &[]], &[&[], &[8], &[]], &[&[], &[7], &[7]], &[&[7], &[], &[]]];
+        // The state of another run was saved after as many steps.
+        let others: [Loads<'_>; 5] = [
+            &[&[], &[], &[]],
+            &[&[], &[later], &[]],
+            &[&[], &[other], &[]],
+            &[&[], &[one], &[one]],
+            &[&[one], &[], &[]],
+        ];
         for other in others {
             let error = compare([own, taken(other)].into_iter()).unwrap_err().to_string();
-            assert!(error.contains("has loaded a state, or that of another step"), "{error}");
+            assert!(error.contains("has loaded a state, or that of another step or run"), "{error}");
         }
+    }
+
+    #[test]
+    fn a_loaded_state_is_described_until_the_training_goes_on() {
+        let mut states = LoadedStates::default();
+        assert_eq!(states.describe(), "none");
+        let mut described = |step: u64, tensor: u8| {
+            states.loaded(LoadedState::of(step, [&[tensor][..]].into_iter()));
+            let said = states.describe();
+            states.settle();
+            assert_eq!(states.describe(), "none");
+            said
+        };
+        assert_eq!(described(0, 1), "none");
+        let own = described(7, 1);
+        assert!(own.starts_with("that after step 7 with the checksum "), "{own}");
+        assert!(described(7, 1) == own && described(7, 2) != own && described(9, 1) != own);
     }
 
     #[test]

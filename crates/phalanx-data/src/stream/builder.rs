@@ -59,8 +59,10 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamLoaderBuilder<D, B> 
         self
     }
 
-    /// Into how many shards the stream is divided, on all ranks together. By default one for each worker of each rank; a number of
-    /// its own is needed for positions that are good for another number of ranks or workers.
+    /// Into how many shards the stream is divided, on all ranks together; the same number on every rank. By default one for each worker of each rank,
+    /// so ranks with other numbers of workers, as hosts with other numbers of processors have, need a number of its own: without it they would
+    /// divide the stream in different ways, and read some items twice and others not at all. So do positions that are good for another number of ranks or
+    /// workers.
     pub fn shards(self, shards: usize) -> Self {
         Self { shards: Some(shards), ..self }
     }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use rustix::fs::statfs;
+use phalanx_sys::folder::own_disk;
 
 use super::membership::MembershipState;
 use super::who_serves::{Claim, Facts, Role, who_serves};
@@ -265,8 +265,7 @@ fn refuse_own_disk(cluster: &Cluster, path: &Path) -> Result<()> {
         return Ok(());
     }
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let kind = statfs(folder).ok().and_then(|system| own_disk(u64::try_from(system.f_type).ok()?));
-    let Some(kind) = kind else { return Ok(()) };
+    let Some(kind) = own_disk(folder) else { return Ok(()) };
     let cause = format!(
         "the file {} is on a disk of this host ({kind}): with --nnodes MIN:MAX a node on another host would find another file there, and \
          train in a world of its own",
@@ -276,21 +275,6 @@ fn refuse_own_disk(cluster: &Cluster, path: &Path) -> Result<()> {
         "put it on a disk that all nodes share; if all nodes are on this host, say so with --local-addr localhost; if this host exports the \
          disk to the others, give the address at which they reach it as --local-addr",
     ))
-}
-
-/// The name of a kind of file system that belongs to one host, by the kernel's number.
-fn own_disk(kind: u64) -> Option<&'static str> {
-    match kind {
-        0xef53 => Some("ext4"),
-        0x5846_5342 => Some("xfs"),
-        0x9123_683e => Some("btrfs"),
-        0x0102_1994 => Some("tmpfs"),
-        0x794c_7630 => Some("overlay"),
-        0x2fc1_2fc1 => Some("zfs"),
-        0x8584_58f6 => Some("ramfs"),
-        0xf2f5_2010 => Some("f2fs"),
-        _ => None,
-    }
 }
 
 pub(super) fn connect(

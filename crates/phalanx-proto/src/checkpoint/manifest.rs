@@ -163,6 +163,14 @@ impl Manifest {
         self.files.get(self.tensor_files().len()..).unwrap_or_default()
     }
 
+    /// A checksum of the step and of the files with tensors: another one for the checkpoint of another run after as many steps.
+    pub fn tensors_checksum(&self) -> u64 {
+        let mut sum = Checksum::default();
+        sum.update(&self.step.to_le_bytes());
+        self.tensor_files().iter().for_each(|file| sum.update(file.checksum.as_bytes()));
+        sum.number()
+    }
+
     /// Checks that no name leads out of the folder, no two entries share a file, and slices are valid.
     pub fn check(&self, random: &impl BuildHasher) -> Result<(), String> {
         match (self.version, &self.tensors) {
@@ -240,7 +248,12 @@ impl Checksum {
 
     /// The checksum of all pieces so far, in a manifest's notation.
     pub fn finish(&self) -> String {
-        shown(self.0.digest())
+        shown(self.number())
+    }
+
+    /// The checksum of all pieces so far.
+    pub fn number(&self) -> u64 {
+        self.0.digest()
     }
 }
 
@@ -406,6 +419,24 @@ mod tests {
     fn a_later_version_is_no_damage() {
         let later = Manifest { version: 3, ..sample() }.encode().unwrap();
         assert!(matches!(Manifest::decode(&later, &Unseeded::default()), Err(Unreadable::Later(3))));
+    }
+
+    #[test]
+    fn the_tensors_of_two_runs_after_one_step_have_other_checksums_and_parts_have_none() {
+        for original in [sample(), sharded()] {
+            let changed = |change: &dyn Fn(&mut Manifest)| {
+                let mut other = original.clone();
+                change(&mut other);
+                other.tensors_checksum() != original.tensors_checksum()
+            };
+            assert!(!changed(&|_| {}));
+            assert!(changed(&|other| other.step += 1));
+            for file in 0..original.tensor_files().len() {
+                assert!(changed(&|other| other.files[file].checksum = checksum(b"abd")), "{file}");
+            }
+            // The progress may be each rank's own.
+            assert!(!changed(&|other| other.files.last_mut().unwrap().checksum = checksum(b"abd")));
+        }
     }
 
     #[test]

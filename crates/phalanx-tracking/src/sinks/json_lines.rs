@@ -1,5 +1,6 @@
 //! `metrics.jsonl`.
 
+use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -26,11 +27,23 @@ const MAX_NAME: usize = 150;
 /// {"step":null,"time":1767225600.5,"tag":"hyperparameters","hyperparameters":{"rate":0.001}}
 /// ```
 ///
+/// The second picture of one tag at one step is `media/digits-00000007-2.png`, and so on.
+///
 /// JSON has no number for NaN and the infinities: they are the texts `NaN`, `Infinity` and `-Infinity`, which Python's `float`
 /// and Rust's `parse` read. What a later attempt supersedes goes to `superseded.jsonl`.
 pub struct JsonLines {
     file: AppendFile,
     directory: PathBuf,
+    pictures: Pictures,
+    /// As it was at the last flush: what has come since comes again after an error.
+    flushed: Pictures,
+}
+
+/// How many pictures each tag has at the step of the last one.
+#[derive(Clone, Default)]
+struct Pictures {
+    step: Option<u64>,
+    of_tags: HashMap<String, u64>,
 }
 
 #[derive(Serialize)]
@@ -65,7 +78,14 @@ impl JsonLines {
     /// If the file cannot be opened.
     pub fn open(directory: &Path) -> io::Result<Self> {
         let file = AppendFile::open_lines(directory.join("metrics.jsonl"))?;
-        Ok(Self { file, directory: directory.to_owned() })
+        let (pictures, flushed) = Default::default();
+        Ok(Self { file, directory: directory.to_owned(), pictures, flushed })
+    }
+
+    /// What has come since the last flush comes again.
+    fn forget(&mut self) {
+        self.file.buffer().clear();
+        self.pictures.clone_from(&self.flushed);
     }
 
     fn add(&mut self, record: &Record) -> io::Result<()> {
@@ -85,8 +105,15 @@ impl JsonLines {
     }
 
     /// Writes a picture's file; gives its path within the directory.
-    fn save(&self, record: &Record, picture: &Picture) -> io::Result<String> {
-        let name = format!("media/{}-{:08}.png", file_name(&record.tag), record.step.unwrap_or_default());
+    fn save(&mut self, record: &Record, picture: &Picture) -> io::Result<String> {
+        if self.pictures.step != record.step {
+            self.pictures = Pictures { step: record.step, ..Pictures::default() };
+        }
+        let number = self.pictures.of_tags.entry(record.tag.clone()).or_default();
+        *number += 1;
+        let number = if *number == 1 { String::new() } else { format!("-{number}") };
+        let (tag, step) = (file_name(&record.tag), record.step.unwrap_or_default());
+        let name = format!("media/{tag}-{step:08}{number}.png");
         std::fs::create_dir_all(self.directory.join("media"))?;
         let path = self.directory.join(&name);
         let png = picture.png()?;
@@ -112,11 +139,13 @@ impl Sink for JsonLines {
     }
 
     fn write(&mut self, record: &Record) -> io::Result<()> {
-        self.add(record).inspect_err(|_| self.file.buffer().clear())
+        self.add(record).inspect_err(|_| self.forget())
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        self.file.flush()
+        self.file.flush().inspect_err(|_| self.forget())?;
+        self.flushed.clone_from(&self.pictures);
+        Ok(())
     }
 
     fn finish(&mut self, _outcome: &Outcome) -> io::Result<()> {
@@ -163,6 +192,35 @@ fn file_name(tag: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn pictures_of_one_tag_and_step_have_files_of_their_own_also_if_they_come_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut sink = JsonLines::open(folder.path()).unwrap();
+        let record = |step, tag: &str| {
+            let picture = Picture::gray(1, 1, vec![7]).unwrap();
+            Record { step: Some(step), time: 0.0, tag: tag.to_owned(), value: Value::Picture(picture) }
+        };
+        for again in [true, false] {
+            for tag in ["digits", "letters", "digits"] {
+                sink.write(&record(7, tag)).unwrap();
+            }
+            if again {
+                sink.forget();
+            }
+        }
+        sink.flush().unwrap();
+        sink.write(&record(7, "digits")).unwrap();
+        sink.write(&record(8, "digits")).unwrap();
+        sink.flush().unwrap();
+        let text = std::fs::read_to_string(folder.path().join("metrics.jsonl")).unwrap();
+        let lines = text.lines().map(|line| serde_json::from_str::<Json>(line).unwrap());
+        let pictures: Vec<String> = lines.map(|line| line["picture"].as_str().unwrap().to_owned()).collect();
+        let expected = ["digits-00000007", "letters-00000007", "digits-00000007-2", "digits-00000007-3"];
+        let expected = expected.iter().chain(&["digits-00000008"]).map(|name| format!("media/{name}.png"));
+        assert_eq!(pictures, expected.collect::<Vec<_>>());
+        assert_eq!(std::fs::read_dir(folder.path().join("media")).unwrap().count(), 5);
+    }
 
     #[test]
     fn tags_make_file_names_that_stay_in_their_folder() {

@@ -45,6 +45,22 @@ fn a_full_disk_is_said_once_and_what_is_lost_is_counted() {
 }
 
 #[test]
+fn ranks_wait_for_a_slow_disk_of_rank_0_whatever_the_group_s_time_out() {
+    let folder = tempfile::tempdir().unwrap();
+    run(2, Fabric::InProcess, |group| {
+        let slow = |_: &std::path::Path| {
+            std::thread::sleep(Duration::from_secs(1));
+            Err(std::io::Error::other("the disk is gone"))
+        };
+        let impatient = group.with_timeout(Duration::from_millis(100));
+        let started = Run::start(&impatient, RunOptions::new(folder.path()).sink(slow));
+        let error = started.map(drop).unwrap_err();
+        assert!(error.to_string().contains("cannot be opened"), "{error}");
+        assert!(group.failure().is_none());
+    });
+}
+
+#[test]
 fn a_disk_that_has_room_again_has_lost_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let probe = Probe::new(Behaviour { failures: 2, ..Behaviour::default() });

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use phalanx::checkpoint::{Checkpoints, Saved, Snapshot};
@@ -32,6 +33,7 @@ pub const TESTS: &[(&str, fn())] = &[
     ("opening_anew_hands_over_what_is_in_flight", opening_anew_hands_over_what_is_in_flight),
     ("what_fails_while_filling_writes_nothing", what_fails_while_filling_writes_nothing),
     ("a_panic_in_lent_memory_is_an_error", a_panic_in_lent_memory_is_an_error),
+    ("a_save_says_that_it_waits_for_the_one_before", a_save_says_that_it_waits_for_the_one_before),
     (
         "a_program_without_a_subscriber_hears_of_what_is_passed_over",
         a_program_without_a_subscriber_hears_of_what_is_passed_over,
@@ -49,6 +51,7 @@ pub fn play(scenario: &str) {
         "save" => save_for_ever(folder.as_ref()),
         "newest" => eprintln!("{}", alone(folder.as_ref()).newest().unwrap_err()),
         "full" => save_until_full(folder.as_ref()),
+        "slow" => save_to_a_slow_disk(folder.as_ref()),
         other => panic!("no scenario {other}"),
     }
 }
@@ -95,6 +98,27 @@ fn save_until_full(folder: &Path) {
     println!("{}", failed.unwrap());
 }
 
+/// Memory that another thread can read when standard input has ended.
+struct Awaited(std::thread::ThreadId);
+
+impl AsRef<[u8]> for Awaited {
+    fn as_ref(&self) -> &[u8] {
+        if std::thread::current().id() != self.0 {
+            std::io::stdin().read_to_end(&mut Vec::new()).unwrap();
+        }
+        &[0; 4]
+    }
+}
+
+/// Saves twice; the first one takes until standard input has ended.
+fn save_to_a_slow_disk(folder: &Path) {
+    let checkpoints = alone(folder);
+    let lent = Awaited(std::thread::current().id());
+    checkpoints.save(1, |snapshot| snapshot.tensor_bytes("lent", DType::F32, &[1], lent)).unwrap();
+    save(&checkpoints, 2).unwrap();
+    checkpoints.finish().unwrap();
+}
+
 /// This program as `scenario`, behind `wrapper`, a shell command that ends in `exec "$@"`, if one is needed.
 fn start(scenario: &str, folder: &Path, wrapper: Option<&str>) -> Child {
     let program = std::env::current_exe().unwrap();
@@ -109,6 +133,7 @@ fn start(scenario: &str, folder: &Path, wrapper: Option<&str>) -> Child {
     command
         .env(ROLE, format!("checkpoints::{scenario}"))
         .env(FOLDER, folder)
+        .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
     command.spawn().unwrap()
@@ -384,6 +409,24 @@ fn a_panic_in_lent_memory_is_an_error() {
     // Nobody is left to write: that is said at once, and not waited for.
     assert!(save(&checkpoints, 2).unwrap_err().is_aborted());
     checkpoints.finish().unwrap();
+}
+
+fn a_save_says_that_it_waits_for_the_one_before() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut slow = start("slow", folder.path(), None);
+    let (input, lines) = (slow.stdin.take().unwrap(), BufReader::new(slow.stderr.take().unwrap()).lines());
+    let (tell, told) = channel();
+    std::thread::spawn(move || lines.map_while(Result::ok).try_for_each(|line| tell.send(line)));
+    let said = told.recv_timeout(2 * LIMIT);
+    drop(input);
+    let ended = slow.wait().unwrap();
+    let line = format!(
+        "phalanx: warning: the checkpoint of step 1 is still being written to {}, and this rank waits for that (",
+        folder.path().display()
+    );
+    assert!(said.as_ref().is_ok_and(|said| said.starts_with(&line)), "{said:?}");
+    assert!(ended.success(), "{:?}", told.iter().collect::<Vec<_>>());
+    assert_eq!(names(folder.path()), ["00000001-step-1", "00000002-step-2"]);
 }
 
 fn a_program_without_a_subscriber_hears_of_what_is_passed_over() {

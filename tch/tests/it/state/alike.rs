@@ -148,6 +148,47 @@ fn ranks_that_load_other_states_are_an_error_on_every_rank() {
 }
 
 #[test]
+fn ranks_with_disks_of_their_own_load_the_state_of_one_run() {
+    for is_one_run in [true, false] {
+        let folders = [(); 2].map(|()| tempfile::tempdir().unwrap());
+        let errors = run(2, |group| {
+            let rank = group.rank().index();
+            let mut training = Training::new(Rule::ADAMW).with_group(&group);
+            training.train(0..1);
+            // As the running statistics are.
+            training.state.progress = format!("of rank {rank}");
+            let mut other = Training::new(Rule::ADAMW);
+            other.train(3..4);
+            let own = if is_one_run || rank == 0 { &training } else { &other };
+            assert_eq!(own.state.steps(), 1);
+            let disk = Checkpoints::open(folders[rank].path(), &ProcessGroup::alone().unwrap()).unwrap();
+            disk.save(1, |snapshot| own.state.save_to(snapshot)).unwrap();
+            disk.finish().unwrap();
+            let mut again = Training::new(Rule::ADAMW).with_group(&group);
+            assert!(again.state.resume(&disk).unwrap());
+            error_of_steps(&mut again, |_, _| Ok(0.01))
+        });
+        for error in errors {
+            assert_eq!(error.is_none(), is_one_run, "{error:?}");
+            assert!(error.is_none_or(|error| error.contains("or that of another step or run")));
+        }
+        let errors = run(2, |group| {
+            let folder = folders[group.rank().index()].path();
+            let disk = Checkpoints::open(folder, &ProcessGroup::alone().unwrap()).unwrap();
+            let mut again = Training::new(Rule::ADAMW);
+            assert!(again.state.resume(&disk).unwrap());
+            again.state.with_group(&group).map(drop).err().map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_none(), is_one_run, "{error:?}");
+            assert!(
+                error.is_none_or(|error| error.contains("the loaded state of rank 0 is that after step 1"))
+            );
+        }
+    }
+}
+
+#[test]
 fn ranks_whose_rules_differ_are_refused_with_both() {
     let errors = run(3, |group| {
         let momentum = if group.rank().index() == 2 { 0.8 } else { 0.9 };

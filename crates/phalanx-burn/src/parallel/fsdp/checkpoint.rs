@@ -9,6 +9,7 @@ use burn::optim::ModuleOptimizer;
 use burn::tensor::{Bytes, DType as BurnDType};
 use burn_pack::Scalar;
 use phalanx::checkpoint::{Saved, Snapshot};
+use phalanx::reducer::LoadedState;
 use phalanx::{Error, Rank, Result};
 use serde::{Deserialize, Serialize};
 
@@ -134,7 +135,7 @@ impl<M: Module> Fsdp<M> {
 
     /// Loads this rank's shards, what is in no unit, and their part of the state of `optimizer`, from what any number of ranks have
     /// [saved](Self::save) under `name`. Every rank calls it: if one has not, or with
-    /// the checkpoint of another step, that is an error within 32 steps on every rank.
+    /// the checkpoint of another step or run, that is an error within 32 steps on every rank.
     ///
     /// # Errors
     /// If it does not exist, cannot be read, or is that of another model or optimizer: then nothing has changed. A checkpoint after a step
@@ -189,7 +190,7 @@ impl<M: Module> Fsdp<M> {
             let model = model::loaded(model, Select::Except(&ids), rest);
             parameters::replaced(model, &places, |piece| pieces.get(piece).map(|piece| piece.as_slice()))
         });
-        self.ddp.note_load(saved.step());
+        self.ddp.note_load(LoadedState { step: saved.step(), checksum: saved.checksum() });
         Ok(())
     }
 

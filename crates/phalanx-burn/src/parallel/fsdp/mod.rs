@@ -406,14 +406,14 @@ impl<M: Module> Fsdp<M> {
 
     /// Lets `optimizer` change this rank's shards by `gradients` from [`backward`](Self::backward). It communicates
     /// only in the first step and every 32 steps. Then the ranks compare their optimizers; every 32 steps they also compare the learning rates of these steps,
-    /// and the steps of the checkpoints that each rank has [loaded](Self::load).
+    /// and which states each rank has [loaded](Self::load).
     ///
     /// # Errors
     /// If an exchange has failed, or the gradients are those of another model. In the first step and every 32 steps, on every rank:
     ///
     /// * if there are several shards, and the optimizer does not treat each element by itself, as LAMB and Burn's clipping by norm do not;
     /// * if the ranks' optimizers are of several kinds, or their betas, decay or momentum differ;
-    /// * every 32 steps, if learning rates differ, only some ranks have loaded a state, or ranks have loaded those of different steps.
+    /// * every 32 steps, if learning rates differ, only some ranks have loaded a state, or ranks have loaded those of different steps or runs.
     ///
     /// Each of these errors ends the groups.
     pub fn step(

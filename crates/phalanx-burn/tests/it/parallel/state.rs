@@ -300,6 +300,30 @@ fn parts_of_the_states_of_different_steps_are_an_error_on_every_rank() {
 }
 
 #[test]
+fn parts_of_the_states_of_two_runs_after_one_step_are_an_error_on_every_rank() {
+    let folders = [(); 2].map(|()| tempfile::tempdir().unwrap());
+    run(2, |group| {
+        let mut training = Training::new(&group, (1, 2, 1));
+        let saved = [0, 1].map(|number| {
+            training.steps(number..number + 1);
+            let checkpoints = Checkpoints::open(folders[number].path(), &group).unwrap();
+            let Training { ddp, optimizer, state, .. } = &training;
+            checkpoints.save_sharded(1, |snapshot| state.save(ddp, optimizer, snapshot, "training")).unwrap();
+            checkpoints.finish().unwrap();
+            checkpoints.newest().unwrap().unwrap()
+        });
+        let before = floats(training.ddp.model());
+        let Training { ddp, optimizer, state, .. } = &mut training;
+        let own = group.rank().index();
+        let error = state.load(ddp, optimizer, &saved[own], "training").unwrap_err();
+        let said = "load the states of two runs, both after step 1";
+        assert!(error.is_mismatch() && error.to_string().contains(said), "{error}");
+        assert_eq!(floats(ddp.model()), before);
+        state.load(ddp, optimizer, &saved[0], "training").unwrap();
+    });
+}
+
+#[test]
 fn another_model_s_state_is_refused_and_changes_nothing() {
     let folder = tempfile::tempdir().unwrap();
     run(2, |group| {
