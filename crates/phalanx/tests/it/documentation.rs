@@ -15,19 +15,27 @@ fn variables(text: &str) -> BTreeSet<String> {
     ours.filter(|word| !OWN.iter().any(|own| word.starts_with(own))).map(str::to_owned).collect()
 }
 
-/// Calls `look` with all Rust files and shell scripts below `folder`.
-fn sources(folder: &Path, look: &mut impl FnMut(&str)) {
+/// The files with these extensions in this folder and in those below it.
+fn files(folder: &Path, extensions: &[&str], found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
         // An example that is a workspace of its own is built in its own folder.
-        if path.is_dir() && !path.ends_with("target") {
-            sources(&path, look);
-        } else if path
-            .extension()
-            .is_some_and(|extension| ["rs", "sh", "py"].iter().any(|known| extension == *known))
+        let is_made = path.file_name().is_some_and(|name| name == "target" || name == ".git");
+        if path.is_dir() && !is_made {
+            files(&path, extensions, found);
+        } else if path.extension().is_some_and(|extension| extensions.iter().any(|known| extension == *known))
         {
-            look(&fs::read_to_string(&path).unwrap());
+            found.push(path);
         }
+    }
+}
+
+/// Calls `look` with all Rust files and shell scripts below `folder`.
+fn sources(folder: &Path, look: &mut impl FnMut(&str)) {
+    let mut found = Vec::new();
+    files(folder, &["rs", "sh", "py"], &mut found);
+    for path in found {
+        look(&fs::read_to_string(path).unwrap());
     }
 }
 
@@ -100,17 +108,39 @@ fn the_files_that_the_architecture_names_are_there() {
     assert!(gone.is_empty(), "ARCHITECTURE.md names {gone:?}, which are not there");
 }
 
+#[test]
+fn the_places_of_unsafe_code_are_those_that_are_listed() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let page = fs::read_to_string(root.join("CONTRIBUTING.md")).unwrap();
+    let (_, table) = page.split_once("| place | what it does |").unwrap();
+    let rows = table.lines().skip(2).take_while(|line| line.starts_with('|'));
+    let places: Vec<&str> = rows.map(|row| row.split('`').nth(1).unwrap()).collect();
+    let listed: BTreeSet<PathBuf> =
+        places
+            .iter()
+            .map(|place| {
+                if place.starts_with("phalanx-") { root.join("crates").join(place) } else { root.join(place) }
+            })
+            .collect();
+    let gone: Vec<_> = listed.iter().filter(|place| !place.exists()).collect();
+    assert!(places.len() > 8 && gone.is_empty(), "CONTRIBUTING.md lists {gone:?}, which are not there");
+    let mut found = Vec::new();
+    for folder in ["crates", "tch/src", "python/src"] {
+        files(&root.join(folder), &["rs"], &mut found);
+    }
+    let is_in_src = |path: &PathBuf| path.components().any(|part| part.as_os_str() == "src");
+    let allows = |path: &PathBuf| fs::read_to_string(path).unwrap().contains("[allow(unsafe_code)]");
+    // A place is a file, or a package with all that it has.
+    let is_listed = |path: &PathBuf| listed.iter().any(|place| path.starts_with(place));
+    let (known, missing): (Vec<_>, Vec<_>) =
+        found.into_iter().filter(|path| is_in_src(path) && allows(path)).partition(is_listed);
+    assert!(known.len() > 5, "{known:?}");
+    assert!(missing.is_empty(), "CONTRIBUTING.md does not list {missing:?}");
+}
+
 /// The pages of this folder and those below it.
 fn pages(folder: &Path, found: &mut Vec<PathBuf>) {
-    for entry in fs::read_dir(folder).unwrap() {
-        let path = entry.unwrap().path();
-        let is_built = path.file_name().is_some_and(|name| name == "target" || name == ".git");
-        if path.is_dir() && !is_built {
-            pages(&path, found);
-        } else if path.extension().is_some_and(|extension| extension == "md") {
-            found.push(path);
-        }
-    }
+    files(folder, &["md"], found);
 }
 
 /// The targets of a page's links, without those in its programs.
