@@ -109,6 +109,28 @@ fn the_files_that_the_architecture_names_are_there() {
 }
 
 #[test]
+fn the_page_of_the_python_package_has_each_of_its_parts() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../python");
+    let page = fs::read_to_string(root.join("../docs/python-package.md")).unwrap();
+    let named: BTreeSet<&str> = page.split('`').skip(1).step_by(2).collect();
+    for folder in ["src", "phalanx_torch"] {
+        let mut missing = Vec::new();
+        for entry in fs::read_dir(root.join(folder)).unwrap() {
+            let entry = entry.unwrap();
+            let (name, is_folder) =
+                (entry.file_name().into_string().unwrap(), entry.file_type().unwrap().is_dir());
+            let part = format!("python/{folder}/{name}{}", if is_folder { "/" } else { "" });
+            let is_source = [".rs", ".py", ".pyi"].iter().any(|end| name.ends_with(end));
+            // The interpreter makes the other folder.
+            if (is_source || is_folder && name != "__pycache__") && !named.contains(&*part) {
+                missing.push(part);
+            }
+        }
+        assert!(missing.is_empty(), "docs/python-package.md does not name {missing:?}");
+    }
+}
+
+#[test]
 fn the_places_of_unsafe_code_are_those_that_are_listed() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let page = fs::read_to_string(root.join("CONTRIBUTING.md")).unwrap();
