@@ -92,6 +92,31 @@ fn each_trap_of_the_guide_has_the_test_that_it_names() {
 }
 
 #[test]
+fn each_bad_input_of_the_guide_has_the_test_that_it_names() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let mut all = String::new();
+    for folder in ["crates", "examples/roberta"] {
+        sources(&root.join(folder), &mut |text| all += text);
+    }
+    let page = fs::read_to_string(root.join("docs/guide/fine-tuning-roberta.md")).unwrap();
+    let (_, table) = page.split_once("| input | error | test |").unwrap();
+    let rows = table.lines().skip(2).take_while(|line| line.starts_with('|'));
+    // The name is the last cell; or it says that it is that of the row above.
+    let cells = rows.map(|row| row.trim_end_matches([' ', '|']).rsplit("| ").next().unwrap());
+    let named: Vec<&str> =
+        cells.filter(|cell| *cell != "the same").map(|cell| cell.trim_matches('`')).collect();
+    assert!(named.len() > 8, "{named:?}");
+    let missing: Vec<_> = named
+        .into_iter()
+        .filter(|name| {
+            !all.contains(&format!("#[test]\nfn {name}("))
+                && !all.contains(&format!("#[test]\n    fn {name}("))
+        })
+        .collect();
+    assert!(missing.is_empty(), "there are no tests {missing:?}");
+}
+
+#[test]
 fn the_files_that_the_architecture_names_are_there() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let page = fs::read_to_string(root.join("ARCHITECTURE.md")).unwrap();
