@@ -3,6 +3,7 @@
 #[path = "../../../phalanx-nccl/tests/jobs/stand_in.rs"]
 mod stand_in;
 
+use std::net::IpAddr;
 use std::process::{Command, Output, Stdio};
 
 use crate::support::{bare, output, text};
@@ -49,6 +50,32 @@ fn a_name_without_an_address_is_said_to_have_none() {
     assert!(said.starts_with("no address of nowhere.invalid:29500 is known: "), "{said}");
     assert_eq!(interface["verdict"], "bad", "{report}");
     assert_eq!(output.status.code(), Some(1), "{report}");
+}
+
+#[test]
+fn the_interface_that_the_user_names_is_the_one_that_is_told() {
+    let told = |named: &str| {
+        let output = doctor(&["--json"], &[("GLOO_SOCKET_IFNAME", named)]);
+        let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        let interface = finding(&report, "interface");
+        (output.status.code(), interface["verdict"].clone(), interface["text"].as_str().unwrap().to_owned())
+    };
+    let (code, verdict, said) = told("nosuch0");
+    assert_eq!((code, verdict), (Some(1), "bad".into()), "{said}");
+    assert!(said.starts_with("GLOO_SOCKET_IFNAME=\"nosuch0\": this host has no such interface"), "{said}");
+    // The loopback has no effect.
+    let (code, _, said) = told("lo");
+    assert!(code == Some(0) && !said.contains("GLOO_SOCKET_IFNAME"), "{said}");
+    let own = phalanx::interfaces::addresses().unwrap().into_iter();
+    let is_outward = |address: IpAddr| match address {
+        IpAddr::V4(address) => !address.is_loopback() && !address.is_link_local(),
+        IpAddr::V6(address) => !address.is_loopback() && !address.is_unicast_link_local(),
+    };
+    // A machine without a network has none.
+    if let Some(first) = own.filter(|own| is_outward(own.address)).min_by_key(|own| own.address) {
+        let (_, _, said) = told(&first.interface);
+        assert_eq!(said, format!("{first}: GLOO_SOCKET_IFNAME names it"));
+    }
 }
 
 /// On the stand-ins for libcuda and libnccl, which are no GPU.
