@@ -13,9 +13,9 @@ use super::finding::Report;
 /// How long the look-up of the store's name may take.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Checks the interfaces. Ranks use the one that the user names, else the one that leads to `store`, or to other machines if no store is
-/// known.
-pub(super) fn look(report: &mut Report, store: Option<&str>) {
+/// Checks the interfaces. Ranks use the one that the user names, else the one that leads to `store`. If that is not known, it is the one
+/// that leads to where they meet, or to other machines.
+pub(super) fn look(report: &mut Report, store: Option<&str>, meeting: Option<&str>) {
     let listed = addresses();
     report.note("addresses", shown(&listed));
     let (leading, why) = match store {
@@ -32,10 +32,13 @@ pub(super) fn look(report: &mut Report, store: Option<&str>) {
             };
             (way_to(targets), format!("it leads to the store at {store}"))
         }
-        None => {
-            let targets = OUTSIDE.map(|address| SocketAddr::new(address, 9));
-            (way_to(targets.to_vec()), "it leads to other machines".to_owned())
-        }
+        None => match meeting.and_then(|meeting| Some((way_to_meeting(meeting)?, meeting))) {
+            Some((way, meeting)) => (Some(way), format!("it leads to the store at {meeting}")),
+            None => {
+                let targets = OUTSIDE.map(|address| SocketAddr::new(address, 9));
+                (way_to(targets.to_vec()), "it leads to other machines".to_owned())
+            }
+        },
     };
     // Ranks that meet at the loopback are all on this host, and the name has no effect.
     let named = if leading.is_some_and(is_every_hosts) { Ok(None) } else { interface_named() };
@@ -106,6 +109,13 @@ pub(super) fn look_at_loopback(report: &mut Report) -> bool {
     has_loopback
 }
 
+/// The own address from which packets to the store of rank 0 go, if its name has an address by now. Not the loopback, to which many hosts
+/// map their own name: the other ranks reach this host at another address then.
+fn way_to_meeting(store: &str) -> Option<IpAddr> {
+    let targets = resolve(store, Deadline::after(RESOLVE_TIMEOUT)).ok()?;
+    way_to(targets).filter(|way| !is_every_hosts(*way))
+}
+
 /// The own address from which packets to the first of `targets` to which a route leads would go. Ranks try IPv4 first.
 fn way_to(mut targets: Vec<SocketAddr>) -> Option<IpAddr> {
     targets.sort_by_key(SocketAddr::is_ipv6);
@@ -138,6 +148,12 @@ mod tests {
     #[test]
     fn the_way_to_oneself_is_the_loopback() {
         assert_eq!(way_to(vec!["127.0.0.1:9".parse().unwrap()]), Some(Ipv4Addr::LOCALHOST.into()));
+    }
+
+    #[test]
+    fn a_store_of_rank_0_at_the_loopback_names_no_interface() {
+        assert_eq!(way_to_meeting("127.0.1.1:9"), None);
+        assert_eq!(way_to_meeting("no port"), None);
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::env;
 use std::time::{Duration, Instant};
 
 use phalanx::env::{LaunchEnv, RendezvousEndpoint};
-use phalanx::store::{Store, TcpStore};
+use phalanx::store::{Store, TcpStore, host_port};
 use phalanx::{Credentials, Deadline, Result};
 
 use super::finding::Report;
@@ -49,12 +49,16 @@ impl Place {
 
     /// The address of the launcher's store, if it serves one.
     pub fn store(&self) -> Option<String> {
-        let env = self.env().filter(|env| env.agent_store)?;
-        match &env.rendezvous {
-            RendezvousEndpoint::Master { address, port } if address.contains(':') => {
-                Some(format!("[{address}]:{port}"))
-            }
-            RendezvousEndpoint::Master { address, port } => Some(format!("{address}:{port}")),
+        self.env().filter(|env| env.agent_store)?;
+        self.meeting()
+    }
+
+    /// The address of the store at which the ranks meet, whoever serves it.
+    pub fn meeting(&self) -> Option<String> {
+        match &self.env()?.rendezvous {
+            RendezvousEndpoint::Master { address, port }
+            | RendezvousEndpoint::HostOfMpirun { address, port } => Some(host_port(address, *port)),
+            RendezvousEndpoint::Url(url) => url.strip_prefix("tcp://").map(str::to_owned),
             _ => None,
         }
     }

@@ -79,7 +79,7 @@ fn look(options: &Doctor) -> Option<Report> {
     let mut report = Report::new(host::name());
     host::look(&mut report, place.world_size());
     let target = options.store.clone().or_else(|| place.store());
-    interfaces::look(&mut report, target.as_deref());
+    interfaces::look(&mut report, target.as_deref(), place.meeting().as_deref());
     libraries::look(&mut report);
     launcher::look(&mut report, &place);
     let takes_all = variables::look(&mut report);

@@ -6,6 +6,9 @@ mod stand_in;
 use std::net::IpAddr;
 use std::process::{Command, Output, Stdio};
 
+use phalanx::interfaces::{InterfaceAddress, addresses};
+use phalanx::store::host_port;
+
 use crate::support::{bare, output, text};
 
 const PHALANX: &str = env!("CARGO_BIN_EXE_phalanx");
@@ -66,16 +69,33 @@ fn the_interface_that_the_user_names_is_the_one_that_is_told() {
     // The loopback has no effect.
     let (code, _, said) = told("lo");
     assert!(code == Some(0) && !said.contains("GLOO_SOCKET_IFNAME"), "{said}");
-    let own = phalanx::interfaces::addresses().unwrap().into_iter();
+    if let Some(own) = outward() {
+        let (_, _, said) = told(&own.interface);
+        assert_eq!(said, format!("{own}: GLOO_SOCKET_IFNAME names it"));
+    }
+}
+
+/// The first address of this machine at which others may reach it. A machine without a network has none.
+fn outward() -> Option<InterfaceAddress> {
     let is_outward = |address: IpAddr| match address {
         IpAddr::V4(address) => !address.is_loopback() && !address.is_link_local(),
         IpAddr::V6(address) => !address.is_loopback() && !address.is_unicast_link_local(),
     };
-    // A machine without a network has none.
-    if let Some(first) = own.filter(|own| is_outward(own.address)).min_by_key(|own| own.address) {
-        let (_, _, said) = told(&first.interface);
-        assert_eq!(said, format!("{first}: GLOO_SOCKET_IFNAME names it"));
-    }
+    let own = addresses().unwrap().into_iter();
+    own.filter(|own| is_outward(own.address)).min_by_key(|own| own.address)
+}
+
+#[test]
+fn the_interface_is_the_one_that_leads_to_where_rank_0_serves_the_store() {
+    let Some(own) = outward() else { return };
+    let address = own.address.to_string();
+    // Port 1 is nobody's.
+    let variables =
+        [("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", address.as_str()), ("MASTER_PORT", "1")];
+    let output = doctor(&["--json", "--timeout", "1"], &variables);
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let said = finding(&report, "interface")["text"].as_str().unwrap();
+    assert!(said.ends_with(&format!("it leads to the store at {}", host_port(&address, 1))), "{report}");
 }
 
 /// On the stand-ins for libcuda and libnccl, which are no GPU.
