@@ -76,7 +76,7 @@ pub(crate) fn run(options: &Doctor) -> ExitCode {
 /// The report of this rank.
 fn look(options: &Doctor) -> Option<Report> {
     let place = launcher::Place::of_process();
-    let mut report = Report::new(host::name());
+    let mut report = Report::new(phalanx::host_name());
     host::look(&mut report, place.world_size());
     let target = options.store.clone().or_else(|| place.store());
     interfaces::look(&mut report, target.as_deref(), place.meeting().as_deref());
