@@ -117,6 +117,36 @@ fn each_bad_input_of_the_guide_has_the_test_that_it_names() {
 }
 
 #[test]
+fn each_program_of_a_page_is_compiled() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let mut found = Vec::new();
+    for folder in ["crates", "docs", "tch"] {
+        pages(&root.join(folder), &mut found);
+    }
+    found.push(root.join("README.md"));
+    let is_program = |line: &str| line.starts_with("```rust") && !line.contains("ignore");
+    found.retain(|page| fs::read_to_string(page).unwrap().lines().any(is_program));
+    // Of the command, whose library is empty, `cargo test` compiles no page.
+    let command = fs::canonicalize(root.join("crates/phalanx-cli/README.md")).unwrap();
+    let found: BTreeSet<PathBuf> = found.iter().map(|page| fs::canonicalize(page).unwrap()).collect();
+    assert!(found.len() > 20 && found.contains(&command), "{found:?}");
+    let mut compiled = BTreeSet::from([command]);
+    let mut libraries = vec![root.join("tch/src/lib.rs")];
+    libraries.extend(
+        fs::read_dir(root.join("crates")).unwrap().map(|package| package.unwrap().path().join("src/lib.rs")),
+    );
+    for library in libraries.into_iter().filter(|library| library.exists()) {
+        let text = fs::read_to_string(&library).unwrap();
+        for rest in text.split("[doc = include_str!(\"").skip(1) {
+            let (page, _) = rest.split_once('"').unwrap();
+            compiled.insert(fs::canonicalize(library.with_file_name(page)).unwrap());
+        }
+    }
+    let missing: Vec<&PathBuf> = found.difference(&compiled).collect();
+    assert!(missing.is_empty(), "no library has these pages among its tests: {missing:?}");
+}
+
+#[test]
 fn the_files_that_the_architecture_names_are_there() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let page = fs::read_to_string(root.join("ARCHITECTURE.md")).unwrap();
