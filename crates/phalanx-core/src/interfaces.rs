@@ -271,16 +271,6 @@ fn unlisted(error: &io::Error) -> Error {
     .with_remedy("let the sandbox or container use netlink sockets (AF_NETLINK), or give launchers the address with --local-addr")
 }
 
-/// The address of the interface that the user names. The loopback is none at which others reach this host, and is taken anyway where all
-/// are on one.
-///
-/// # Errors
-/// If this host has no such interface with an address, or the kernel does not list its addresses.
-pub fn interface_named() -> Result<Option<IpAddr>> {
-    let address = crate::env::interface().map(|named| outward(Some(named), Vec::new())).transpose()?;
-    Ok(address.filter(|address| !is_every_hosts(*address)))
-}
-
 /// The address of the first of the interfaces in `named` that has one.
 fn of_interface(named: &str, own: &[InterfaceAddress]) -> Result<IpAddr> {
     let names = named.split(',').map(str::trim).filter(|name| !name.is_empty());

@@ -5,7 +5,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::time::Duration;
 
 use phalanx::Deadline;
-use phalanx::interfaces::{InterfaceAddress, OUTSIDE, addresses, interface_named, is_bridge, is_every_hosts};
+use phalanx::interfaces::{InterfaceAddress, OUTSIDE, addresses, is_bridge, is_every_hosts};
+use phalanx::rendezvous::interface_named;
 use phalanx::store::resolve;
 
 use super::finding::Report;

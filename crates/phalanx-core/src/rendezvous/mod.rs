@@ -33,7 +33,7 @@ use crate::deadline::Deadline;
 use crate::env::{LaunchEnv, doubt, refuse_fixed_world};
 use crate::error::{Error, Result};
 use crate::host;
-use crate::interfaces::{interface_named, is_every_hosts};
+use crate::interfaces::{is_every_hosts, outward};
 use crate::notice::warn;
 use crate::rank::{Generation, Rank};
 use crate::store::{FileStore, MemoryStore, SharedStore, TcpStore, TcpStoreServer};
@@ -357,6 +357,17 @@ fn read_env() -> Result<Option<LaunchEnv>> {
         warn(doubt);
     }
     Ok(env)
+}
+
+/// The address of the interface that the user names. The loopback is none at which others reach this host, and is taken anyway where all
+/// are on one.
+///
+/// # Errors
+/// If this host has no such interface with an address, or the kernel does not list its addresses.
+#[doc(hidden)]
+pub fn interface_named() -> Result<Option<IpAddr>> {
+    let address = crate::env::interface().map(|named| outward(Some(named), Vec::new())).transpose()?;
+    Ok(address.filter(|address| !is_every_hosts(*address)))
 }
 
 /// Keeps alive what must outlive start-up; see [`Rendezvous::keep_alive`].
