@@ -48,8 +48,7 @@ pub(super) fn look(report: &mut Report, store: Option<&str>, meeting: Option<&st
             .map(|named| (named, "GLOO_SOCKET_IFNAME names it".to_owned()))
             .or_else(|| leading.map(|leading| (leading, why))),
         Err(error) => {
-            let remedy = error.remedy().unwrap_or("correct GLOO_SOCKET_IFNAME, or unset it");
-            return report.bad("interface", error.full_cause(), remedy);
+            return report.failed("interface", &error, "correct GLOO_SOCKET_IFNAME, or unset it");
         }
     };
     let Some((used, why)) = chosen else {

@@ -91,7 +91,7 @@ pub(super) fn look(report: &mut Report, place: &Place) {
             report.good("init", format!("rank {} of {}; rendezvous: {rendezvous}", env.rank, env.world_size));
         }
         Err(error) => {
-            report.bad("init", error.to_string(), "set what is missing, or unset what is left over")
+            report.failed("init", error, "set what is missing, or unset what is left over");
         }
     }
 }
@@ -111,7 +111,7 @@ pub(super) fn reach(report: &mut Report, address: &str) {
     match round_trip(address) {
         Ok(time) => report.good("store", format!("{address} answers in {} µs", time.as_micros())),
         Err(error) => {
-            report.bad("store", error.to_string(), "is it there, and does a firewall let this host through?")
+            report.failed("store", &error, "is it there, and does a firewall let this host through?");
         }
     }
 }

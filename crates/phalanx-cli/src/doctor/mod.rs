@@ -96,7 +96,7 @@ fn look(options: &Doctor) -> Option<Report> {
     world::gather(&report, options.timeout).unwrap_or_else(|error| {
         // Each rank reports about itself: only it can. A bad setting, which prevents a group too, has been told already.
         if takes_all {
-            report.bad("group", error.to_string(), "compare what the ranks say of interface and store");
+            report.failed("group", &error, "compare what the ranks say of interface and store");
         }
         Some(report)
     })
