@@ -48,7 +48,7 @@ def _child(rank, body, arguments, pipe):
 
 
 def processes(world, body, *arguments, dies=()):
-    """Runs `body(rank, *arguments)` in `world` processes, and returns what they return. Those in `dies` are not asked."""
+    """Runs `body(rank, *arguments)` in `world` processes, and returns what they return. Those in `dies` end without an answer."""
     started = []
     for rank in range(world):
         mine, theirs = FORK.Pipe(duplex=False)
@@ -66,6 +66,8 @@ def processes(world, body, *arguments, dies=()):
             pass
         if rank in dies:
             results.append(None)
+            if outcome is not None:
+                errors.append(f"rank {rank} has not died: {outcome[1]}")
         elif outcome is None:
             errors.append(f"rank {rank} has not answered")
         elif outcome[0] == "failed":

@@ -33,9 +33,9 @@ def _job(rank, world, port, body, arguments):
     return result
 
 
-def run(world, body, *arguments, dies=()):
+def run(world, body, *arguments):
     """`body(rank, ...)` in each rank of a job."""
-    return processes(world, _job, world, free_port(), body, arguments, dies=dies)
+    return processes(world, _job, world, free_port(), body, arguments)
 
 
 def _topology(rank):

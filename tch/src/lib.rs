@@ -64,3 +64,12 @@ pub use optimizer::{Optimizer, Rule};
 pub use phalanx::reducer::hooks::PeriodicModelAverager;
 pub use state::TrainState;
 pub use sync_batch_norm::SyncBatchNorm;
+
+/// The programs of the README and of the guide must compile.
+#[cfg(doctest)]
+mod guide {
+    #[doc = include_str!("../README.md")]
+    struct Readme;
+    #[doc = include_str!("../../docs/guide/libtorch.md")]
+    struct Libtorch;
+}

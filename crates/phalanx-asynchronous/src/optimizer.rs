@@ -207,10 +207,8 @@ mod tests {
     }
 
     fn close(left: &[f32], right: &[f32]) {
-        assert!(
-            left.iter().zip(right).all(|(left, right)| (left - right).abs() < 2e-6),
-            "{left:?}, {right:?}"
-        );
+        let is_close = left.iter().zip(right).all(|(left, right)| (left - right).abs() < 2e-6);
+        assert!(left.len() == right.len() && is_close, "{left:?}, {right:?}");
     }
 
     /// Computed with torch.optim (2.x), in double precision.

@@ -28,6 +28,11 @@ use phalanx::{Error, Result};
 
 use self::options::{Cli, Other};
 
+/// The program on this crate's page must compile.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
+
 /// Runs the program, and prints its error, if there is one.
 pub fn run() -> ExitCode {
     let cli = Cli::parse();

@@ -262,7 +262,10 @@ pub struct BufferKeeper {
 }
 
 impl BufferKeeper {
-    /// The buffer again, if nobody has it, a part of it, or another keeper. Otherwise the keeper itself.
+    /// The buffer again, if nobody has it, a part of it, or another keeper.
+    ///
+    /// # Errors
+    /// Otherwise the keeper itself.
     pub fn reclaim(self) -> std::result::Result<Buffer, Self> {
         let Self { memory, dtype } = self;
         match memory.reclaim() {

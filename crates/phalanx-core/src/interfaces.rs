@@ -44,7 +44,7 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 const MESSAGES_LIMIT: usize = 4096;
 
 /// Addresses reserved for documentation: no packet goes there, but the kernel tells which route it would take.
-const OUTSIDE: [IpAddr; 2] =
+pub const OUTSIDE: [IpAddr; 2] =
     [IpAddr::V4(Ipv4Addr::new(192, 0, 2, 1)), IpAddr::V6(Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1))];
 
 /// The remedy where the address of this host cannot be chosen.
@@ -52,13 +52,18 @@ const CHOOSE_REMEDY: &str = "name the interface with GLOO_SOCKET_IFNAME on every
 
 /// An address of an interface.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct InterfaceAddress {
+pub struct InterfaceAddress {
+    /// The interface's name, such as `eth0`.
     pub interface: String,
+    /// Its address.
     pub address: IpAddr,
 }
 
 /// The addresses of all interfaces, those of the loopback included.
-pub(crate) fn addresses() -> io::Result<Vec<InterfaceAddress>> {
+///
+/// # Errors
+/// If the kernel does not list them: a sandbox may forbid it.
+pub fn addresses() -> io::Result<Vec<InterfaceAddress>> {
     // NETLINK_ROUTE is the protocol 0.
     let socket = socket_with(AddressFamily::NETLINK, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
     // Accept only the kernel's answers.
@@ -296,7 +301,7 @@ fn is_link_local(address: IpAddr) -> bool {
 }
 
 /// Whether it is one of the interfaces that container engines make on their host.
-fn is_bridge(interface: &str) -> bool {
+pub fn is_bridge(interface: &str) -> bool {
     ["docker", "br-", "virbr", "cni", "lxcbr", "podman"].iter().any(|prefix| interface.starts_with(prefix))
 }
 
@@ -484,6 +489,11 @@ mod tests {
             error.to_string().contains("eth7") && error.to_string().contains("10.0.0.5 (eth0)"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn bridges_of_containers_are_known() {
+        assert!(is_bridge("docker0") && is_bridge("br-1f2e") && !is_bridge("eth0") && !is_bridge("bond0"));
     }
 
     proptest! {

@@ -60,3 +60,8 @@ pub use options::{
 pub use phalanx_proto::horovod::reduction::{Compression, Op, Reduction};
 pub use phalanx_proto::horovod::request::{MAX_DIMENSIONS, MAX_GROUP, MAX_IN_FLIGHT, MAX_NAME_BYTES};
 pub use tensor::{Memory, Tensor};
+
+/// The program on this crate's page must run.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

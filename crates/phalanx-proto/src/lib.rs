@@ -60,6 +60,11 @@ pub mod store;
 pub mod wire;
 pub mod world_size;
 
+/// The program on this crate's page must run.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
+
 /// A time from which tests count.
 #[cfg(test)]
 #[allow(clippy::disallowed_methods, reason = "an `Instant` has no constant")]

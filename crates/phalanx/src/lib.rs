@@ -73,6 +73,8 @@ pub use phalanx_core::host::{id as host_id, name as host_name};
 #[doc(hidden)]
 pub use phalanx_core::host::loopback_is_down;
 #[doc(hidden)]
+pub use phalanx_core::interfaces;
+#[doc(hidden)]
 pub use phalanx_core::notice::warn;
 // For stores of other languages.
 #[doc(inline)]

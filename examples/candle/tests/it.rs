@@ -76,7 +76,8 @@ fn values(map: &VarMap) -> Vec<f64> {
 
 fn assert_close(got: &[f64], expected: &[f64], within: f64) {
     assert_eq!(got.len(), expected.len());
-    let far = got.iter().zip(expected).map(|(one, other)| (one - other).abs()).fold(0.0, f64::max);
+    let differences = got.iter().zip(expected).map(|(one, other)| (one - other).abs());
+    let far = differences.max_by(f64::total_cmp).unwrap_or_default();
     assert!(far <= within, "the largest difference is {far}");
 }
 

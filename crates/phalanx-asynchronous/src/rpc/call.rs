@@ -71,8 +71,10 @@ impl<R: DeserializeOwned> PendingCall<R> {
         }
     }
 
-    /// Waits for the result, but no longer than `timeout`. If that passes first, the call itself is returned. The call's own
-    /// time-out stands: when it has passed, the error is the result.
+    /// Waits for the result, but no longer than `timeout`.
+    ///
+    /// # Errors
+    /// The call itself, if `timeout` passes first. An error of [`wait`](Self::wait) is the result: the call's own time-out stands.
     pub fn wait_timeout(self, timeout: Duration) -> Result<Result<R>, Self> {
         let deadline = self.deadline.at_most(timeout);
         match self.wait_until(deadline) {

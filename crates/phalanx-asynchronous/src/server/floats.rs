@@ -47,7 +47,9 @@ mod tests {
         let bytes = postcard::to_stdvec(&numbers).unwrap();
         assert_eq!(bytes.len(), 17);
         let back: Floats<'_> = postcard::from_bytes(&bytes).unwrap();
-        assert!(back.0.iter().zip(numbers.0.iter()).all(|(left, right)| left.to_bits() == right.to_bits()));
+        assert!(
+            back.0.iter().map(|number| number.to_bits()).eq(numbers.0.iter().map(|number| number.to_bits()))
+        );
         assert!(postcard::from_bytes::<Floats<'_>>(&[3, 1, 2, 3]).is_err());
         assert!(postcard::from_bytes::<Floats<'_>>(&[0xff, 0xff, 0xff, 0xff, 0x0f, 1]).is_err());
     }

@@ -145,9 +145,11 @@ pub fn distance(ours: &[Vec<f32>], theirs: &[Vec<f32>]) -> f64 {
     let relative = |(a, b): (&Vec<f32>, &Vec<f32>)| {
         assert_eq!(a.len(), b.len());
         let apart = squares(&mut a.iter().zip(b).map(|(a, b)| f64::from(a - b)));
-        (apart / of(b).max(b.len() as f64 * usual / 100.0)).sqrt()
+        // The same may be nought on both sides.
+        if apart == 0.0 { 0.0 } else { (apart / of(b).max(b.len() as f64 * usual / 100.0)).sqrt() }
     };
-    ours.iter().zip(theirs).map(relative).fold(0.0, f64::max)
+    // NaN, which has a sign too, comes behind infinity: it is near to nothing.
+    ours.iter().zip(theirs).map(|pair| relative(pair).abs()).max_by(f64::total_cmp).unwrap()
 }
 
 /// AdamW that panics with small parameters, as an optimizer that projects gradients may.

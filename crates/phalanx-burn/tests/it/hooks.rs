@@ -40,10 +40,10 @@ fn train(ddp: &mut Ddp<Mlp>, mut optimizer: ModuleOptimizer, mut after: impl FnM
     }
 }
 
-/// The largest difference of an element.
+/// The largest difference of an element; NaN if there is one.
 fn farthest(ours: &[Vec<f32>], theirs: &[Vec<f32>]) -> f32 {
     let pairs = ours.iter().flatten().zip(theirs.iter().flatten());
-    pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+    pairs.map(|(a, b)| (a - b).abs()).max_by(f32::total_cmp).unwrap()
 }
 
 fn check(start: &Mlp, most: f32, least_saved: f64, register: impl Fn(&mut Ddp<Mlp>) + Sync) {

@@ -750,7 +750,8 @@ fn every_rank_evaluates_with_rank_0_s_running_statistics() {
             for (other, theirs, _) in &results {
                 assert_eq!((other, theirs), (answer, agreed), "{ranks} ranks, broadcast: {broadcast}");
             }
-            let distance = agreed.iter().zip(mean).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            let distance =
+                agreed.iter().zip(mean).map(|(a, b)| (a - b).abs()).max_by(f32::total_cmp).unwrap();
             assert!(distance < 1e-5, "{ranks} ranks: {agreed:?} {mean:?}");
         }
     }

@@ -1,5 +1,6 @@
 //! The findings, and how they are printed: pure.
 
+use phalanx::Error;
 use serde::{Deserialize, Serialize};
 
 /// What a finding means for a job.
@@ -50,6 +51,12 @@ impl Report {
 
     pub(super) fn bad(&mut self, check: &str, text: impl Into<String>, remedy: impl Into<String>) {
         self.add(check, Verdict::Bad, text.into(), Some(remedy.into()));
+    }
+
+    /// What an error says, with its own remedy; with this one if it has none.
+    pub(super) fn failed(&mut self, check: &str, error: &Error, remedy: &str) {
+        let remedy = error.remedy().unwrap_or(remedy);
+        self.bad(check, error.clone().without_remedy().to_string(), remedy);
     }
 
     fn add(&mut self, check: &str, verdict: Verdict, text: String, remedy: Option<String>) {
@@ -124,6 +131,17 @@ mod tests {
         let coloured = sample().text(true);
         assert!(coloured.contains("\x1b[32mgood\x1b[0m  kernel") && coloured.contains("\x1b[1;31mbad"));
         assert!(!sample().is_good());
+    }
+
+    #[test]
+    fn an_error_keeps_its_own_remedy() {
+        let mut report = Report::new("node0".to_owned());
+        let error = Error::environment("the store wants a key");
+        report.failed("store", &error, "is it there?");
+        report.failed("store", &error.with_remedy("give the job's key"), "is it there?");
+        let told: Vec<_> = report.findings.iter().map(|told| (&*told.text, told.remedy.as_deref())).collect();
+        let text = "the store wants a key";
+        assert_eq!(told, [(text, Some("is it there?")), (text, Some("give the job's key"))]);
     }
 
     #[test]

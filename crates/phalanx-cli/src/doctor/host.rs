@@ -18,16 +18,11 @@ const OWN: u64 = 32;
 /// The smallest world that a machine should allow if the size of the world is not known.
 const SMALL: u64 = 16;
 
-/// This host's name.
-pub(super) fn name() -> String {
-    rustix::system::uname().nodename().to_string_lossy().into_owned()
-}
-
 /// Checks the machine, for a job of `world` ranks, or of an unknown number.
 pub(super) fn look(report: &mut Report, world: u32) {
     let system = rustix::system::uname();
     report.good("phalanx", env!("CARGO_PKG_VERSION"));
-    report.good("host", name());
+    report.good("host", phalanx::host_name());
     let text = |text: &std::ffi::CStr| text.to_string_lossy().into_owned();
     report.good("kernel", [system.sysname(), system.release(), system.machine()].map(text).join(" "));
     let cpuinfo = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();

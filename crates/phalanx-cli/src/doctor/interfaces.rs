@@ -1,10 +1,12 @@
 //! Interfaces and addresses, and the one that the ranks would use.
 
-use std::fs;
+use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::time::Duration;
 
 use phalanx::Deadline;
+use phalanx::interfaces::{InterfaceAddress, OUTSIDE, addresses, is_bridge, is_every_hosts};
+use phalanx::rendezvous::interface_named;
 use phalanx::store::resolve;
 
 use super::finding::Report;
@@ -12,19 +14,12 @@ use super::finding::Report;
 /// How long the look-up of the store's name may take.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Addresses reserved for documentation: no packet goes there, but the kernel tells which route it would take.
-const OUTSIDE: [IpAddr; 2] =
-    [IpAddr::V4(Ipv4Addr::new(192, 0, 2, 1)), IpAddr::V6(Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1))];
-
-/// Checks the interfaces; ranks use the one that leads to `store`, or to other machines if no store is known.
-pub(super) fn look(report: &mut Report, store: Option<&str>) {
-    let [trie, routes, inet6] = ["/proc/net/fib_trie", "/proc/net/route", "/proc/net/if_inet6"]
-        .map(|path| fs::read_to_string(path).ok());
-    let is_told = trie.is_some() || inet6.is_some();
-    let mut addresses = v4(&trie.unwrap_or_default(), &routes.unwrap_or_default());
-    addresses.extend(v6(&inet6.unwrap_or_default()));
-    report.note("addresses", shown(&addresses, is_told));
-    let (used, why) = match store {
+/// Checks the interfaces. Ranks use the one that the user names, else the one that leads to `store`. If that is not known, it is the one
+/// that leads to where they meet, or to other machines.
+pub(super) fn look(report: &mut Report, store: Option<&str>, meeting: Option<&str>) {
+    let listed = addresses();
+    report.note("addresses", shown(&listed));
+    let (leading, why) = match store {
         Some(store) => {
             let targets = match resolve(store, Deadline::after(RESOLVE_TIMEOUT)) {
                 Ok(targets) => targets,
@@ -38,12 +33,25 @@ pub(super) fn look(report: &mut Report, store: Option<&str>) {
             };
             (way_to(targets), format!("it leads to the store at {store}"))
         }
-        None => {
-            let targets = OUTSIDE.map(|address| SocketAddr::new(address, 9));
-            (way_to(targets.to_vec()), "it leads to other machines".to_owned())
+        None => match meeting.and_then(|meeting| Some((way_to_meeting(meeting)?, meeting))) {
+            Some((way, meeting)) => (Some(way), format!("it leads to the store at {meeting}")),
+            None => {
+                let targets = OUTSIDE.map(|address| SocketAddr::new(address, 9));
+                (way_to(targets.to_vec()), "it leads to other machines".to_owned())
+            }
+        },
+    };
+    // Ranks that meet at the loopback are all on this host, and the name has no effect.
+    let named = if leading.is_some_and(is_every_hosts) { Ok(None) } else { interface_named() };
+    let chosen = match named {
+        Ok(named) => named
+            .map(|named| (named, "GLOO_SOCKET_IFNAME names it".to_owned()))
+            .or_else(|| leading.map(|leading| (leading, why))),
+        Err(error) => {
+            return report.failed("interface", &error, "correct GLOO_SOCKET_IFNAME, or unset it");
         }
     };
-    let Some(used) = used else {
+    let Some((used, why)) = chosen else {
         return match store {
             Some(store) => {
                 report.bad("interface", format!("none leads to {store}"), "is there a route to its address?")
@@ -55,7 +63,8 @@ pub(super) fn look(report: &mut Report, store: Option<&str>) {
             ),
         };
     };
-    let interface = addresses.iter().find(|(address, _)| *address == used).map_or("?", |(_, name)| name);
+    let mut own = listed.iter().flatten();
+    let interface = own.find(|own| own.address == used).map_or("?", |own| &own.interface);
     let text = format!("{used} ({interface}): {why}");
     if used.is_loopback() {
         report.advise(
@@ -67,22 +76,24 @@ pub(super) fn look(report: &mut Report, store: Option<&str>) {
         report.advise(
             "interface",
             text,
-            "a bridge of containers does not lead to other machines: set MASTER_ADDR to an address on the network",
+            "a bridge of containers does not lead to other machines: set MASTER_ADDR to an address on the network, or GLOO_SOCKET_IFNAME to \
+             an interface that leads there",
         );
     } else {
         report.good("interface", text);
     }
 }
 
-/// These addresses; or that there are none, or that the kernel's tables are not there.
-fn shown(addresses: &[(IpAddr, String)], is_told: bool) -> String {
-    let shown: Vec<String> =
-        addresses.iter().map(|(address, interface)| format!("{address} ({interface})")).collect();
-    match (shown.is_empty(), is_told) {
-        (false, _) => shown.join(", "),
-        (true, true) => "none".to_owned(),
-        (true, false) => "not known: /proc/net does not say".to_owned(),
-    }
+/// These addresses, without those of IPv6 that hold on one link only; or that there are none, or that the kernel does not list them.
+fn shown(listed: &io::Result<Vec<InterfaceAddress>>) -> String {
+    let own = match listed {
+        Ok(own) => own,
+        Err(error) => return format!("not known: the kernel does not list them ({error})"),
+    };
+    let of_link =
+        |own: &&InterfaceAddress| matches!(own.address, IpAddr::V6(v6) if v6.is_unicast_link_local());
+    let shown: Vec<String> = own.iter().filter(|own| !of_link(own)).map(ToString::to_string).collect();
+    if shown.is_empty() { "none".to_owned() } else { shown.join(", ") }
 }
 
 /// Whether processes of this host can meet at the loopback.
@@ -98,6 +109,13 @@ pub(super) fn look_at_loopback(report: &mut Report) -> bool {
     has_loopback
 }
 
+/// The own address from which packets to the store of rank 0 go, if its name has an address by now. Not the loopback, to which many hosts
+/// map their own name: the other ranks reach this host at another address then.
+fn way_to_meeting(store: &str) -> Option<IpAddr> {
+    let targets = resolve(store, Deadline::after(RESOLVE_TIMEOUT)).ok()?;
+    way_to(targets).filter(|way| !is_every_hosts(*way))
+}
+
 /// The own address from which packets to the first of `targets` to which a route leads would go. Ranks try IPv4 first.
 fn way_to(mut targets: Vec<SocketAddr>) -> Option<IpAddr> {
     targets.sort_by_key(SocketAddr::is_ipv6);
@@ -110,94 +128,32 @@ fn way_to(mut targets: Vec<SocketAddr>) -> Option<IpAddr> {
     })
 }
 
-/// Whether it is one of the interfaces that container engines make.
-fn is_bridge(interface: &str) -> bool {
-    ["docker", "br-", "virbr", "cni", "lxcbr", "podman"].iter().any(|prefix| interface.starts_with(prefix))
-}
-
-/// The host's own addresses in the kernel's tables of routes, with the interface of their network.
-fn v4(fib_trie: &str, routes: &str) -> Vec<(IpAddr, String)> {
-    let mut found: Vec<(IpAddr, String)> = Vec::new();
-    let mut last = None;
-    for line in fib_trie.lines().map(str::trim) {
-        if let Some(address) = line.strip_prefix("|-- ") {
-            last = address.parse::<Ipv4Addr>().ok();
-        } else if line.starts_with("/32 host LOCAL")
-            && let Some(address) = last
-            && found.iter().all(|(known, _)| *known != address)
-        {
-            found.push((address.into(), v4_interface(address, routes)));
-        }
-    }
-    found
-}
-
-/// The interface of the narrowest network around `address` in /proc/net/route.
-fn v4_interface(address: Ipv4Addr, routes: &str) -> String {
-    if address.is_loopback() {
-        return "lo".to_owned();
-    }
-    // Numbers are in the host's byte order, addresses in the network's.
-    let number = |text: &str| {
-        u32::from_str_radix(text, 16).ok().map(|number| u32::from_be_bytes(number.to_ne_bytes()))
-    };
-    let network = |line: &str| {
-        let fields: Vec<&str> = line.split_whitespace().collect();
-        let (target, mask) = (number(fields.get(1)?)?, number(fields.get(7)?)?);
-        (mask != 0 && u32::from(address) & mask == target).then(|| (mask, fields[0].to_owned()))
-    };
-    routes.lines().skip(1).filter_map(network).max().map_or_else(|| "?".to_owned(), |(_, name)| name)
-}
-
-/// The addresses of /proc/net/if_inet6, without those that hold on one link only.
-fn v6(text: &str) -> Vec<(IpAddr, String)> {
-    let address = |line: &str| {
-        let fields: Vec<&str> = line.split_whitespace().collect();
-        let address = Ipv6Addr::from(u128::from_str_radix(fields.first()?, 16).ok()?);
-        (!address.is_unicast_link_local()).then_some((address.into(), (*fields.get(5)?).to_owned()))
-    };
-    text.lines().filter_map(address).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    #[cfg(target_endian = "little")]
-    fn the_kernels_tables_are_read() {
-        let trie = "Main:\n  +-- 0.0.0.0/0 3 0 5\n     |-- 10.0.0.0\n        /24 link UNICAST\n     |-- 10.0.0.5\n        \
-                    /32 host LOCAL\n     |-- 10.0.0.255\n        /32 link BROADCAST\n     |-- 127.0.0.1\n        /32 host \
-                    LOCAL\nLocal:\n     |-- 10.0.0.5\n        /32 host LOCAL\n";
-        let routes = "Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\n\
-                      eth0\t00000000\t0100000A\t0003\t0\t0\t0\t00000000\neth1\t0000000A\t0\t1\t0\t0\t0\t0000FFFF\n\
-                      eth0\t0000000A\t0\t1\t0\t0\t0\t00FFFFFF\n";
-        let expected = [("10.0.0.5", "eth0"), ("127.0.0.1", "lo")];
-        assert_eq!(
-            v4(trie, routes),
-            expected.map(|(address, name)| (address.parse().unwrap(), name.to_owned()))
-        );
-        let inet6 = "00000000000000000000000000000001 01 80 10 80       lo\n\
-                     fe800000000000000000000000000001 02 40 20 80     eth0\nx\n";
-        assert_eq!(v6(inet6), [(IpAddr::from(Ipv6Addr::LOCALHOST), "lo".to_owned())]);
-        assert_eq!(v4("", ""), []);
-    }
-
-    #[test]
     fn addresses_that_are_not_told_are_not_none() {
-        let one = [(IpAddr::from(Ipv4Addr::LOCALHOST), "lo".to_owned())];
-        assert_eq!(shown(&one, true), "127.0.0.1 (lo)");
-        assert_eq!((&*shown(&[], true), &*shown(&[], false)), ("none", "not known: /proc/net does not say"));
-    }
-
-    #[test]
-    fn bridges_of_containers_are_known() {
-        assert!(is_bridge("docker0") && is_bridge("br-1f2e") && !is_bridge("eth0") && !is_bridge("bond0"));
+        let of = |interface: &str, address: &str| InterfaceAddress {
+            interface: interface.to_owned(),
+            address: address.parse().unwrap(),
+        };
+        let told = vec![of("lo", "127.0.0.1"), of("eth0", "fe80::1"), of("eth0", "2001:db8::5")];
+        assert_eq!(shown(&Ok(told)), "127.0.0.1 (lo), 2001:db8::5 (eth0)");
+        assert_eq!(shown(&Ok(Vec::new())), "none");
+        let untold = shown(&Err(io::ErrorKind::PermissionDenied.into()));
+        assert!(untold.starts_with("not known: the kernel does not list them ("), "{untold}");
     }
 
     #[test]
     fn the_way_to_oneself_is_the_loopback() {
         assert_eq!(way_to(vec!["127.0.0.1:9".parse().unwrap()]), Some(Ipv4Addr::LOCALHOST.into()));
+    }
+
+    #[test]
+    fn a_store_of_rank_0_at_the_loopback_names_no_interface() {
+        assert_eq!(way_to_meeting("127.0.1.1:9"), None);
+        assert_eq!(way_to_meeting("no port"), None);
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::env;
 use std::time::{Duration, Instant};
 
 use phalanx::env::{LaunchEnv, RendezvousEndpoint};
-use phalanx::store::{Store, TcpStore};
+use phalanx::store::{Store, TcpStore, host_port};
 use phalanx::{Credentials, Deadline, Result};
 
 use super::finding::Report;
@@ -49,12 +49,16 @@ impl Place {
 
     /// The address of the launcher's store, if it serves one.
     pub fn store(&self) -> Option<String> {
-        let env = self.env().filter(|env| env.agent_store)?;
-        match &env.rendezvous {
-            RendezvousEndpoint::Master { address, port } if address.contains(':') => {
-                Some(format!("[{address}]:{port}"))
-            }
-            RendezvousEndpoint::Master { address, port } => Some(format!("{address}:{port}")),
+        self.env().filter(|env| env.agent_store)?;
+        self.meeting()
+    }
+
+    /// The address of the store at which the ranks meet, whoever serves it.
+    pub fn meeting(&self) -> Option<String> {
+        match &self.env()?.rendezvous {
+            RendezvousEndpoint::Master { address, port }
+            | RendezvousEndpoint::HostOfMpirun { address, port } => Some(host_port(address, *port)),
+            RendezvousEndpoint::Url(url) => url.strip_prefix("tcp://").map(str::to_owned),
             _ => None,
         }
     }
@@ -87,7 +91,7 @@ pub(super) fn look(report: &mut Report, place: &Place) {
             report.good("init", format!("rank {} of {}; rendezvous: {rendezvous}", env.rank, env.world_size));
         }
         Err(error) => {
-            report.bad("init", error.to_string(), "set what is missing, or unset what is left over")
+            report.failed("init", error, "set what is missing, or unset what is left over");
         }
     }
 }
@@ -107,7 +111,7 @@ pub(super) fn reach(report: &mut Report, address: &str) {
     match round_trip(address) {
         Ok(time) => report.good("store", format!("{address} answers in {} µs", time.as_micros())),
         Err(error) => {
-            report.bad("store", error.to_string(), "is it there, and does a firewall let this host through?")
+            report.failed("store", &error, "is it there, and does a firewall let this host through?");
         }
     }
 }

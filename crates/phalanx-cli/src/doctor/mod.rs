@@ -76,10 +76,10 @@ pub(crate) fn run(options: &Doctor) -> ExitCode {
 /// The report of this rank.
 fn look(options: &Doctor) -> Option<Report> {
     let place = launcher::Place::of_process();
-    let mut report = Report::new(host::name());
+    let mut report = Report::new(phalanx::host_name());
     host::look(&mut report, place.world_size());
     let target = options.store.clone().or_else(|| place.store());
-    interfaces::look(&mut report, target.as_deref());
+    interfaces::look(&mut report, target.as_deref(), place.meeting().as_deref());
     libraries::look(&mut report);
     launcher::look(&mut report, &place);
     let takes_all = variables::look(&mut report);
@@ -96,7 +96,7 @@ fn look(options: &Doctor) -> Option<Report> {
     world::gather(&report, options.timeout).unwrap_or_else(|error| {
         // Each rank reports about itself: only it can. A bad setting, which prevents a group too, has been told already.
         if takes_all {
-            report.bad("group", error.to_string(), "compare what the ranks say of interface and store");
+            report.failed("group", &error, "compare what the ranks say of interface and store");
         }
         Some(report)
     })

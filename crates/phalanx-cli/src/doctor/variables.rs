@@ -63,8 +63,7 @@ pub(super) fn look(report: &mut Report) -> bool {
     let mut takes_all = true;
     for error in [group, Credentials::from_env().map(drop)].into_iter().filter_map(Result::err) {
         takes_all = false;
-        let remedy = error.remedy().unwrap_or("correct the variable, or unset it");
-        report.bad("settings", error.full_cause(), remedy);
+        report.failed("settings", &error, "correct the variable, or unset it");
     }
     takes_all
 }

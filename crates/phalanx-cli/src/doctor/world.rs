@@ -72,6 +72,7 @@ fn return_large(group: &ProcessGroup) -> Result<()> {
 
 /// The error of a large message that has not arrived, after small ones have.
 fn too_large(error: &Error) -> Error {
+    let error = error.clone().without_remedy();
     Error::aborted(format!("small messages between the ranks arrive, and one of {LARGE} B does not: {error}")).with_remedy(
         "packets may be lost by their size: compare the MTU of the hosts' interfaces (`ip link`), try `ping -M do -s 1472 HOST`, and let \
          ICMP through the firewalls",
@@ -173,9 +174,11 @@ mod tests {
 
     #[test]
     fn a_large_message_that_is_lost_is_a_defect_with_a_remedy() {
-        let error = too_large(&Error::aborted("rank 1 (b) has not received it in time")).to_string();
+        let late = Error::aborted("rank 1 (b) has not received it in time").with_remedy("wait longer");
+        let error = too_large(&late).to_string();
         assert!(
-            error.contains("65536 B does not: rank 1 (b) has not received it") && error.contains("MTU"),
+            error.contains("65536 B does not: rank 1 (b) has not received it in time (packets")
+                && error.contains("MTU"),
             "{error}"
         );
     }

@@ -3,7 +3,11 @@
 #[path = "../../../phalanx-nccl/tests/jobs/stand_in.rs"]
 mod stand_in;
 
+use std::net::IpAddr;
 use std::process::{Command, Output, Stdio};
+
+use phalanx::interfaces::{InterfaceAddress, addresses};
+use phalanx::store::host_port;
 
 use crate::support::{bare, output, text};
 
@@ -49,6 +53,53 @@ fn a_name_without_an_address_is_said_to_have_none() {
     assert!(said.starts_with("no address of nowhere.invalid:29500 is known: "), "{said}");
     assert_eq!(interface["verdict"], "bad", "{report}");
     assert_eq!(output.status.code(), Some(1), "{report}");
+}
+
+#[test]
+fn the_interface_that_the_user_names_is_the_one_that_is_told() {
+    let told = |named: &str| {
+        let output = doctor(&["--json"], &[("GLOO_SOCKET_IFNAME", named)]);
+        let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        let interface = finding(&report, "interface");
+        (output.status.code(), interface["verdict"].clone(), interface["text"].as_str().unwrap().to_owned())
+    };
+    let (code, verdict, said) = told("nosuch0");
+    assert_eq!((code, verdict), (Some(1), "bad".into()), "{said}");
+    assert!(said.starts_with("GLOO_SOCKET_IFNAME=\"nosuch0\": this host has no such interface"), "{said}");
+    // The loopback has no effect.
+    let (code, _, said) = told("lo");
+    assert!(code == Some(0) && !said.contains("GLOO_SOCKET_IFNAME"), "{said}");
+    if let Some(own) = outward() {
+        let (_, _, said) = told(&own.interface);
+        assert_eq!(said, format!("{own}: GLOO_SOCKET_IFNAME names it"));
+    }
+}
+
+/// The first address of this machine at which others may reach it. A machine without a network has none.
+fn outward() -> Option<InterfaceAddress> {
+    let is_outward = |address: IpAddr| match address {
+        IpAddr::V4(address) => !address.is_loopback() && !address.is_link_local(),
+        IpAddr::V6(address) => !address.is_loopback() && !address.is_unicast_link_local(),
+    };
+    let own = addresses().unwrap().into_iter();
+    own.filter(|own| is_outward(own.address)).min_by_key(|own| own.address)
+}
+
+#[test]
+fn the_interface_is_the_one_that_leads_to_where_rank_0_serves_the_store() {
+    let own = outward();
+    let address = own.as_ref().map_or("127.0.0.1".to_owned(), |own| own.address.to_string());
+    // Port 1 is nobody's.
+    let variables =
+        [("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", address.as_str()), ("MASTER_PORT", "1")];
+    let output = doctor(&["--json", "--timeout", "1"], &variables);
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let said = finding(&report, "interface")["text"].as_str().unwrap();
+    let expected = match own {
+        Some(_) => format!("it leads to the store at {}", host_port(&address, 1)),
+        None => "none leads to other machines".to_owned(),
+    };
+    assert!(said.ends_with(&expected), "{report}");
 }
 
 /// On the stand-ins for libcuda and libnccl, which are no GPU.

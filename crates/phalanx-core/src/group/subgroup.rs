@@ -86,6 +86,9 @@ impl ProcessGroup {
 
     /// A group of all ranks of this one, for an adapter's thread, with its events in `trace`. Calls in it do not count as
     /// the program's. Every rank must call it, in the same order as its collectives.
+    ///
+    /// # Errors
+    /// As [`new_group`](Self::new_group), on every rank.
     pub fn new_group_aside(&self, trace: Trace) -> Result<Self> {
         let members: Vec<Rank> = self.world_size().ranks().collect();
         let name = self.agree_on(&members)?;

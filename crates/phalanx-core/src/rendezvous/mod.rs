@@ -402,7 +402,11 @@ fn without_launcher(rank: Option<Rank>, world_size: Option<WorldSize>) -> Result
 
 /// The address of the interface that the user names. The loopback is none at which others reach this host, and is taken anyway where all
 /// are on one.
-pub(crate) fn interface_named() -> Result<Option<IpAddr>> {
+///
+/// # Errors
+/// If this host has no such interface with an address, or the kernel does not list its addresses.
+#[doc(hidden)]
+pub fn interface_named() -> Result<Option<IpAddr>> {
     let address = crate::env::interface().map(|named| outward(Some(named), Vec::new())).transpose()?;
     Ok(address.filter(|address| !is_every_hosts(*address)))
 }

@@ -7,7 +7,7 @@ use super::protocol::ToLauncher;
 use crate::error::{Error, Result};
 
 /// Variables that belong to a machine, a login or a terminal, and are not sent.
-const NOT_FORWARDED: [&str; 29] = [
+const NOT_FORWARDED: [&str; 30] = [
     "_",
     "COLUMNS",
     "DBUS_SESSION_BUS_ADDRESS",
@@ -26,6 +26,7 @@ const NOT_FORWARDED: [&str; 29] = [
     "OLDPWD",
     "PET_LOCAL_ADDR",
     "PHALANX_BIND",
+    "PHALANX_HOST_ID",
     "PHALANX_RSH",
     "PWD",
     "SHELL",
@@ -43,7 +44,7 @@ const NOT_FORWARDED_PREFIXES: [&str; 7] =
 
 /// Variables that srun would take for options, of which a launcher's step has its own, and those of this machine. The first
 /// [`TOLD_TO_PROGRAMS`] describe the job, and programs read them.
-pub(super) const NOT_FOR_SRUN: [&str; 38] = [
+pub(super) const NOT_FOR_SRUN: [&str; 39] = [
     "SLURM_CPUS_PER_TASK",
     "SLURM_CPUS_PER_GPU",
     "SLURM_GPUS",
@@ -83,6 +84,7 @@ pub(super) const NOT_FOR_SRUN: [&str; 38] = [
     "SRUN_CPUS_PER_TASK",
     "PET_LOCAL_ADDR",
     "PHALANX_BIND",
+    "PHALANX_HOST_ID",
 ];
 const TOLD_TO_PROGRAMS: usize = 9;
 
@@ -139,6 +141,7 @@ mod tests {
             "SSH_AUTH_SOCK",
             "XDG_RUNTIME_DIR",
             "PWD",
+            "PHALANX_HOST_ID",
         ]
         .map(|name| (OsString::from(name), OsString::from("x")));
         let names: Vec<_> = forwarded(all.into_iter()).into_iter().map(|(name, _)| name).collect();

@@ -171,7 +171,9 @@ mod tests {
         assert_eq!(words[words.len() - 5..], ["/bin/sh", "-c", START, "sh", "/opt/a b/phalanx"]);
         let removed: Vec<&OsStr> =
             command.get_envs().filter_map(|(name, value)| value.is_none().then_some(name)).collect();
-        for name in ["SLURM_NTASKS", "SLURM_GPUS_PER_TASK", "SLURM_LABELIO", "PHALANX_BIND"] {
+        for name in
+            ["SLURM_NTASKS", "SLURM_GPUS_PER_TASK", "SLURM_LABELIO", "PHALANX_BIND", "PHALANX_HOST_ID"]
+        {
             assert!(removed.contains(&OsStr::new(name)), "{name}");
         }
     }

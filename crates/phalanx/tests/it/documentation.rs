@@ -15,19 +15,27 @@ fn variables(text: &str) -> BTreeSet<String> {
     ours.filter(|word| !OWN.iter().any(|own| word.starts_with(own))).map(str::to_owned).collect()
 }
 
-/// Calls `look` with all Rust files and shell scripts below `folder`.
-fn sources(folder: &Path, look: &mut impl FnMut(&str)) {
+/// The files with these extensions in this folder and in those below it.
+fn files(folder: &Path, extensions: &[&str], found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
         // An example that is a workspace of its own is built in its own folder.
-        if path.is_dir() && !path.ends_with("target") {
-            sources(&path, look);
-        } else if path
-            .extension()
-            .is_some_and(|extension| ["rs", "sh", "py"].iter().any(|known| extension == *known))
+        let is_made = path.file_name().is_some_and(|name| name == "target" || name == ".git");
+        if path.is_dir() && !is_made {
+            files(&path, extensions, found);
+        } else if path.extension().is_some_and(|extension| extensions.iter().any(|known| extension == *known))
         {
-            look(&fs::read_to_string(&path).unwrap());
+            found.push(path);
         }
+    }
+}
+
+/// Calls `look` with all Rust files and shell scripts below `folder`.
+fn sources(folder: &Path, look: &mut impl FnMut(&str)) {
+    let mut found = Vec::new();
+    files(folder, &["rs", "sh", "py"], &mut found);
+    for path in found {
+        look(&fs::read_to_string(path).unwrap());
     }
 }
 
@@ -84,6 +92,61 @@ fn each_trap_of_the_guide_has_the_test_that_it_names() {
 }
 
 #[test]
+fn each_bad_input_of_the_guide_has_the_test_that_it_names() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let mut all = String::new();
+    for folder in ["crates", "examples/roberta"] {
+        sources(&root.join(folder), &mut |text| all += text);
+    }
+    let page = fs::read_to_string(root.join("docs/guide/fine-tuning-roberta.md")).unwrap();
+    let (_, table) = page.split_once("| input | error | test |").unwrap();
+    let rows = table.lines().skip(2).take_while(|line| line.starts_with('|'));
+    // The name is the last cell; or it says that it is that of the row above.
+    let cells = rows.map(|row| row.trim_end_matches([' ', '|']).rsplit("| ").next().unwrap());
+    let named: Vec<&str> =
+        cells.filter(|cell| *cell != "the same").map(|cell| cell.trim_matches('`')).collect();
+    assert!(named.len() > 8, "{named:?}");
+    let missing: Vec<_> = named
+        .into_iter()
+        .filter(|name| {
+            !all.contains(&format!("#[test]\nfn {name}("))
+                && !all.contains(&format!("#[test]\n    fn {name}("))
+        })
+        .collect();
+    assert!(missing.is_empty(), "there are no tests {missing:?}");
+}
+
+#[test]
+fn each_program_of_a_page_is_compiled() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let mut found = Vec::new();
+    for folder in ["crates", "docs", "tch"] {
+        pages(&root.join(folder), &mut found);
+    }
+    found.push(root.join("README.md"));
+    let is_program = |line: &str| line.starts_with("```rust") && !line.contains("ignore");
+    found.retain(|page| fs::read_to_string(page).unwrap().lines().any(is_program));
+    // Of the command, whose library is empty, `cargo test` compiles no page.
+    let command = fs::canonicalize(root.join("crates/phalanx-cli/README.md")).unwrap();
+    let found: BTreeSet<PathBuf> = found.iter().map(|page| fs::canonicalize(page).unwrap()).collect();
+    assert!(found.len() > 20 && found.contains(&command), "{found:?}");
+    let mut compiled = BTreeSet::from([command]);
+    let mut libraries = vec![root.join("tch/src/lib.rs")];
+    libraries.extend(
+        fs::read_dir(root.join("crates")).unwrap().map(|package| package.unwrap().path().join("src/lib.rs")),
+    );
+    for library in libraries.into_iter().filter(|library| library.exists()) {
+        let text = fs::read_to_string(&library).unwrap();
+        for rest in text.split("[doc = include_str!(\"").skip(1) {
+            let (page, _) = rest.split_once('"').unwrap();
+            compiled.insert(fs::canonicalize(library.with_file_name(page)).unwrap());
+        }
+    }
+    let missing: Vec<&PathBuf> = found.difference(&compiled).collect();
+    assert!(missing.is_empty(), "no library has these pages among its tests: {missing:?}");
+}
+
+#[test]
 fn the_files_that_the_architecture_names_are_there() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let page = fs::read_to_string(root.join("ARCHITECTURE.md")).unwrap();
@@ -100,17 +163,61 @@ fn the_files_that_the_architecture_names_are_there() {
     assert!(gone.is_empty(), "ARCHITECTURE.md names {gone:?}, which are not there");
 }
 
+#[test]
+fn the_page_of_the_python_package_has_each_of_its_parts() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../python");
+    let page = fs::read_to_string(root.join("../docs/python-package.md")).unwrap();
+    let named: BTreeSet<&str> = page.split('`').skip(1).step_by(2).collect();
+    for folder in ["src", "phalanx_torch"] {
+        let mut missing = Vec::new();
+        for entry in fs::read_dir(root.join(folder)).unwrap() {
+            let entry = entry.unwrap();
+            let (name, is_folder) =
+                (entry.file_name().into_string().unwrap(), entry.file_type().unwrap().is_dir());
+            let part = format!("python/{folder}/{name}{}", if is_folder { "/" } else { "" });
+            let is_source = [".rs", ".py", ".pyi"].iter().any(|end| name.ends_with(end));
+            // The interpreter makes the other folder.
+            if (is_source || is_folder && name != "__pycache__") && !named.contains(&*part) {
+                missing.push(part);
+            }
+        }
+        assert!(missing.is_empty(), "docs/python-package.md does not name {missing:?}");
+    }
+}
+
+#[test]
+fn the_places_of_unsafe_code_are_those_that_are_listed() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let page = fs::read_to_string(root.join("CONTRIBUTING.md")).unwrap();
+    let (_, table) = page.split_once("| place | what it does |").unwrap();
+    let rows = table.lines().skip(2).take_while(|line| line.starts_with('|'));
+    let places: Vec<&str> = rows.map(|row| row.split('`').nth(1).unwrap()).collect();
+    let listed: BTreeSet<PathBuf> =
+        places
+            .iter()
+            .map(|place| {
+                if place.starts_with("phalanx-") { root.join("crates").join(place) } else { root.join(place) }
+            })
+            .collect();
+    let gone: Vec<_> = listed.iter().filter(|place| !place.exists()).collect();
+    assert!(places.len() > 8 && gone.is_empty(), "CONTRIBUTING.md lists {gone:?}, which are not there");
+    let mut found = Vec::new();
+    for folder in ["crates", "tch/src", "python/src"] {
+        files(&root.join(folder), &["rs"], &mut found);
+    }
+    let is_in_src = |path: &PathBuf| path.components().any(|part| part.as_os_str() == "src");
+    let allows = |path: &PathBuf| fs::read_to_string(path).unwrap().contains("[allow(unsafe_code)]");
+    // A place is a file, or a package with all that it has.
+    let is_listed = |path: &PathBuf| listed.iter().any(|place| path.starts_with(place));
+    let (known, missing): (Vec<_>, Vec<_>) =
+        found.into_iter().filter(|path| is_in_src(path) && allows(path)).partition(is_listed);
+    assert!(known.len() > 5, "{known:?}");
+    assert!(missing.is_empty(), "CONTRIBUTING.md does not list {missing:?}");
+}
+
 /// The pages of this folder and those below it.
 fn pages(folder: &Path, found: &mut Vec<PathBuf>) {
-    for entry in fs::read_dir(folder).unwrap() {
-        let path = entry.unwrap().path();
-        let is_built = path.file_name().is_some_and(|name| name == "target" || name == ".git");
-        if path.is_dir() && !is_built {
-            pages(&path, found);
-        } else if path.extension().is_some_and(|extension| extension == "md") {
-            found.push(path);
-        }
-    }
+    files(folder, &["md"], found);
 }
 
 /// The targets of a page's links, without those in its programs.

@@ -38,7 +38,8 @@ fn synchronous(group: &ProcessGroup, rule: &dyn UpdateRule, steps: u32) -> Vec<f
 }
 
 fn close(left: &[f32], right: &[f32]) {
-    let largest = left.iter().zip(right).map(|(left, right)| (left - right).abs()).fold(0.0, f32::max);
+    let differences = left.iter().zip(right).map(|(left, right)| (left - right).abs());
+    let largest = differences.max_by(f32::total_cmp).unwrap_or_default();
     assert!(left.len() == right.len() && largest < 1e-6, "{largest}: {left:?}, {right:?}");
 }
 

@@ -57,7 +57,7 @@ fn average(world: u32, of: impl Fn(Rank) -> Vec<f32>) -> Vec<f32> {
 }
 
 fn farthest(a: &[f32], b: &[f32]) -> f32 {
-    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).max_by(f32::total_cmp).unwrap()
 }
 
 #[test]
