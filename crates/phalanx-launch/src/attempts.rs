@@ -8,7 +8,7 @@ use rustix::process::Signal as Raw;
 
 use super::cluster::Cluster;
 use super::event::{Event, Observer};
-use super::exit::{Outcome, Report, Signal};
+use super::exit::{Failure, Outcome, Report, Signal};
 use super::job::Job;
 use super::key_file::KeyFile;
 use super::logs::JobLogs;
@@ -95,7 +95,12 @@ fn run_attempts(
         let is_fixed = job.cluster.as_ref().is_none_or(Cluster::is_fixed);
         let end = with_late_signal(attempt.end, attempt.late_signal, (is_last, is_fixed));
         let sent_elsewhere = attempt.late_signal.filter(|_| matches!(end, AttemptEnd::Elsewhere));
+        let failure = match &end {
+            AttemptEnd::Failed(failure, _) if is_last && is_fixed => Some(failure.clone()),
+            _ => None,
+        };
         let next = after_late_signal(nodes.after_attempt(end, control), sent_elsewhere)?;
+        let next = after_failure(next, failure);
         let next = match (next, attempt.late_signal) {
             // No restart was left, and another attempt costs none, as after a node that has left.
             (AfterAttempt::Restart, Some(signal)) => {
@@ -131,6 +136,17 @@ fn after_late_signal(next: Result<AfterAttempt>, late_signal: Option<Signal>) ->
     match (next, late_signal) {
         (Ok(AfterAttempt::Over(Outcome::NodeFailed(_))) | Err(_), Some(signal)) => {
             Ok(AfterAttempt::Over(Outcome::Interrupted(signal)))
+        }
+        (next, _) => next,
+    }
+}
+
+/// What follows an attempt that has ended with `failure`, after which no other follows. A signal ends the wait for the workers of other
+/// nodes, and does not hide it.
+fn after_failure(next: AfterAttempt, failure: Option<Failure>) -> AfterAttempt {
+    match (next, failure) {
+        (AfterAttempt::Over(Outcome::Interrupted(_)), Some(failure)) => {
+            AfterAttempt::Over(Outcome::Failed(failure))
         }
         (next, _) => next,
     }
@@ -202,6 +218,17 @@ mod tests {
         assert!(matches!(elsewhere(None, (false, true)), AttemptEnd::Elsewhere));
         let succeeded = with_late_signal(AttemptEnd::Succeeded, Some(Signal::TERM), (false, true));
         assert!(matches!(succeeded, AttemptEnd::Succeeded));
+    }
+
+    #[test]
+    fn a_signal_while_other_nodes_are_waited_for_does_not_hide_the_failure() {
+        let interrupted = || AfterAttempt::Over(Outcome::Interrupted(Signal::INT));
+        let failure = Failure::unknown(3);
+        let next = after_failure(interrupted(), Some(failure.clone()));
+        assert!(matches!(next, AfterAttempt::Over(Outcome::Failed(shown)) if shown == failure));
+        let next = after_failure(interrupted(), None);
+        assert!(matches!(next, AfterAttempt::Over(Outcome::Interrupted(Signal::INT))));
+        assert!(matches!(after_failure(AfterAttempt::Restart, Some(failure)), AfterAttempt::Restart));
     }
 
     #[test]
