@@ -22,6 +22,7 @@ use super::driver::Launchers;
 use crate::cluster::NO_LIMIT;
 use crate::error::{Error, Result};
 use crate::host_manager::Limits;
+use crate::job::given_name;
 use crate::store::MAX_RANKS;
 use crate::world_size::WorldSize;
 
@@ -108,9 +109,9 @@ impl ElasticHosts {
         self
     }
 
-    /// The job's name (`TORCHELASTIC_RUN_ID`); if not given, a new name.
+    /// The job's name (`TORCHELASTIC_RUN_ID`), as in [`Job::run_id`](crate::Job::run_id).
     pub fn run_id(mut self, run_id: impl Into<String>) -> Self {
-        self.run_id = Some(run_id.into());
+        self.run_id = given_name(run_id);
         self
     }
 
@@ -153,6 +154,12 @@ impl ElasticHosts {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_empty_name_is_none() {
+        let named = |name: &str| ElasticHosts::new(WorldSize::ONE).run_id(name).run_id;
+        assert_eq!((named(" "), named("job7 ").as_deref()), (None, Some("job7")));
+    }
 
     #[test]
     fn a_job_grows_to_no_more_workers_than_its_store_serves() {
