@@ -42,6 +42,8 @@ use crate::world_size::WorldSize;
 const LAST_ATTEMPT_GRACE: Duration = Duration::from_secs(2);
 /// How much longer than its silence the others may take to notice that a launcher is gone.
 const NOTICE_GRACE: Duration = Duration::from_secs(2);
+/// What the other nodes are told of one whose observer has asked for the end.
+const STOPPED: &str = "the reader of its output has closed the pipe";
 /// A wait that ends later than by so much was one in which this process was stopped.
 const STANDSTILL_LIMIT: Duration = Duration::from_secs(5);
 
@@ -343,6 +345,10 @@ impl Nodes for MultiNode<'_> {
                 return Ok(Gathered::Placed(placement));
             }
             self.show_waiting(control);
+            if control.stops {
+                self.leave(Departure::GaveUp(STOPPED.to_owned()));
+                return Ok(Gathered::Over(Outcome::Stopped));
+            }
             let now = Instant::now();
             let mut timeout = self.cluster.join_timeout.saturating_sub(now - since);
             if timeout.is_zero() && !self.view.state.has_enough() {
@@ -401,9 +407,7 @@ impl Nodes for MultiNode<'_> {
                 self.handler.propose(Entry::Failed { round, node: self.me, failure });
             }
             AttemptEnd::Interrupted(signal) => self.leave(Departure::Signal(signal.number())),
-            AttemptEnd::Stopped => {
-                self.leave(Departure::GaveUp("the reader of its output has closed the pipe".to_owned()));
-            }
+            AttemptEnd::Stopped => self.leave(Departure::GaveUp(STOPPED.to_owned())),
             AttemptEnd::Succeeded | AttemptEnd::Elsewhere => {}
         }
     }
@@ -428,7 +432,10 @@ impl Nodes for MultiNode<'_> {
                 self.leave(Departure::Signal(signal.number()));
                 return Ok(AfterAttempt::Over(Outcome::Interrupted(signal)));
             }
-            AttemptEnd::Stopped => return Ok(AfterAttempt::Over(Outcome::Stopped)),
+            AttemptEnd::Stopped => {
+                self.leave(Departure::GaveUp(STOPPED.to_owned()));
+                return Ok(AfterAttempt::Over(Outcome::Stopped));
+            }
             AttemptEnd::Succeeded => true,
             AttemptEnd::Failed(..) | AttemptEnd::Elsewhere => false,
         };

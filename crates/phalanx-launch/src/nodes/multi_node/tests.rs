@@ -202,6 +202,21 @@ fn the_store_of_a_round_ends_with_the_round() {
 }
 
 #[test]
+fn an_observer_ends_the_wait_for_other_nodes() {
+    let folder = tempfile::tempdir().unwrap();
+    let cluster = Cluster::file(2, 2, folder.path().join("launchers")).unwrap().local_addr("127.0.0.1");
+    let (job, refused) = (Job::new("unused", WorldSize::new(1).unwrap()), Refused::new().unwrap());
+    let mut node = MultiNode::new(&job, &cluster, "test".to_owned(), refused.refusals()).unwrap();
+    let mut observer = |event: Event<'_>| match event {
+        Event::Gathering { .. } => ControlFlow::Break(()),
+        _ => ControlFlow::Continue(()),
+    };
+    let mut control = Control { signals: None, observer: &mut observer, refused, stops: false };
+    let gathered = node.gather(&mut control).unwrap();
+    assert!(matches!(gathered, Gathered::Over(Outcome::Stopped)) && node.has_left, "{gathered:?}");
+}
+
+#[test]
 fn a_disk_without_room_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let cluster = Cluster::file(1, 1, folder.path().join("launchers")).unwrap().local_addr("127.0.0.1");
