@@ -8,7 +8,7 @@ use rustix::process::Signal as Raw;
 
 use super::cluster::Cluster;
 use super::event::{Event, Observer};
-use super::exit::{Failure, Outcome, Report, Signal};
+use super::exit::{Outcome, Report, Signal};
 use super::job::Job;
 use super::key_file::KeyFile;
 use super::logs::JobLogs;
@@ -96,12 +96,7 @@ fn run_attempts(
         let end =
             with_late_end(attempt.end, late_end(attempt.late_signal, control.stops), (is_last, is_fixed));
         let sent_elsewhere = attempt.late_signal.filter(|_| matches!(end, AttemptEnd::Elsewhere));
-        let failure = match &end {
-            AttemptEnd::Failed(failure, _) if is_last && is_fixed => Some(failure.clone()),
-            _ => None,
-        };
         let next = after_late_signal(nodes.after_attempt(end, control), sent_elsewhere)?;
-        let next = after_failure(next, failure);
         let next = match (next, late_end(attempt.late_signal, control.stops)) {
             // No restart was left, and another attempt costs none, as after a node that has left. Or the observer does not want one.
             (AfterAttempt::Restart, Some(late)) => nodes.after_attempt(late, control)?,
@@ -136,17 +131,6 @@ fn after_late_signal(next: Result<AfterAttempt>, late_signal: Option<Signal>) ->
     match (next, late_signal) {
         (Ok(AfterAttempt::Over(Outcome::NodeFailed(_))) | Err(_), Some(signal)) => {
             Ok(AfterAttempt::Over(Outcome::Interrupted(signal)))
-        }
-        (next, _) => next,
-    }
-}
-
-/// What follows an attempt that has ended with `failure`, after which no other follows. A signal ends the wait for the workers of other
-/// nodes, and does not hide it.
-fn after_failure(next: AfterAttempt, failure: Option<Failure>) -> AfterAttempt {
-    match (next, failure) {
-        (AfterAttempt::Over(Outcome::Interrupted(_)), Some(failure)) => {
-            AfterAttempt::Over(Outcome::Failed(failure))
         }
         (next, _) => next,
     }
@@ -207,6 +191,7 @@ impl<'a> Control<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::exit::Failure;
 
     #[test]
     fn a_signal_does_not_hide_the_failure_after_which_no_attempt_follows() {
@@ -230,17 +215,6 @@ mod tests {
         assert!(matches!(end(failed(), true), AttemptEnd::Failed(..)));
         assert!(matches!(late_end(Some(Signal::INT), true), Some(AttemptEnd::Interrupted(Signal::INT))));
         assert!(late_end(None, false).is_none());
-    }
-
-    #[test]
-    fn a_signal_while_other_nodes_are_waited_for_does_not_hide_the_failure() {
-        let interrupted = || AfterAttempt::Over(Outcome::Interrupted(Signal::INT));
-        let failure = Failure::unknown(3);
-        let next = after_failure(interrupted(), Some(failure.clone()));
-        assert!(matches!(next, AfterAttempt::Over(Outcome::Failed(shown)) if shown == failure));
-        let next = after_failure(interrupted(), None);
-        assert!(matches!(next, AfterAttempt::Over(Outcome::Interrupted(Signal::INT))));
-        assert!(matches!(after_failure(AfterAttempt::Restart, Some(failure)), AfterAttempt::Restart));
     }
 
     #[test]

@@ -308,6 +308,12 @@ impl<'a> MultiNode<'a> {
         }
     }
 
+    /// Leaves because of `signal`, while other nodes are waited for. The failure with which the job ends anyway is how it has ended.
+    fn leave_at(&mut self, signal: Signal) -> Outcome {
+        self.leave(Departure::Signal(signal.number()));
+        self.view.state.decided().map_or(Outcome::Interrupted(signal), |cause| outcome_of(&cause))
+    }
+
     fn outcome(&self, job_end: &JobEnd) -> Result<Outcome> {
         match job_end {
             JobEnd::Succeeded => Ok(Outcome::Succeeded),
@@ -460,8 +466,7 @@ impl Nodes for MultiNode<'_> {
                 return Ok(AfterAttempt::Restart);
             }
             if let Some(signal) = self.wait(control, Duration::from_secs(3600))? {
-                self.leave(Departure::Signal(signal.number()));
-                return Ok(AfterAttempt::Over(Outcome::Interrupted(signal)));
+                return Ok(AfterAttempt::Over(self.leave_at(signal)));
             }
         }
     }
