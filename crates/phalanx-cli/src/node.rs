@@ -14,9 +14,6 @@ use crate::parse;
 use crate::render::Format;
 use crate::run::job;
 
-/// How long the reader may take to read the last message.
-const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(10);
-
 /// Started by `phalanx run -H`
 #[derive(Args, Debug)]
 pub(crate) struct Node {
@@ -35,7 +32,8 @@ pub(crate) fn run(options: &Node) -> ExitCode {
     if let Some(result) = run_part(&mut teller).transpose() {
         teller.0.push(Stream::Stdout, RemoteNode::final_message(&result));
     }
-    teller.0.finish(LAST_MESSAGE_TIMEOUT);
+    // The command reads no more while nobody reads its own output. When it ends, this process does.
+    teller.0.finish(Duration::MAX);
     ExitCode::SUCCESS
 }
 

@@ -38,6 +38,23 @@ fn a_reader_that_pauses_gets_everything() {
     assert_eq!((exit_code(&mut child), read), (Some(0), 2 * lines));
 }
 
+/// For longer than a launcher's last words take otherwise, and with more than pipes hold.
+#[test]
+fn a_reader_that_pauses_when_the_job_ends_gets_everything() {
+    let hosts = Hosts::new();
+    let lines = 9_000;
+    let flood = format!(
+        "i=0; while [ $i -lt {lines} ]; do echo a line of a worker that has a lot to say before it ends, which is line $i of {lines} and no other one; i=$((i+1)); done"
+    );
+    let mut child = hosts.script("one:1,two:1", &[], &flood).spawn().unwrap();
+    limit(&child);
+    std::thread::sleep(std::time::Duration::from_secs(12));
+    let mut out = Vec::new();
+    child.stdout.take().unwrap().read_to_end(&mut out).unwrap();
+    let read = out.iter().filter(|byte| **byte == b'\n').count();
+    assert_eq!((exit_code(&mut child), read), (Some(0), 2 * lines));
+}
+
 /// Each worker gets its rank on its own host, right behind the program, on every host.
 #[test]
 fn launch_on_several_hosts_passes_the_local_rank() {

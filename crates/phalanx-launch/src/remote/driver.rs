@@ -146,6 +146,7 @@ impl<'a> Driver<'a> {
         // A connection that has ended gives only the events that were on their way.
         let Some(index) = peers.iter().position(|peer| peer.id == id) else { return };
         let peer = &mut peers[index];
+        peer.connection.was_taken();
         match incoming {
             Incoming::Message(said) => self.handle_message(index, said),
             Incoming::Line(line) => {
