@@ -55,6 +55,18 @@ fn a_reader_that_pauses_when_the_job_ends_gets_everything() {
     assert_eq!((exit_code(&mut child), read), (Some(0), 2 * lines));
 }
 
+#[test]
+fn a_reader_that_does_not_read_holds_up_no_signal() {
+    let hosts = Hosts::new();
+    let flood = "echo up $$; while :; do echo a line; done";
+    let (mut child, _unread, pids) = start(hosts.script("one:1,two:1", &[], flood), 1);
+    // Pipes and queues fill meanwhile.
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    send(&child, Signal::TERM);
+    assert_eq!(exit_code(&mut child), Some(143));
+    wait_for_end_of(&pids);
+}
+
 /// Each worker gets its rank on its own host, right behind the program, on every host.
 #[test]
 fn launch_on_several_hosts_passes_the_local_rank() {

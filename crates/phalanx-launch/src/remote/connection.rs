@@ -71,6 +71,8 @@ pub(super) struct Connection {
     untaken: Arc<AtomicUsize>,
     /// When something of it was taken last.
     taken_at: Option<Instant>,
+    /// Whether what has come and was not taken yet is lost when it has ended.
+    is_hurried: bool,
     kill_at: Option<Instant>,
 }
 
@@ -95,6 +97,7 @@ impl Connection {
             stderr_is_closed: false,
             untaken: Arc::clone(&incoming.untaken),
             taken_at: None,
+            is_hurried: false,
             kill_at: None,
         };
         if let (Some(stdin), Some(stdout), Some(stderr)) = pipes {
@@ -122,6 +125,11 @@ impl Connection {
     /// It may run so much longer, and is then killed.
     pub(super) fn must_end_by(&mut self, at: Instant) {
         self.kill_at = Some(self.kill_at.map_or(at, |earlier| earlier.min(at)));
+    }
+
+    /// A signal has come: whoever has sent it does not wait until the observer takes what has come.
+    pub(super) fn hurry(&mut self) {
+        self.is_hurried = true;
     }
 
     #[cfg(test)]
@@ -175,7 +183,8 @@ impl Connection {
         let silent_since = self.taken_at.map_or(ended, |taken| taken.max(ended));
         let is_silent = || silent_since.elapsed() > LAST_MESSAGE_TIMEOUT;
         let all_came = self.stdout_is_closed && self.stderr_is_closed;
-        all_came || self.untaken.load(Ordering::Relaxed) == 0 && is_silent()
+        let waits = self.untaken.load(Ordering::Relaxed) > 0 && !self.is_hurried;
+        all_came || !waits && is_silent()
     }
 
     /// Its exit code; none if a signal has ended it.
@@ -275,6 +284,9 @@ mod tests {
         }
         let long_ago = Instant::now().checked_sub(2 * LAST_MESSAGE_TIMEOUT).unwrap();
         connection.ended = connection.ended.map(|(status, _)| (status, long_ago));
+        connection.is_hurried = true;
+        assert!(connection.is_over());
+        connection.is_hurried = false;
         for expected in ["first", "last"] {
             assert!(!connection.is_over());
             let next = incoming.recv_timeout(Duration::from_secs(60)).unwrap();

@@ -303,6 +303,7 @@ impl Launchers<'_> {
                 _ => {
                     let signal = Signal::new(number);
                     self.end_all(DriverEnd::Interrupted(signal), signal);
+                    self.peers.iter_mut().for_each(|peer| peer.connection.hurry());
                 }
             }
         }
