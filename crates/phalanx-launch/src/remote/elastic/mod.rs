@@ -90,8 +90,8 @@ impl ElasticHosts {
         self
     }
 
-    /// How long a host is left out after a failure: `first`, then twice as long each time, up to `most`. 5 s and 300 s
-    /// if not given.
+    /// How long a host is left out after a failure: `first`, which is more than 0, then twice as long each time, up to `most`. 5 s and
+    /// 300 s if not given.
     pub fn cool_down(mut self, first: Duration, most: Duration) -> Self {
         self.cool_down = (first, most.max(first));
         self
@@ -140,6 +140,12 @@ impl ElasticHosts {
             return Err(Error::invalid_argument(cause)
                 .with_remedy("--min-np may be at most --max-np, and the number of all hosts' slots"));
         }
+        if self.cool_down.0.is_zero() {
+            let cause = "a host that fails would be started again and again without a pause";
+            return Err(Error::invalid_argument(cause).with_remedy(
+                "--blacklist-cooldown-range MIN MAX: give a MIN of more than 0 seconds, which is doubled after each failure",
+            ));
+        }
         Ok(Limits {
             min: self.min.get(),
             max,
@@ -159,6 +165,17 @@ mod tests {
     fn an_empty_name_is_none() {
         let named = |name: &str| ElasticHosts::new(WorldSize::ONE).run_id(name).run_id;
         assert_eq!((named(" "), named("job7 ").as_deref()), (None, Some("job7")));
+    }
+
+    #[test]
+    fn a_host_is_left_out_for_some_time() {
+        let limits = |first| {
+            let elastic = ElasticHosts::new(WorldSize::ONE);
+            elastic.cool_down(first, Duration::from_secs(9)).limits(1)
+        };
+        assert!(limits(Duration::from_millis(1)).is_ok());
+        let error = limits(Duration::ZERO).unwrap_err();
+        assert!(error.is_invalid_argument() && error.to_string().contains("more than 0 seconds"), "{error}");
     }
 
     #[test]
