@@ -1,7 +1,7 @@
 //! Time and bus bandwidth against size, as a PNG.
 
 use std::error::Error as StdError;
-use std::fs::{self, File};
+use std::fs::{self, File, OpenOptions};
 use std::io::BufWriter;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -166,7 +166,9 @@ impl Figure {
         let mut points =
             if peers.is_empty() { Vec::new() } else { select(read(peers, now)?, collective, ranks)? };
         points.retain(|point| !now.contains(&point.name));
-        let file = File::create(path).map_err(|error| {
+        // An earlier picture stays until this one is drawn.
+        let opened = OpenOptions::new().write(true).create(true).truncate(false).open(path);
+        let file = opened.map_err(|error| {
             Error::invalid_argument(format!("{} cannot be written: {error}", path.display()))
         })?;
         Ok(Self { path: path.to_owned(), file, title: format!("{collective}, {ranks} ranks"), points })
@@ -411,6 +413,9 @@ fn shrink(pixels: &[u8], height: u32) -> Vec<u8> {
 }
 
 fn encode(file: File, pixels: &[u8], height: u32) -> Result<(), png::EncodingError> {
+    if file.metadata()?.is_file() {
+        file.set_len(0)?;
+    }
     let mut encoder = png::Encoder::new(BufWriter::new(file), WIDTH, height);
     encoder.set_color(png::ColorType::Rgb);
     let mut writer = encoder.write_header()?;
@@ -441,6 +446,24 @@ mod tests {
         let picture = folder.path().join("now.png");
         let figure = Figure::new(&picture, Collective::Broadcast, 2, &now, &[peers]).unwrap();
         assert!(figure.points.iter().map(|point| point.name.as_str()).eq(["tcp"]), "{:?}", figure.points);
+    }
+
+    #[test]
+    fn an_earlier_picture_stays_until_this_one_is_drawn() {
+        let folder = tempfile::tempdir().unwrap();
+        let picture = folder.path().join("x.png");
+        let earlier = vec![7u8; 4 << 20];
+        fs::write(&picture, &earlier).unwrap();
+        let figure = || Figure::new(&picture, Collective::Broadcast, 2, &[], &[]).unwrap();
+        drop(figure());
+        assert_eq!(fs::read(&picture).unwrap(), earlier);
+        let (name, collective) = ("tcp".to_owned(), Collective::Broadcast);
+        let mut figure = figure();
+        figure.add(Point { name, collective, ranks: 2, bytes: 4.0, time_us: 1.0, limit: false });
+        figure.draw().unwrap();
+        let drawn = fs::read(&picture).unwrap();
+        assert!(drawn.starts_with(b"\x89PNG") && drawn.len() < earlier.len(), "{}", drawn.len());
+        assert_eq!(&drawn[drawn.len() - 8..][..4], b"IEND");
     }
 
     #[test]
