@@ -1,7 +1,7 @@
 //! Time and bus bandwidth against size, as a PNG.
 
 use std::error::Error as StdError;
-use std::fs::{self, File};
+use std::fs::{self, File, OpenOptions};
 use std::io::BufWriter;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -83,19 +83,19 @@ pub(crate) struct Plot {
 impl Plot {
     pub(crate) fn run(&self) -> Result<()> {
         is_none_of(&self.output, &self.files)?;
-        let mut points = read(&self.files)?;
+        let mut points = read(&self.files, &[])?;
         points.retain(|point| self.collective.is_none_or(|collective| point.collective == collective));
         points.retain(|point| self.ranks.is_none_or(|ranks| point.ranks == ranks));
         let Some(first) = points.first() else {
             return Err(Error::invalid_argument("the files have no such times")
-                .with_remedy(format!("they have those of {}", cases(&read(&self.files)?))));
+                .with_remedy(format!("they have those of {}", cases(&read(&self.files, &[])?))));
         };
         let (collective, ranks) = (first.collective, first.ranks);
         if points.iter().any(|point| (point.collective, point.ranks) != (collective, ranks)) {
             return Err(Error::invalid_argument(format!("the files have times of {}", cases(&points)))
                 .with_remedy("choose with --collective and --ranks"));
         }
-        Figure { points, ..Figure::new(&self.output, collective, ranks, "", &[])? }.draw()
+        Figure { points, ..Figure::new(&self.output, collective, ranks, &[], &[])? }.draw()
     }
 }
 
@@ -154,18 +154,21 @@ impl Look {
 }
 
 impl Figure {
-    /// Reads what was measured before, but for the curve that is measured now, and opens the file, so that no measurement
+    /// Reads what was measured before, but for the curves that are measured `now`, and opens the file, so that no measurement
     /// is in vain.
     pub(crate) fn new(
         path: &Path,
         collective: Collective,
         ranks: u32,
-        now: &str,
+        now: &[String],
         peers: &[PathBuf],
     ) -> Result<Self> {
-        let mut points = if peers.is_empty() { Vec::new() } else { select(read(peers)?, collective, ranks)? };
-        points.retain(|point| point.name != now);
-        let file = File::create(path).map_err(|error| {
+        let mut points =
+            if peers.is_empty() { Vec::new() } else { select(read(peers, now)?, collective, ranks)? };
+        points.retain(|point| !now.contains(&point.name));
+        // An earlier picture stays until this one is drawn.
+        let opened = OpenOptions::new().write(true).create(true).truncate(false).open(path);
+        let file = opened.map_err(|error| {
             Error::invalid_argument(format!("{} cannot be written: {error}", path.display()))
         })?;
         Ok(Self { path: path.to_owned(), file, title: format!("{collective}, {ranks} ranks"), points })
@@ -410,6 +413,9 @@ fn shrink(pixels: &[u8], height: u32) -> Vec<u8> {
 }
 
 fn encode(file: File, pixels: &[u8], height: u32) -> Result<(), png::EncodingError> {
+    if file.metadata()?.is_file() {
+        file.set_len(0)?;
+    }
     let mut encoder = png::Encoder::new(BufWriter::new(file), WIDTH, height);
     encoder.set_color(png::ColorType::Rgb);
     let mut writer = encoder.write_header()?;
@@ -424,6 +430,40 @@ mod tests {
     #[test]
     fn ticks_have_units() {
         assert_eq!([unit(1e-7, "s"), unit(1e-3, "s"), unit(1e10, "B/s")], ["100 ns", "1 ms", "10 GB/s"]);
+    }
+
+    #[test]
+    fn what_is_measured_now_takes_the_place_of_no_other_curve() {
+        let folder = tempfile::tempdir().unwrap();
+        let peers = folder.path().join("before.json");
+        let line = |name: &str| {
+            format!(
+                r#"{{"name": "{name}", "collective": "broadcast", "ranks": 2, "bytes": 4, "time_us": 1.0}}"#
+            )
+        };
+        fs::write(&peers, ["tcp", "tcp, tree", "tcp, ring"].map(line).concat()).unwrap();
+        let now = ["tcp, tree", "tcp, ring"].map(str::to_owned);
+        let picture = folder.path().join("now.png");
+        let figure = Figure::new(&picture, Collective::Broadcast, 2, &now, &[peers]).unwrap();
+        assert!(figure.points.iter().map(|point| point.name.as_str()).eq(["tcp"]), "{:?}", figure.points);
+    }
+
+    #[test]
+    fn an_earlier_picture_stays_until_this_one_is_drawn() {
+        let folder = tempfile::tempdir().unwrap();
+        let picture = folder.path().join("x.png");
+        let earlier = vec![7u8; 4 << 20];
+        fs::write(&picture, &earlier).unwrap();
+        let figure = || Figure::new(&picture, Collective::Broadcast, 2, &[], &[]).unwrap();
+        drop(figure());
+        assert_eq!(fs::read(&picture).unwrap(), earlier);
+        let (name, collective) = ("tcp".to_owned(), Collective::Broadcast);
+        let mut figure = figure();
+        figure.add(Point { name, collective, ranks: 2, bytes: 4.0, time_us: 1.0, limit: false });
+        figure.draw().unwrap();
+        let drawn = fs::read(&picture).unwrap();
+        assert!(drawn.starts_with(b"\x89PNG") && drawn.len() < earlier.len(), "{}", drawn.len());
+        assert_eq!(&drawn[drawn.len() - 8..][..4], b"IEND");
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! What a plot needs of a measurement, as `--json` writes it and the scripts in bench/peers.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -47,13 +47,15 @@ impl From<&Row> for Point {
     }
 }
 
-/// The points of all files, a line of JSON each.
-pub(crate) fn read(files: &[PathBuf]) -> Result<Vec<Point>> {
-    let mut points = Vec::new();
+/// The points of all files, a line of JSON each. A name that several of them have is that of several curves if they have times of the
+/// same size, unless it is one of those that are measured `now`.
+pub(crate) fn read(files: &[PathBuf], now: &[String]) -> Result<Vec<Point>> {
+    let mut all = Vec::new();
     for file in files {
         let text = fs::read_to_string(file).map_err(|error| refused(file, &error.to_string()))?;
-        points.extend(parse(&text).map_err(|cause| refused(file, &cause))?);
+        all.push((file.as_path(), parse(&text).map_err(|cause| refused(file, &cause))?));
     }
+    let points = apart(all, now);
     let names = points.iter().map(|point| &point.name).collect::<HashSet<_>>().len();
     if names > MAX_CURVES {
         let cause = format!("the files have {names} names, and a plot has at most {MAX_CURVES} curves");
@@ -62,6 +64,30 @@ pub(crate) fn read(files: &[PathBuf]) -> Result<Vec<Point>> {
         );
     }
     Ok(points)
+}
+
+/// Names the points by their files, too, where those of several files would be one curve, with several times of one size.
+fn apart(files: Vec<(&Path, Vec<Point>)>, now: &[String]) -> Vec<Point> {
+    let mut first = HashMap::new();
+    let mut several = HashSet::new();
+    for (file, points) in &files {
+        for Point { name, collective, ranks, bytes, .. } in points {
+            let size = (name.clone(), collective.to_string(), *ranks, bytes.to_bits());
+            if *first.entry(size).or_insert(*file) != *file && !now.contains(name) {
+                several.insert(name.clone());
+            }
+        }
+    }
+    let mut all = Vec::new();
+    for (file, points) in files {
+        for mut point in points {
+            if several.contains(&point.name) {
+                point.name = format!("{} ({})", point.name, file.display());
+            }
+            all.push(point);
+        }
+    }
+    all
 }
 
 /// Those of one collective and world, of which there must be some.
@@ -120,13 +146,30 @@ mod tests {
     }
 
     #[test]
+    fn one_name_in_several_files_is_several_curves() {
+        let folder = tempfile::tempdir().unwrap();
+        let files = ["before.json", "after.json", "larger.json"].map(|name| folder.path().join(name));
+        let names = |of: &[PathBuf], now: &[String]| -> Vec<String> {
+            read(of, now).unwrap().into_iter().map(|point| point.name).collect()
+        };
+        fs::write(&files[0], LINE).unwrap();
+        fs::write(&files[1], LINE.replace("2.0", "1.0") + "\n" + &LINE.replace("gloo", "mpi")).unwrap();
+        fs::write(&files[2], LINE.replace("1000", "4000")).unwrap();
+        let [before, after] = [0, 1].map(|number: usize| format!("gloo ({})", files[number].display()));
+        assert_eq!(names(&files[..2], &[]), [before, after, "mpi".to_owned()]);
+        // The sizes of one curve may have been measured one after another, and a curve that is measured now takes the place of both.
+        assert_eq!(names(&[files[0].clone(), files[2].clone()], &[]), ["gloo", "gloo"]);
+        assert_eq!(names(&files[..2], &["gloo".to_owned()]), ["gloo", "gloo", "mpi"]);
+    }
+
+    #[test]
     fn more_curves_than_a_plot_has_room_for_are_refused() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("times.json");
         for (names, is_drawn) in [(MAX_CURVES, true), (MAX_CURVES + 1, false)] {
             let lines = (0..names).map(|number| LINE.replace("gloo", &format!("gloo {number}")) + "\n");
             fs::write(&file, lines.collect::<String>()).unwrap();
-            assert_eq!(read(std::slice::from_ref(&file)).is_ok(), is_drawn, "{names}");
+            assert_eq!(read(std::slice::from_ref(&file), &[]).is_ok(), is_drawn, "{names}");
         }
     }
 

@@ -62,7 +62,7 @@ fn sweep<T: Value>(options: &Bench, groups: &[ProcessGroup], algorithms: Option<
         let here = LaunchEnv::from_process()?.and_then(|env| env.local_world_size).unwrap_or(1);
         check_together(group, case.bytes::<T>(), here, phalanx_sys::arena::available_memory)?;
     }
-    let mut output = Output::new(options, group)?;
+    let mut output = Output::new(options, group, algorithms)?;
     let mut times = vec![Vec::new(); groups.len()];
     let mut wrong = 0;
     for bytes in &sizes {
@@ -122,7 +122,7 @@ fn place(file: &Path) -> PathBuf {
 struct Output(Option<(Report, Option<Figure>)>);
 
 impl Output {
-    fn new(options: &Bench, group: &ProcessGroup) -> Result<Self> {
+    fn new(options: &Bench, group: &ProcessGroup, algorithms: Option<&Algorithms>) -> Result<Self> {
         if !group.rank().is_main() {
             return Ok(Self(None));
         }
@@ -130,10 +130,10 @@ impl Output {
         if let Some(path) = &options.tune {
             tune::check_file(path)?;
         }
-        let curve = options.curve(group, None);
+        let curves = options.curves(group, algorithms);
         let world = group.world_size().get();
         let figure = match &options.plot {
-            Some(path) => Some(Figure::new(path, options.collective, world, &curve, &options.peers)?),
+            Some(path) => Some(Figure::new(path, options.collective, world, &curves, &options.peers)?),
             None => None,
         };
         let report = Report::new(options.json.as_deref())?;
@@ -312,6 +312,14 @@ impl Bench {
         format!("Phalanx, {transport}{memory}{algorithm}")
     }
 
+    /// The names of all curves that are measured.
+    fn curves(&self, group: &ProcessGroup, algorithms: Option<&Algorithms>) -> Vec<String> {
+        match algorithms {
+            Some(algorithms) => algorithms.names.iter().map(|name| self.curve(group, Some(name))).collect(),
+            None => vec![self.curve(group, None)],
+        }
+    }
+
     fn title(&self, group: &ProcessGroup) -> String {
         let (collective, mut what) = (self.collective, String::new());
         if collective.has_data() {
@@ -333,9 +341,22 @@ mod tests {
     use std::thread;
     use std::time::Duration;
 
+    use clap::Parser;
     use phalanx::WorldSize;
 
     use super::*;
+    use crate::options::Cli;
+
+    #[test]
+    fn each_algorithm_has_a_curve_of_its_own() {
+        let groups = ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap();
+        let options = Cli::try_parse_from(["bench", "broadcast"]).unwrap().collective.unwrap();
+        let algorithms = tune::algorithms(options.collective).unwrap();
+        let usual = options.curve(&groups[0], None);
+        assert_eq!(options.curves(&groups[0], None), [usual.clone()]);
+        let curves = options.curves(&groups[0], Some(&algorithms));
+        assert_eq!(curves, [format!("{usual}, tree"), format!("{usual}, ring")]);
+    }
 
     #[test]
     fn no_rank_begins_before_all_have_looked_at_the_memory() {

@@ -89,7 +89,7 @@ sessions of their own, get SIGTERM, and SIGKILL after the grace period. Then all
 restarts are left. The first failure is printed at the end, and its exit code is this command's (128 + n for signal n). If a failed rank \
 reports that another rank failed, that other rank's failure counts as the first. \
 Ctrl-C, SIGTERM, SIGHUP and SIGQUIT are passed on to all workers, with the same grace period; a second Ctrl-C kills \
-at once. The exit code is then 128 + n for signal n (130 for Ctrl-C), and 1 on other nodes that end because of it. SIGUSR1 and SIGUSR2 are passed on too, and do not end this command. If this command is killed, its workers are killed \
+at once. The exit code is then 128 + n for signal n (130 for Ctrl-C), and 1 on other nodes that end because of it. A signal that comes when a failure has ended the job, or all workers have ended well, changes neither the report nor the exit code. SIGUSR1 and SIGUSR2 are passed on too, and do not end this command. If this command is killed, its workers are killed \
 too. Workers may end with 0 at different times. If no worker can be \
 started, the exit code is 127 (the program is not found), 126 (it cannot be executed), 2 (wrong options) or 1.
 

@@ -327,6 +327,20 @@ pub(crate) fn run(options: Horovodrun) -> ExitCode {
     }
 }
 
+/// The long option that a short one of several letters means, which Horovod has.
+fn renamed(word: &str) -> Option<String> {
+    let end = word.find('=').unwrap_or(word.len());
+    let long = match &word[..end] {
+        "-np" => "--num-proc",
+        "-cb" => "--check-build",
+        "-hostfile" => "--hostfile",
+        "-prefix-timestamp" => "--prefix-output-with-timestamp",
+        "-v" => "--version",
+        _ => return None,
+    };
+    Some(format!("{long}{}", &word[end..]))
+}
+
 /// The command line as clap understands it: a link with the name horovodrun is the subcommand, and the short options of several
 /// letters that Horovod has are long ones.
 pub(crate) fn command_line(given: impl Iterator<Item = OsString>) -> Vec<OsString> {
@@ -361,13 +375,9 @@ pub(crate) fn command_line(given: impl Iterator<Item = OsString>) -> Vec<OsStrin
             skip -= 1;
             continue;
         }
-        match word.to_str() {
-            Some("-np") => *word = "--num-proc".into(),
-            Some("-cb") => *word = "--check-build".into(),
-            Some("-hostfile") => *word = "--hostfile".into(),
-            Some("-prefix-timestamp") => *word = "--prefix-output-with-timestamp".into(),
-            Some("-v") => *word = "--version".into(),
-            Some(text) if text.starts_with('-') && text != "--" => {}
+        match word.to_str().map(|text| (renamed(text), text.starts_with('-') && text != "--")) {
+            Some((Some(long), _)) => *word = long.into(),
+            Some((None, true)) => {}
             _ => break,
         }
         skip = word.to_str().filter(|word| !word.contains('=')).map_or(0, values);
@@ -404,6 +414,10 @@ mod tests {
             assert_eq!(arguments, "run --num-proc 4 --hosts localhost:4 -- ./train -np 9 --mpi");
             assert_eq!(variables, ["PHALANX_HOROVODRUN=1"]);
         }
+        assert_eq!(
+            translated("horovodrun -np=2 -hostfile=h x -np=3").0,
+            "run --num-proc 2 --hostfile h -- x -np=3"
+        );
         let elastic = "horovodrun -p 22 --verbose -np 8 --min-np 4 --max-num-proc 12 --host-discovery-script ./h --slots 2 \
                        --blacklist-cooldown-range 1 9 --reset-limit 3 --output-filename out x";
         let expected = "run --num-proc 8 --ssh-port 22 --min-np 4 --max-np 12 --reset-limit 3 --host-discovery-script ./h \

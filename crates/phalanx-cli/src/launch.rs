@@ -68,14 +68,27 @@ pub(crate) fn script_end(command: &[OsString]) -> usize {
     }
     let mut words = command.iter().skip(1).enumerate();
     while let Some((index, word)) = words.next() {
-        match word.to_str() {
+        let letters = match word.to_str() {
+            Some("--check-hash-based-pycs") => {
+                words.next();
+                continue;
+            }
+            Some(long) if long.starts_with("--") => continue,
+            word => word.and_then(|word| word.strip_prefix('-')).unwrap_or_default(),
+        };
+        if letters.is_empty() {
+            return index + 1;
+        }
+        // The first letter that takes a value ends the options of a word: what is left of the word is the value, or else the next word.
+        let Some(at) = letters.find(['m', 'c', 'W', 'X']) else { continue };
+        let (letter, value) = letters[at..].split_at(1);
+        match (letter, value.is_empty()) {
             // What follows is the script's.
-            Some("-m" | "-c") => return index + 2,
-            Some("-W" | "-X") => {
+            ("m" | "c", is_next) => return index + 1 + usize::from(is_next),
+            (_, true) => {
                 words.next();
             }
-            Some(option) if option.starts_with('-') && option != "-" => {}
-            _ => return index + 1,
+            (_, false) => {}
         }
     }
     0
@@ -120,6 +133,9 @@ mod tests {
         assert_eq!(end("python train.py --lr 1"), 1);
         assert_eq!(end("/usr/bin/python3.13 -u -W ignore train.py -m x"), 4);
         assert_eq!(end("python3 -u -m pkg.train --lr 1"), 3);
+        assert_eq!(end("python3 -mpkg.train"), 1);
+        assert_eq!(end("python3 -Wignore -um pkg.train --lr 1"), 3);
+        assert_eq!(end("python3 -X dev --check-hash-based-pycs never train.py x"), 5);
         assert_eq!(end("python3 - x"), 1);
         assert_eq!(end("python3"), 0);
     }

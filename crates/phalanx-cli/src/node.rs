@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
-use phalanx::launch::{Event, Observer, RemoteNode, Report, Stream};
+use phalanx::launch::{Event, Observer, Outcome, RemoteNode, Report, Stream};
 use phalanx::{Error, Result};
 
 use crate::cli::Command;
@@ -14,7 +14,7 @@ use crate::parse;
 use crate::render::Format;
 use crate::run::job;
 
-/// How long the reader may take to read the last message.
+/// How long the reader may take to read the last message of a job that a signal has ended.
 const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Started by `phalanx run -H`
@@ -32,10 +32,15 @@ pub(crate) fn run(options: &Node) -> ExitCode {
     }
     let Ok(output) = Output::start(Format::Text) else { return ExitCode::FAILURE };
     let mut teller = Teller(output);
+    // The command reads no more while nobody reads its own output. A signal, and its end, end this process.
+    let mut timeout = Duration::MAX;
     if let Some(result) = run_part(&mut teller).transpose() {
         teller.0.push(Stream::Stdout, RemoteNode::final_message(&result));
+        if result.is_ok_and(|report| matches!(report.outcome, Outcome::Interrupted(_))) {
+            timeout = LAST_MESSAGE_TIMEOUT;
+        }
     }
-    teller.0.finish(LAST_MESSAGE_TIMEOUT);
+    teller.0.finish(timeout);
     ExitCode::SUCCESS
 }
 

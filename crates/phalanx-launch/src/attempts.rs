@@ -93,14 +93,13 @@ fn run_attempts(
         report.replacements += attempt.replacements;
         let is_last = placement.restarts >= job.restarts_allowed();
         let is_fixed = job.cluster.as_ref().is_none_or(Cluster::is_fixed);
-        let end = with_late_signal(attempt.end, attempt.late_signal, (is_last, is_fixed));
+        let end =
+            with_late_end(attempt.end, late_end(attempt.late_signal, control.stops), (is_last, is_fixed));
         let sent_elsewhere = attempt.late_signal.filter(|_| matches!(end, AttemptEnd::Elsewhere));
         let next = after_late_signal(nodes.after_attempt(end, control), sent_elsewhere)?;
-        let next = match (next, attempt.late_signal) {
-            // No restart was left, and another attempt costs none, as after a node that has left.
-            (AfterAttempt::Restart, Some(signal)) => {
-                nodes.after_attempt(AttemptEnd::Interrupted(signal), control)?
-            }
+        let next = match (next, late_end(attempt.late_signal, control.stops)) {
+            // No restart was left, and another attempt costs none, as after a node that has left. Or the observer does not want one.
+            (AfterAttempt::Restart, Some(late)) => nodes.after_attempt(late, control)?,
             (next, _) => next,
         };
         match next {
@@ -110,17 +109,18 @@ fn run_attempts(
     }
 }
 
-/// The end of an attempt with the signal that came while its workers were being ended: whoever has sent it wants no other attempt. If none
-/// follows a failure, the failure is how the job has ended, on this node or on another; unless the number of nodes `is_fixed`, the others may go
-/// on when this one leaves.
-fn with_late_signal(
-    end: AttemptEnd,
-    late_signal: Option<Signal>,
-    (is_last, is_fixed): (bool, bool),
-) -> AttemptEnd {
-    match (end, late_signal) {
-        (AttemptEnd::Failed(..), Some(signal)) if !is_last => AttemptEnd::Interrupted(signal),
-        (AttemptEnd::Elsewhere, Some(signal)) if !(is_last && is_fixed) => AttemptEnd::Interrupted(signal),
+/// How the job ends where a signal has come, or the observer has asked for the end, while the workers were being ended.
+fn late_end(late_signal: Option<Signal>, stops: bool) -> Option<AttemptEnd> {
+    late_signal.map(AttemptEnd::Interrupted).or(stops.then_some(AttemptEnd::Stopped))
+}
+
+/// The end of an attempt with what came while its workers were being ended: whoever has sent a signal, or asked for the end, wants no other
+/// attempt. If none follows a failure, the failure is how the job has ended, on this node or on another; unless the number of nodes `is_fixed`,
+/// the others may go on when this one leaves.
+fn with_late_end(end: AttemptEnd, late: Option<AttemptEnd>, (is_last, is_fixed): (bool, bool)) -> AttemptEnd {
+    match (end, late) {
+        (AttemptEnd::Failed(..), Some(late)) if !is_last => late,
+        (AttemptEnd::Elsewhere, Some(late)) if !(is_last && is_fixed) => late,
         (end, _) => end,
     }
 }
@@ -142,7 +142,7 @@ pub(super) struct Control<'a> {
     pub(super) signals: Option<Catcher>,
     pub(super) observer: &'a mut dyn Observer,
     pub(super) refused: Refused,
-    /// Whether the observer has asked for the end.
+    /// Whether the observer has asked for the end; it does so for good.
     pub(super) stops: bool,
 }
 
@@ -191,17 +191,30 @@ impl<'a> Control<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::exit::Failure;
 
     #[test]
     fn a_signal_does_not_hide_the_failure_after_which_no_attempt_follows() {
-        let elsewhere = |signal, job| with_late_signal(AttemptEnd::Elsewhere, signal, job);
+        let elsewhere = |signal, job| with_late_end(AttemptEnd::Elsewhere, late_end(signal, false), job);
         assert!(matches!(elsewhere(Some(Signal::TERM), (true, true)), AttemptEnd::Elsewhere));
         for job in [(false, true), (true, false)] {
             assert!(matches!(elsewhere(Some(Signal::TERM), job), AttemptEnd::Interrupted(Signal::TERM)));
         }
         assert!(matches!(elsewhere(None, (false, true)), AttemptEnd::Elsewhere));
-        let succeeded = with_late_signal(AttemptEnd::Succeeded, Some(Signal::TERM), (false, true));
+        let late = late_end(Some(Signal::TERM), true);
+        let succeeded = with_late_end(AttemptEnd::Succeeded, late, (false, true));
         assert!(matches!(succeeded, AttemptEnd::Succeeded));
+    }
+
+    #[test]
+    fn an_observer_that_asks_late_for_the_end_gets_no_other_attempt() {
+        let failed = || AttemptEnd::Failed(Failure::unknown(3), None);
+        let end = |end, is_last| with_late_end(end, late_end(None, true), (is_last, true));
+        assert!(matches!(end(failed(), false), AttemptEnd::Stopped));
+        assert!(matches!(end(AttemptEnd::Elsewhere, false), AttemptEnd::Stopped));
+        assert!(matches!(end(failed(), true), AttemptEnd::Failed(..)));
+        assert!(matches!(late_end(Some(Signal::INT), true), Some(AttemptEnd::Interrupted(Signal::INT))));
+        assert!(late_end(None, false).is_none());
     }
 
     #[test]

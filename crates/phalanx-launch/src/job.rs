@@ -203,9 +203,9 @@ impl Job {
         self
     }
 
-    /// The job's name (`TORCHELASTIC_RUN_ID`); if not given, one that no other job has.
+    /// The job's name (`TORCHELASTIC_RUN_ID`), of which blanks at its ends are no part; if not given, or empty, one that no other job has.
     pub fn run_id(mut self, run_id: impl Into<String>) -> Self {
-        self.run_id = Some(run_id.into());
+        self.run_id = given_name(run_id);
         self
     }
 
@@ -440,6 +440,13 @@ pub(super) fn not_a_host(host: &str, why: &str) -> Error {
         .with_remedy("correct --master-addr or --rdzv-endpoint, or the variable that sets it")
 }
 
+/// The name that was given to a job, if there is one. Workers read it from a variable, in which blanks at the ends do not count, nor an
+/// empty value, and look for what their launcher writes under it.
+pub(super) fn given_name(name: impl Into<String>) -> Option<String> {
+    let name = name.into().trim().to_owned();
+    Some(name).filter(|name| !name.is_empty())
+}
+
 /// A new name for the job.
 pub(super) fn random_name() -> Result<String> {
     Ok(format!("{:016x}", random::number()?))
@@ -448,6 +455,16 @@ pub(super) fn random_name() -> Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_job_has_the_name_that_its_workers_read() {
+        let name = |name: &str| Job::new("train", WorldSize::ONE).run_id(name).name_of_run().unwrap();
+        assert_eq!(name(" job 7\n"), "job 7");
+        // As `--rdzv-id "$JOB"` where JOB is not set.
+        for empty in ["", " "] {
+            assert_eq!(name(empty).len(), random_name().unwrap().len());
+        }
+    }
 
     #[test]
     fn a_store_is_not_open_to_all_and_closed_to_those_without_tls() {

@@ -8,7 +8,6 @@
 //! own children, which distinguishes one long stop from many short ones and names the signal; `/proc` does neither.
 
 use std::collections::HashSet;
-use std::ops::ControlFlow;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
@@ -163,6 +162,7 @@ impl Supervisor<'_, '_> {
             if reads {
                 self.handle_output();
             }
+            self.handle_stop();
             self.handle_ends();
             self.handle_nodes();
             self.handle_time();
@@ -217,7 +217,11 @@ impl Supervisor<'_, '_> {
         for worker in 0..self.workers.len() {
             self.read_output(worker);
         }
-        if std::mem::take(&mut self.control.stops) {
+    }
+
+    /// Ends the workers if the observer has asked for that. If they are being ended already, no other attempt follows.
+    fn handle_stop(&mut self) {
+        if self.control.stops {
             let signal = self.policy.stopped(Instant::now());
             self.deliver(signal);
         }
@@ -507,9 +511,7 @@ impl Supervisor<'_, '_> {
         self.read_output(worker);
         let Self { workers, control, .. } = self;
         let rank = workers[worker].rank();
-        workers[worker].finish_output(|stream, text| {
-            let _: ControlFlow<()> = control.observer.observe(Event::Line { rank, stream, text });
-        });
+        workers[worker].finish_output(|stream, text| control.tell(Event::Line { rank, stream, text }));
     }
 
     fn tell(&mut self, event: Event<'_>) {

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use phalanx::{Error, Result, TransportKind, WorldSize};
+use phalanx::{Error, GroupOptions, Result, TransportKind, WorldSize};
 use serde::Serialize;
 
 use self::resources::Resources;
@@ -38,7 +38,7 @@ pub(crate) struct Faults {
     #[arg(long, value_name = "N", default_value_t = 20)]
     freezes: u32,
 
-    /// What carries the data: tcp or shm [default: shm]
+    /// What carries the data: tcp or shm [default: what PHALANX_TRANSPORT says, else shm]
     #[arg(long, value_name = "KIND")]
     transport: Option<TransportKind>,
 
@@ -99,6 +99,7 @@ impl Faults {
             return Err(Error::invalid_argument("there are no faults to time")
                 .with_remedy("give --kills or --freezes a number above 0"));
         }
+        let transport = self.transport.or(GroupOptions::from_env()?.transport);
         let mut report = Report::new(self.json.as_deref())?;
         HEADING.iter().try_for_each(|cells| report.line(&line(cells)))?;
         let (mut delays, mut bad, mut shown) = (Delays(self.seed), 0, Instant::now());
@@ -111,7 +112,7 @@ impl Faults {
                 }
                 let mut verdicts = Vec::new();
                 for number in 0..count {
-                    let trial = Trial { fault, world, victim: number % ranks, transport: self.transport };
+                    let trial = Trial { fault, world, victim: number % ranks, transport };
                     verdicts.extend(trial.run(delays.next())?);
                     if shown.elapsed() >= PROGRESS_INTERVAL {
                         shown = Instant::now();
@@ -121,7 +122,7 @@ impl Faults {
                         );
                     }
                 }
-                let row = self.row(fault, *ranks, count, &verdicts);
+                let row = Row::new(fault, *ranks, transport, count, &verdicts);
                 bad += row.hangs + row.unnamed;
                 report.json(&row)?;
                 report.line(&row.to_string())?;
@@ -140,8 +141,16 @@ impl Faults {
             ))),
         }
     }
+}
 
-    fn row(&self, fault: Fault, ranks: u32, faults: u32, verdicts: &[Verdict]) -> Row {
+impl Row {
+    fn new(
+        fault: Fault,
+        ranks: u32,
+        transport: Option<TransportKind>,
+        faults: u32,
+        verdicts: &[Verdict],
+    ) -> Self {
         let mut times: Vec<f64> = verdicts
             .iter()
             .filter_map(|verdict| verdict.after)
@@ -150,10 +159,10 @@ impl Faults {
         times.sort_by(f64::total_cmp);
         let hangs = verdicts.iter().filter(|verdict| verdict.after.is_none()).count();
         let complaints = verdicts.iter().filter(|verdict| verdict.complaint.is_some()).count();
-        Row {
+        Self {
             fault,
             ranks,
-            transport: self.transport.unwrap_or(TransportKind::SharedMemory).to_string(),
+            transport: transport.unwrap_or(TransportKind::SharedMemory).to_string(),
             faults,
             p50_ms: percentile(&times, 50),
             p99_ms: percentile(&times, 99),

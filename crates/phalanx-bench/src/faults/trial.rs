@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::io::{BufRead, BufReader};
+use std::net::Ipv4Addr;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
@@ -9,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use phalanx::env::WorkerEnv;
 use phalanx::store::TcpStoreServer;
-use phalanx::{Error, Generation, Rank, Result, TransportKind, WorldSize};
+use phalanx::{Credentials, Error, Generation, Rank, Result, TransportKind, WorldSize};
 use rustix::process::{Pid, Signal, kill_process};
 use serde::Serialize;
 
@@ -67,7 +68,8 @@ impl Drop for Ranks {
 impl Trial {
     /// Lets a world train, and for a `moment` longer; gives what its survivors saw of the fault.
     pub(crate) fn run(&self, moment: Duration) -> Result<Vec<Verdict>> {
-        let server = TcpStoreServer::bind("127.0.0.1:0".parse().map_err(|_| unstarted("no address"))?)?;
+        let credentials = Credentials::from_env()?;
+        let server = TcpStoreServer::bind_with((Ipv4Addr::LOCALHOST, 0).into(), credentials)?;
         let (mut ranks, events) = self.start(server.local_addr().port())?;
         let deadline = Instant::now() + LIMIT;
         for _ in self.world.ranks() {

@@ -164,6 +164,18 @@ fn what_makes_no_sense_is_answered_with_the_flag_that_mends_it() {
 }
 
 #[test]
+fn ranks_that_are_to_fail_take_the_variables_of_this_command() {
+    let folder = tempfile::tempdir().unwrap();
+    let key = folder.path().join("key");
+    phalanx::JobKey::generate().unwrap().write_new(&key).unwrap();
+    let mut command = Command::new(PROGRAM);
+    command.args(["faults", "--worlds", "2", "--kills", "1", "--freezes", "0", "--json"]);
+    command.env_remove("RANK").env("PHALANX_TRANSPORT", "tcp").env("PHALANX_JOB_KEY_FILE", &key);
+    let rows = rows(&command.output().unwrap());
+    assert_eq!((rows.len(), &rows[0]["transport"]), (1, &Value::from("tcp")));
+}
+
+#[test]
 fn what_was_not_checked_is_not_said_to_be_right() {
     let row = &rows(&bench(&["all_reduce", "--check", "0"]))[0];
     assert_eq!(row["wrong"], Value::Null, "{row}");

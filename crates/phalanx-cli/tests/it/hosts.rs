@@ -10,7 +10,7 @@ use std::time::Instant;
 use rustix::process::{Pid, Signal};
 
 use crate::support::stand_in::Hosts;
-use crate::support::{LIMIT, SUM, bare, exit_code, is_gone, output, send, sorted_lines, start, text};
+use crate::support::{LIMIT, SUM, bare, exit_code, is_gone, limit, output, send, sorted_lines, start, text};
 
 #[test]
 fn a_reader_that_pauses_gets_everything() {
@@ -20,7 +20,7 @@ fn a_reader_that_pauses_gets_everything() {
         "i=0; while [ $i -lt {lines} ]; do echo a line of a worker that has a lot to say, $i of them so far and more to come; i=$((i+1)); done"
     );
     let mut child = hosts.script("one:1,two:1", &[], &flood).spawn().unwrap();
-    crate::support::limit(&child);
+    limit(&child);
     let mut out = BufReader::new(child.stdout.take().unwrap());
     let mut read = 0;
     let mut line = Vec::new();
@@ -36,6 +36,35 @@ fn a_reader_that_pauses_gets_everything() {
     out.read_to_end(&mut rest).unwrap();
     read += rest.iter().filter(|byte| **byte == b'\n').count();
     assert_eq!((exit_code(&mut child), read), (Some(0), 2 * lines));
+}
+
+/// For longer than a launcher's last words take otherwise, and with more than pipes hold.
+#[test]
+fn a_reader_that_pauses_when_the_job_ends_gets_everything() {
+    let hosts = Hosts::new();
+    let lines = 9_000;
+    let flood = format!(
+        "i=0; while [ $i -lt {lines} ]; do echo a line of a worker that has a lot to say before it ends, which is line $i of {lines} and no other one; i=$((i+1)); done"
+    );
+    let mut child = hosts.script("one:1,two:1", &[], &flood).spawn().unwrap();
+    limit(&child);
+    std::thread::sleep(std::time::Duration::from_secs(12));
+    let mut out = Vec::new();
+    child.stdout.take().unwrap().read_to_end(&mut out).unwrap();
+    let read = out.iter().filter(|byte| **byte == b'\n').count();
+    assert_eq!((exit_code(&mut child), read), (Some(0), 2 * lines));
+}
+
+#[test]
+fn a_reader_that_does_not_read_holds_up_no_signal() {
+    let hosts = Hosts::new();
+    let flood = "echo up $$; while :; do echo a line; done";
+    let (mut child, _unread, pids) = start(hosts.script("one:1,two:1", &[], flood), 1);
+    // Pipes and queues fill meanwhile.
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    send(&child, Signal::TERM);
+    assert_eq!(exit_code(&mut child), Some(143));
+    wait_for_end_of(&pids);
 }
 
 /// Each worker gets its rank on its own host, right behind the program, on every host.
@@ -179,6 +208,25 @@ fn signals_end_all_hosts() {
         assert_eq!(exit_code(&mut child), Some(code));
         wait_for_end_of(&pids);
     }
+}
+
+/// Of a person who does not want to wait until the other workers have ended.
+#[test]
+fn ctrl_c_after_the_first_failure_does_not_hide_it() {
+    let hosts = Hosts::new();
+    let script = "[ $RANK = 0 ] || { until [ -e up ]; do sleep 0.01; done; echo the reason >&2; exit 7; }; \
+                  trap '' TERM; : > up; while :; do sleep 1; done";
+    let mut child = hosts.script("localhost:1,far1:1", &[], script).spawn().unwrap();
+    limit(&child);
+    let mut err = BufReader::new(child.stderr.take().unwrap());
+    let mut said = String::new();
+    while !said.contains("sent SIGTERM to the workers") {
+        assert!(err.read_line(&mut said).unwrap() > 0, "{said}");
+    }
+    send(&child, Signal::INT);
+    err.read_to_string(&mut said).unwrap();
+    assert_eq!(exit_code(&mut child), Some(7), "{said}");
+    assert!(said.contains("The first failure") && said.contains("stderr  the reason"), "{said}");
 }
 
 #[test]

@@ -247,6 +247,7 @@ fn first_process(before: &str, command: &Command) -> Command {
 
 /// There, everybody who loses his parent becomes a child of the launcher, also what `docker exec` has started.
 #[test]
+#[ignore = "needs root, which can make a PID namespace: .ci/full runs it"]
 fn the_first_process_of_a_container_ends_nothing_without_the_jobs_tag() {
     let folder = tempfile::tempdir().unwrap();
     let daemon = "setsid sh -c 'trap \"touch $1; exit\" TERM; touch $1.up; while :; do sleep 0.1; done' sh";
@@ -265,6 +266,7 @@ fn the_first_process_of_a_container_ends_nothing_without_the_jobs_tag() {
 
 /// A script that starts a service and then executes the launcher leaves that child to it.
 #[test]
+#[ignore = "needs root, which can make a PID namespace: .ci/full runs it"]
 fn the_first_process_of_a_container_reaps_orphans_although_it_has_a_child() {
     let folder = tempfile::tempdir().unwrap();
     let script = format!(

@@ -42,6 +42,8 @@ use crate::world_size::WorldSize;
 const LAST_ATTEMPT_GRACE: Duration = Duration::from_secs(2);
 /// How much longer than its silence the others may take to notice that a launcher is gone.
 const NOTICE_GRACE: Duration = Duration::from_secs(2);
+/// What the other nodes are told of one whose observer has asked for the end.
+const STOPPED: &str = "the reader of its output has closed the pipe";
 /// A wait that ends later than by so much was one in which this process was stopped.
 const STANDSTILL_LIMIT: Duration = Duration::from_secs(5);
 
@@ -306,6 +308,12 @@ impl<'a> MultiNode<'a> {
         }
     }
 
+    /// Leaves because of `signal`, while other nodes are waited for. The failure with which the job ends anyway is how it has ended.
+    fn leave_at(&mut self, signal: Signal) -> Outcome {
+        self.leave(Departure::Signal(signal.number()));
+        self.view.state.decided().map_or(Outcome::Interrupted(signal), |cause| outcome_of(&cause))
+    }
+
     fn outcome(&self, job_end: &JobEnd) -> Result<Outcome> {
         match job_end {
             JobEnd::Succeeded => Ok(Outcome::Succeeded),
@@ -343,6 +351,10 @@ impl Nodes for MultiNode<'_> {
                 return Ok(Gathered::Placed(placement));
             }
             self.show_waiting(control);
+            if control.stops {
+                self.leave(Departure::GaveUp(STOPPED.to_owned()));
+                return Ok(Gathered::Over(Outcome::Stopped));
+            }
             let now = Instant::now();
             let mut timeout = self.cluster.join_timeout.saturating_sub(now - since);
             if timeout.is_zero() && !self.view.state.has_enough() {
@@ -401,9 +413,7 @@ impl Nodes for MultiNode<'_> {
                 self.handler.propose(Entry::Failed { round, node: self.me, failure });
             }
             AttemptEnd::Interrupted(signal) => self.leave(Departure::Signal(signal.number())),
-            AttemptEnd::Stopped => {
-                self.leave(Departure::GaveUp("the reader of its output has closed the pipe".to_owned()));
-            }
+            AttemptEnd::Stopped => self.leave(Departure::GaveUp(STOPPED.to_owned())),
             AttemptEnd::Succeeded | AttemptEnd::Elsewhere => {}
         }
     }
@@ -428,7 +438,10 @@ impl Nodes for MultiNode<'_> {
                 self.leave(Departure::Signal(signal.number()));
                 return Ok(AfterAttempt::Over(Outcome::Interrupted(signal)));
             }
-            AttemptEnd::Stopped => return Ok(AfterAttempt::Over(Outcome::Stopped)),
+            AttemptEnd::Stopped => {
+                self.leave(Departure::GaveUp(STOPPED.to_owned()));
+                return Ok(AfterAttempt::Over(Outcome::Stopped));
+            }
             AttemptEnd::Succeeded => true,
             AttemptEnd::Failed(..) | AttemptEnd::Elsewhere => false,
         };
@@ -453,8 +466,7 @@ impl Nodes for MultiNode<'_> {
                 return Ok(AfterAttempt::Restart);
             }
             if let Some(signal) = self.wait(control, Duration::from_secs(3600))? {
-                self.leave(Departure::Signal(signal.number()));
-                return Ok(AfterAttempt::Over(Outcome::Interrupted(signal)));
+                return Ok(AfterAttempt::Over(self.leave_at(signal)));
             }
         }
     }

@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel};
 use std::time::{Duration, Instant};
 
@@ -41,10 +42,14 @@ pub(super) struct IncomingSender {
     pub(super) host: usize,
     pub(super) sender: SyncSender<(usize, Incoming)>,
     pub(super) wake: Arc<PipeWriter>,
+    /// How much has come of this host that was not taken yet.
+    pub(super) untaken: Arc<AtomicUsize>,
 }
 
 impl IncomingSender {
+    /// Waits while others wait to be taken.
     fn send(&self, incoming: Incoming) -> bool {
+        self.untaken.fetch_add(1, Ordering::Relaxed);
         let sent = self.sender.send((self.host, incoming)).is_ok();
         if sent {
             let _ = (&*self.wake).write_all(&[0]);
@@ -63,6 +68,11 @@ pub(super) struct Connection {
     ended: Option<(ExitStatus, Instant)>,
     stdout_is_closed: bool,
     stderr_is_closed: bool,
+    untaken: Arc<AtomicUsize>,
+    /// When something of it was taken last.
+    taken_at: Option<Instant>,
+    /// Whether what has come and was not taken yet is lost when it has ended.
+    is_hurried: bool,
     kill_at: Option<Instant>,
 }
 
@@ -85,6 +95,9 @@ impl Connection {
             ended: None,
             stdout_is_closed: false,
             stderr_is_closed: false,
+            untaken: Arc::clone(&incoming.untaken),
+            taken_at: None,
+            is_hurried: false,
             kill_at: None,
         };
         if let (Some(stdin), Some(stdout), Some(stderr)) = pipes {
@@ -114,9 +127,20 @@ impl Connection {
         self.kill_at = Some(self.kill_at.map_or(at, |earlier| earlier.min(at)));
     }
 
+    /// A signal has come: whoever has sent it does not wait until the observer takes what has come.
+    pub(super) fn hurry(&mut self) {
+        self.is_hurried = true;
+    }
+
     #[cfg(test)]
     pub(super) fn has_limit(&self) -> bool {
         self.kill_at.is_some()
+    }
+
+    /// Something that has come of it was taken.
+    pub(super) fn was_taken(&mut self) {
+        self.untaken.fetch_sub(1, Ordering::Relaxed);
+        self.taken_at = Some(Instant::now());
     }
 
     pub(super) fn stdout_has_closed(&mut self) {
@@ -153,10 +177,14 @@ impl Connection {
         }
     }
 
-    /// Whether it has ended, and all its output has been read.
+    /// Whether it has ended, and all its output has been read. What has come waits as long as the observer takes nothing.
     pub(super) fn is_over(&self) -> bool {
+        let Some((_, ended)) = self.ended else { return false };
+        let silent_since = self.taken_at.map_or(ended, |taken| taken.max(ended));
+        let is_silent = || silent_since.elapsed() > LAST_MESSAGE_TIMEOUT;
         let all_came = self.stdout_is_closed && self.stderr_is_closed;
-        self.ended.is_some_and(|(_, at)| all_came || at.elapsed() > LAST_MESSAGE_TIMEOUT)
+        let waits = self.untaken.load(Ordering::Relaxed) > 0 && !self.is_hurried;
+        all_came || !waits && is_silent()
     }
 
     /// Its exit code; none if a signal has ended it.
@@ -229,4 +257,45 @@ fn read_lines(from: ChildStderr, incoming: &IncomingSender) {
         }
     }
     incoming.send(Incoming::StderrClosed);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::sync_channel;
+
+    use super::*;
+    use crate::deadline::Deadline;
+    use crate::poll::wake_pipe;
+
+    #[test]
+    fn what_was_not_taken_yet_is_not_lost_with_the_process() {
+        let limit = Deadline::after(Duration::from_secs(60));
+        let (sender, incoming) = sync_channel(1);
+        let (_notice, wake) = wake_pipe().unwrap();
+        let sender = IncomingSender { host: 0, sender, wake: Arc::new(wake), untaken: Arc::default() };
+        let mut command = Command::new("sh");
+        // What it leaves behind holds its output open.
+        command.args(["-c", "echo first >&2; echo last >&2; sleep 600 &"]);
+        let mut connection = Connection::start(command, "", sender).unwrap();
+        while connection.ended.is_none() || connection.untaken.load(Ordering::Relaxed) < 2 {
+            assert!(!limit.has_passed(), "it has not ended");
+            connection.look();
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let long_ago = Instant::now().checked_sub(2 * LAST_MESSAGE_TIMEOUT).unwrap();
+        connection.ended = connection.ended.map(|(status, _)| (status, long_ago));
+        connection.is_hurried = true;
+        assert!(connection.is_over());
+        connection.is_hurried = false;
+        for expected in ["first", "last"] {
+            assert!(!connection.is_over());
+            let next = incoming.recv_timeout(Duration::from_secs(60)).unwrap();
+            assert!(matches!(&next, (0, Incoming::Line(line)) if line == expected), "{next:?}");
+            connection.was_taken();
+        }
+        // What it has left is not waited for.
+        connection.taken_at = Some(long_ago);
+        assert!(connection.is_over());
+        let _ = kill_process_group(Pid::from_child(&connection.child), Signal::KILL);
+    }
 }

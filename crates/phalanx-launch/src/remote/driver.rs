@@ -146,6 +146,7 @@ impl<'a> Driver<'a> {
         // A connection that has ended gives only the events that were on their way.
         let Some(index) = peers.iter().position(|peer| peer.id == id) else { return };
         let peer = &mut peers[index];
+        peer.connection.was_taken();
         match incoming {
             Incoming::Message(said) => self.handle_message(index, said),
             Incoming::Line(line) => {
@@ -302,6 +303,7 @@ impl Launchers<'_> {
                 _ => {
                     let signal = Signal::new(number);
                     self.end_all(DriverEnd::Interrupted(signal), signal);
+                    self.peers.iter_mut().for_each(|peer| peer.connection.hurry());
                 }
             }
         }
@@ -315,7 +317,7 @@ pub(super) mod tests {
     use std::ops::ControlFlow;
 
     use super::*;
-    use crate::exit::{NodeFailure, Outcome};
+    use crate::exit::{Failure, NodeFailure, Outcome};
     use crate::remote::fixed::FixedHosts;
     use crate::remote::protocol::RemoteReport;
     use crate::remote::{HostList, RemoteShell};
@@ -382,6 +384,53 @@ pub(super) mod tests {
         }
         drop(driver);
         assert_eq!(told, 1);
+    }
+
+    #[test]
+    fn a_signal_does_not_hide_how_the_job_had_ended() {
+        let outcome_of = |end: DriverEnd, reported: [Option<Outcome>; 2]| {
+            let (_folder, job) = silent_job("node1,node2");
+            let mut observer = |_: Event<'_>| ControlFlow::Continue(());
+            let mut driver = Driver::start(&job, &mut observer, |launchers| {
+                Ok(Box::new(FixedHosts::start(launchers)?.running()) as _)
+            })
+            .unwrap();
+            let peers = &mut driver.launchers.peers;
+            for (peer, outcome) in peers.iter_mut().zip(reported) {
+                let (exits, world_size, nodes, restarts, replacements) = (Vec::new(), None, 2, 0, 0);
+                peer.end = outcome.map(|outcome| {
+                    LauncherEnd::Reported(RemoteReport {
+                        outcome,
+                        exits,
+                        world_size,
+                        nodes,
+                        restarts,
+                        replacements,
+                    })
+                });
+            }
+            // A launcher that was told to end may end without a report.
+            peers.retain(|peer| peer.end.is_some());
+            driver.launchers.end = Some(end);
+            driver.run().unwrap().outcome
+        };
+        let interrupted = || DriverEnd::Interrupted(Signal::INT);
+        let [done, failed, ended] =
+            [Outcome::Succeeded, Outcome::Failed(Failure::unknown(1)), Outcome::Interrupted(Signal::INT)];
+        let both = |outcome: &Outcome| [Some(outcome.clone()), Some(outcome.clone())];
+        // Node 0 has waited until the other had read how the job has ended.
+        assert_eq!(outcome_of(interrupted(), both(&done)), done);
+        assert_eq!(outcome_of(DriverEnd::Stopped, both(&done)), done);
+        // The others' workers had not ended yet.
+        for reported in
+            [both(&failed), [Some(ended.clone()), Some(failed.clone())], [None, Some(failed.clone())]]
+        {
+            assert_eq!(outcome_of(interrupted(), reported), failed);
+        }
+        for reported in [both(&ended), [Some(done.clone()), Some(ended.clone())], [Some(done.clone()), None]]
+        {
+            assert_eq!(outcome_of(interrupted(), reported), ended);
+        }
     }
 
     #[test]

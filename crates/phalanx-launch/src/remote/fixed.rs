@@ -218,7 +218,9 @@ impl Plan for FixedHosts {
             elapsed: launchers.started.elapsed(),
         };
         let mut failed: Option<Error> = None;
-        for (_, end) in self.ends(&mut launchers) {
+        let ends = self.ends(&mut launchers);
+        let all_have_reported = ends.len() == launchers.started_peers;
+        for (_, end) in ends {
             match end {
                 LauncherEnd::Reported(ending) => {
                     report.exits.extend(ending.exits);
@@ -239,7 +241,14 @@ impl Plan for FixedHosts {
         {
             host.name().clone_into(&mut failure.host);
         }
+        // A signal, or a reader that has closed its pipe, may come when the launchers know how the job has ended. Each reports what it knew first.
+        let was_decided = match report.outcome {
+            Outcome::Failed(_) => true,
+            Outcome::Succeeded => all_have_reported && failed.is_none(),
+            Outcome::NodeFailed(_) | Outcome::Interrupted(_) | Outcome::Stopped => false,
+        };
         let error = match launchers.end {
+            Some(DriverEnd::Interrupted(_) | DriverEnd::Stopped) if was_decided => None,
             Some(DriverEnd::Interrupted(signal)) => {
                 report.outcome = Outcome::Interrupted(signal);
                 None

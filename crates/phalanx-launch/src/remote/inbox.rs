@@ -36,7 +36,7 @@ impl Inbox {
 
     /// The sending end for a connection of this number.
     pub(super) fn incoming_sender(&self, host: usize) -> IncomingSender {
-        IncomingSender { host, sender: self.sender.clone(), wake: self.waker() }
+        IncomingSender { host, sender: self.sender.clone(), wake: self.waker(), untaken: Arc::default() }
     }
 
     /// A byte in it ends a wait.
@@ -95,7 +95,7 @@ mod tests {
         let refused = Refused::new().unwrap();
         let mut control = Control { signals: None, observer: &mut observer, refused, stops: false };
         let mut inbox = Inbox::new().unwrap();
-        let IncomingSender { host, sender, wake } = inbox.incoming_sender(7);
+        let IncomingSender { host, sender, wake, .. } = inbox.incoming_sender(7);
         for _ in 0..2 {
             sender.send((host, Incoming::StderrClosed)).unwrap();
             (&*wake).write_all(&[0]).unwrap();

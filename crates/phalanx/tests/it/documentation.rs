@@ -67,6 +67,20 @@ fn the_page_of_variables_has_those_that_the_sources_have() {
     assert!(gone.is_empty(), "docs/variables.md explains {gone:?}, which nothing reads");
 }
 
+/// GitHub has a job for each.
+#[test]
+fn what_runs_each_night_is_all_that_runs_without_a_name() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let script = fs::read_to_string(root.join(".ci/full")).unwrap();
+    let (_, parts) = script.split_once("\n[ $# != 0 ] || parts=(").unwrap();
+    let parts: Vec<&str> = parts.split(')').next().unwrap().split_whitespace().collect();
+    let workflow = fs::read_to_string(root.join(".github/workflows/full.yml")).unwrap();
+    let (_, listed) = workflow.split_once("\n        part:\n").unwrap();
+    let listed: Vec<&str> = listed.lines().map_while(|line| line.strip_prefix("          - ")).collect();
+    assert!(parts.len() > 20, "{parts:?}");
+    assert_eq!(listed, parts);
+}
+
 #[test]
 fn each_trap_of_the_guide_has_the_test_that_it_names() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");

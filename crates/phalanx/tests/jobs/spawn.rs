@@ -1,10 +1,13 @@
 //! `phalanx::spawn` with real processes. This program runs itself once for each scenario, and looks at what comes out.
 
 use std::io::{BufRead, BufReader, Read};
+use std::ops::ControlFlow;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
+use phalanx::WorldSize;
+use phalanx::launch::{Event, Job, Outcome};
 use rustix::process::{Pid, Signal, getpid, kill_process};
 
 use crate::support::ROLE;
@@ -37,6 +40,10 @@ pub const TESTS: &[(&str, fn())] = &[
     ("under_a_launcher_the_worker_runs_in_place", under_a_launcher_the_worker_runs_in_place),
     ("an_unknown_launcher_is_said", an_unknown_launcher_is_said),
     ("a_deleted_program_still_spawns", a_deleted_program_still_spawns),
+    (
+        "an_observer_that_asks_late_for_the_end_starts_nobody_again",
+        an_observer_that_asks_late_for_the_end_starts_nobody_again,
+    ),
 ];
 
 /// The program under test: what `spawn` returns goes to standard output.
@@ -481,4 +488,25 @@ fn wait(child: &mut Child) -> ExitStatus {
 /// Whether there is no such process, or only its zombie.
 fn is_gone(pid: &str) -> bool {
     std::fs::read_to_string(format!("/proc/{pid}/stat")).map_or(true, |stat| stat.contains(") Z "))
+}
+
+/// While the workers are being ended for a restart, and when they are about to start again.
+fn an_observer_that_asks_late_for_the_end_starts_nobody_again() {
+    for is_before in [true, false] {
+        let job = Job::new("sh", WorldSize::new(2).unwrap())
+            .arguments(["-c", "[ $RANK = 1 ] && exit 3; exec sleep 600"])
+            .max_restarts(5);
+        let mut started = 0;
+        let report = job.run(&mut |event: Event<'_>| {
+            started += u32::from(matches!(event, Event::Started { .. }));
+            match event {
+                Event::Ending { .. } if is_before => ControlFlow::Break(()),
+                Event::Restarting { .. } if !is_before => ControlFlow::Break(()),
+                _ => ControlFlow::Continue(()),
+            }
+        });
+        let outcome = report.unwrap().outcome;
+        assert!(matches!(outcome, Outcome::Stopped), "{outcome:?}");
+        assert_eq!(started, 2);
+    }
 }

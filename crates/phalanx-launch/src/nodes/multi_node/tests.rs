@@ -188,6 +188,27 @@ fn who_serves_the_store_and_stood_still_does_not_blame_those_who_have_ended_for_
 }
 
 #[test]
+fn a_signal_while_other_nodes_are_waited_for_does_not_hide_the_failure() {
+    let folder = tempfile::tempdir().unwrap();
+    let cluster = Cluster::file(2, 2, folder.path().join("launchers")).unwrap().local_addr("127.0.0.1");
+    let (job, refused) = (Job::new("unused", WorldSize::new(1).unwrap()), Refused::new().unwrap());
+    let mut node = MultiNode::new(&job, &cluster, "test".to_owned(), refused.refusals()).unwrap();
+    let mut state = MembershipState::default();
+    for id in [7, 8] {
+        let (id, host, role) = (NodeId(id), "here".to_owned(), "default".to_owned());
+        let node = Node { id, host, workers: 1, node_rank: None, serves_store: false, process: None, role };
+        state.apply(Entry::Join { node, settings: SETTINGS }).unwrap();
+    }
+    node.view.state = state.clone();
+    assert!(matches!(node.leave_at(Signal::INT), Outcome::Interrupted(Signal::INT)));
+    let failure = WorkerFailure { rank: 1, blames: None, detail: Vec::new() };
+    state.apply(Entry::Failed { round: 0, node: NodeId(8), failure }).unwrap();
+    node.view.state = state;
+    let outcome = node.leave_at(Signal::INT);
+    assert!(matches!(&outcome, Outcome::Failed(failure) if failure.rank.get() == 1), "{outcome:?}");
+}
+
+#[test]
 fn the_store_of_a_round_ends_with_the_round() {
     let folder = tempfile::tempdir().unwrap();
     let cluster = Cluster::file(1, 1, folder.path().join("launchers")).unwrap().local_addr("127.0.0.1");
@@ -199,6 +220,21 @@ fn the_store_of_a_round_ends_with_the_round() {
     assert!(matches!(gathered, Gathered::Placed(_)) && node.store.is_some(), "{gathered:?}");
     let next = node.after_attempt(AttemptEnd::Elsewhere, &mut control).unwrap();
     assert!(matches!(next, AfterAttempt::Restart) && node.store.is_none(), "{next:?}");
+}
+
+#[test]
+fn an_observer_ends_the_wait_for_other_nodes() {
+    let folder = tempfile::tempdir().unwrap();
+    let cluster = Cluster::file(2, 2, folder.path().join("launchers")).unwrap().local_addr("127.0.0.1");
+    let (job, refused) = (Job::new("unused", WorldSize::new(1).unwrap()), Refused::new().unwrap());
+    let mut node = MultiNode::new(&job, &cluster, "test".to_owned(), refused.refusals()).unwrap();
+    let mut observer = |event: Event<'_>| match event {
+        Event::Gathering { .. } => ControlFlow::Break(()),
+        _ => ControlFlow::Continue(()),
+    };
+    let mut control = Control { signals: None, observer: &mut observer, refused, stops: false };
+    let gathered = node.gather(&mut control).unwrap();
+    assert!(matches!(gathered, Gathered::Over(Outcome::Stopped)) && node.has_left, "{gathered:?}");
 }
 
 #[test]

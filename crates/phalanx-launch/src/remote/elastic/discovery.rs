@@ -109,9 +109,9 @@ fn without_panic(ask: impl FnOnce() -> Result<HostList, String>) -> Result<HostL
 /// its interpreter.
 fn command(script: &Path) -> Command {
     let mut command = Command::new("/bin/sh");
-    // A file's name is no command line: it may contain blanks.
+    // A file's name is no command line: it may contain blanks. Without a slash the shell would look for it in PATH.
     match script.is_file() {
-        true => command.args(["-c", "exec \"$0\""]).arg(script),
+        true => command.args(["-c", "exec \"$0\""]).arg(Path::new(".").join(script)),
         false => command.arg("-c").arg(script),
     };
     command
@@ -304,6 +304,13 @@ mod tests {
         let ask = |script: &Path| answer(script, &ends).unwrap();
         assert_eq!(ask(&path), "last\n");
         assert_eq!(ask(Path::new(&format!("'{}' a b", path.display()))), "a:2\nb:2\nlast\n");
+    }
+
+    #[test]
+    fn a_file_of_this_folder_is_not_looked_for_elsewhere() {
+        let last = |script: &str| command(Path::new(script)).get_args().last().unwrap().to_owned();
+        assert_eq!([last("Cargo.toml"), last("src/lib.rs")], ["./Cargo.toml", "./src/lib.rs"]);
+        assert_eq!([last("/bin/sh"), last("hosts --all")], ["/bin/sh", "hosts --all"]);
     }
 
     #[test]

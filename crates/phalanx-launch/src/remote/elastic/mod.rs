@@ -22,6 +22,7 @@ use super::driver::Launchers;
 use crate::cluster::NO_LIMIT;
 use crate::error::{Error, Result};
 use crate::host_manager::Limits;
+use crate::job::given_name;
 use crate::store::MAX_RANKS;
 use crate::world_size::WorldSize;
 
@@ -89,8 +90,8 @@ impl ElasticHosts {
         self
     }
 
-    /// How long a host is left out after a failure: `first`, then twice as long each time, up to `most`. 5 s and 300 s
-    /// if not given.
+    /// How long a host is left out after a failure: `first`, which is more than 0, then twice as long each time, up to `most`. 5 s and
+    /// 300 s if not given.
     pub fn cool_down(mut self, first: Duration, most: Duration) -> Self {
         self.cool_down = (first, most.max(first));
         self
@@ -108,9 +109,9 @@ impl ElasticHosts {
         self
     }
 
-    /// The job's name (`TORCHELASTIC_RUN_ID`); if not given, a new name.
+    /// The job's name (`TORCHELASTIC_RUN_ID`), as in [`Job::run_id`](crate::Job::run_id).
     pub fn run_id(mut self, run_id: impl Into<String>) -> Self {
-        self.run_id = Some(run_id.into());
+        self.run_id = given_name(run_id);
         self
     }
 
@@ -139,6 +140,12 @@ impl ElasticHosts {
             return Err(Error::invalid_argument(cause)
                 .with_remedy("--min-np may be at most --max-np, and the number of all hosts' slots"));
         }
+        if self.cool_down.0.is_zero() {
+            let cause = "a host that fails would be started again and again without a pause";
+            return Err(Error::invalid_argument(cause).with_remedy(
+                "--blacklist-cooldown-range MIN MAX: give a MIN of more than 0 seconds, which is doubled after each failure",
+            ));
+        }
         Ok(Limits {
             min: self.min.get(),
             max,
@@ -153,6 +160,23 @@ impl ElasticHosts {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_empty_name_is_none() {
+        let named = |name: &str| ElasticHosts::new(WorldSize::ONE).run_id(name).run_id;
+        assert_eq!((named(" "), named("job7 ").as_deref()), (None, Some("job7")));
+    }
+
+    #[test]
+    fn a_host_is_left_out_for_some_time() {
+        let limits = |first| {
+            let elastic = ElasticHosts::new(WorldSize::ONE);
+            elastic.cool_down(first, Duration::from_secs(9)).limits(1)
+        };
+        assert!(limits(Duration::from_millis(1)).is_ok());
+        let error = limits(Duration::ZERO).unwrap_err();
+        assert!(error.is_invalid_argument() && error.to_string().contains("more than 0 seconds"), "{error}");
+    }
 
     #[test]
     fn a_job_grows_to_no_more_workers_than_its_store_serves() {

@@ -23,7 +23,7 @@ use crate::remote::address;
 use crate::remote::driver::{DriverEnd, Launchers, Plan};
 use crate::remote::hosts::{Host, HostList};
 use crate::remote::peer::{LauncherEnd, Peer};
-use crate::remote::protocol::RemoteEvent;
+use crate::remote::protocol::{RemoteEvent, RemoteReport};
 use crate::store::{Access, KeylessClients, TcpStoreServer, host_port};
 use crate::world_size::WorldSize;
 
@@ -49,6 +49,8 @@ pub(in crate::remote) struct ElasticPlan {
     trouble: Option<Error>,
     /// How many workers were left, if the job ends because they are too few.
     too_few: Option<u32>,
+    /// Whether workers of some host were ended since all are.
+    is_cut_short: bool,
     /// What was said of how the workers are ended.
     endings: Vec<RemoteEvent>,
     workers: u32,
@@ -106,6 +108,7 @@ impl ElasticPlan {
             failure: None,
             trouble: None,
             too_few: None,
+            is_cut_short: false,
             endings: Vec::new(),
             workers: 0,
         };
@@ -388,6 +391,11 @@ impl Plan for ElasticPlan {
             }
         }
         let (host, leaves) = (peer.index, peer.leaves);
+        let has_succeeded = matches!(
+            &peer.end,
+            Some(LauncherEnd::Reported(RemoteReport { outcome: Outcome::Succeeded, .. }))
+        );
+        self.is_cut_short |= launchers.end.is_some() && peer.was_told_to_start && !has_succeeded;
         let error = match peer.end {
             Some(LauncherEnd::Reported(ending)) => {
                 self.exits.extend(ending.exits);
@@ -418,7 +426,10 @@ impl Plan for ElasticPlan {
     }
 
     fn conclude(self: Box<Self>, launchers: Launchers<'_>) -> Result<Report> {
+        let was_done = self.host_manager.have_enough_succeeded() && !self.is_cut_short;
         let outcome = match launchers.end {
+            // No worker was left that could be ended.
+            Some(DriverEnd::Interrupted(_) | DriverEnd::Stopped) if was_done => Outcome::Succeeded,
             Some(DriverEnd::Interrupted(signal)) => Outcome::Interrupted(signal),
             Some(DriverEnd::Stopped) => Outcome::Stopped,
             Some(DriverEnd::Broken(error)) => return Err(error),
@@ -467,7 +478,50 @@ fn seconds(pause: Duration) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rank::Rank;
     use crate::remote::driver::{Driver, tests::silent_job};
+
+    #[test]
+    fn a_signal_does_not_hide_that_all_workers_had_ended_well() {
+        let outcome_of = |second: Option<Outcome>| {
+            let (_folder, job) = silent_job("node1,node2");
+            let job = job.bind(IpAddr::from([127, 0, 0, 1]));
+            let elastic = ElasticHosts::new(WorldSize::new(2).unwrap());
+            let mut observer = |_: Event<'_>| std::ops::ControlFlow::Continue(());
+            let driver = Driver::start(&job, &mut observer, |launchers| {
+                let mut plan = elastic.plan(launchers)?;
+                plan.act(launchers)?;
+                for index in 0..launchers.peers.len() {
+                    launchers.peers[index].was_told_to_start = true;
+                    let (rank, pid, exit) = (Rank::new(launchers.peers[index].first), 7, Exit::Code(0));
+                    plan.handle_event(launchers, index, &RemoteEvent::Started { rank, local_rank: 0, pid });
+                    plan.handle_event(launchers, index, &RemoteEvent::Exited { rank, pid, exit });
+                }
+                launchers.end = Some(DriverEnd::Interrupted(Signal::INT));
+                for outcome in [Some(Outcome::Succeeded), second] {
+                    let mut peer = launchers.peers.remove(0);
+                    let (exits, world_size, nodes, restarts, replacements) = (Vec::new(), None, 2, 0, 0);
+                    peer.end = outcome.map(|outcome| {
+                        LauncherEnd::Reported(RemoteReport {
+                            outcome,
+                            exits,
+                            world_size,
+                            nodes,
+                            restarts,
+                            replacements,
+                        })
+                    });
+                    plan.handle_loss(launchers, peer);
+                }
+                Ok(Box::new(plan) as _)
+            });
+            driver.unwrap().run().unwrap().outcome
+        };
+        let interrupted = Outcome::Interrupted(Signal::INT);
+        assert_eq!(outcome_of(Some(Outcome::Succeeded)), Outcome::Succeeded);
+        assert_eq!(outcome_of(Some(interrupted.clone())), interrupted);
+        assert_eq!(outcome_of(None), interrupted);
+    }
 
     #[test]
     fn a_script_that_fails_now_and_then_is_told_of_now_and_then() {

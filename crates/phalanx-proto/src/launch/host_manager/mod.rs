@@ -347,6 +347,11 @@ impl HostManager {
         self.done > 0
     }
 
+    /// Whether enough workers have ended well, if none is left.
+    pub fn have_enough_succeeded(&self) -> bool {
+        self.is_ending() && self.done + self.not_needed >= self.limits.min
+    }
+
     /// Whether a worker, or a host, may be started again after a failure.
     fn may_restart(&mut self, now: Instant) -> bool {
         if self.is_ending() {

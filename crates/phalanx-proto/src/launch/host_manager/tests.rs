@@ -228,6 +228,7 @@ fn nobody_begins_when_one_has_ended_well() {
     (0..2).for_each(|host| manager.up(host, now));
     assert_eq!(manager.failed(1, 1, now), HostDecision::Replace { after: Duration::ZERO });
     manager.done(0, 1);
+    assert!(!manager.have_enough_succeeded());
     assert_eq!(manager.failed(0, 0, now), HostDecision::LeaveEmpty);
     // The launcher waits for what becomes of the slot for which one was promised.
     assert_eq!(manager.decide(now), [Action::LeaveEmpty { host: 1, slot: 1 }]);
@@ -240,7 +241,7 @@ fn nobody_begins_when_one_has_ended_well() {
     assert_eq!(manager.lost(1, now), None);
     manager.ended(0);
     assert_eq!(manager.decide(now + TIMEOUT), []);
-    assert!(manager.is_ending());
+    assert!(manager.is_ending() && manager.have_enough_succeeded());
 }
 
 #[test]

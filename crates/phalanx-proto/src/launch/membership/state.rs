@@ -469,6 +469,15 @@ impl MembershipState {
         matches!(&self.phase, Phase::Over(JobEnd::Failed(Cause::Node { why: Departure::Silent(_), .. })))
     }
 
+    /// The failure of a worker with which the job ends, as far as is known, when no worker is left on any node: no round follows, whichever
+    /// node leaves meanwhile.
+    pub fn decided(&self) -> Option<Cause> {
+        let settings = self.settings?;
+        let is_last = settings.min_nodes == settings.max_nodes && self.restarts == settings.max_restarts;
+        let cause = self.running().filter(|_| is_last)?.root_cause();
+        cause.filter(|cause| matches!(cause, Cause::Worker(_)))
+    }
+
     /// How the job ended; None if it goes on.
     pub fn job_end(&self) -> Option<&JobEnd> {
         match &self.phase {

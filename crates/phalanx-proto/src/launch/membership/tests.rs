@@ -222,6 +222,33 @@ fn a_failure_ends_the_round_everywhere_and_the_next_begins_when_nobody_is_left()
 }
 
 #[test]
+fn a_failure_after_which_no_round_follows_is_known_before_all_have_ended() {
+    let started = |settings: Settings| joined(settings, [node(0, 1, None), node(1, 1, None)]);
+    for (settings, is_decided) in [(settings(2, 2, 0), true), (settings(2, 2, 1), false)] {
+        let mut state = started(settings);
+        assert_eq!(state.decided(), None);
+        failed(&mut state, 1, 1, None);
+        let failure = Cause::Worker(failure(1, None));
+        assert_eq!(state.decided(), is_decided.then(|| failure.clone()));
+        // Whoever leaves meanwhile changes nothing.
+        ended(&mut state, 1, false);
+        left(&mut state, 1, Departure::Signal(2));
+        assert_eq!(state.decided(), is_decided.then(|| failure.clone()));
+        ended(&mut state, 0, false);
+        assert_eq!(state.decided(), None);
+        assert!(!is_decided || state.job_end() == Some(&JobEnd::Failed(failure)), "{state:?}");
+    }
+    // The others may go on without a node that leaves.
+    let mut state = joined(settings(1, 2, 0), [node(0, 1, None), node(1, 1, None)]);
+    failed(&mut state, 1, 1, None);
+    assert_eq!(state.decided(), None);
+    // A node that is gone is another matter.
+    let mut state = started(settings(2, 2, 0));
+    left(&mut state, 1, SILENT);
+    assert_eq!(state.decided(), None);
+}
+
+#[test]
 fn the_cause_lies_where_the_blame_ends() {
     let mut state = joined(settings(2, 2, 0), [node(0, 2, None), node(1, 2, None)]);
     failed(&mut state, 0, 1, Some(3));
