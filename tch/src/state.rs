@@ -445,7 +445,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
         Ok(())
     }
 
-    /// Returns whether a communication hook's state was there. Everything is read before anything is changed.
+    /// Returns whether something that a communication hook keeps was there. Everything is read before anything is changed.
     fn read(&mut self, reader: &impl StateReader) -> Result<bool> {
         let (steps, progress) = (reader.value(&self.part("steps"))?, reader.value(&self.part("progress"))?);
         let model = self.part("model");
@@ -469,7 +469,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
         let hook = training::load_hook(self, reader)?;
         self.ddp.check_hook(hook.as_ref())?;
         self.check_shared(&elements)?;
-        let has_hook = hook.is_some();
+        let has_hook = hook.as_ref().is_some_and(|hook| !hook.is_empty());
         self.ddp.drop_accumulated()?;
         self.ddp.load_hook(hook)?;
         let state = self.ddp.state().iter().zip(&elements);
