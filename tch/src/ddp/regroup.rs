@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use phalanx::join::{JoinGroup, JoinOptions, Joined};
-use phalanx::reducer::{LoadedStates, Reducer, verify_description, verify_state};
+use phalanx::reducer::{LoadedStates, Reducer, verify_description};
 use phalanx::{Buffer, Caller, Communicator as _, Error, ProcessGroup, Rank, Result, WorldSize};
 use phalanx_nccl::Communicator;
 use tch::Tensor;
@@ -104,7 +104,6 @@ impl Ddp {
         }
         let group = self.group.in_call(Caller::DdpNew);
         let shared = verify_description(&group, "optimizer", &optimizer.describe())
-            .and_then(|()| verify_state(&group, optimizer.contract()))
             .and_then(|()| optimizer.adopt(&group, Rank::MAIN));
         self.or_end(shared)
     }
