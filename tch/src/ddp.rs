@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use phalanx::join::JoinGroup;
 use phalanx::reducer::hooks::{LoadedHook, Replica};
-use phalanx::reducer::{LoadedStates, Reducer, ReducerOptions, StepTime, verify_state};
+use phalanx::reducer::{LoadedStates, Reducer, ReducerOptions, StepTime, verify_state_on};
 use phalanx::trace::Track;
 use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, WorldSize, adapter};
 use tch::nn::VarStore;
@@ -64,10 +64,10 @@ impl Default for DdpOptions {
 ///
 /// | what | when |
 /// |---|---|
-/// | names, shapes, types and ties of all variables; the [options](DdpOptions) and the order of gradients | [`new`](Self::new), and each new group of a [`TrainState`](crate::TrainState) |
+/// | names, shapes, types and ties of all variables, and the kind of device on which they are; the [options](DdpOptions) and the order of gradients | [`new`](Self::new), and each new group of a [`TrainState`](crate::TrainState) |
 /// | communication hooks and their settings | [`register_comm_hook`](Self::register_comm_hook) |
 /// | an optimizer's rules and groups, and the number of steps | [`TrainState::with_group`](crate::TrainState::with_group) and its relatives |
-/// | rules and learning rates of all steps, norms of [`clip_grad_norm`](Self::clip_grad_norm), whether one rank alone has a new optimizer, and the steps of the checkpoints that each rank has loaded | after the first [`TrainState::step`](crate::TrainState::step), and every 32 steps; the error comes in a later [`backward`](Self::backward), and they may differ by rounding |
+/// | rules, groups and learning rates of all steps, norms of [`clip_grad_norm`](Self::clip_grad_norm), whether one rank alone has a new optimizer, and the steps of the checkpoints that each rank has loaded | after the first [`TrainState::step`](crate::TrainState::step), and every 32 steps; the error comes in a later [`backward`](Self::backward), and they may differ by rounding |
 /// | everything that is saved | each commit of an elastic job |
 /// | the parameters themselves | [`replicas_identical`](Self::replicas_identical) |
 ///
@@ -105,7 +105,8 @@ pub struct Ddp {
 impl Ddp {
     /// Checks that the variables of `store` are the same on every rank, and gives every rank rank 0's values.
     ///
-    /// If models differ, the error names the variable; so they do if variables share memory on one rank and not on another. A model without
+    /// If models differ, the error names the variable; so they do if variables share memory on one rank and not on another. Models on processors and
+    /// on CUDA devices differ, too: their kernels round in other ways, and replicas would drift apart. A model without
     /// any parameter that needs a gradient is refused, and so is a trainable variable that is computed from another, such as a view of it:
     /// it gets no gradient. Make all layers, and unfreeze what is to be trained, before this call: with several ranks, a variable that was made
     /// later, or is trainable since, is an error of the next backward pass. While the `Ddp` lives, its hooks are on the parameters: one `VarStore` has one
@@ -506,7 +507,8 @@ fn prepare(
         if group.world_size() == WorldSize::ONE {
             return Ok((inventory, None));
         }
-        verify_state(&group.in_call(Caller::DdpNew), inventory.contract())?;
+        let contract = inventory.contract(options.broadcast_buffers);
+        verify_state_on(&group.in_call(Caller::DdpNew), inventory.device_kind(), contract)?;
         let specs = Inventory::specs(&inventory.parameters);
         let (communicator, reducer) = (Arc::new(group.clone()), options.reducer.clone());
         let sink = match nccl {

@@ -46,7 +46,8 @@ impl Ddp {
     /// The `Ddp` of a [`TrainState`](crate::TrainState) joins by [`TrainState::join`](crate::TrainState::join), which counts the steps.
     ///
     /// # Errors
-    /// As [`JoinGroup::join`].
+    /// As [`JoinGroup::join`]. On every rank, if some were done earlier, and the ranks' optimizers have other parameters by now, or other
+    /// [groups](Optimizer::with_group) of them.
     pub fn join<T>(
         &mut self,
         optimizer: &mut Optimizer,

@@ -579,6 +579,19 @@ fn buffers_are_rank_0_s() {
 }
 
 #[test]
+fn a_rank_that_alone_would_keep_its_buffers_is_named_on_every_rank() {
+    let errors = run(2, |group| {
+        let store = nn::VarStore::new(device());
+        let _norm = nn::batch_norm1d(store.root(), 8, Default::default());
+        let mut options = DdpOptions::default();
+        options.broadcast_buffers = group.rank().is_main();
+        Ddp::with_options(&store, &group, options).unwrap_err().to_string()
+    });
+    let said = "`running_mean (broadcast_buffers: false)` (f32 [8]) on rank 1";
+    assert!(errors.iter().all(|text| text.contains(said)), "{errors:?}");
+}
+
+#[test]
 fn a_loss_outside_of_forward_is_refused_if_the_model_has_buffers() {
     let errors = run(2, |group| {
         // The first rank's error ends the group, so the other may get it in an earlier call.

@@ -241,6 +241,18 @@ fn buffers_that_differ_are_named_on_every_rank() {
 }
 
 #[test]
+fn a_rank_that_alone_would_keep_its_buffers_is_named_on_every_rank() {
+    for error in run(2, |group| {
+        let mut options = DdpOptions::default();
+        options.broadcast_buffers = group.rank().is_main();
+        Ddp::with_options(Normed::new(), &group, options).unwrap_err()
+    }) {
+        let said = "`norm.running_mean (broadcast_buffers: false)` (f32 [4]) on rank 1";
+        assert!(error.is_mismatch() && error.to_string().contains(said), "{error}");
+    }
+}
+
+#[test]
 fn layers_that_train_on_some_ranks_only_are_named_on_every_rank() {
     for error in run(3, |group| {
         let dropout = DropoutConfig::new(0.5).init();
