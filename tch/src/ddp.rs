@@ -260,11 +260,11 @@ impl Ddp {
     /// [`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd). All ranks call it together.
     ///
     /// # Errors
-    /// If a collective fails, or one of NCCL's has failed from which this rank's parameters were computed.
+    /// If a collective fails, or one of NCCL's has failed from which this rank's parameters were computed; if the group is a `GroupHandle` that leads to
+    /// another group than when this `Ddp` was made.
     pub fn average_parameters(&mut self) -> Result<()> {
-        if self.sink.is_none() {
-            return self.check_world();
-        }
+        let Some(sink) = &self.sink else { return self.check_world() };
+        sink.call(Reducer::check_joined)?;
         let (count, group) = (self.group.active_ranks(), self.group.in_call(Caller::DdpAverageParameters));
         let all = count == self.group.world_size().count();
         let begin = Instant::now();

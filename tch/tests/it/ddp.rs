@@ -823,7 +823,9 @@ fn a_handle_that_leads_to_another_group_by_now_is_refused() {
         let mut ddp = Ddp::new(&model.store, &handle).unwrap();
         let loss = ddp.forward(|| model.loss(samples(0, 4))).unwrap();
         handle.rebind(group.clone());
-        for outcome in [ddp.backward(&loss), ddp.average_parameters(), ddp.forward(|| ())] {
+        let outcomes =
+            [ddp.backward(&loss), ddp.average_parameters(), ddp.evaluate(|| ()), ddp.forward(|| ())];
+        for outcome in outcomes {
             let error = outcome.unwrap_err().to_string();
             assert!(error.contains("a group of 2 ranks by now"), "{error}");
         }
@@ -832,6 +834,22 @@ fn a_handle_that_leads_to_another_group_by_now_is_refused() {
         let loss = ddp.forward(|| model.loss(samples(0, 4))).unwrap();
         ddp.backward(&loss).unwrap();
     });
+}
+
+#[test]
+fn what_needs_the_same_models_is_refused_in_a_group_whose_models_are_not_compared() {
+    let calls: [fn(&mut Ddp) -> Result<()>; 2] = [Ddp::average_parameters, |ddp| ddp.evaluate(|| ())];
+    for call in calls {
+        run(2, |group| {
+            let handle = GroupHandle::new(group.clone());
+            let store = nn::VarStore::new(device());
+            let _norm = nn::batch_norm1d(store.root(), 8, Default::default());
+            let mut ddp = Ddp::new(&store, &handle).unwrap();
+            handle.rebind(group.split(Some(0), 0).unwrap().unwrap());
+            let error = call(&mut ddp).unwrap_err().to_string();
+            assert!(error.contains("leads to another group"), "{error}");
+        });
+    }
 }
 
 #[test]
