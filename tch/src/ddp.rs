@@ -88,6 +88,8 @@ pub struct Ddp {
     sink: Option<Arc<Sink>>,
     /// Whether a pass has run in [`forward`](Self::forward).
     has_run: bool,
+    /// Whether one has since the last synchronised backward pass: it has begun the step that a `join` asks for.
+    has_begun: bool,
     /// Whether rank 0's buffers must replace this rank's before the next forward pass.
     buffers_stale: bool,
     broadcast_buffers: bool,
@@ -144,6 +146,7 @@ impl Ddp {
             cuda: None,
             sink,
             has_run: false,
+            has_begun: false,
             buffers_stale: false,
             has_torn: false,
             loads: Some(LoadedStates::default()),
@@ -179,7 +182,7 @@ impl Ddp {
                 self.take_buffers(Caller::DdpForward)?;
             }
         }
-        self.has_run = true;
+        (self.has_run, self.has_begun) = (true, true);
         self.waited_since(begin);
         let output = pass();
         self.group.trace().complete(Track::Forward, "forward", begin, Instant::now(), &[]);

@@ -54,7 +54,8 @@ impl Ddp {
         options: JoinOptions,
         body: impl FnOnce(&mut Self, &mut Optimizer) -> Result<T>,
     ) -> Result<T> {
-        let joined = self.joining().run(options, || body(self, optimizer))?;
+        let joining = self.joining();
+        let joined = joining.run(options, || body(self, optimizer))?;
         if joined.uneven {
             self.adopt(optimizer, joined.last)?;
         }
@@ -62,7 +63,8 @@ impl Ddp {
     }
 
     /// What runs a `join` in which this `Ddp` trains.
-    pub(crate) fn joining(&self) -> Joining {
+    pub(crate) fn joining(&mut self) -> Joining {
+        self.has_begun = false;
         let nccl = self.sink.as_ref().and_then(|sink| sink.on_device());
         Joining { group: self.group.clone(), nccl }
     }

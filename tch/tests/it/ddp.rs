@@ -526,8 +526,13 @@ fn ranks_with_fewer_batches_answer_the_others() {
 
 #[test]
 fn ranks_that_are_done_count_in_the_averages_or_do_not() {
-    // The gradient is the input, so that the average can be told.
-    for (divide, expected) in [(true, [1.5, 1.0]), (false, [1.5, 2.0])] {
+    // The gradient is the input, so that the average can be told. A model without buffers may run outside of `forward`.
+    for (divide, in_forward, expected) in [
+        (true, true, [1.5, 1.0]),
+        (false, true, [1.5, 2.0]),
+        (true, false, [1.5, 1.0]),
+        (false, false, [1.5, 2.0]),
+    ] {
         let gradients = run(2, |group| {
             let store = nn::VarStore::new(device());
             let weight = store.root().zeros("weight", &[1]);
@@ -541,7 +546,8 @@ fn ranks_that_are_done_count_in_the_averages_or_do_not() {
             ddp.join(&mut optimizer, options, |ddp, optimizer| {
                 let mut seen = Vec::new();
                 for _ in 0..batches {
-                    let loss = ddp.forward(|| (&weight * value).sum(Kind::Float))?;
+                    let pass = || (&weight * value).sum(Kind::Float);
+                    let loss = if in_forward { ddp.forward(pass)? } else { pass() };
                     optimizer.zero_grad()?;
                     ddp.backward(&loss)?;
                     seen.push(elements(&weight.grad())[0]);
@@ -550,9 +556,27 @@ fn ranks_that_are_done_count_in_the_averages_or_do_not() {
             })
             .unwrap()
         });
-        assert_eq!(gradients[1], expected, "divide_by_initial_world_size: {divide}");
+        assert_eq!(gradients[1], expected, "divide_by_initial_world_size: {divide}, forward: {in_forward}");
         assert_eq!(gradients[0], expected[..1]);
     }
+}
+
+#[test]
+fn the_first_rank_that_is_done_ends_a_join_that_is_to_end_early_also_outside_of_forward() {
+    let errors = run(2, |group| {
+        let model = Mlp::new(&WIDTHS);
+        let mut ddp = Ddp::new(&model.store, &group).unwrap();
+        let mut optimizer = Optimizer::new(&model.store, Rule::sgd(0.0)).unwrap();
+        let mut options = JoinOptions::default();
+        options.throw_on_early_termination = true;
+        let joined = ddp.join(&mut optimizer, options, |ddp, _| {
+            (0..=group.rank().index()).try_for_each(|step| ddp.backward(&model.loss(samples(step, step + 4))))
+        });
+        // The group goes on.
+        group.barrier().unwrap();
+        joined.unwrap_err().to_string()
+    });
+    assert!(errors.iter().all(|text| text.contains("rank 0 has no data left")), "{errors:?}");
 }
 
 #[test]
