@@ -343,8 +343,26 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
     /// # Errors
     /// As [`Ddp::backward`] and [`Context::step`].
     pub fn backward(context: &mut Context<'_, Self>, loss: &Tensor) -> Result<Step<()>> {
+        Self::averaged(context, loss, None)
+    }
+
+    /// [`Ddp::backward_weighted`] as a step of an elastic job, as [`backward`](Self::backward): the average is over the samples of the ranks that are not
+    /// [missing](Step::missing). If none of them has a sample, it is an error. Each has one in every step with a sampler of
+    /// [`Tail::Repeat`](phalanx::sampler::Tail::Repeat).
+    ///
+    /// # Errors
+    /// As [`Ddp::backward_weighted`] and [`Context::step`].
+    pub fn backward_weighted(
+        context: &mut Context<'_, Self>,
+        loss: &Tensor,
+        weight: f64,
+    ) -> Result<Step<()>> {
+        Self::averaged(context, loss, Some(weight))
+    }
+
+    fn averaged(context: &mut Context<'_, Self>, loss: &Tensor, weight: Option<f64>) -> Result<Step<()>> {
         if !context.is_elastic() {
-            return context.step(|state, _| state.ddp.backward(loss));
+            return context.step(|state, _| state.ddp.synchronised(loss, weight));
         }
         let (mut is_first, mut has_gradients) = (true, false);
         context.step(|state, group| {
@@ -356,7 +374,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
             }
             state.ddp.connect()?;
             has_gradients = true;
-            state.ddp.backward_replayable(loss)
+            state.ddp.backward_replayable(loss, weight)
         })
     }
 

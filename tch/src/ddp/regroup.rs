@@ -157,9 +157,9 @@ impl Ddp {
         self.buffers_stale = false;
     }
 
-    /// [`backward`](Self::backward) with gradients that can be [averaged again](Self::replay) if a peer's failure cuts
-    /// it off.
-    pub(crate) fn backward_replayable(&mut self, loss: &Tensor) -> Result<()> {
+    /// [`backward`](Self::backward), or with a `weight` [`backward_weighted`](Self::backward_weighted), with gradients that can be
+    /// [averaged again](Self::replay) if a peer's failure cuts it off.
+    pub(crate) fn backward_replayable(&mut self, loss: &Tensor, weight: Option<f64>) -> Result<()> {
         self.check_elastic()?;
         if let Some(sink) = &self.sink {
             if self.group.running().is_some() {
@@ -172,7 +172,7 @@ impl Ddp {
             }
             sink.call(Reducer::keep_gradients)?;
         }
-        self.backward(loss)
+        self.synchronised(loss, weight)
     }
 
     /// NCCL connects the ranks of a group that this has followed to. All ranks call it together, before the step in it.
@@ -354,7 +354,7 @@ mod tests {
             let number = group.rank().index() as f64 + 1.0;
             // Only the rank that dies uses the second parameter.
             let loss = ddp.forward(|| pair.loss(number, left.is_none())).unwrap();
-            ddp.backward_replayable(&loss).unwrap();
+            ddp.backward_replayable(&loss, None).unwrap();
             assert_eq!(pair.gradients(), [Some(2.0), Some(10.0)]);
             let Some(left) = left else { return };
             // This rank has seen the step's end, and others have not.
@@ -364,7 +364,7 @@ mod tests {
             for uses_extra in [true, false] {
                 let loss = ddp.forward(|| pair.loss(number, uses_extra)).unwrap();
                 pair.zero_grad();
-                ddp.backward_replayable(&loss).unwrap();
+                ddp.backward_replayable(&loss, None).unwrap();
                 assert_eq!(pair.gradients(), [Some(1.5), uses_extra.then_some(15.0)]);
             }
         });
@@ -379,6 +379,43 @@ mod tests {
     #[ignore = "needs three CUDA devices, such as those of the stand-in: tch/check.sh"]
     fn over_nccl_a_step_that_is_done_again_has_the_gradients_of_the_ranks_that_are_left() {
         done_again(cuda);
+    }
+
+    /// Each rank counts by its number.
+    fn weighted_again(place: Place) {
+        of_three_one_dies(place, |group, pair, left| {
+            let mut ddp = pair.ddp(&group, ReducerOptions::default());
+            let number = group.rank().index() as f64 + 1.0;
+            let step = |ddp: &mut Ddp| {
+                let loss = ddp.forward(|| pair.loss(number, true)).unwrap();
+                pair.zero_grad();
+                ddp.backward_replayable(&loss, Some(number)).unwrap();
+            };
+            let assert_averages = |expected: f64| {
+                let [both, extra] = pair.gradients().map(Option::unwrap);
+                let apart = (both - expected).abs().max((extra / 10.0 - expected).abs());
+                assert!(apart < 1e-5, "{both} and {extra}, and not {expected}");
+            };
+            step(&mut ddp);
+            assert_averages(14.0 / 6.0);
+            let Some(left) = left else { return };
+            ddp.replay(&left).unwrap();
+            assert_averages(5.0 / 3.0);
+            ddp.follow(&left).unwrap();
+            step(&mut ddp);
+            assert_averages(5.0 / 3.0);
+        });
+    }
+
+    #[test]
+    fn a_weighted_step_that_is_done_again_has_the_average_of_the_samples_that_are_left() {
+        weighted_again(cpu);
+    }
+
+    #[test]
+    #[ignore = "needs three CUDA devices, such as those of the stand-in: tch/check.sh"]
+    fn over_nccl_a_weighted_step_that_is_done_again_has_the_average_of_the_samples_that_are_left() {
+        weighted_again(cuda);
     }
 
     /// A step that is cut off when one bucket is averaged, again when it is averaged once more, and done by one rank in the end.
@@ -396,7 +433,7 @@ mod tests {
                     (both + gate + &pair.extra * (10.0 * number)).sum(Kind::Float)
                 });
                 pair.zero_grad();
-                ddp.backward_replayable(&loss.unwrap())
+                ddp.backward_replayable(&loss.unwrap(), None)
             };
             // Buckets come in the order of gradients from the second step on.
             for _ in 0..2 {
@@ -446,7 +483,7 @@ mod tests {
             let step = |ddp: &mut Ddp| {
                 let loss = ddp.forward(|| pair.loss(number, true)).unwrap();
                 pair.zero_grad();
-                ddp.backward_replayable(&loss).unwrap();
+                ddp.backward_replayable(&loss, None).unwrap();
                 pair.gradients()
             };
             assert_eq!(step(&mut ddp), [Some(2.0), Some(20.0)]);
@@ -478,7 +515,7 @@ mod tests {
                     let step = |ddp: &mut Ddp| {
                         let loss = ddp.forward(|| pair.loss(2.0, rank == 1)).unwrap();
                         pair.zero_grad();
-                        ddp.backward_replayable(&loss).unwrap();
+                        ddp.backward_replayable(&loss, None).unwrap();
                         pair.gradients()
                     };
                     for _ in 0..2 {
