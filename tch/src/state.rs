@@ -186,6 +186,7 @@ impl<T> TrainState<T> {
         self.ddp.load_hook(hook.map(|hook| if own_remains { hook } else { hook.without_own() }))?;
         // Replicas would drift apart. In an elastic job all load what one of them has.
         self.ddp.check_alike("number of steps", &self.steps.to_string())?;
+        self.ddp.check_alike("model averager", &format!("{:?}", self.averager))?;
         self.ddp.share(&mut self.optimizer)?;
         if is_absent {
             self.ddp.loaded_hook.mark_absent();
@@ -197,8 +198,8 @@ impl<T> TrainState<T> {
     /// program that is not elastic; all ranks call it together, before or after they load the same checkpoint.
     ///
     /// # Errors
-    /// As [`Ddp::new`]. On every rank, if the optimizers' rules, parameters or groups differ; or the numbers of [steps](Self::steps), as after a
-    /// checkpoint that one rank alone has loaded: [`progress`](Self::progress) would differ, too.
+    /// As [`Ddp::new`]. On every rank, if the optimizers' rules, parameters or groups differ; or the [averagers](Self::with_averager), or the numbers of
+    /// [steps](Self::steps), as after a checkpoint that one rank alone has loaded: [`progress`](Self::progress) would differ, too.
     pub fn with_group(self, group: &ProcessGroup) -> Result<Self> {
         let shared = self.ddp.group().clone();
         let ranks = self.ddp.world_size();

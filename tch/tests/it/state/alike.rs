@@ -212,6 +212,19 @@ fn ranks_whose_rules_differ_are_refused_with_both() {
     }
 }
 
+#[test]
+fn ranks_that_average_their_models_after_other_numbers_of_steps_are_refused() {
+    let errors = run(2, |group| {
+        let training = Training::new(Rule::ADAMW);
+        let period = if group.rank().is_main() { 4 } else { 5 };
+        let state = training.state.with_averager(PeriodicModelAverager::new(period).unwrap());
+        state.with_group(&group).map(drop).unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.contains("period: 4") && error.contains("period: 5"), "{error}");
+    }
+}
+
 /// What one rank alone does not train would drift apart.
 #[test]
 fn ranks_whose_optimizers_have_other_parameters_are_refused() {
