@@ -678,6 +678,33 @@ fn an_evaluation_gives_the_same_on_every_rank() {
     assert!(!ddp.evaluate(|| model.loss(samples(0, 4)).requires_grad()).unwrap());
 }
 
+#[test]
+fn a_model_that_has_drifted_apart_in_the_join_of_another_one_is_not_evaluated() {
+    let errors = run(2, |group| {
+        let group = JoinGroup::new(group);
+        let rank = group.rank().index();
+        let model = Mlp::new(&WIDTHS);
+        let store = nn::VarStore::new(device());
+        let norm = nn::batch_norm1d(store.root(), 8, Default::default());
+        let mut ddp = Ddp::new(&model.store, &group).unwrap();
+        let mut other = Ddp::new(&store, &group).unwrap();
+        let mut optimizer = Optimizer::new(&model.store, Rule::sgd(0.0)).unwrap();
+        let joined = ddp.join(&mut optimizer, JoinOptions::default(), |ddp, _| {
+            for step in 0..=rank {
+                let loss = ddp.forward(|| model.loss(samples(step, step + 4)))?;
+                ddp.backward(&loss)?;
+                let pass = || samples(step, step + 4).0.apply_t(&norm, true).square().mean(Kind::Float);
+                let loss = other.forward(pass)?;
+                other.backward(&loss)?;
+            }
+            Ok(())
+        });
+        joined.unwrap();
+        other.evaluate(|| ()).unwrap_err().to_string()
+    });
+    assert!(errors.iter().all(|text| text.contains("1 to 2 by now")), "{errors:?}");
+}
+
 /// A program that catches it trains on.
 #[test]
 fn a_panic_in_an_evaluation_leaves_each_rank_its_own_buffers_and_gradients() {
