@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use phalanx::join::JoinGroup;
 use phalanx::reducer::hooks::{LoadedHook, Replica};
-use phalanx::reducer::{LoadedStates, Reducer, ReducerOptions, StepTime, verify_state};
+use phalanx::reducer::{LoadedStates, Reducer, ReducerOptions, StepTime, verify_state_on};
 use phalanx::trace::Track;
 use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, WorldSize, adapter};
 use tch::nn::VarStore;
@@ -64,10 +64,10 @@ impl Default for DdpOptions {
 ///
 /// | what | when |
 /// |---|---|
-/// | names, shapes, types and ties of all variables; the [options](DdpOptions) and the order of gradients | [`new`](Self::new), and each new group of a [`TrainState`](crate::TrainState) |
+/// | names, shapes, types and ties of all variables, and the kind of device on which they are; the [options](DdpOptions) and the order of gradients | [`new`](Self::new), and each new group of a [`TrainState`](crate::TrainState) |
 /// | communication hooks and their settings | [`register_comm_hook`](Self::register_comm_hook) |
-/// | an optimizer's rules and groups, and the number of steps | [`TrainState::with_group`](crate::TrainState::with_group) and its relatives |
-/// | rules and learning rates of all steps, norms of [`clip_grad_norm`](Self::clip_grad_norm), whether one rank alone has a new optimizer, and the steps and runs of the checkpoints that each rank has loaded | after the first [`TrainState::step`](crate::TrainState::step), and every 32 steps; the error comes in a later [`backward`](Self::backward), and they may differ by rounding |
+/// | an optimizer's rules and groups, the number of steps, and the model averager | [`TrainState::with_group`](crate::TrainState::with_group) and its relatives |
+/// | rules, groups and learning rates of all steps, norms of [`clip_grad_norm`](Self::clip_grad_norm), whether one rank alone has a new optimizer, and the steps and runs of the checkpoints that each rank has loaded | after the first [`TrainState::step`](crate::TrainState::step), and every 32 steps; the error comes in a later [`backward`](Self::backward), and they may differ by rounding |
 /// | everything that is saved | each commit of an elastic job |
 /// | the parameters themselves | [`replicas_identical`](Self::replicas_identical) |
 ///
@@ -88,6 +88,8 @@ pub struct Ddp {
     sink: Option<Arc<Sink>>,
     /// Whether a pass has run in [`forward`](Self::forward).
     has_run: bool,
+    /// Whether one has since the last synchronised backward pass: it has begun the step that a `join` asks for.
+    has_begun: bool,
     /// Whether rank 0's buffers must replace this rank's before the next forward pass.
     buffers_stale: bool,
     broadcast_buffers: bool,
@@ -105,7 +107,8 @@ pub struct Ddp {
 impl Ddp {
     /// Checks that the variables of `store` are the same on every rank, and gives every rank rank 0's values.
     ///
-    /// If models differ, the error names the variable; so they do if variables share memory on one rank and not on another. A model without
+    /// If models differ, the error names the variable; so they do if variables share memory on one rank and not on another. Models on processors and
+    /// on CUDA devices differ, too: their kernels round in other ways, and replicas would drift apart. A model without
     /// any parameter that needs a gradient is refused, and so is a trainable variable that is computed from another, such as a view of it:
     /// it gets no gradient. Make all layers, and unfreeze what is to be trained, before this call: with several ranks, a variable that was made
     /// later, or is trainable since, is an error of the next backward pass. While the `Ddp` lives, its hooks are on the parameters: one `VarStore` has one
@@ -143,6 +146,7 @@ impl Ddp {
             cuda: None,
             sink,
             has_run: false,
+            has_begun: false,
             buffers_stale: false,
             has_torn: false,
             loads: Some(LoadedStates::default()),
@@ -178,7 +182,7 @@ impl Ddp {
                 self.take_buffers(Caller::DdpForward)?;
             }
         }
-        self.has_run = true;
+        (self.has_run, self.has_begun) = (true, true);
         self.waited_since(begin);
         let output = pass();
         self.group.trace().complete(Track::Forward, "forward", begin, Instant::now(), &[]);
@@ -259,11 +263,11 @@ impl Ddp {
     /// [`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd). All ranks call it together.
     ///
     /// # Errors
-    /// If a collective fails, or one of NCCL's has failed from which this rank's parameters were computed.
+    /// If a collective fails, or one of NCCL's has failed from which this rank's parameters were computed; if the group is a `GroupHandle` that leads to
+    /// another group than when this `Ddp` was made.
     pub fn average_parameters(&mut self) -> Result<()> {
-        if self.sink.is_none() {
-            return self.check_world();
-        }
+        let Some(sink) = &self.sink else { return self.check_world() };
+        sink.call(Reducer::check_joined)?;
         let (count, group) = (self.group.active_ranks(), self.group.in_call(Caller::DdpAverageParameters));
         let all = count == self.group.world_size().count();
         let begin = Instant::now();
@@ -506,7 +510,8 @@ fn prepare(
         if group.world_size() == WorldSize::ONE {
             return Ok((inventory, None));
         }
-        verify_state(&group.in_call(Caller::DdpNew), inventory.contract())?;
+        let contract = inventory.contract(options.broadcast_buffers);
+        verify_state_on(&group.in_call(Caller::DdpNew), inventory.device_kind(), contract)?;
         let specs = Inventory::specs(&inventory.parameters);
         let (communicator, reducer) = (Arc::new(group.clone()), options.reducer.clone());
         let sink = match nccl {

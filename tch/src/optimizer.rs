@@ -4,7 +4,7 @@ use std::borrow::Borrow;
 use std::collections::HashMap;
 use std::fmt;
 
-use phalanx::reducer::{ParameterSpec, broadcast_bytes};
+use phalanx::reducer::{ParameterSpec, verify_state};
 use phalanx::state::{StateReader, StateWriter};
 use phalanx::{Buffer, Communicator, Error, Rank, Result};
 use serde::{Deserialize, Serialize};
@@ -351,15 +351,17 @@ impl Optimizer {
         self.rules.iter().flat_map(|rule| rule.numbers()).collect()
     }
 
-    /// What ranks compare of its last step. One that was made anew on one rank alone keeps nothing of the steps before.
+    /// What ranks compare of its last step: its rules, and by which each parameter goes. One that was made anew on one rank alone keeps nothing of the
+    /// steps before.
     pub(crate) fn settings(&self) -> Vec<f64> {
         let mut settings = self.numbers();
         settings.push(self.begun as f64);
+        settings.extend(self.groups.iter().map(|group| *group as f64));
         settings
     }
 
     /// What ranks compare of its parameters: also in which groups they are.
-    pub(crate) fn contract(&self) -> Vec<ParameterSpec> {
+    fn contract(&self) -> Vec<ParameterSpec> {
         let mut contract = Inventory::specs(&self.parameters);
         for (spec, group) in contract.iter_mut().zip(&self.groups).filter(|(_, group)| **group != 0) {
             spec.name += &format!(" (in group {group} of the optimizer)");
@@ -373,7 +375,11 @@ impl Optimizer {
     }
 
     /// Takes over the rules and the state of rank `root`.
+    ///
+    /// # Errors
+    /// On every rank, if the optimizers have other parameters, or other groups of them. If an exchange fails.
     pub(crate) fn adopt(&mut self, group: &dyn Communicator, root: Rank) -> Result<()> {
+        verify_state(group, self.contract())?;
         let theirs = group.broadcast_async(Buffer::from_slice(&self.numbers()), root)?.wait()?;
         for (rule, numbers) in self.rules.iter_mut().zip(theirs.as_slice::<f64>()?.chunks(NUMBERS)) {
             let theirs = Rule::of_numbers(numbers).filter(|theirs| theirs.fields() == rule.fields());
@@ -383,16 +389,7 @@ impl Optimizer {
             })?;
         }
         let mine: Vec<u8> = self.moments.iter().map(|kept| u8::from(kept.is_some())).collect();
-        let theirs = broadcast_bytes(group, root, &mine, mine.len())?;
-        if theirs.len() != mine.len() {
-            return Err(Error::mismatch(format!(
-                "the optimizer of rank {root} has {} parameters, and that of rank {} has {}",
-                theirs.len(),
-                group.rank(),
-                mine.len()
-            ))
-            .with_remedy("make the same optimizer on every rank"));
-        }
+        let theirs = group.broadcast_async(Buffer::from_slice(&mine), root)?.wait()?;
         let mut tensors = Vec::new();
         let each = self.parameters.iter().zip(&self.groups).zip(&mut self.moments);
         for (((parameter, &group), kept), &is_kept) in each.zip(theirs.as_bytes()) {

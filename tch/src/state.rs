@@ -188,6 +188,7 @@ impl<T> TrainState<T> {
         // Replicas would drift apart. In an elastic job all load what one of them has.
         self.ddp.check_alike("number of steps", &self.steps.to_string())?;
         self.ddp.check_alike("loaded state", &loaded)?;
+        self.ddp.check_alike("model averager", &format!("{:?}", self.averager))?;
         self.ddp.share(&mut self.optimizer)?;
         if is_absent {
             self.ddp.loaded_hook.mark_absent();
@@ -199,8 +200,9 @@ impl<T> TrainState<T> {
     /// program that is not elastic; all ranks call it together, before or after they load the same checkpoint.
     ///
     /// # Errors
-    /// As [`Ddp::new`]. On every rank, if the optimizers' rules, parameters or groups differ; or the numbers of [steps](Self::steps), as after a
-    /// checkpoint that one rank alone has loaded; or if they have just loaded the states of two runs: [`progress`](Self::progress) would differ, too.
+    /// As [`Ddp::new`]. On every rank, if the optimizers' rules, parameters or groups differ; or the [averagers](Self::with_averager), or the numbers of
+    /// [steps](Self::steps), as after a checkpoint that one rank alone has loaded; or if they have just loaded the states of two runs:
+    /// [`progress`](Self::progress) would differ, too.
     pub fn with_group(self, group: &ProcessGroup) -> Result<Self> {
         let shared = self.ddp.group().clone();
         let ranks = self.ddp.world_size();
@@ -345,8 +347,26 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
     /// # Errors
     /// As [`Ddp::backward`] and [`Context::step`].
     pub fn backward(context: &mut Context<'_, Self>, loss: &Tensor) -> Result<Step<()>> {
+        Self::averaged(context, loss, None)
+    }
+
+    /// [`Ddp::backward_weighted`] as a step of an elastic job, as [`backward`](Self::backward): the average is over the samples of the ranks that are not
+    /// [missing](Step::missing). If none of them has a sample, it is an error. Each has one in every step with a sampler of
+    /// [`Tail::Repeat`](phalanx::sampler::Tail::Repeat).
+    ///
+    /// # Errors
+    /// As [`Ddp::backward_weighted`] and [`Context::step`].
+    pub fn backward_weighted(
+        context: &mut Context<'_, Self>,
+        loss: &Tensor,
+        weight: f64,
+    ) -> Result<Step<()>> {
+        Self::averaged(context, loss, Some(weight))
+    }
+
+    fn averaged(context: &mut Context<'_, Self>, loss: &Tensor, weight: Option<f64>) -> Result<Step<()>> {
         if !context.is_elastic() {
-            return context.step(|state, _| state.ddp.backward(loss));
+            return context.step(|state, _| state.ddp.synchronised(loss, weight));
         }
         let (mut is_first, mut has_gradients) = (true, false);
         context.step(|state, group| {
@@ -358,7 +378,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
             }
             state.ddp.connect()?;
             has_gradients = true;
-            state.ddp.backward_replayable(loss)
+            state.ddp.backward_replayable(loss, weight)
         })
     }
 
@@ -448,8 +468,8 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
         Ok(())
     }
 
-    /// Returns whether a communication hook's state was there, and what ranks compare: buffers and progress may be each rank's own. Everything is read
-    /// before anything is changed.
+    /// Returns whether something that a communication hook keeps was there, and what ranks compare: buffers and progress may be each rank's own. Everything
+    /// is read before anything is changed.
     fn read(&mut self, reader: &impl StateReader) -> Result<(bool, LoadedState)> {
         let (steps, progress) = (reader.value(&self.part("steps"))?, reader.value(&self.part("progress"))?);
         let model = self.part("model");
@@ -476,7 +496,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
         let hook = training::load_hook(self, reader)?;
         self.ddp.check_hook(hook.as_ref())?;
         self.check_shared(&elements)?;
-        let has_hook = hook.is_some();
+        let has_hook = hook.as_ref().is_some_and(|hook| !hook.is_empty());
         self.ddp.drop_accumulated()?;
         self.ddp.load_hook(hook)?;
         let state = self.ddp.state().iter().zip(&elements);

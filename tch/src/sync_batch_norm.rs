@@ -209,10 +209,10 @@ impl SyncBatchNorm {
         let _guard = tch::no_grad_guard();
         let unbiased = variance.f_mul(total)?.f_div(&total.f_sub_scalar(1.0)?.f_clamp_min(1.0)?)?;
         for (running, batch) in [(&self.norm.running_mean, mean), (&self.norm.running_var, &unbiased)] {
-            let mut running = running.shallow_clone();
-            let batch = batch.f_to_kind(running.kind())?;
-            drop(running.f_mul_scalar_(1.0 - self.momentum)?);
-            drop(running.f_add_(&batch.f_mul_scalar(self.momentum)?)?);
+            // In f16 a variance may be infinite of which the share is not.
+            let old = running.f_to_kind(batch.kind())?.f_mul_scalar(1.0 - self.momentum)?;
+            let new = old.f_add(&batch.f_mul_scalar(self.momentum)?)?;
+            running.shallow_clone().f_copy_(&new)?;
         }
         Ok(())
     }

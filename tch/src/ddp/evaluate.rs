@@ -3,6 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::Instant;
 
+use phalanx::reducer::Reducer;
 use phalanx::trace::Track;
 use phalanx::{Caller, Communicator, Result};
 
@@ -25,14 +26,17 @@ impl Ddp {
     /// ([`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd)): call [`average_parameters`](Self::average_parameters) before.
     ///
     /// # Errors
-    /// If the exchange of buffers fails; or if a call of [NCCL](Self::with_nccl)'s has failed, for which this waits: the parameters are worth nothing then.
+    /// If the exchange of buffers fails; or if a call of [NCCL](Self::with_nccl)'s has failed, for which this waits: the parameters are worth nothing then. If
+    /// the ranks would not evaluate the same model, because the group is a `GroupHandle` that leads to another group than when this `Ddp` was made, or, of a
+    /// model with buffers, because of a [`join`](Self::join) of another `Ddp`.
     #[doc(alias = "eval")]
     pub fn evaluate<T>(&mut self, pass: impl FnOnce() -> T) -> Result<T> {
         let (begin, buffers) = (Instant::now(), self.inventory.buffers());
+        self.check_world()?;
         self.or_end(self.await_settled())?;
         let mut own = Vec::new();
         if let Some(sink) = self.sink.as_ref().filter(|_| !buffers.is_empty()) {
-            sink.call(|_| Ok(()))?;
+            sink.call(Reducer::check_joined)?;
             own = self.or_end(tensors::copies(&buffers))?;
             self.take_buffers(Caller::DdpEvaluate)?;
         }

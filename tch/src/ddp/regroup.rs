@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use phalanx::join::{JoinGroup, JoinOptions, Joined};
-use phalanx::reducer::{LoadedState, LoadedStates, Reducer, verify_description, verify_state};
+use phalanx::reducer::{LoadedState, LoadedStates, Reducer, verify_description};
 use phalanx::{Buffer, Caller, Communicator as _, Error, ProcessGroup, Rank, Result, WorldSize};
 use phalanx_nccl::Communicator;
 use tch::Tensor;
@@ -46,14 +46,16 @@ impl Ddp {
     /// The `Ddp` of a [`TrainState`](crate::TrainState) joins by [`TrainState::join`](crate::TrainState::join), which counts the steps.
     ///
     /// # Errors
-    /// As [`JoinGroup::join`].
+    /// As [`JoinGroup::join`]. On every rank, if some were done earlier, and the ranks' optimizers have other parameters by now, or other
+    /// [groups](Optimizer::with_group) of them.
     pub fn join<T>(
         &mut self,
         optimizer: &mut Optimizer,
         options: JoinOptions,
         body: impl FnOnce(&mut Self, &mut Optimizer) -> Result<T>,
     ) -> Result<T> {
-        let joined = self.joining().run(options, || body(self, optimizer))?;
+        let joining = self.joining();
+        let joined = joining.run(options, || body(self, optimizer))?;
         if joined.uneven {
             self.adopt(optimizer, joined.last)?;
         }
@@ -61,7 +63,8 @@ impl Ddp {
     }
 
     /// What runs a `join` in which this `Ddp` trains.
-    pub(crate) fn joining(&self) -> Joining {
+    pub(crate) fn joining(&mut self) -> Joining {
+        self.has_begun = false;
         let nccl = self.sink.as_ref().and_then(|sink| sink.on_device());
         Joining { group: self.group.clone(), nccl }
     }
@@ -104,7 +107,6 @@ impl Ddp {
         }
         let group = self.group.in_call(Caller::DdpNew);
         let shared = verify_description(&group, "optimizer", &optimizer.describe())
-            .and_then(|()| verify_state(&group, optimizer.contract()))
             .and_then(|()| optimizer.adopt(&group, Rank::MAIN));
         self.or_end(shared)
     }
@@ -160,9 +162,9 @@ impl Ddp {
         self.buffers_stale = false;
     }
 
-    /// [`backward`](Self::backward) with gradients that can be [averaged again](Self::replay) if a peer's failure cuts
-    /// it off.
-    pub(crate) fn backward_replayable(&mut self, loss: &Tensor) -> Result<()> {
+    /// [`backward`](Self::backward), or with a `weight` [`backward_weighted`](Self::backward_weighted), with gradients that can be
+    /// [averaged again](Self::replay) if a peer's failure cuts it off.
+    pub(crate) fn backward_replayable(&mut self, loss: &Tensor, weight: Option<f64>) -> Result<()> {
         self.check_elastic()?;
         if let Some(sink) = &self.sink {
             if self.group.running().is_some() {
@@ -175,7 +177,7 @@ impl Ddp {
             }
             sink.call(Reducer::keep_gradients)?;
         }
-        self.backward(loss)
+        self.synchronised(loss, weight)
     }
 
     /// NCCL connects the ranks of a group that this has followed to. All ranks call it together, before the step in it.
@@ -357,7 +359,7 @@ mod tests {
             let number = group.rank().index() as f64 + 1.0;
             // Only the rank that dies uses the second parameter.
             let loss = ddp.forward(|| pair.loss(number, left.is_none())).unwrap();
-            ddp.backward_replayable(&loss).unwrap();
+            ddp.backward_replayable(&loss, None).unwrap();
             assert_eq!(pair.gradients(), [Some(2.0), Some(10.0)]);
             let Some(left) = left else { return };
             // This rank has seen the step's end, and others have not.
@@ -367,7 +369,7 @@ mod tests {
             for uses_extra in [true, false] {
                 let loss = ddp.forward(|| pair.loss(number, uses_extra)).unwrap();
                 pair.zero_grad();
-                ddp.backward_replayable(&loss).unwrap();
+                ddp.backward_replayable(&loss, None).unwrap();
                 assert_eq!(pair.gradients(), [Some(1.5), uses_extra.then_some(15.0)]);
             }
         });
@@ -382,6 +384,43 @@ mod tests {
     #[ignore = "needs three CUDA devices, such as those of the stand-in: tch/check.sh"]
     fn over_nccl_a_step_that_is_done_again_has_the_gradients_of_the_ranks_that_are_left() {
         done_again(cuda);
+    }
+
+    /// Each rank counts by its number.
+    fn weighted_again(place: Place) {
+        of_three_one_dies(place, |group, pair, left| {
+            let mut ddp = pair.ddp(&group, ReducerOptions::default());
+            let number = group.rank().index() as f64 + 1.0;
+            let step = |ddp: &mut Ddp| {
+                let loss = ddp.forward(|| pair.loss(number, true)).unwrap();
+                pair.zero_grad();
+                ddp.backward_replayable(&loss, Some(number)).unwrap();
+            };
+            let assert_averages = |expected: f64| {
+                let [both, extra] = pair.gradients().map(Option::unwrap);
+                let apart = (both - expected).abs().max((extra / 10.0 - expected).abs());
+                assert!(apart < 1e-5, "{both} and {extra}, and not {expected}");
+            };
+            step(&mut ddp);
+            assert_averages(14.0 / 6.0);
+            let Some(left) = left else { return };
+            ddp.replay(&left).unwrap();
+            assert_averages(5.0 / 3.0);
+            ddp.follow(&left).unwrap();
+            step(&mut ddp);
+            assert_averages(5.0 / 3.0);
+        });
+    }
+
+    #[test]
+    fn a_weighted_step_that_is_done_again_has_the_average_of_the_samples_that_are_left() {
+        weighted_again(cpu);
+    }
+
+    #[test]
+    #[ignore = "needs three CUDA devices, such as those of the stand-in: tch/check.sh"]
+    fn over_nccl_a_weighted_step_that_is_done_again_has_the_average_of_the_samples_that_are_left() {
+        weighted_again(cuda);
     }
 
     /// A step that is cut off when one bucket is averaged, again when it is averaged once more, and done by one rank in the end.
@@ -399,7 +438,7 @@ mod tests {
                     (both + gate + &pair.extra * (10.0 * number)).sum(Kind::Float)
                 });
                 pair.zero_grad();
-                ddp.backward_replayable(&loss.unwrap())
+                ddp.backward_replayable(&loss.unwrap(), None)
             };
             // Buckets come in the order of gradients from the second step on.
             for _ in 0..2 {
@@ -449,7 +488,7 @@ mod tests {
             let step = |ddp: &mut Ddp| {
                 let loss = ddp.forward(|| pair.loss(number, true)).unwrap();
                 pair.zero_grad();
-                ddp.backward_replayable(&loss).unwrap();
+                ddp.backward_replayable(&loss, None).unwrap();
                 pair.gradients()
             };
             assert_eq!(step(&mut ddp), [Some(2.0), Some(20.0)]);
@@ -481,7 +520,7 @@ mod tests {
                     let step = |ddp: &mut Ddp| {
                         let loss = ddp.forward(|| pair.loss(2.0, rank == 1)).unwrap();
                         pair.zero_grad();
-                        ddp.backward_replayable(&loss).unwrap();
+                        ddp.backward_replayable(&loss, None).unwrap();
                         pair.gradients()
                     };
                     for _ in 0..2 {

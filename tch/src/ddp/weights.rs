@@ -74,8 +74,12 @@ impl Ddp {
     }
 
     /// Averages the gradients of `loss` and of what was accumulated.
-    pub(super) fn synchronised(&mut self, loss: &Tensor, weight: Option<f64>) -> Result<()> {
+    pub(crate) fn synchronised(&mut self, loss: &Tensor, weight: Option<f64>) -> Result<()> {
         self.check_backward(loss)?;
+        if !std::mem::take(&mut self.has_begun) {
+            // A model without buffers may have run outside of `forward`, which says in a `join` how many ranks have data.
+            self.group.step()?;
+        }
         let accumulated = self.accumulate(loss, weight)?;
         let before = std::mem::take(&mut self.accumulated);
         self.buffers_stale = true;

@@ -526,8 +526,13 @@ fn ranks_with_fewer_batches_answer_the_others() {
 
 #[test]
 fn ranks_that_are_done_count_in_the_averages_or_do_not() {
-    // The gradient is the input, so that the average can be told.
-    for (divide, expected) in [(true, [1.5, 1.0]), (false, [1.5, 2.0])] {
+    // The gradient is the input, so that the average can be told. A model without buffers may run outside of `forward`.
+    for (divide, in_forward, expected) in [
+        (true, true, [1.5, 1.0]),
+        (false, true, [1.5, 2.0]),
+        (true, false, [1.5, 1.0]),
+        (false, false, [1.5, 2.0]),
+    ] {
         let gradients = run(2, |group| {
             let store = nn::VarStore::new(device());
             let weight = store.root().zeros("weight", &[1]);
@@ -541,7 +546,8 @@ fn ranks_that_are_done_count_in_the_averages_or_do_not() {
             ddp.join(&mut optimizer, options, |ddp, optimizer| {
                 let mut seen = Vec::new();
                 for _ in 0..batches {
-                    let loss = ddp.forward(|| (&weight * value).sum(Kind::Float))?;
+                    let pass = || (&weight * value).sum(Kind::Float);
+                    let loss = if in_forward { ddp.forward(pass)? } else { pass() };
                     optimizer.zero_grad()?;
                     ddp.backward(&loss)?;
                     seen.push(elements(&weight.grad())[0]);
@@ -550,9 +556,27 @@ fn ranks_that_are_done_count_in_the_averages_or_do_not() {
             })
             .unwrap()
         });
-        assert_eq!(gradients[1], expected, "divide_by_initial_world_size: {divide}");
+        assert_eq!(gradients[1], expected, "divide_by_initial_world_size: {divide}, forward: {in_forward}");
         assert_eq!(gradients[0], expected[..1]);
     }
+}
+
+#[test]
+fn the_first_rank_that_is_done_ends_a_join_that_is_to_end_early_also_outside_of_forward() {
+    let errors = run(2, |group| {
+        let model = Mlp::new(&WIDTHS);
+        let mut ddp = Ddp::new(&model.store, &group).unwrap();
+        let mut optimizer = Optimizer::new(&model.store, Rule::sgd(0.0)).unwrap();
+        let mut options = JoinOptions::default();
+        options.throw_on_early_termination = true;
+        let joined = ddp.join(&mut optimizer, options, |ddp, _| {
+            (0..=group.rank().index()).try_for_each(|step| ddp.backward(&model.loss(samples(step, step + 4))))
+        });
+        // The group goes on.
+        group.barrier().unwrap();
+        joined.unwrap_err().to_string()
+    });
+    assert!(errors.iter().all(|text| text.contains("rank 0 has no data left")), "{errors:?}");
 }
 
 #[test]
@@ -576,6 +600,19 @@ fn buffers_are_rank_0_s() {
     });
     assert_eq!(means[0], means[1]);
     assert_ne!(means[0][1], means[0][0]);
+}
+
+#[test]
+fn a_rank_that_alone_would_keep_its_buffers_is_named_on_every_rank() {
+    let errors = run(2, |group| {
+        let store = nn::VarStore::new(device());
+        let _norm = nn::batch_norm1d(store.root(), 8, Default::default());
+        let mut options = DdpOptions::default();
+        options.broadcast_buffers = group.rank().is_main();
+        Ddp::with_options(&store, &group, options).unwrap_err().to_string()
+    });
+    let said = "`running_mean (broadcast_buffers: false)` (f32 [8]) on rank 1";
+    assert!(errors.iter().all(|text| text.contains(said)), "{errors:?}");
 }
 
 #[test]
@@ -639,6 +676,33 @@ fn an_evaluation_gives_the_same_on_every_rank() {
     let model = Mlp::new(&WIDTHS);
     let mut ddp = Ddp::new(&model.store, &ProcessGroup::alone().unwrap()).unwrap();
     assert!(!ddp.evaluate(|| model.loss(samples(0, 4)).requires_grad()).unwrap());
+}
+
+#[test]
+fn a_model_that_has_drifted_apart_in_the_join_of_another_one_is_not_evaluated() {
+    let errors = run(2, |group| {
+        let group = JoinGroup::new(group);
+        let rank = group.rank().index();
+        let model = Mlp::new(&WIDTHS);
+        let store = nn::VarStore::new(device());
+        let norm = nn::batch_norm1d(store.root(), 8, Default::default());
+        let mut ddp = Ddp::new(&model.store, &group).unwrap();
+        let mut other = Ddp::new(&store, &group).unwrap();
+        let mut optimizer = Optimizer::new(&model.store, Rule::sgd(0.0)).unwrap();
+        let joined = ddp.join(&mut optimizer, JoinOptions::default(), |ddp, _| {
+            for step in 0..=rank {
+                let loss = ddp.forward(|| model.loss(samples(step, step + 4)))?;
+                ddp.backward(&loss)?;
+                let pass = || samples(step, step + 4).0.apply_t(&norm, true).square().mean(Kind::Float);
+                let loss = other.forward(pass)?;
+                other.backward(&loss)?;
+            }
+            Ok(())
+        });
+        joined.unwrap();
+        other.evaluate(|| ()).unwrap_err().to_string()
+    });
+    assert!(errors.iter().all(|text| text.contains("1 to 2 by now")), "{errors:?}");
 }
 
 /// A program that catches it trains on.
@@ -810,7 +874,9 @@ fn a_handle_that_leads_to_another_group_by_now_is_refused() {
         let mut ddp = Ddp::new(&model.store, &handle).unwrap();
         let loss = ddp.forward(|| model.loss(samples(0, 4))).unwrap();
         handle.rebind(group.clone());
-        for outcome in [ddp.backward(&loss), ddp.average_parameters(), ddp.forward(|| ())] {
+        let outcomes =
+            [ddp.backward(&loss), ddp.average_parameters(), ddp.evaluate(|| ()), ddp.forward(|| ())];
+        for outcome in outcomes {
             let error = outcome.unwrap_err().to_string();
             assert!(error.contains("a group of 2 ranks by now"), "{error}");
         }
@@ -819,6 +885,22 @@ fn a_handle_that_leads_to_another_group_by_now_is_refused() {
         let loss = ddp.forward(|| model.loss(samples(0, 4))).unwrap();
         ddp.backward(&loss).unwrap();
     });
+}
+
+#[test]
+fn what_needs_the_same_models_is_refused_in_a_group_whose_models_are_not_compared() {
+    let calls: [fn(&mut Ddp) -> Result<()>; 2] = [Ddp::average_parameters, |ddp| ddp.evaluate(|| ())];
+    for call in calls {
+        run(2, |group| {
+            let handle = GroupHandle::new(group.clone());
+            let store = nn::VarStore::new(device());
+            let _norm = nn::batch_norm1d(store.root(), 8, Default::default());
+            let mut ddp = Ddp::new(&store, &handle).unwrap();
+            handle.rebind(group.split(Some(0), 0).unwrap().unwrap());
+            let error = call(&mut ddp).unwrap_err().to_string();
+            assert!(error.contains("leads to another group"), "{error}");
+        });
+    }
 }
 
 #[test]

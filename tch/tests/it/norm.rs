@@ -167,6 +167,22 @@ fn half_precision_is_normalised_in_single() {
     assert!(distance(&[parts[1][2].clone()], &[variance]) < 1e-5);
 }
 
+#[test]
+fn running_statistics_of_halves_take_their_share_of_a_variance_that_is_infinite_in_their_type() {
+    let variances = run(2, |group| {
+        let mut store = nn::VarStore::new(device());
+        let norm = norm_of_3(&store, &group);
+        store.half();
+        let from = 4 * i64::from(group.rank().get());
+        let input = (images(from, from + 4) * 500.0).to_kind(Kind::Half);
+        let _ = norm.forward(&input, true).unwrap();
+        assert_eq!(norm.norm.running_var.kind(), Kind::Half);
+        elements(&norm.norm.running_var)
+    });
+    // A tenth of about half of 500².
+    assert!(variances.iter().flatten().all(|variance| (1e4..2e4).contains(variance)), "{variances:?}");
+}
+
 /// A layer of three channels whose weights are 1.
 fn norm_of_3(store: &nn::VarStore, group: &ProcessGroup) -> SyncBatchNorm {
     let config = nn::BatchNormConfig { ws_init: nn::Init::Const(1.0), ..Default::default() };

@@ -13,7 +13,7 @@ use phalanx::reducer::hooks::{
 };
 use phalanx::sampler::{ElasticSampler, Tail};
 use phalanx::{Communicator, ProcessGroup, Rank, Result};
-use phalanx_tch::{DdpOptions, Optimizer, PeriodicModelAverager, Rule, TrainState};
+use phalanx_tch::{Ddp, DdpOptions, Optimizer, PeriodicModelAverager, Rule, TrainState};
 use tch::{Kind, Tensor, nn};
 
 use crate::common::{Mlp, elements, floats, load, on_device, run, samples};

@@ -8,7 +8,7 @@ use phalanx_tch::{Ddp, Optimizer, Rule, SyncBatchNorm};
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
 
-use crate::common::{device, distance, elements, floats, samples};
+use crate::common::{device, distance, elements, floats, run, samples};
 
 pub const TESTS: &[(&str, fn())] =
     &[("statistics_of_two_processes_on_one_device_are_those_of_the_whole_batch", norm)];
@@ -16,6 +16,7 @@ pub const TESTS: &[(&str, fn())] =
 /// Those that need another device than the processors.
 pub const ON_DEVICES: &[(&str, fn())] = &[
     ("variables_on_two_devices_are_refused", two_devices),
+    ("ranks_on_processors_and_on_a_device_are_refused", two_kinds),
     ("an_optimizer_does_not_follow_a_model_to_another_device", moved),
 ];
 
@@ -96,6 +97,15 @@ fn two_devices() {
     let error = Ddp::new(&store, &ProcessGroup::alone().unwrap()).unwrap_err().to_string();
     let words = ["`here` is on Cpu", "`layer.bias` is on Cuda(0)", "a device for each rank"];
     assert!(words.iter().all(|word| error.contains(word)), "{error}");
+}
+
+fn two_kinds() {
+    let errors = run(2, |group| {
+        let store = VarStore::new(if group.rank().is_main() { Device::Cpu } else { device() });
+        nn::linear(store.root() / "layer", 2, 2, Default::default());
+        Ddp::new(&store, &group).unwrap_err().to_string()
+    });
+    assert!(errors.iter().all(|text| text.contains("cpu on rank 0 and cuda on rank 1")), "{errors:?}");
 }
 
 fn moved() {

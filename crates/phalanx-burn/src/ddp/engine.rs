@@ -55,7 +55,14 @@ impl<M> Engine<M> {
             return Ok(Self::Alone { held: None });
         }
         let kind = device::kind_of(&inventory.device)?;
-        let same = verify_state_on(&group.in_call(Caller::DdpNew), kind, specs(&inventory.compared())?);
+        let mut compared = specs(&inventory.compared())?;
+        if !options.broadcast_buffers {
+            // To give all ranks rank 0's is a call of all of them. The tensors come first in what is compared.
+            let tensors = compared.iter_mut().zip(&inventory.state);
+            let buffers = tensors.filter(|(_, tensor)| inventory.buffers.contains(&tensor.id));
+            buffers.for_each(|(spec, _)| spec.name += " (broadcast_buffers: false)");
+        }
+        let same = verify_state_on(&group.in_call(Caller::DdpNew), kind, compared);
         same.map_err(|error| match inventory.is_divided() && error.is_mismatch() {
             true => error.with_remedy(
                 "build the same model on every rank; ranks that divide layers among themselves are no replicas of each other: give Ddp the \

@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use burn::module::Module;
+use phalanx::reducer::Reducer;
 use phalanx::{Caller, Communicator, Rank, Result};
 
 use super::Ddp;
@@ -32,12 +33,16 @@ impl<M: Module> Ddp<M> {
     /// ([`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd)): call [`average_parameters`](Self::average_parameters) before.
     ///
     /// # Errors
-    /// If the exchange of buffers fails.
+    /// If the exchange of buffers fails. If the ranks would not evaluate the same model, because the group is a
+    /// [`GroupHandle`](phalanx::GroupHandle) that leads to another group than when this `Ddp` was made, or, of a model with buffers, because of a
+    /// [`join`](Self::join) of another `Ddp`.
     #[doc(alias("eval", "valid"))]
     pub fn evaluate<T>(&mut self, pass: impl FnOnce(&M) -> T) -> Result<T> {
+        self.check_world()?;
         // Running state defers the last forward pass's update; this applies it, and the result shares no running state with the model.
         let mut model = self.model().valid();
-        if self.has_buffers() && self.engine.sink().is_some() {
+        if let Some(sink) = self.engine.sink().filter(|_| self.has_buffers()) {
+            sink.call(Reducer::check_joined)?;
             let (select, begin) = (Select::Only(&self.inventory.buffers), Instant::now());
             let group = self.group.in_call(Caller::DdpEvaluate);
             self.packed_buffers.receive(&model, &group, Rank::MAIN, select)?;

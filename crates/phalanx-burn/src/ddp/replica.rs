@@ -6,7 +6,8 @@ use std::time::Instant;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ParamId};
 use burn::optim::ModuleOptimizer;
-use phalanx::{Caller, Communicator, Rank, Result, WorldSize};
+use phalanx::reducer::Reducer;
+use phalanx::{Caller, Communicator, Rank, Result};
 
 use super::{Ddp, held};
 use crate::gradients::ModelToken;
@@ -18,11 +19,10 @@ impl<M: Module> Ddp<M> {
     /// averagers. All ranks call it together; inside [`join`](Self::join), the ranks that still have data call it, and the average is theirs.
     ///
     /// # Errors
-    /// If a collective fails.
+    /// If a collective fails; if the group is a [`GroupHandle`](phalanx::GroupHandle) that leads to another group than when this `Ddp` was made.
     pub fn average_parameters(&mut self) -> Result<()> {
-        if self.group.world_size() == WorldSize::ONE {
-            return Ok(());
-        }
+        let Some(sink) = self.engine.sink() else { return self.check_world() };
+        sink.call(Reducer::check_joined)?;
         // The average of equal numbers may be another one: a third of three times a number is, for some.
         let (ranks, weights) = (self.group.active_ranks(), Select::Trained(&self.inventory.indices));
         let (group, begin) = (self.group.in_call(Caller::DdpAverageParameters), Instant::now());

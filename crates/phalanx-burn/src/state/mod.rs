@@ -293,6 +293,7 @@ impl<M: Module, T> TrainState<M, T> {
         }
         verify_description(&group, "number of steps", &self.steps.to_string())?;
         verify_description(&group, "loaded state", loaded)?;
+        verify_description(&group, "model averager", &format!("{:?}", self.averager))?;
         self.model.compare_optimizers(&self.optimizer, None, Caller::DdpNew)?;
         // Of all tensors: one that is frozen by now may have moments.
         self.optimizer = optimizer::from_rank(&self.optimizer, &group, Rank::MAIN, self.model.state())?;
@@ -312,7 +313,7 @@ impl<M: Module, T> TrainState<M, T> {
     /// # Errors
     /// As [`Ddp::new`]. On every rank, if the optimizers do not do the same to parameters: if they are of several kinds,
     /// or their betas, decay, momentum or clipping differ. An optimizer that replaces it later is compared every 32 steps and when
-    /// an uneven [`join`](Self::join) ends. Learning rates are compared after the first step and every 32 steps. On every rank, too, if the numbers of [steps](Self::steps) differ, as after a
+    /// an uneven [`join`](Self::join) ends. Learning rates are compared after the first step and every 32 steps. On every rank, too, if the [averagers](Self::with_averager) differ, or the numbers of [steps](Self::steps), as after a
     /// checkpoint that one rank alone has loaded, or if they have just loaded the states of two runs: [`progress`](Self::progress) would differ, too.
     pub fn with_group(self, group: &ProcessGroup) -> Result<Self> {
         let shared = self.model.group().clone();

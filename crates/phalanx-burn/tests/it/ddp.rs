@@ -12,7 +12,7 @@ use burn::tensor::{Distribution, Tensor};
 use phalanx::join::JoinGroup;
 use phalanx::reducer::ReducerOptions;
 use phalanx::trace::Trace;
-use phalanx::{GroupHandle, ProcessGroup};
+use phalanx::{GroupHandle, ProcessGroup, Result};
 use phalanx_burn::{Ddp, DdpOptions, clip_grad_norm};
 
 fn options(reducer: ReducerOptions) -> DdpOptions {
@@ -241,6 +241,18 @@ fn buffers_that_differ_are_named_on_every_rank() {
 }
 
 #[test]
+fn a_rank_that_alone_would_keep_its_buffers_is_named_on_every_rank() {
+    for error in run(2, |group| {
+        let mut options = DdpOptions::default();
+        options.broadcast_buffers = group.rank().is_main();
+        Ddp::with_options(Normed::new(), &group, options).unwrap_err()
+    }) {
+        let said = "`norm.running_mean (broadcast_buffers: false)` (f32 [4]) on rank 1";
+        assert!(error.is_mismatch() && error.to_string().contains(said), "{error}");
+    }
+}
+
+#[test]
 fn layers_that_train_on_some_ranks_only_are_named_on_every_rank() {
     for error in run(3, |group| {
         let dropout = DropoutConfig::new(0.5).init();
@@ -301,8 +313,11 @@ fn a_handle_that_leads_to_another_group_by_now_is_refused() {
         let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &handle).unwrap();
         drop(ddp.forward(|model| model.loss(samples(0, 4))).unwrap());
         handle.rebind(group);
-        let error = ddp.forward(|model| model.loss(samples(0, 4))).unwrap_err().to_string();
-        assert!(error.contains("a group of 2 ranks by now"), "{error}");
+        let loss = ddp.forward(|model| model.loss(samples(0, 4)));
+        for outcome in [loss.map(drop), ddp.average_parameters(), ddp.evaluate(|_| ())] {
+            let error = outcome.unwrap_err().to_string();
+            assert!(error.contains("a group of 2 ranks by now"), "{error}");
+        }
         let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &handle).unwrap();
         drop(ddp.forward(|model| model.loss(samples(0, 4))).unwrap());
         // Nothing would be averaged.
@@ -310,6 +325,21 @@ fn a_handle_that_leads_to_another_group_by_now_is_refused() {
         let error = ddp.forward(|model| model.loss(samples(0, 4))).unwrap_err().to_string();
         assert!(error.contains("leads to another group"), "{error}");
     });
+}
+
+#[test]
+fn what_needs_the_same_models_is_refused_in_a_group_whose_models_are_not_compared() {
+    let calls: [fn(&mut Ddp<Normed>) -> Result<()>; 2] =
+        [Ddp::average_parameters, |ddp| ddp.evaluate(|_| ())];
+    for call in calls {
+        run(2, |group| {
+            let handle = GroupHandle::new(group.clone());
+            let mut ddp = Ddp::new(Normed::new(), &handle).unwrap();
+            handle.rebind(group.split(Some(0), 0).unwrap().unwrap());
+            let error = call(&mut ddp).unwrap_err().to_string();
+            assert!(error.contains("leads to another group"), "{error}");
+        });
+    }
 }
 
 #[test]

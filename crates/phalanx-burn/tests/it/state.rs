@@ -852,6 +852,20 @@ fn ranks_that_have_done_other_numbers_of_steps_are_refused() {
 }
 
 #[test]
+fn ranks_that_average_their_models_after_other_numbers_of_steps_are_refused() {
+    let errors = run(2, |group| {
+        let period = if group.rank().is_main() { 4 } else { 5 };
+        let averager = PeriodicModelAverager::new(period).unwrap();
+        let training = fresh(&AdamWConfig::new().init()).with_averager(averager);
+        training.with_group(&group).map(drop).unwrap_err()
+    });
+    for error in errors {
+        let said = error.to_string();
+        assert!(error.is_mismatch() && said.contains("period: 4") && said.contains("period: 5"), "{said}");
+    }
+}
+
+#[test]
 fn an_optimizer_that_panics_with_small_parameters_trains_and_goes_on_from_a_checkpoint() {
     let optimizer = projecting();
     let folder = tempfile::tempdir().unwrap();

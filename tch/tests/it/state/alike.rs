@@ -17,6 +17,14 @@ fn error_of_steps(
     (0..70).find_map(|number| step(number).err()).map(|error| error.to_string())
 }
 
+/// AdamW without decay of the parameters of such names. The rules are the same whichever these are.
+fn undecayed(store: &nn::VarStore, ending: &str) -> Optimizer {
+    let rule = Rule::AdamW { betas: (0.9, 0.999), epsilon: 1e-8, weight_decay: 0.0 };
+    let members = store.variables().into_iter().filter(|(name, _)| name.ends_with(ending));
+    let optimizer = Optimizer::new(store, Rule::ADAMW).unwrap();
+    optimizer.with_group(rule, members.map(|(_, one)| one)).unwrap()
+}
+
 #[test]
 fn steps_by_gradients_of_a_plain_backward_are_not_compared() {
     run(2, |group| {
@@ -114,6 +122,49 @@ fn an_optimizer_that_one_rank_alone_makes_anew_is_an_error_on_every_rank() {
 }
 
 #[test]
+fn other_groups_of_parameters_on_one_rank_are_an_error_on_every_rank() {
+    for (other, expected) in [("bias", false), ("weight", true)] {
+        let errors = run(2, |group| {
+            let mut training = Training::new(Rule::ADAMW).with_group(&group);
+            let ending = if group.rank().is_main() { "bias" } else { other };
+            training.state.optimizer = undecayed(&training.model.store, ending);
+            error_of_steps(&mut training, |_, _| Ok(0.01))
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), expected, "{error:?}");
+            let said = "the optimizer of rank 1 has other settings than that of rank 0";
+            assert!(error.is_none_or(|error| error.contains(said)));
+        }
+    }
+}
+
+#[test]
+fn other_groups_of_parameters_at_the_end_of_a_join_are_an_error_on_every_rank() {
+    for (other, expected) in [("bias", false), ("weight", true)] {
+        let errors = run(2, |group| {
+            let model = Mlp::new(&WIDTHS);
+            let mut ddp = Ddp::new(&model.store, &group).unwrap();
+            let mut optimizer = undecayed(&model.store, if group.rank().is_main() { "bias" } else { other });
+            let batches = 1 + group.rank().index();
+            let joined = ddp.join(&mut optimizer, JoinOptions::default(), |ddp, optimizer| {
+                for step in 0..batches {
+                    let loss = ddp.forward(|| model.loss(samples(step, step + 4)))?;
+                    optimizer.zero_grad()?;
+                    ddp.backward(&loss)?;
+                    optimizer.step(0.01)?;
+                }
+                Ok(())
+            });
+            joined.err().map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), expected, "{error:?}");
+            assert!(error.is_none_or(|error| error.contains(" (in group 1 of the optimizer)` ")));
+        }
+    }
+}
+
+#[test]
 fn ranks_that_load_other_states_are_an_error_on_every_rank() {
     // By rank, which of two states it loads one after the other, and whether that is an error.
     let cases: [([&[usize]; 2], bool); 5] = [
@@ -199,6 +250,19 @@ fn ranks_whose_rules_differ_are_refused_with_both() {
             error.contains("momentum: 0.9") && error.contains("rank 2 is Sgd { momentum: 0.8"),
             "{error}"
         );
+    }
+}
+
+#[test]
+fn ranks_that_average_their_models_after_other_numbers_of_steps_are_refused() {
+    let errors = run(2, |group| {
+        let training = Training::new(Rule::ADAMW);
+        let period = if group.rank().is_main() { 4 } else { 5 };
+        let state = training.state.with_averager(PeriodicModelAverager::new(period).unwrap());
+        state.with_group(&group).map(drop).unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.contains("period: 4") && error.contains("period: 5"), "{error}");
     }
 }
 

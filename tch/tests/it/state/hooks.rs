@@ -277,6 +277,32 @@ fn a_hook_whose_state_comes_with_its_first_step_goes_on_from_it_and_back_to_none
 }
 
 #[test]
+fn another_hook_is_refused_after_a_load_also_where_the_saved_one_had_kept_nothing_so_far() {
+    let folder = tempfile::tempdir().unwrap();
+    let start = floats(&Training::new(Rule::sgd(0.9)).model.store);
+    run(2, |group| {
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let mut training = Training::like(&start, &group);
+        training.state.ddp.register_comm_hook(Growing::default()).unwrap();
+        training.state.checkpoint(&checkpoints).unwrap();
+        checkpoints.finish().unwrap();
+        drop(training);
+        let resumed = || {
+            let mut training = Training::like(&start, &group);
+            assert!(training.state.resume(&checkpoints).unwrap());
+            training
+        };
+        let mut same = resumed();
+        same.state.ddp.register_comm_hook(Growing::default()).unwrap();
+        same.train(0..1);
+        drop(same);
+        // PowerSGD counts its steps from the beginning.
+        let error = resumed().state.ddp.register_comm_hook(power_sgd()).unwrap_err().to_string();
+        assert!(error.contains("no communication hook"), "{error}");
+    });
+}
+
+#[test]
 fn a_share_of_a_state_is_saved_beside_what_each_rank_has_of_its_own() {
     let start = floats(&Training::new(Rule::sgd(0.9)).model.store);
     let expected = run(2, |group| {
