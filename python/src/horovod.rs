@@ -1,7 +1,7 @@
 //! Horovod's way: collectives by name, on the memory of tensors.
 
 use parking_lot::{Mutex, RwLock};
-use phalanx::{Error, INTERRUPT_INTERVAL, ProcessGroup, Rank};
+use phalanx::{Caller, Error, INTERRUPT_INTERVAL, ProcessGroup, Rank};
 use phalanx_horovod::{Handle as Flight, Op, Received, Reduction, Tensor};
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
@@ -391,6 +391,21 @@ impl Horovod {
 
     fn allgather(&self, py: Python<'_>, name: &str, tensors: Tensors<'_>) -> PyResult<Handle> {
         let tensors = lent(&tensors, Meaning::Bytes, false)?;
+        self.start(py, |hvd| hvd.grouped_allgather_async(name, tensors).map(InFlight::Many))
+    }
+
+    /// Gathers the rows of sparse tensors: their indices, and their values. Ranks compare whether each makes an average of them, or the sum.
+    fn allgather_sparse(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        tensors: Tensors<'_>,
+        is_average: bool,
+    ) -> PyResult<Handle> {
+        let mut tensors = lent(&tensors, Meaning::Bytes, false)?;
+        if let Some(indices) = tensors.first_mut() {
+            indices.stand_for(if is_average { Caller::AverageOfSparse } else { Caller::SumOfSparse });
+        }
         self.start(py, |hvd| hvd.grouped_allgather_async(name, tensors).map(InFlight::Many))
     }
 

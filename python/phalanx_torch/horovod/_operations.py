@@ -439,7 +439,7 @@ def _sparse_allreduce_async(tensor: torch.Tensor, name: str, op: Op, process_set
     native, own = process_set._here(), tensor.detach().coalesce()
     # Rows are gathered.
     lent = [_plain(own.indices().t()), _plain(own.values())]
-    handle = _start(lambda: native.allgather(name, lent), _gathered(lent))
+    handle = _start(lambda: native.allgather_sparse(name, lent, op is Average), _gathered(lent))
 
     def result() -> torch.Tensor:
         indices, values = synchronize(handle)

@@ -220,6 +220,36 @@ fn values_parameters_and_sparse_gradients() {
     });
 }
 
+#[test]
+fn ranks_that_make_different_things_of_sparse_gradients_are_told_both() {
+    ranks(2, Fabric::InProcess, &Options::default(), |hvd| {
+        let is_main = hvd.rank().is_main();
+        let gradient = || {
+            let values = Tensor::from([1.0f32, 3.0]).reshaped([1, 2]).unwrap();
+            SparseGradient { indices: vec![7], values }
+        };
+        let op = if is_main { Op::Sum } else { Op::Average };
+        let error = hvd.allreduce_sparse("embedding", gradient(), op).unwrap_err();
+        assert!(error.is_mismatch(), "{error}");
+        for side in [
+            "rank 0 submits allgather of sum of sparse tensors",
+            "rank 1 allgather of average of sparse tensors",
+        ] {
+            assert!(error.to_string().contains(side), "{error}");
+        }
+        // Nor do they meet a gather of as many rows.
+        let outcome = if is_main {
+            hvd.allreduce_sparse("embedding", gradient(), Op::Sum).map(drop)
+        } else {
+            let SparseGradient { indices, values } = gradient();
+            hvd.grouped_allgather("embedding", vec![indices.into(), values]).map(drop)
+        };
+        assert!(outcome.unwrap_err().is_mismatch());
+        let all = hvd.allreduce_sparse("embedding", gradient(), Op::Average).unwrap();
+        assert_eq!(all.values.as_slice::<f32>().unwrap(), [0.5, 1.5, 0.5, 1.5]);
+    });
+}
+
 /// More than fit into one batch, so that a rank waits for some before it submits the others.
 #[test]
 fn parameters_come_in_any_order() {
