@@ -14,6 +14,7 @@ use crate::background::{Background, Timeline};
 use crate::handle::{Completer, Handle, Outcome};
 use crate::options::Options;
 use crate::tensor::Tensor;
+use crate::topology::numbered_among;
 use phalanx_proto::horovod::request::{MAX_IN_FLIGHT, Request};
 
 /// The groups of an engine: one for negotiation and one for data.
@@ -217,7 +218,8 @@ impl Drop for Engine {
     fn drop(&mut self) {
         if std::thread::panicking() {
             // The others must not mistake this for a clean end.
-            let cause = Error::aborted(format!("rank {} panicked", self.groups.control.rank()));
+            let (rank, whose) = (self.groups.control.rank(), numbered_among(&self.groups.control));
+            let cause = Error::aborted(format!("rank {rank} panicked{whose}"));
             self.groups.data.abort(cause.clone());
             self.groups.control.abort(cause);
         }

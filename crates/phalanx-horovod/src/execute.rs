@@ -10,6 +10,7 @@ use crate::elements::{all_reduce, fill_neutral};
 use crate::engine::Submission;
 use crate::handle::{Completer, Outcome};
 use crate::tensor::Tensor;
+use crate::topology::numbered_among;
 use phalanx::adapter::elements::{convert, scale};
 use phalanx_proto::horovod::controller::{Fused, Member};
 use phalanx_proto::horovod::reduction::{Factor, Op, Reduction};
@@ -225,7 +226,8 @@ impl Executor {
         if let Some(error) = &response.error {
             let remedy =
                 "every rank must submit the same under a name; see the shapes, types and options of both";
-            works.end(name, Err(Error::mismatch(error.clone()).with_remedy(remedy)));
+            let error = format!("{error}{}", numbered_among(&self.group));
+            works.end(name, Err(Error::mismatch(error).with_remedy(remedy)));
             return Ok(());
         }
         let outcome = match (&response.request.kind, works.take_tensors(name)) {
