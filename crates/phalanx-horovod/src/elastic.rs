@@ -160,7 +160,8 @@ pub fn run<S: elastic::State, T, E: From<Error>>(
     run_with(&elastic::Options::from_env()?, &Options::from_env()?, state, train)
 }
 
-/// Calls `train` with a handle, and again with another whenever the workers change, until it succeeds on all ranks. Before each call
+/// Calls `train` with a handle, and again with another whenever the workers change or a handle has failed because of another worker, which
+/// may be alive: its connections broke, or it did not take part in time. It does so until `train` succeeds on all ranks. Before each call
 /// all ranks have the state of the last commit. Make what is bound to a handle, such as a `DistributedOptimizer`, in `train`.
 ///
 /// # Errors
@@ -183,8 +184,12 @@ pub fn run_with<S: elastic::State, T, E: From<Error>>(
         let outcome = train(&mut state, &hvd).and_then(|value| Ok(hvd.barrier().map(|()| value)?));
         let others_failed = outcome.is_err() && !state.regroups && !hvd.is_initialized();
         if others_failed {
-            // A rank that leaves with an error of its own has ended the handles, and the group does not know: it asks nothing of it.
-            group.barrier()?;
+            match hvd.failure() {
+                // The handle's groups have failed, and this one may not have: other ranks may be in any of its calls, such as a commit.
+                Some(cause) if cause.is_a_peers(hvd.rank()) => drop(group.fail_unless_explained(cause)),
+                // A rank that leaves with an error of its own has ended the handles, and the group does not know: it asks nothing of it.
+                Some(_) | None => group.barrier()?,
+            }
         }
         outcome
     })
