@@ -192,11 +192,13 @@ impl Engine {
         self.shared.state.lock().check().is_ok()
     }
 
-    /// Ends the engine of every rank, and waits for this one's.
+    /// Ends the engine of every rank, and waits for this one's, unless that itself calls this.
     pub fn shutdown(&self) {
         self.shared.state.lock().leaves = true;
         self.shared.hurry.notify_all();
-        if let Some(thread) = self.thread.lock().take() {
+        let thread = self.thread.lock().take();
+        // A thread does not wait for itself: the memory of a tensor may hold the last handle, and then ends with an operation.
+        if let Some(thread) = thread.filter(|thread| thread.thread().id() != std::thread::current().id()) {
             // If it has panicked, its handles have failed.
             let _ = thread.join();
         }
