@@ -148,7 +148,8 @@ impl Tensor {
     }
 
     /// Notes that it is a tensor of another type to the program, such as one of `int16`, which travels as bytes: ranks compare that, too.
-    /// For adapters, which must call the same type by one name.
+    /// For adapters, which must call the same type by one name. The factors of a reduction of integers are theirs to apply then: ranks compare
+    /// them, and no more.
     pub fn stand_for(&mut self, tensor: Caller) {
         self.stands_for = Some(tensor);
     }

@@ -181,6 +181,8 @@ callers! {
     SumOfSparse = 84, "sum of sparse tensors";
     /// A gather of the rows of sparse tensors, of which each rank makes their average.
     AverageOfSparse = 85, "average of sparse tensors";
+    /// A reduction of integers that the program multiplies by its factors, before and after it.
+    ScaledIntegers = 86, "scaled integers";
 }
 
 impl Caller {

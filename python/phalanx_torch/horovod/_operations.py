@@ -232,8 +232,9 @@ def _ways(
     kinds = {(way.op, way.factors) for way in ways}
     if len(kinds) > 1:
         raise ValueError(f"{what}: a group of integers and floats cannot have factors or be averaged; make a group of each")
-    op, factors = next(iter(kinds), (op, (1.0, 1.0)))
-    return ways, op, factors
+    op, _ = next(iter(kinds), (op, None))
+    # Also of integers, which are multiplied here: ranks compare them.
+    return ways, op, (float(before), float(after))
 
 
 def _name(operation: str, name: str | None, process_set: ProcessSet) -> str:

@@ -293,6 +293,35 @@ fn types_that_travel_as_one_are_told_apart() {
 }
 
 #[test]
+fn factors_of_integers_that_an_adapter_scales_are_compared_and_not_applied() {
+    ranks(2, Fabric::InProcess, &Options::default(), |hvd| {
+        let scaled = || {
+            let mut tensor = Tensor::from(vec![3i64; 4]);
+            tensor.stand_for(Caller::ScaledIntegers);
+            tensor
+        };
+        let half = Reduction::new(Op::Sum).prescale(0.5).postscale(0.5);
+        let sum = hvd.allreduce("sum", scaled(), half).unwrap();
+        assert_eq!(sum.as_slice::<i64>().unwrap(), [6; 4]);
+        let group = hvd.grouped_allreduce("group", vec![scaled(), scaled()], half).unwrap();
+        assert_eq!(group[1].as_slice::<i64>().unwrap(), [6; 4], "through the fusion buffer");
+        let shard = hvd.reducescatter("shard", scaled(), half).unwrap();
+        assert_eq!(shard.as_slice::<i64>().unwrap(), [6; 2]);
+        let own = if hvd.rank().is_main() { half } else { half.postscale(1.0) };
+        let error = hvd.allreduce("differ", scaled(), own).unwrap_err();
+        let expected =
+            "rank 0 submits allreduce(sum, prescale 0.5, postscale 0.5) of scaled integers (i64 [4])";
+        assert!(error.is_mismatch() && error.to_string().contains(expected), "{error}");
+        // Without an adapter nobody would apply them.
+        let error = hvd.allreduce("plain", [3i64; 4], half).unwrap_err();
+        assert!(
+            error.is_invalid_argument() && error.to_string().contains("prescale is not defined"),
+            "{error}"
+        );
+    });
+}
+
+#[test]
 fn adasum_over_four_ranks_is_the_same_on_all() {
     let results = ranks(4, Fabric::SharedMemory, &Options::default(), |hvd| {
         let rank = hvd.rank().get() as f32;
