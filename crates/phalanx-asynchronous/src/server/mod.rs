@@ -403,7 +403,9 @@ impl ParameterServer {
             Ask::Step { advance, .. } => advance,
             Ask::Join | Ask::Leave => false,
         };
-        if !waits || !error.is_timeout() {
+        // A server may itself have waited too long, for its replica.
+        let is_of_this_wait = error.rank() == Some(self.rpc.rank()) && error.peer() == Some(server);
+        if !waits || !error.is_timeout() || !is_of_this_wait {
             return error;
         }
         let rpc = self.rpc.with_timeout(EXPLANATION_TIMEOUT);
