@@ -137,8 +137,14 @@ impl Reduction {
         if dtype.is_float() { (self.prescale.0, self.postscale.0) } else { (1.0, 1.0) }
     }
 
-    /// An error if this has no meaning for elements of `dtype`, which are what `stands_for` says to the program, in a world of `size`.
-    pub fn check(self, dtype: DType, stands_for: Option<Caller>, size: usize) -> Result<()> {
+    /// An error if this has no meaning for elements of `dtype` in a world of `size`.
+    pub fn check(self, dtype: DType, size: usize) -> Result<()> {
+        self.check_for(dtype, None, size)
+    }
+
+    /// The same for elements that are what `stands_for` says to the program.
+    #[doc(hidden)]
+    pub fn check_for(self, dtype: DType, stands_for: Option<Caller>, size: usize) -> Result<()> {
         let refuse = |what: String, remedy: &str| Err(Error::invalid_argument(what).with_remedy(remedy));
         let supported = match self.op.reduce_op() {
             Some(op) => op.supports(dtype),
@@ -194,18 +200,18 @@ mod tests {
     #[test]
     fn what_has_no_meaning_is_refused_with_what_has() {
         let refused =
-            |reduction: Reduction, dtype, size| reduction.check(dtype, None, size).unwrap_err().to_string();
+            |reduction: Reduction, dtype, size| reduction.check(dtype, size).unwrap_err().to_string();
         assert!(refused(Op::Average.into(), DType::I64, 2).contains("use Op::Sum"));
         assert!(refused(Op::Adasum.into(), DType::F32, 3).contains("2, 4, 8"));
         assert!(refused(Op::Adasum.into(), DType::U8, 2).contains("not defined for u8"));
         assert!(refused(Reduction::new(Op::Sum).prescale(0.5), DType::I32, 2).contains("prescale"));
         assert!(refused(Reduction::new(Op::Sum).postscale(f64::NAN), DType::F32, 2).contains("NaN"));
         for dtype in DType::ALL {
-            assert!(Reduction::from(Op::Max).check(dtype, None, 3).is_ok());
+            assert!(Reduction::from(Op::Max).check(dtype, 3).is_ok());
         }
         // Whoever knows what they stand for scales them.
         let scaled = Reduction::new(Op::Sum).prescale(0.5).postscale(3.0);
-        scaled.check(DType::I32, Some(Caller::ScaledIntegers), 2).unwrap();
+        scaled.check_for(DType::I32, Some(Caller::ScaledIntegers), 2).unwrap();
         assert_eq!((scaled.factors(DType::I32), scaled.factors(DType::BF16)), ((1.0, 1.0), (0.5, 3.0)));
         let shown = Reduction::new(Op::Sum).prescale(0.5).compression(Compression::Fp16).to_string();
         assert_eq!(shown, "sum, prescale 0.5, fp16");

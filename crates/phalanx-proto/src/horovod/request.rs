@@ -214,7 +214,9 @@ impl Request {
         }
         match &self.kind {
             Kind::Allreduce(reduction) | Kind::Reducescatter(reduction) => {
-                self.parts.iter().try_for_each(|part| reduction.check(part.dtype, part.stands_for, size))?;
+                self.parts
+                    .iter()
+                    .try_for_each(|part| reduction.check_for(part.dtype, part.stands_for, size))?;
             }
             Kind::Broadcast { root } if *root as usize >= size => {
                 return refuse(format!("root {root} is outside a world of {size}"));
