@@ -182,6 +182,7 @@ impl Engine {
             state.check()?;
             state.timeline = Some(NextTimeline { timeline, _done: done });
         }
+        self.shared.hurry.notify_all();
         // Nothing is sent: the end is dropped, by the next cycle or by the end of all.
         let _ = is_done.recv();
         Ok(())

@@ -207,12 +207,13 @@ fn options_of_rank_0_that_are_not_valid_are_an_error_on_every_rank() {
 }
 
 #[test]
-fn a_long_cycle_does_not_hold_up_a_shutdown() {
+fn a_long_cycle_holds_up_neither_a_timeline_nor_a_shutdown() {
     run(2, Fabric::InProcess, |group| {
         let options = Options { cycle_time: Duration::from_secs(10), ..Options::default() };
         let hvd = Horovod::new(&group, options).unwrap();
         std::thread::sleep(Duration::from_millis(200)); // the first cycle
         let started = Instant::now();
+        hvd.stop_timeline().unwrap();
         drop(hvd);
         assert!(started.elapsed() < Duration::from_secs(5), "{:?}", started.elapsed());
     });
