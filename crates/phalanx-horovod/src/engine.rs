@@ -233,11 +233,8 @@ impl Drop for Engine {
 impl State {
     /// When the next cycle begins; none: at once.
     fn due(&self, pace: &Pace) -> Option<Instant> {
-        let waits = self.waiting > 0;
-        if self.leaves
-            || self.timeline.is_some()
-            || waits && (pace.any_computes || !self.submitted.is_empty())
-        {
+        let (waits, is_new) = (self.waiting > 0, !self.submitted.is_empty() || self.joins.is_some());
+        if self.leaves || self.timeline.is_some() || waits && (pace.any_computes || is_new) {
             return None;
         }
         Some(if waits || !self.names.is_empty() { pace.soon } else { pace.late })
@@ -343,6 +340,10 @@ mod tests {
         assert_eq!(due(&state, false), Some(pace(false).soon), "all wait, for different things");
         state.names.clear();
         assert_eq!(due(&state, false), Some(pace(false).soon), "it has joined");
+        let (_handle, done) = Handle::new(|_| Ok(()), Arc::default());
+        state.joins = Some(done);
+        assert_eq!(due(&state, false), None, "nobody knows yet that it joins");
+        state.joins = None;
         state.leaves = true;
         assert_eq!(due(&state, false), None);
     }
