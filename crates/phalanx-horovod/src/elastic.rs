@@ -175,7 +175,7 @@ pub fn run_with<S: elastic::State, T, E: From<Error>>(
     let ObjectState { value, callbacks } = state;
     let mut is_first = true;
     elastic::run_with(elastic, value, |context, group| {
-        let hvd = Horovod::new(group, options.clone())?;
+        let hvd = Horovod::begin(group, options.clone(), context.round() == 1)?;
         if !std::mem::take(&mut is_first) {
             callbacks.iter_mut().try_for_each(|callback| callback(context.state, &hvd))?;
         }
@@ -197,9 +197,28 @@ pub fn run_with<S: elastic::State, T, E: From<Error>>(
 
 #[cfg(test)]
 mod tests {
+    use phalanx::ProcessGroup;
     use phalanx::elastic::Plain;
 
     use super::*;
+    use crate::Op;
+
+    #[test]
+    fn a_timeline_keeps_the_rounds_before_a_failure() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("timeline.json");
+        let options = Options { timeline: Some(path.clone()), ..Options::default() };
+        let group = ProcessGroup::alone().unwrap();
+        for (name, begins_timeline) in
+            [("an earlier job", true), ("the first round", true), ("the second round", false)]
+        {
+            let hvd = Horovod::begin(&group, options.clone(), begins_timeline).unwrap();
+            hvd.allreduce(name, [1.0f32], Op::Sum).unwrap();
+        }
+        let text = std::fs::read_to_string(&path).unwrap();
+        let has = |name: &str| text.contains(&format!("carry out {name}"));
+        assert!(has("the first round") && has("the second round") && !has("an earlier job"), "{text}");
+    }
 
     #[test]
     fn alone_the_function_is_called_once_and_commits_can_be_restored() {

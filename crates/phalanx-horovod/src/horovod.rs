@@ -78,6 +78,12 @@ impl Horovod {
     /// # Errors
     /// As [`ProcessGroup::new_group`]. On every rank, if an option of rank 0 is not valid.
     pub fn new(group: &ProcessGroup, options: Options) -> Result<Self> {
+        Self::begin(group, options, true)
+    }
+
+    /// As [`new`](Self::new). Unless it `begins_timeline`, its events are added to those of earlier handles, as in a later round of an elastic
+    /// job.
+    pub(crate) fn begin(group: &ProcessGroup, options: Options, begins_timeline: bool) -> Result<Self> {
         // The thread's calls are not the program's, and its cycles would fill a trace.
         let control = group.new_group_aside(Trace::disabled())?;
         let data = group.new_group_aside(group.trace())?;
@@ -85,12 +91,12 @@ impl Horovod {
         // Rank 0 begins the file.
         let begun = own
             .as_ref()
-            .filter(|_| control.rank().is_main())
+            .filter(|_| control.rank().is_main() && begins_timeline)
             .map(|path| Timeline::to_file(path, control.rank()));
         let shared = control.broadcast_object(Some(&Shared::of(&options)), Rank::MAIN)?;
         let timeline = match (begun, &own) {
             (Some(timeline), _) => timeline,
-            (None, Some(path)) => Timeline::to_file(path, control.rank()),
+            (None, Some(path)) => Timeline::new(Trace::onto_file(path, control.rank())),
             (None, None) => Timeline::new(group.trace()),
         };
         let options = shared.into_options(options);
