@@ -46,6 +46,7 @@ use std::ops::{Deref, DerefMut};
 use phalanx::elastic::{self, Context};
 use phalanx::{Error, Result};
 
+use crate::horovod::warn_of_variables;
 use crate::{Horovod, Options};
 
 /// What a program does when the workers have changed.
@@ -157,7 +158,7 @@ pub fn run<S: elastic::State, T, E: From<Error>>(
     state: &mut ObjectState<S>,
     train: impl FnMut(&mut State<'_, '_, S>, &Horovod) -> Result<T, E>,
 ) -> Result<T, E> {
-    run_with(&elastic::Options::from_env()?, &Options::from_env()?, state, train)
+    run_as(&elastic::Options::from_env()?, (&Options::from_env()?, true), state, train)
 }
 
 /// Calls `train` with a handle, and again with another whenever the workers change or a handle has failed because of another worker, which
@@ -170,12 +171,25 @@ pub fn run_with<S: elastic::State, T, E: From<Error>>(
     elastic: &elastic::Options,
     options: &Options,
     state: &mut ObjectState<S>,
+    train: impl FnMut(&mut State<'_, '_, S>, &Horovod) -> Result<T, E>,
+) -> Result<T, E> {
+    run_as(elastic, (options, false), state, train)
+}
+
+fn run_as<S: elastic::State, T, E: From<Error>>(
+    elastic: &elastic::Options,
+    (options, are_from_env): (&Options, bool),
+    state: &mut ObjectState<S>,
     mut train: impl FnMut(&mut State<'_, '_, S>, &Horovod) -> Result<T, E>,
 ) -> Result<T, E> {
     let ObjectState { value, callbacks } = state;
     let mut is_first = true;
     elastic::run_with(elastic, value, |context, group| {
-        let hvd = Horovod::begin(group, options.clone(), context.round() == 1)?;
+        let begins = context.round() == 1;
+        if begins && are_from_env {
+            warn_of_variables(group.rank());
+        }
+        let hvd = Horovod::begin(group, options.clone(), begins)?;
         if !std::mem::take(&mut is_first) {
             callbacks.iter_mut().try_for_each(|callback| callback(context.state, &hvd))?;
         }

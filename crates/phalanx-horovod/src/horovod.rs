@@ -64,11 +64,16 @@ pub fn init() -> Result<Horovod> {
 /// As [`Horovod::new`], and if a `HOROVOD_*` variable has no valid value.
 pub fn init_in(group: &ProcessGroup) -> Result<Horovod> {
     let options = Options::from_env()?;
-    if group.rank().is_main() {
+    warn_of_variables(group.rank());
+    Horovod::new(group, options)
+}
+
+/// On rank 0, of variables that are set and have no meaning.
+pub(crate) fn warn_of_variables(rank: Rank) {
+    if rank.is_main() {
         let is_set = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
         warnings(is_set).for_each(phalanx::warn);
     }
-    Horovod::new(group, options)
 }
 
 impl Horovod {

@@ -82,6 +82,7 @@ pub fn the_others_go_on() {
     let folder = tempfile::tempdir().unwrap();
     let job = Job::new(std::env::current_exe().unwrap(), WorldSize::new(3).unwrap())
         .variable(ROLE, "elastic")
+        .variable("HOROVOD_NUM_NCCL_STREAMS", "2")
         .variable(MISHAPS, folder.path())
         .min_workers(WorldSize::new(2).unwrap())
         .max_restarts(2)
@@ -109,6 +110,7 @@ pub fn the_others_go_on() {
     let end = format!("done 3 (1000, {:?})", vec![STEPS as f32; 8]);
     assert_eq!(count(&end), 3, "{lines:?} {errors}");
     assert!(errors.contains("a sample that cannot be read"), "{errors}");
+    assert_eq!(errors.matches("HOROVOD_NUM_NCCL_STREAMS has no meaning").count(), 1, "{errors}");
     // Those who live after each mishap go on from the last commit, and the callback is theirs alone.
     for commit in [20, 30, 40] {
         let at = |what: &str| {
