@@ -11,6 +11,7 @@ use phalanx::{Buffer, DType, ProcessGroup, Rank, Result};
 use crate::background::Timeline;
 use crate::engine::{Engine, Groups, Stats};
 use crate::options::{Options, warnings};
+use crate::tensor::Tensor;
 use crate::topology::Topology;
 use phalanx_proto::horovod::controller::is_alone;
 use phalanx_proto::horovod::reduction::Reduction;
@@ -174,7 +175,7 @@ impl Horovod {
     pub fn alloc(&self, dtype: DType, elements: usize, reduction: impl Into<Reduction>) -> Result<Buffer> {
         match is_alone(&reduction.into(), dtype, elements) {
             true => self.inner.groups.data.alloc(dtype, elements),
-            false => Ok(Buffer::zeroed(dtype, elements)),
+            false => Tensor::zeroed(dtype, vec![elements]).map(Tensor::into_buffer),
         }
     }
 

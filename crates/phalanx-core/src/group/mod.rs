@@ -56,7 +56,7 @@ use self::work_queue::WorkQueue;
 pub use crate::wire::MAX_OBJECT_BYTES;
 use parking_lot::Mutex;
 
-use crate::buffer::Buffer;
+use crate::buffer::{Buffer, has_room};
 use crate::caller::Caller;
 use crate::collective::ReduceOp;
 use crate::deadline::Timeout;
@@ -476,15 +476,21 @@ impl ProcessGroup {
     /// # Errors
     /// If there is too little memory.
     pub fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer> {
-        let Some(arena) = self.inner.arena.as_ref().filter(|_| elements > 0) else {
-            return Ok(Buffer::zeroed(dtype, elements));
-        };
-        let region = arena.alloc(elements.saturating_mul(dtype.size())).map_err(|error| {
-            Error::out_of_memory(format!("no shared memory for {elements} x {dtype}"))
-                .with_source(error)
+        let bytes = elements.saturating_mul(dtype.size());
+        let lacking = |what: &str| {
+            Error::out_of_memory(format!("no {what} for {elements} x {dtype}"))
                 .with_remedy("make less of it, or start fewer ranks on this host")
-        })?;
-        Ok(Buffer::registered(dtype, region))
+        };
+        match self.inner.arena.as_ref().filter(|_| elements > 0) {
+            Some(arena) => {
+                let region = arena.alloc(bytes);
+                region
+                    .map(|region| Buffer::registered(dtype, region))
+                    .map_err(|error| lacking("shared memory").with_source(error))
+            }
+            None if has_room(bytes) => Ok(Buffer::zeroed(dtype, elements)),
+            None => Err(lacking("memory")),
+        }
     }
 
     /// The recorder of this rank's events.

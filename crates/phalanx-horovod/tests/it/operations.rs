@@ -173,6 +173,18 @@ fn memory_for_what_is_combined_where_it_is_is_shared_and_comes_back() {
 }
 
 #[test]
+fn memory_that_there_is_not_is_an_error() {
+    for fabric in [Fabric::SharedMemory, Fabric::InProcess] {
+        ranks(2, fabric, &Options::default(), |hvd| {
+            for op in [Op::Sum, Op::Adasum] {
+                let error = hvd.alloc(DType::F64, 1 << 50, op).unwrap_err();
+                assert!(error.is_out_of_memory(), "{error}");
+            }
+        });
+    }
+}
+
+#[test]
 fn halves_on_the_way_factors_and_a_small_fusion_buffer() {
     let large = (3 << 20) / 4 + 5; // more than a piece of the fusion buffer, in floats
     for threshold in [0, 100, 64 << 20] {
