@@ -81,6 +81,7 @@ impl Rounds {
             let group = match connect(rendezvous, &self.options) {
                 Ok(group) => group,
                 Err(cause) if cause.is_a_peers(rank) => {
+                    tracing::warn!(round = number, %cause, "the new group could not be connected; all workers form another");
                     self.session.leave(&members, Some(&cause))?;
                     continue;
                 }
