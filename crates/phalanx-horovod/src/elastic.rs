@@ -185,7 +185,8 @@ fn run_as<S: elastic::State, T, E: From<Error>>(
     let ObjectState { value, callbacks } = state;
     let mut is_first = true;
     elastic::run_with(elastic, value, |context, group| {
-        let begins = context.round() == 1;
+        // The first group may have failed before this.
+        let begins = is_first && context.commits() == 0;
         if begins && are_from_env {
             warn_of_variables(group.rank());
         }

@@ -50,7 +50,7 @@ impl CommitReport {
     /// The report as numbers.
     pub fn encode(self) -> [i64; Self::NUMBERS] {
         let [commits, round, digest] = [self.commits, self.round, self.digest].map(u64::cast_signed);
-        [i64::from(self.workers_wait) | (self.drift as i64) << 1, commits, round, digest]
+        [i64::from(self.workers_wait) | ((self.drift as i64) << 1), commits, round, digest]
     }
 
     /// The report that was encoded as these numbers.
