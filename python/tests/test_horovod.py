@@ -949,6 +949,46 @@ def test_sparse_gradients_are_refused_with_options_of_dense_ones():
     run(2, _sparse_with_options_of_dense_ones)
 
 
+def _other_factors_of_integers(rank):
+    for dtype in (torch.int16, torch.int64):
+        own = torch.tensor([4, 6], dtype=dtype)
+        for op in (hvd.Sum, hvd.Average):
+            for factors in ({"postscale_factor": [0.5, 1.0][rank]}, {"prescale_factor": [1.0, 0.5][rank]}):
+                for function in (hvd.allreduce, hvd.reducescatter):
+                    with pytest.raises(hvd.HorovodInternalError, match="rank 0 submits .*scale 0.5") as caught:
+                        function(own, op=op, name="differ", **factors)
+                    assert caught.value.kind == "mismatch"
+        # The same ones, as before.
+        assert hvd.allreduce(own, op=hvd.Sum, prescale_factor=0.5, postscale_factor=2.0, name="agree").tolist() == [8, 12]
+        assert hvd.reducescatter(own, op=hvd.Sum, postscale_factor=0.5, name="agree").tolist() == [[4], [6]][rank]
+
+
+def test_factors_of_integers_that_ranks_do_not_share_are_an_error_of_both():
+    run(2, _other_factors_of_integers)
+
+
+def _sparse_with_other_operations(rank):
+    one = torch.sparse_coo_tensor([[rank]], [[1.0, 3.0]], (4, 2))
+    sides = r"rank 0 submits allgather of sum of sparse tensors .*, rank 1 allgather of average of sparse tensors "
+    with pytest.raises(hvd.HorovodInternalError, match=sides) as caught:
+        hvd.sparse_allreduce_async(one, "s", [hvd.Sum, hvd.Average][rank])()
+    assert caught.value.kind == "mismatch"
+    assert hvd.sparse_allreduce_async(one, "s", hvd.Average)().to_dense().tolist() == [[0.5, 1.5], [0.5, 1.5], [0.0, 0.0], [0.0, 0.0]]
+    table = torch.nn.Embedding(6, 2, sparse=True)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(table.parameters(), lr=1.0), [("table", table.weight)], op=[hvd.Sum, hvd.Average][rank]
+    )
+    optimizer.zero_grad()
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(hvd.HorovodInternalError, match=sides) as caught:
+        optimizer.step()
+    assert "sparse on some ranks only" not in str(caught.value)
+
+
+def test_sparse_gradients_that_ranks_combine_in_different_ways_are_an_error_of_both():
+    run(2, _sparse_with_other_operations)
+
+
 @pytest.mark.parametrize("sparse_as_dense", [False, True])
 def test_sparse_gradients(sparse_as_dense):
     run(2, _sparse, sparse_as_dense)

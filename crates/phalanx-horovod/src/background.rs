@@ -16,6 +16,7 @@ use crate::engine::{Groups, Inbox, Pace, Shared, shut_down};
 use crate::execute::{Executor, Works};
 use crate::handle::{Completer, Outcome};
 use crate::options::Options;
+use crate::topology::numbered_among;
 use phalanx_proto::horovod::controller::{Batch, Controller, StallTimes, fuse};
 use phalanx_proto::horovod::request::{Message, Response, Round, Settings};
 
@@ -73,8 +74,9 @@ impl Background {
     pub fn run(mut self) {
         self.groups.data.keep_apart();
         let ended = catch_unwind(AssertUnwindSafe(|| self.cycles())).unwrap_or_else(|panic| {
-            let rank = self.groups.control.rank();
-            Err(Error::panicked(format!("Horovod's thread of rank {rank} panicked: {}", message(&*panic))))
+            let (rank, whose) = (self.groups.control.rank(), numbered_among(&self.groups.control));
+            let said = message(&*panic);
+            Err(Error::panicked(format!("Horovod's thread of rank {rank} panicked: {said}{whose}")))
         });
         let cause = ended.unwrap_or_else(|cause| {
             // The other ranks wait for this one in either group.
@@ -106,7 +108,7 @@ impl Background {
         self.any_computes = next.any_computes;
         let round = if next.negotiate { self.negotiate(now)? } else { Round::default() };
         if let Some(warning) = self.controller.warning(now) {
-            phalanx::warn(warning);
+            phalanx::warn(format!("{warning}{}", numbered_among(&self.groups.control)));
         }
         let (all_joined, stalled, settings) = (round.all_joined, round.stalled.clone(), round.settings);
         let ready = self.controller.finish(round)?;
@@ -123,7 +125,7 @@ impl Background {
             }
         }
         if let Some(cause) = stalled {
-            return Err(Error::timeout(cause)
+            return Err(Error::timeout(format!("{cause}{}", numbered_among(&self.groups.control)))
                 .with_remedy("do all ranks submit the same names? a rank without data calls join"));
         }
         if let Some(settings) = settings {
@@ -208,7 +210,8 @@ impl Background {
             return Ok(shut_down());
         }
         let first = (0..all.len()).find(leaving).unwrap_or(own);
-        Ok(Error::aborted(format!("rank {first} has shut Horovod down"))
+        let whose = numbered_among(&self.groups.control);
+        Ok(Error::aborted(format!("rank {first} has shut Horovod down{whose}"))
             .with_peer(Rank::new(first as u32))
             .with_remedy("all ranks must make the same calls before the first one shuts down"))
     }

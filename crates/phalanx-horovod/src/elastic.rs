@@ -46,6 +46,7 @@ use std::ops::{Deref, DerefMut};
 use phalanx::elastic::{self, Context};
 use phalanx::{Error, Result};
 
+use crate::horovod::warn_of_variables;
 use crate::{Horovod, Options};
 
 /// What a program does when the workers have changed.
@@ -157,10 +158,11 @@ pub fn run<S: elastic::State, T, E: From<Error>>(
     state: &mut ObjectState<S>,
     train: impl FnMut(&mut State<'_, '_, S>, &Horovod) -> Result<T, E>,
 ) -> Result<T, E> {
-    run_with(&elastic::Options::from_env()?, &Options::from_env()?, state, train)
+    run_as(&elastic::Options::from_env()?, (&Options::from_env()?, true), state, train)
 }
 
-/// Calls `train` with a handle, and again with another whenever the workers change, until it succeeds on all ranks. Before each call
+/// Calls `train` with a handle, and again with another whenever the workers change or a handle has failed because of another worker, which
+/// may be alive: its connections broke, or it did not take part in time. It does so until `train` succeeds on all ranks. Before each call
 /// all ranks have the state of the last commit. Make what is bound to a handle, such as a `DistributedOptimizer`, in `train`.
 ///
 /// # Errors
@@ -169,12 +171,26 @@ pub fn run_with<S: elastic::State, T, E: From<Error>>(
     elastic: &elastic::Options,
     options: &Options,
     state: &mut ObjectState<S>,
+    train: impl FnMut(&mut State<'_, '_, S>, &Horovod) -> Result<T, E>,
+) -> Result<T, E> {
+    run_as(elastic, (options, false), state, train)
+}
+
+fn run_as<S: elastic::State, T, E: From<Error>>(
+    elastic: &elastic::Options,
+    (options, are_from_env): (&Options, bool),
+    state: &mut ObjectState<S>,
     mut train: impl FnMut(&mut State<'_, '_, S>, &Horovod) -> Result<T, E>,
 ) -> Result<T, E> {
     let ObjectState { value, callbacks } = state;
     let mut is_first = true;
     elastic::run_with(elastic, value, |context, group| {
-        let hvd = Horovod::new(group, options.clone())?;
+        // The first group may have failed before this.
+        let begins = is_first && context.commits() == 0;
+        if begins && are_from_env {
+            warn_of_variables(group.rank());
+        }
+        let hvd = Horovod::begin(group, options.clone(), begins)?;
         if !std::mem::take(&mut is_first) {
             callbacks.iter_mut().try_for_each(|callback| callback(context.state, &hvd))?;
         }
@@ -183,8 +199,12 @@ pub fn run_with<S: elastic::State, T, E: From<Error>>(
         let outcome = train(&mut state, &hvd).and_then(|value| Ok(hvd.barrier().map(|()| value)?));
         let others_failed = outcome.is_err() && !state.regroups && !hvd.is_initialized();
         if others_failed {
-            // A rank that leaves with an error of its own has ended the handles, and the group does not know: it asks nothing of it.
-            group.barrier()?;
+            match hvd.failure() {
+                // The handle's groups have failed, and this one may not have: other ranks may be in any of its calls, such as a commit.
+                Some(cause) if cause.is_a_peers(hvd.rank()) => drop(group.fail_unless_explained(cause)),
+                // A rank that leaves with an error of its own has ended the handles, and the group does not know: it asks nothing of it.
+                Some(_) | None => group.barrier()?,
+            }
         }
         outcome
     })
@@ -192,9 +212,28 @@ pub fn run_with<S: elastic::State, T, E: From<Error>>(
 
 #[cfg(test)]
 mod tests {
+    use phalanx::ProcessGroup;
     use phalanx::elastic::Plain;
 
     use super::*;
+    use crate::Op;
+
+    #[test]
+    fn a_timeline_keeps_the_rounds_before_a_failure() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("timeline.json");
+        let options = Options { timeline: Some(path.clone()), ..Options::default() };
+        let group = ProcessGroup::alone().unwrap();
+        for (name, begins_timeline) in
+            [("an earlier job", true), ("the first round", true), ("the second round", false)]
+        {
+            let hvd = Horovod::begin(&group, options.clone(), begins_timeline).unwrap();
+            hvd.allreduce(name, [1.0f32], Op::Sum).unwrap();
+        }
+        let text = std::fs::read_to_string(&path).unwrap();
+        let has = |name: &str| text.contains(&format!("carry out {name}"));
+        assert!(has("the first round") && has("the second round") && !has("an earlier job"), "{text}");
+    }
 
     #[test]
     fn alone_the_function_is_called_once_and_commits_can_be_restored() {

@@ -14,6 +14,7 @@ use crate::background::{Background, Timeline};
 use crate::handle::{Completer, Handle, Outcome};
 use crate::options::Options;
 use crate::tensor::Tensor;
+use crate::topology::numbered_among;
 use phalanx_proto::horovod::request::{MAX_IN_FLIGHT, Request};
 
 /// The groups of an engine: one for negotiation and one for data.
@@ -181,6 +182,7 @@ impl Engine {
             state.check()?;
             state.timeline = Some(NextTimeline { timeline, _done: done });
         }
+        self.shared.hurry.notify_all();
         // Nothing is sent: the end is dropped, by the next cycle or by the end of all.
         let _ = is_done.recv();
         Ok(())
@@ -191,11 +193,13 @@ impl Engine {
         self.shared.state.lock().check().is_ok()
     }
 
-    /// Ends the engine of every rank, and waits for this one's.
+    /// Ends the engine of every rank, and waits for this one's, unless that itself calls this.
     pub fn shutdown(&self) {
         self.shared.state.lock().leaves = true;
         self.shared.hurry.notify_all();
-        if let Some(thread) = self.thread.lock().take() {
+        let thread = self.thread.lock().take();
+        // A thread does not wait for itself: the memory of a tensor may hold the last handle, and then ends with an operation.
+        if let Some(thread) = thread.filter(|thread| thread.thread().id() != std::thread::current().id()) {
             // If it has panicked, its handles have failed.
             let _ = thread.join();
         }
@@ -217,7 +221,8 @@ impl Drop for Engine {
     fn drop(&mut self) {
         if std::thread::panicking() {
             // The others must not mistake this for a clean end.
-            let cause = Error::aborted(format!("rank {} panicked", self.groups.control.rank()));
+            let (rank, whose) = (self.groups.control.rank(), numbered_among(&self.groups.control));
+            let cause = Error::aborted(format!("rank {rank} panicked{whose}"));
             self.groups.data.abort(cause.clone());
             self.groups.control.abort(cause);
         }
@@ -228,11 +233,8 @@ impl Drop for Engine {
 impl State {
     /// When the next cycle begins; none: at once.
     fn due(&self, pace: &Pace) -> Option<Instant> {
-        let waits = self.waiting > 0;
-        if self.leaves
-            || self.timeline.is_some()
-            || waits && (pace.any_computes || !self.submitted.is_empty())
-        {
+        let (waits, is_new) = (self.waiting > 0, !self.submitted.is_empty() || self.joins.is_some());
+        if self.leaves || self.timeline.is_some() || waits && (pace.any_computes || is_new) {
             return None;
         }
         Some(if waits || !self.names.is_empty() { pace.soon } else { pace.late })
@@ -338,6 +340,10 @@ mod tests {
         assert_eq!(due(&state, false), Some(pace(false).soon), "all wait, for different things");
         state.names.clear();
         assert_eq!(due(&state, false), Some(pace(false).soon), "it has joined");
+        let (_handle, done) = Handle::new(|_| Ok(()), Arc::default());
+        state.joins = Some(done);
+        assert_eq!(due(&state, false), None, "nobody knows yet that it joins");
+        state.joins = None;
         state.leaves = true;
         assert_eq!(due(&state, false), None);
     }

@@ -10,9 +10,10 @@ use crate::elements::{all_reduce, fill_neutral};
 use crate::engine::Submission;
 use crate::handle::{Completer, Outcome};
 use crate::tensor::Tensor;
+use crate::topology::numbered_among;
 use phalanx::adapter::elements::{convert, scale};
 use phalanx_proto::horovod::controller::{Fused, Member};
-use phalanx_proto::horovod::reduction::{Factor, Op, Reduction};
+use phalanx_proto::horovod::reduction::{Op, Reduction};
 use phalanx_proto::horovod::request::{Kind, Request, Response};
 
 /// A tensor that is larger than the fusion buffer, and travels in another type, passes through it in pieces of at least
@@ -127,7 +128,7 @@ impl Executor {
         let [member] = fused.members[..] else { return Ok(()) };
         let part = &ready[member.response].request.parts[member.part];
         let (dtype, lengths) = (fused.dtype, [fused.elements]);
-        let Reduction { op, prescale: Factor(before), postscale: Factor(after), .. } = fused.reduction;
+        let (op, (before, after)) = (fused.reduction.op, fused.reduction.factors(dtype));
         match works.tensor(ready, member) {
             Some(tensor) => {
                 let data = tensor.as_bytes_mut();
@@ -173,7 +174,7 @@ impl Executor {
         works: &mut Works,
     ) -> Result<()> {
         let Fused { dtype, wire, reduction, .. } = fused;
-        let Reduction { op, prescale: Factor(before), postscale: Factor(after), .. } = *reduction;
+        let (op, (before, after)) = (reduction.op, reduction.factors(*dtype));
         let bytes = lengths.iter().sum::<usize>() * wire.size();
         let mut buffer = self.memory.take(bytes)?;
         let (used, padding) = buffer.as_bytes_mut().split_at_mut(bytes);
@@ -225,7 +226,8 @@ impl Executor {
         if let Some(error) = &response.error {
             let remedy =
                 "every rank must submit the same under a name; see the shapes, types and options of both";
-            works.end(name, Err(Error::mismatch(error.clone()).with_remedy(remedy)));
+            let error = format!("{error}{}", numbered_among(&self.group));
+            works.end(name, Err(Error::mismatch(error).with_remedy(remedy)));
             return Ok(());
         }
         let outcome = match (&response.request.kind, works.take_tensors(name)) {
@@ -306,21 +308,20 @@ impl Executor {
         reduction: Reduction,
     ) -> Result<Outcome> {
         let (rank, size) = (self.group.rank().index(), self.group.world_size().count());
-        // What changes nothing is not multiplied.
-        let (tensors, before) = match own {
-            Some(tensors) => (tensors, reduction.prescale.0),
-            None => (neutral(&response.request)?, 1.0),
-        };
-        let Reduction { op, postscale: Factor(after), compression, .. } = reduction;
+        let is_absent = own.is_none();
+        let tensors = own.map_or_else(|| neutral(&response.request), Ok)?;
+        let Reduction { op, compression, .. } = reduction;
         let op = op.reduce_op().unwrap_or(ReduceOp::Sum);
         let scattered = tensors.into_iter().map(|mut tensor| {
             let (dtype, mut shape) = (tensor.dtype(), tensor.shape().to_vec());
             let (wire, row) = (compression.travels_as(dtype), shape[1..].iter().product::<usize>());
+            let (before, after) = reduction.factors(dtype);
             let rows: Vec<usize> =
                 (0..size).map(|rank| shape[0] / size + usize::from(rank < shape[0] % size)).collect();
             let counts: Vec<usize> = rows.iter().map(|rows| rows * row).collect();
             let mut buffer = self.group.alloc(wire, tensor.len())?;
-            scale(dtype, tensor.as_bytes_mut(), before)?;
+            // What changes nothing is not multiplied.
+            scale(dtype, tensor.as_bytes_mut(), if is_absent { 1.0 } else { before })?;
             convert(dtype, tensor.as_bytes(), wire, buffer.as_bytes_mut())?;
             drop(tensor);
             let buffer = self.group.reduce_scatter_v_async(buffer, &counts, op)?.wait()?;

@@ -11,6 +11,7 @@ use phalanx::{Buffer, DType, ProcessGroup, Rank, Result};
 use crate::background::Timeline;
 use crate::engine::{Engine, Groups, Stats};
 use crate::options::{Options, warnings};
+use crate::tensor::Tensor;
 use crate::topology::Topology;
 use phalanx_proto::horovod::controller::is_alone;
 use phalanx_proto::horovod::reduction::Reduction;
@@ -64,11 +65,16 @@ pub fn init() -> Result<Horovod> {
 /// As [`Horovod::new`], and if a `HOROVOD_*` variable has no valid value.
 pub fn init_in(group: &ProcessGroup) -> Result<Horovod> {
     let options = Options::from_env()?;
-    if group.rank().is_main() {
+    warn_of_variables(group.rank());
+    Horovod::new(group, options)
+}
+
+/// On rank 0, of variables that are set and have no meaning.
+pub(crate) fn warn_of_variables(rank: Rank) {
+    if rank.is_main() {
         let is_set = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
         warnings(is_set).for_each(phalanx::warn);
     }
-    Horovod::new(group, options)
 }
 
 impl Horovod {
@@ -78,6 +84,12 @@ impl Horovod {
     /// # Errors
     /// As [`ProcessGroup::new_group`]. On every rank, if an option of rank 0 is not valid.
     pub fn new(group: &ProcessGroup, options: Options) -> Result<Self> {
+        Self::begin(group, options, true)
+    }
+
+    /// As [`new`](Self::new). Unless it `begins_timeline`, its events are added to those of earlier handles, as in a later round of an elastic
+    /// job.
+    pub(crate) fn begin(group: &ProcessGroup, options: Options, begins_timeline: bool) -> Result<Self> {
         // The thread's calls are not the program's, and its cycles would fill a trace.
         let control = group.new_group_aside(Trace::disabled())?;
         let data = group.new_group_aside(group.trace())?;
@@ -85,12 +97,12 @@ impl Horovod {
         // Rank 0 begins the file.
         let begun = own
             .as_ref()
-            .filter(|_| control.rank().is_main())
+            .filter(|_| control.rank().is_main() && begins_timeline)
             .map(|path| Timeline::to_file(path, control.rank()));
         let shared = control.broadcast_object(Some(&Shared::of(&options)), Rank::MAIN)?;
         let timeline = match (begun, &own) {
             (Some(timeline), _) => timeline,
-            (None, Some(path)) => Timeline::to_file(path, control.rank()),
+            (None, Some(path)) => Timeline::new(Trace::onto_file(path, control.rank())),
             (None, None) => Timeline::new(group.trace()),
         };
         let options = shared.into_options(options);
@@ -163,7 +175,7 @@ impl Horovod {
     pub fn alloc(&self, dtype: DType, elements: usize, reduction: impl Into<Reduction>) -> Result<Buffer> {
         match is_alone(&reduction.into(), dtype, elements) {
             true => self.inner.groups.data.alloc(dtype, elements),
-            false => Ok(Buffer::zeroed(dtype, elements)),
+            false => Tensor::zeroed(dtype, vec![elements]).map(Tensor::into_buffer),
         }
     }
 

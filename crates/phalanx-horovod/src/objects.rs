@@ -1,7 +1,7 @@
 //! Values that can be serialised, parameters, and sparse gradients: made of the collectives.
 
 use phalanx::group::MAX_OBJECT_BYTES;
-use phalanx::{DType, Element, Error, Rank, Result};
+use phalanx::{Caller, DType, Element, Error, Rank, Result};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -187,13 +187,14 @@ impl Horovod {
     /// ```
     ///
     /// # Errors
-    /// As a collective; if there is not one index for each row; and for operations other than [`Op::Sum`] and [`Op::Average`].
+    /// As a collective, also if the ranks' operations differ; if there is not one index for each row; and for operations other than
+    /// [`Op::Sum`] and [`Op::Average`].
     #[doc(alias = "sparse_allreduce_async")]
     pub fn allreduce_sparse(&self, name: &str, gradient: SparseGradient, op: Op) -> Result<SparseGradient> {
         let SparseGradient { indices, values } = gradient;
-        let factor = match op {
-            Op::Sum => 1.0,
-            Op::Average => 1.0 / f64::from(self.size()),
+        let (factor, made) = match op {
+            Op::Sum => (1.0, Caller::SumOfSparse),
+            Op::Average => (1.0 / f64::from(self.size()), Caller::AverageOfSparse),
             Op::Min | Op::Max | Op::Product | Op::Adasum => {
                 return Err(Error::invalid_argument(format!("{op} is not defined for sparse gradients"))
                     .with_remedy("use Op::Sum or Op::Average, or make the gradient dense"));
@@ -211,7 +212,10 @@ impl Horovod {
             ))
             .with_remedy("give one row of values for each index"));
         }
-        let mut gathered = self.grouped_allgather(name, vec![indices.into(), values])?;
+        let mut indices = Tensor::from(indices);
+        // All that travels is rows: what each rank makes of them is compared, too.
+        indices.stand_for(made);
+        let mut gathered = self.grouped_allgather(name, vec![indices, values])?;
         let (Some(mut values), Some(indices)) = (gathered.pop(), gathered.pop()) else {
             return Err(Error::aborted("an allgather of two tensors has another number of results"));
         };

@@ -121,7 +121,7 @@ impl Tensor {
         let bytes = |elements: usize| elements.checked_mul(dtype.size());
         let Some(elements) = elements(&shape).filter(|elements| bytes(*elements).is_some_and(has_room))
         else {
-            return Err(Error::invalid_argument(format!(
+            return Err(Error::out_of_memory(format!(
                 "there is no memory for a tensor of {dtype} {shape:?}"
             ))
             .with_remedy("submit tensors that fit into the memory of every rank, also gathered from all"));
@@ -148,7 +148,8 @@ impl Tensor {
     }
 
     /// Notes that it is a tensor of another type to the program, such as one of `int16`, which travels as bytes: ranks compare that, too.
-    /// For adapters, which must call the same type by one name.
+    /// For adapters, which must call the same type by one name. The factors of a reduction of integers are theirs to apply then: ranks compare
+    /// them, and no more.
     pub fn stand_for(&mut self, tensor: Caller) {
         self.stands_for = Some(tensor);
     }
@@ -317,7 +318,8 @@ mod tests {
             [(DType::U8, vec![most]), (DType::F64, vec![most]), (DType::U8, vec![most, most])]
         {
             let error = Tensor::zeroed(dtype, shape).unwrap_err();
-            assert!(error.to_string().contains("no memory for a tensor of"), "{error}");
+            let text = error.to_string();
+            assert!(error.is_out_of_memory() && text.contains("no memory for a tensor of"), "{text}");
         }
         assert_eq!(Tensor::zeroed(DType::F32, vec![2, 3]).unwrap().len(), 6);
     }

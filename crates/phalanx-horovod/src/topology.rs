@@ -1,6 +1,7 @@
 //! Where the ranks are: on which hosts, and beside which others.
 
 use phalanx::{ProcessGroup, Rank, Result};
+use phalanx_proto::horovod::controller::ranks;
 
 /// A rank's place among the ranks of its host, and among the hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,6 +41,15 @@ impl Topology {
             cross_size: with_this_rank().count() as u32,
             is_homogeneous: sizes.iter().all(|size| *size == sizes[0]),
         }
+    }
+}
+
+/// What a text says at its end that names ranks of `group`: in a process set these are numbers of its own, which no launcher shows.
+pub(crate) fn numbered_among(group: &ProcessGroup) -> String {
+    let global = || group.world_size().ranks().filter_map(move |rank| group.global_rank(rank).ok());
+    match global().eq(group.world_size().ranks()) {
+        true => String::new(),
+        false => format!(" (ranks are numbered among global {})", ranks(global().map(Rank::index))),
     }
 }
 

@@ -179,6 +179,12 @@ callers! {
     PickledBroadcastObjectList = 82, "phalanx_torch.broadcast_object_list";
     /// `scatter_object_list` of the package for Python.
     PickledScatterObjectList = 83, "phalanx_torch.scatter_object_list";
+    /// A gather of the rows of sparse tensors, of which each rank makes their sum.
+    SumOfSparse = 84, "sum of sparse tensors";
+    /// A gather of the rows of sparse tensors, of which each rank makes their average.
+    AverageOfSparse = 85, "average of sparse tensors";
+    /// A reduction of integers that the program multiplies by its factors, before and after it.
+    ScaledIntegers = 86, "scaled integers";
 }
 
 impl Caller {

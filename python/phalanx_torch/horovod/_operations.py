@@ -232,8 +232,9 @@ def _ways(
     kinds = {(way.op, way.factors) for way in ways}
     if len(kinds) > 1:
         raise ValueError(f"{what}: a group of integers and floats cannot have factors or be averaged; make a group of each")
-    op, factors = next(iter(kinds), (op, (1.0, 1.0)))
-    return ways, op, factors
+    op, _ = next(iter(kinds), (op, None))
+    # Also of integers, which are multiplied here: ranks compare them.
+    return ways, op, (float(before), float(after))
 
 
 def _name(operation: str, name: str | None, process_set: ProcessSet) -> str:
@@ -439,7 +440,7 @@ def _sparse_allreduce_async(tensor: torch.Tensor, name: str, op: Op, process_set
     native, own = process_set._here(), tensor.detach().coalesce()
     # Rows are gathered.
     lent = [_plain(own.indices().t()), _plain(own.values())]
-    handle = _start(lambda: native.allgather(name, lent), _gathered(lent))
+    handle = _start(lambda: native.allgather_sparse(name, lent, op is Average), _gathered(lent))
 
     def result() -> torch.Tensor:
         indices, values = synchronize(handle)

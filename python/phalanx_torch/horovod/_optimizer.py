@@ -250,7 +250,8 @@ class _Distributed(_Base):
         self._ready = {}
         self._left = dict.fromkeys(self._left, self.backward_passes_per_step)
         failure, self._failure = self._failure, None
-        if isinstance(failure, Error) and failure.kind == "mismatch" and "allgather" in str(failure):
+        # One rank gathers, and another reduces.
+        if isinstance(failure, Error) and failure.kind == "mismatch" and "allgather of" in str(failure) and "allreduce(" in str(failure):
             why = "this gradient is sparse on some ranks only, and one that no pass has made counts as dense until it was sparse once"
             raise HorovodInternalError(f"{failure}. {why}: pass sparse_as_dense=True", failure.kind, failure.peer) from failure
         if failure is not None:

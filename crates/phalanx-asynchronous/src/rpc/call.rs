@@ -52,9 +52,13 @@ impl<R> PendingCall<R> {
 
     fn late(&self) -> Error {
         let cause = format!("rank {} has not answered within {:.1} s", self.to, self.timeout.as_secs_f64());
-        Error::timeout(cause)
-            .with_peer(self.to)
-            .with_remedy("is its handler slow, or do its handlers wait for each other? Rpc::with_timeout gives calls more time")
+        let remedy = match self.timeout.is_zero() {
+            true => "give calls time: Duration::MAX waits without an end, as 0 does in PyTorch",
+            false => {
+                "is its handler slow, or do its handlers wait for each other? Rpc::with_timeout gives calls more time"
+            }
+        };
+        Error::timeout(cause).with_peer(self.to).with_remedy(remedy)
     }
 }
 

@@ -254,7 +254,8 @@ impl RpcBuilder {
         Self { limits: Limits { bytes, ..self.limits }, ..self }
     }
 
-    /// How long calls wait for their answers; 60 s if it is not set. See [`Rpc::with_timeout`].
+    /// How long calls wait for their answers; 60 s if it is not set, and [`Duration::MAX`] without an end, which is 0 in PyTorch. See
+    /// [`Rpc::with_timeout`].
     #[doc(alias = "rpc_timeout")]
     #[must_use]
     pub fn timeout(self, timeout: Duration) -> Self {

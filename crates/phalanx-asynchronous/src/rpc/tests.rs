@@ -126,6 +126,21 @@ fn a_call_that_is_never_answered_keeps_nothing_when_the_calls_have_ended() {
 }
 
 #[test]
+fn who_gives_calls_no_time_is_told_what_waits_without_an_end() {
+    let (open, gate) = mpsc::channel::<()>();
+    let gate = Mutex::new(gate);
+    let rpc = Rpc::builder()
+        .handler("wait", move |_, ()| gate.lock().recv_timeout(LIMIT).map_err(Error::other))
+        .start(&ProcessGroup::alone().unwrap())
+        .unwrap();
+    let error = rpc.with_timeout(Duration::ZERO).call::<_, ()>(Rank::MAIN, "wait", &()).unwrap_err();
+    let is_told = error.remedy().is_some_and(|remedy| remedy.contains("Duration::MAX"));
+    assert!(error.is_timeout() && is_told, "{error}");
+    open.send(()).unwrap();
+    rpc.shutdown().unwrap();
+}
+
+#[test]
 fn a_reference_is_lent_while_every_thread_of_its_owner_is_busy() {
     two(|group| {
         let (open, gate) = mpsc::channel::<()>();

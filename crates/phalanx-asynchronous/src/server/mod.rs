@@ -30,6 +30,10 @@ use crate::rank::Rank;
 
 /// Pauses between two questions to a replica that has not taken over yet.
 const RETRY_DELAY: Duration = Duration::from_millis(10);
+/// How long a server may take to say for which workers it waits.
+const EXPLANATION_TIMEOUT: Duration = Duration::from_secs(10);
+/// The most workers that an error names.
+const NAMED: usize = 8;
 
 /// Parameters on server ranks. Workers pull them, push gradients, and continue as the [`Consistency`](super::Consistency) lets them.
 ///
@@ -183,7 +187,7 @@ impl ParameterServer {
     ///
     /// # Errors
     /// If this rank is no worker, or the slices have not as many elements as the keys. If a server dies that has no replica, or
-    /// the time-out passes before slower workers have come. If an earlier step of this rank has [failed](ParameterServer#failures).
+    /// the time-out passes before slower workers have come, which the error names. If an earlier step of this rank has [failed](ParameterServer#failures).
     pub fn step(&self, gradients: &[f32], parameters: &mut [f32]) -> Result<u64> {
         self.exchange(0..self.layout.keys(), Some(gradients), true, Some(parameters))
     }
@@ -383,12 +387,52 @@ impl ParameterServer {
         call: Option<PendingCall<Reply<Done>>>,
     ) -> Result<Done> {
         let shard = request.shard as usize;
-        let done: Done =
-            self.settle(state, shard, call, |server| self.rpc.call_async(server, STEP, request))?;
+        let done: Done = self
+            .settle(state, shard, call, |server| self.rpc.call_async(server, STEP, request))
+            .map_err(|error| self.explained(error, state.servers[shard], request))?;
         if !done.is_replicated {
             state.replicas[shard] = None;
         }
         Ok(done)
+    }
+
+    /// `error`, or if `server` has not answered `request` in time because it waits for slower workers: which ones.
+    fn explained(&self, error: Error, server: Rank, request: &Request<'_>) -> Error {
+        let waits = match request.ask {
+            Ask::Enter { .. } => true,
+            Ask::Step { advance, .. } => advance,
+            Ask::Join | Ask::Leave => false,
+        };
+        // A server may itself have waited too long, for its replica.
+        let is_of_this_wait = error.rank() == Some(self.rpc.rank()) && error.peer() == Some(server);
+        if !waits || !error.is_timeout() || !is_of_this_wait {
+            return error;
+        }
+        let rpc = self.rpc.with_timeout(EXPLANATION_TIMEOUT);
+        let Ok(Reply::Done(shard)) =
+            rpc.call::<_, Reply<ShardStatistics>>(server, STATISTICS, &request.shard)
+        else {
+            return error;
+        };
+        let clock_of = |rank: Rank| shard.clocks.iter().find(|(worker, _)| *worker == rank);
+        let slowest = shard.clocks.iter().map(|(_, clock)| *clock).min();
+        let (Some((_, own)), Some(slowest)) = (clock_of(rpc.rank()), slowest) else { return error };
+        let behind: Vec<Rank> =
+            shard.clocks.iter().filter(|(_, clock)| *clock == slowest).map(|(worker, _)| *worker).collect();
+        let Some(first) = behind.first().filter(|_| slowest < *own) else { return error };
+        let named: Vec<String> = behind.iter().take(NAMED).map(Rank::to_string).collect();
+        let more = if behind.len() > NAMED { ", .." } else { "" };
+        let word = if behind.len() == 1 { "rank" } else { "ranks" };
+        Error::timeout(format!(
+            "{word} {}{more} did not end a step within {:.1} s: {slowest} steps were ended there, and {own} on this rank, which waits for them",
+            named.join(", "),
+            self.timeout.as_secs_f64()
+        ))
+        .with_peer(*first)
+        .with_remedy(
+            "does every worker call step or advance equally often? One that ends calls ParameterServer::leave; \
+             ParameterServerBuilder::timeout gives slow ones more time",
+        )
     }
 
     /// The answer of the server of `shard` that `ask` asks, or of its replica if it is lost. `call` is the first attempt.

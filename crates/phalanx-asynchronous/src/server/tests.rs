@@ -168,6 +168,28 @@ fn a_worker_with_a_slow_connection_does_not_hold_up_the_answers_of_others() {
     });
 }
 
+#[test]
+fn a_wait_for_workers_that_do_not_come_names_them_and_not_the_server() {
+    run(4, |group| {
+        let mut parameters = [1.0; 4];
+        let server = ParameterServer::builder(&KEYS, Sgd::new(1.0))
+            .servers(&[Rank::MAIN])
+            .workers(&ranks(&[1, 2, 3]))
+            .timeout(Duration::from_secs(2))
+            .start(&group, &mut parameters)
+            .unwrap();
+        if group.rank().get() == 1 {
+            let error = server.step(&[1.0; 4], &mut parameters).unwrap_err();
+            let text = error.to_string();
+            assert!(error.is_timeout() && error.peer() == Some(Rank::new(2)), "{text}");
+            assert!(text.contains("ranks 2, 3 did not end a step within 2.0 s"), "{text}");
+            assert!(text.contains("0 steps were ended there, and 1 on this rank"), "{text}");
+            refused(&server, "ranks 2, 3");
+        }
+        group.barrier().unwrap();
+    });
+}
+
 /// A server of two keys on rank 0, seen from the rank `own`.
 fn hosted(workers: &[u32], own: Rank) -> Arc<Service> {
     let place = Place { keys: 0..2, primary: Rank::MAIN, replica: None };

@@ -52,7 +52,8 @@ pub fn broadcast_parameters<M: Module>(hvd: &Horovod, model: M, root: Rank) -> R
 /// parameters.
 ///
 /// # Errors
-/// If the ranks' models or optimizers differ, in kind or in settings but learning rates, and as a collective.
+/// If the ranks' models or optimizers differ, in kind or in settings but learning rates; if the ranks name several roots, or one that there is
+/// not; and as a collective.
 #[doc(alias = "hvd.broadcast_optimizer_state")]
 pub fn broadcast_optimizer_state<M: Module>(
     hvd: &Horovod,
@@ -64,10 +65,24 @@ pub fn broadcast_optimizer_state<M: Module>(
     if hvd.size() > 1 {
         let made = alike::Watch::default().made(optimizer, (model, &trained), hvd.rank());
         let made = or_shut_down(hvd, made)?;
-        let all = hvd.allgather_object("broadcast.optimizer_settings", &made)?;
-        if let Some(other) = all.iter().position(|made| !alike::alike(made, &all[0])) {
+        let all = hvd.allgather_object("broadcast.optimizer_settings", &(root.get(), made))?;
+        let (first, of_first) = &all[0];
+        if let Some(other) = all.iter().position(|(theirs, _)| theirs != first) {
+            // Each of these roots would keep its own state, and the others would get both.
+            return Err(Error::mismatch(format!(
+                "rank 0 has called horovod::broadcast_optimizer_state with root {first}, and rank {other} with root {}",
+                all[other].0
+            ))
+            .with_peer(Rank::new(other as u32))
+            .with_remedy("all ranks must call with the same root"));
+        }
+        if let Some(other) = all.iter().position(|(_, made)| !alike::alike(made, of_first)) {
             return Err(alike::differs(Rank::new(other as u32)));
         }
+    }
+    if root.get() >= hvd.size() {
+        return Err(Error::invalid_argument(format!("root {root} is outside a world of {}", hvd.size()))
+            .with_remedy(format!("name a rank from 0 to {}", hvd.size() - 1)));
     }
     let own = match hvd.rank() == root {
         true => {

@@ -467,6 +467,21 @@ fn an_optimizer_s_state_and_tensors_go_from_rank_to_rank() {
 }
 
 #[test]
+fn states_of_several_roots_are_an_error_on_every_rank() {
+    run(3, |group| {
+        let (hvd, model, optimizer) = (horovod(&group), Mlp::new(&WIDTHS), AdamWConfig::new().init());
+        let from = |root| broadcast_optimizer_state(&hvd, &optimizer, &model, Rank::new(root)).map(drop);
+        let error = from(u32::from(hvd.rank().get() == 2)).unwrap_err();
+        assert!(error.is_mismatch() && error.peer() == Some(Rank::new(2)), "{error}");
+        assert!(error.to_string().contains("with root 0, and rank 2 with root 1"), "{error}");
+        let error = from(3).unwrap_err();
+        assert!(error.is_invalid_argument() && error.to_string().contains("root 3 is outside"), "{error}");
+        from(1).unwrap();
+        hvd.barrier().unwrap();
+    });
+}
+
+#[test]
 fn optimizers_with_other_settings_are_refused_on_every_rank() {
     let optimizer = |group: &ProcessGroup| {
         let epsilon = if group.rank().get() == 1 { 1e-8 } else { 1e-5 };

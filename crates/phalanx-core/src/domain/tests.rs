@@ -144,9 +144,12 @@ fn the_groups_memory_is_registered_where_ranks_share_memory() {
 
 #[test]
 fn more_memory_than_there_is_gives_an_error() {
-    let errors = run(2, Fabric::SharedMemory, |group| group.alloc(crate::DType::F64, 1 << 50).unwrap_err());
-    for error in errors {
-        assert!(error.is_out_of_memory() && error.to_string().contains("f64"), "{error}");
+    for (fabric, which) in [(Fabric::SharedMemory, "no shared memory"), (Fabric::Tcp, "no memory")] {
+        let errors = run(2, fabric, |group| group.alloc(crate::DType::F64, 1 << 50).unwrap_err());
+        for error in errors {
+            let text = error.to_string();
+            assert!(error.is_out_of_memory() && text.contains(which) && text.contains("f64"), "{text}");
+        }
     }
 }
 

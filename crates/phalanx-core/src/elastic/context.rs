@@ -141,8 +141,10 @@ impl<S: State> Context<'_, S> {
     /// differs is sent. It makes no commit: after a failure all still go back to the last one.
     ///
     /// # Errors
-    /// As every collective, and those of [`State`].
+    /// As every collective, and those of [`State`]. If the loop has gone on after a commit or a step that ends it, that one's error.
     pub fn sync(&mut self) -> Result<()> {
+        // The group may be the next one, in which the other ranks go back to the commit.
+        self.check_ended()?;
         let mut now = Snapshot::of(&*self.state)?;
         if state_sync::take_from(&self.group.in_call(Caller::ElasticSync), &mut now, Rank::MAIN)? {
             self.state.load(&now.parts)?;
@@ -219,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn a_loop_that_is_to_end_makes_no_commit_and_no_step() {
+    fn a_loop_that_is_to_end_makes_no_commit_no_step_and_no_sync() {
         let group = ProcessGroup::alone().unwrap();
         let (mut state, mut snapshot) = (Plain(1), Snapshot::default());
         let mut context = context(&mut state, &mut snapshot, &group);
@@ -227,6 +229,7 @@ mod tests {
             context.ended = Some(ended);
             assert!(context.commit().unwrap_err().is_regrouping());
             assert!(context.step(|_, _| Ok(())).unwrap_err().is_regrouping());
+            assert!(context.sync().unwrap_err().is_regrouping());
         }
         assert_eq!(context.commits(), 0);
     }

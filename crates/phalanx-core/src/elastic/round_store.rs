@@ -67,8 +67,13 @@ impl RoundStore {
         }
     }
 
-    fn note(&self, key: &str, deadline: Deadline) -> Result<()> {
-        if self.known.lock().contains(key) {
+    /// Records `keys`: those that are new in one request, which takes a round trip.
+    fn note(&self, keys: &[&str], deadline: Deadline) -> Result<()> {
+        let lines: String = {
+            let known = self.known.lock();
+            keys.iter().filter(|key| !known.contains(**key)).map(|key| format!("{key}\n")).collect()
+        };
+        if lines.is_empty() {
             return Ok(());
         }
         // Who shortens the list waits for the store meanwhile, and may have more time.
@@ -79,15 +84,14 @@ impl RoundStore {
             ))
             .with_remedy("is the store slow? The next call tries it again"));
         };
-        let line = format!("{key}\n");
         let list = own.as_ref().map_or(&self.list, |own| &own.list);
-        self.all.append(list, line.as_bytes(), deadline)?;
+        self.all.append(list, lines.as_bytes(), deadline)?;
         if let Some(own) = &*own {
-            own.added.fetch_add(line.len(), Ordering::Relaxed);
+            own.added.fetch_add(lines.len(), Ordering::Relaxed);
         }
         // Recorded after the append has succeeded: after a failure the next call must record it. A key that is
         // recorded twice does no harm.
-        self.known.lock().insert(key.to_owned());
+        self.known.lock().extend(keys.iter().map(|key| (*key).to_owned()));
         Ok(())
     }
 
@@ -131,7 +135,7 @@ impl fmt::Debug for RoundStore {
 
 impl Store for RoundStore {
     fn set(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
-        self.note(key, deadline)?;
+        self.note(&[key], deadline)?;
         self.round.set(key, value, deadline)
     }
 
@@ -148,12 +152,12 @@ impl Store for RoundStore {
     }
 
     fn add(&self, key: &str, amount: i64, deadline: Deadline) -> Result<i64> {
-        self.note(key, deadline)?;
+        self.note(&[key], deadline)?;
         self.round.add(key, amount, deadline)
     }
 
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8], deadline: Deadline) -> Result<Vec<u8>> {
-        self.note(key, deadline)?;
+        self.note(&[key], deadline)?;
         self.round.compare_set(key, expected, desired, deadline)
     }
 
@@ -174,7 +178,7 @@ impl Store for RoundStore {
     }
 
     fn append(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
-        self.note(key, deadline)?;
+        self.note(&[key], deadline)?;
         self.round.append(key, value, deadline)
     }
 
@@ -183,7 +187,7 @@ impl Store for RoundStore {
     }
 
     fn multi_set(&self, pairs: &[(&str, &[u8])], deadline: Deadline) -> Result<()> {
-        pairs.iter().try_for_each(|(key, _)| self.note(key, deadline))?;
+        self.note(&pairs.iter().map(|(key, _)| *key).collect::<Vec<_>>(), deadline)?;
         self.round.multi_set(pairs, deadline)
     }
 
@@ -194,8 +198,17 @@ impl Store for RoundStore {
         deadline: Deadline,
         go_on: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Vec<Vec<u8>>> {
-        pairs.iter().try_for_each(|(key, _)| self.note(key, deadline))?;
+        self.note(&pairs.iter().map(|(key, _)| *key).collect::<Vec<_>>(), deadline)?;
         self.round.set_and_get(pairs, keys, deadline, go_on)
+    }
+
+    fn multi_compare_set(
+        &self,
+        changes: &[(&str, &[u8], &[u8])],
+        deadline: Deadline,
+    ) -> Result<Vec<Vec<u8>>> {
+        self.note(&changes.iter().map(|(key, ..)| *key).collect::<Vec<_>>(), deadline)?;
+        self.round.multi_compare_set(changes, deadline)
     }
 
     fn compare_set_and_get(
@@ -206,7 +219,7 @@ impl Store for RoundStore {
         found: &mut dyn FnMut(&[Vec<u8>]) -> Result<()>,
         go_on: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Vec<Vec<u8>>> {
-        changes.iter().try_for_each(|(key, ..)| self.note(key, deadline))?;
+        self.note(&changes.iter().map(|(key, ..)| *key).collect::<Vec<_>>(), deadline)?;
         self.round.compare_set_and_get(changes, keys, deadline, found, go_on)
     }
 }
@@ -391,6 +404,30 @@ mod tests {
         }
         sweep(&*all, 2 + RECHECKED, limit).unwrap();
         assert_eq!(all.num_keys(limit).unwrap(), 1);
+    }
+
+    #[test]
+    fn keys_that_are_written_together_are_recorded_together() {
+        let limit = Deadline::after(Duration::from_secs(20));
+        let requests = Arc::new(AtomicUsize::new(0));
+        let counts = Arc::clone(&requests);
+        let all: SharedStore = Arc::new(Watched::new(move |_| {
+            counts.fetch_add(1, Ordering::Relaxed);
+            Ok(())
+        }));
+        let round = RoundStore::new(&all, 1);
+        let of = |call: &dyn Fn()| {
+            requests.store(0, Ordering::Relaxed);
+            call();
+            requests.load(Ordering::Relaxed)
+        };
+        let pairs: [(&str, &[u8]); 3] = [("a", b"1"), ("b", b"1"), ("c", b"1")];
+        assert_eq!(of(&|| round.multi_set(&pairs, limit).unwrap()), 2);
+        assert_eq!(of(&|| round.multi_set(&pairs, limit).unwrap()), 1, "they are known");
+        // The store itself takes each of these by itself.
+        let changes: [(&str, &[u8], &[u8]); 2] = [("d", b"", b"1"), ("e", b"", b"1")];
+        assert_eq!(of(&|| drop(round.multi_compare_set(&changes, limit).unwrap())), 1 + 2);
+        assert_eq!(all.get("keys/1", limit).unwrap(), b"a\nb\nc\nd\ne\n");
     }
 
     #[test]

@@ -81,6 +81,7 @@ impl Rounds {
             let group = match connect(rendezvous, &self.options) {
                 Ok(group) => group,
                 Err(cause) if cause.is_a_peers(rank) => {
+                    tracing::warn!(round = number, %cause, "the new group could not be connected; all workers form another");
                     self.session.leave(&members, Some(&cause))?;
                     continue;
                 }
@@ -165,11 +166,68 @@ fn exchange(group: &ProcessGroup, position: Option<Position>) -> Result<Vec<Opti
     Ok(received.as_chunks::<NUMBERS>().0.iter().map(|numbers| Position::decode(*numbers)).collect())
 }
 
-/// Why the group has failed, if it has.
+/// Why the group has failed, if it has. If a sub-group alone has lost a rank, that ends the group too: the connections of a sub-group may
+/// break while all ranks live, and each group finds by itself that a rank is frozen.
 pub(super) fn failure_of(group: &ProcessGroup) -> Option<Error> {
     let deadline = Deadline::after(PROPAGATION_TIMEOUT);
     while group.failure().is_none() && !deadline.has_passed() {
         std::thread::sleep(Duration::from_millis(1));
     }
+    if group.failure().is_none()
+        && let Some(loss) = group.loss_in_family()
+    {
+        return Some(group.fail_unless_explained(loss));
+    }
     group.failure()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Barrier;
+
+    use super::*;
+
+    #[test]
+    fn a_sub_group_that_has_lost_a_rank_ends_the_group_and_any_other_error_does_not() {
+        let groups = ProcessGroup::in_process(WorldSize::new(3).unwrap()).unwrap();
+        let all_are_here = Barrier::new(groups.len());
+        std::thread::scope(|scope| {
+            for group in groups {
+                let all_are_here = &all_are_here;
+                scope.spawn(move || {
+                    let members = [Rank::new(1), Rank::new(2)];
+                    let [own, lost] = [(); 2].map(|()| group.new_group(&members).unwrap());
+                    all_are_here.wait();
+                    match (group.rank().get(), own, lost) {
+                        (2, Some(own), Some(lost)) => {
+                            own.abort(Error::aborted("a fault of the program"));
+                            all_are_here.wait();
+                            lost.abort(Error::timeout("a part did not come in time"));
+                        }
+                        (1, Some(own), Some(lost)) => {
+                            own.barrier().unwrap_err();
+                            assert!(failure_of(&group).is_none(), "the program may know what to do");
+                            all_are_here.wait();
+                            lost.barrier().unwrap_err();
+                            // As those of a loop that has returned.
+                            drop((own, lost));
+                            let cause = failure_of(&group).unwrap();
+                            // It is rank 1 in the sub-group.
+                            assert_eq!(
+                                (cause.is_timeout(), cause.rank()),
+                                (true, Some(Rank::new(2))),
+                                "{cause}"
+                            );
+                            assert!(cause.is_a_peers(group.rank()));
+                        }
+                        _ => {
+                            all_are_here.wait();
+                        }
+                    }
+                    let error = group.barrier().unwrap_err();
+                    assert!(error.to_string().contains("a part did not come in time"), "{error}");
+                });
+            }
+        });
+    }
 }

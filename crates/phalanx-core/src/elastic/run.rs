@@ -1,7 +1,7 @@
 //! The loop around a training loop.
 //!
 //! The group, not the error, tells whether another rank has failed, because a training loop may wrap its errors in
-//! types of its own. The group keeps its first cause, and records when a call has returned the failure of another rank
+//! types of its own. If one of its sub-groups has lost a rank, that counts as a failure of the group. The group keeps its first cause, and records when a call has returned the failure of another rank
 //! (`remote_error`). If ranks make different calls, nothing is retried.
 
 use super::context::Ended;
@@ -34,7 +34,7 @@ pub fn run<S: State, T, E: From<Error>>(
 /// latest round. Only what differs is sent. Ranks that made that commit together must have the same state, or
 /// [`Drift`](super::Drift) decides what happens. Before the first commit the lowest rank's state is taken. When `work`
 /// returns an error and a peer has failed (it died, left, sent no heartbeats, did not take part in time, gave up, or
-/// could not do what a call like `Checkpoints::open` lets one rank do for all),
+/// could not do what a call like `Checkpoints::open` lets one rank do for all; also if only a sub-group of this round's group has lost it),
 /// this rank goes back to its last [commit](Context::commit) and joins a new group; the error is dropped. Any other
 /// error is this rank's own: `run` returns it, and the other ranks treat this rank as dead.
 ///

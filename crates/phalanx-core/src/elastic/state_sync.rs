@@ -17,7 +17,7 @@ use crate::rank::Rank;
 impl Snapshot {
     fn report(&mut self, workers_wait: bool, drift: Drift) -> CommitReport {
         let (commits, round) = (self.commits, self.round);
-        CommitReport { workers_wait, commits, round, digest: self.digest(drift) }
+        CommitReport { workers_wait, drift, commits, round, digest: self.digest(drift) }
     }
 }
 
@@ -61,7 +61,7 @@ pub(super) fn commit(
 /// Gives every rank the snapshot of the latest commit. Returns true if this rank's snapshot has changed.
 pub(super) fn sync(group: &ProcessGroup, snapshot: &mut Snapshot, drift: Drift) -> Result<bool> {
     // Also if drift is ignored: the hashes decide what is sent.
-    let own = snapshot.report(false, Drift::Fail);
+    let own = CommitReport { digest: snapshot.digest(Drift::Fail), ..snapshot.report(false, drift) };
     let reports = exchange(group, own)?;
     match commits::sync(&reports, drift) {
         Agreement::Equal => Ok(false),
@@ -121,7 +121,9 @@ fn exchange(group: &ProcessGroup, report: CommitReport) -> Result<Vec<CommitRepo
     let mut received = vec![0_i64; CommitReport::NUMBERS * group.world_size().count()];
     group.all_gather(&report.encode(), &mut received)?;
     let numbers = received.as_chunks::<{ CommitReport::NUMBERS }>().0;
-    Ok(numbers.iter().map(|numbers| CommitReport::decode(*numbers)).collect())
+    let reports = numbers.iter().map(|numbers| CommitReport::decode(*numbers)).collect::<Result<Vec<_>>>()?;
+    commits::check_drift(&reports)?;
+    Ok(reports)
 }
 
 fn rank(index: usize) -> Rank {
@@ -220,6 +222,24 @@ mod tests {
             assert!(error.is_mismatch(), "{error}");
             let text = error.to_string();
             assert!(text.contains("\"weights\" differs on rank 1") && !text.contains("\"step\""), "{text}");
+        }
+    }
+
+    #[test]
+    fn ranks_with_other_options_of_drift_are_named_before_anything_has_drifted() {
+        let states = [(1, named(b"x", 1)), (1, named(b"x", 1)), (1, named(b"x", 1))];
+        for syncs in [true, false] {
+            let outcomes = on_ranks(&states, |group, snapshot, _| {
+                let drift = if group.rank().get() == 1 { Drift::Ignore } else { Drift::Fail };
+                match syncs {
+                    true => sync(group, snapshot, drift).unwrap_err(),
+                    false => commit(group, snapshot, false, drift).unwrap_err(),
+                }
+            });
+            for (error, ..) in outcomes {
+                let text = error.to_string();
+                assert!(error.is_mismatch() && text.contains("and rank 1 Drift::Ignore"), "{text}");
+            }
         }
     }
 

@@ -1,13 +1,14 @@
 //! The groups of a rank that were made from the same first group, so that one failure can end them all.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
 
 use super::{Inner, ProcessGroup};
 use crate::error::{Error, Kind};
 use crate::health::{Health, Surroundings};
+use crate::rank::Rank;
 
 /// A rank's groups that its program has made: the first one, and those made from it.
 #[derive(Default)]
@@ -15,9 +16,16 @@ pub(crate) struct Family {
     groups: Mutex<Vec<Weak<Inner>>>,
     /// Apart from the groups: a thread that a group waits for when it is dropped must not be the last that holds it.
     healths: Mutex<Vec<Weak<Health>>>,
+    /// The cause of each one's failure, if it has failed, and the global ranks of its ranks. Those of groups that are gone stay.
+    failures: Mutex<Vec<Failure>>,
     /// The sections that take long, as the ranks know, in which this rank is.
     sections: AtomicUsize,
 }
+
+type Failure = (Arc<OnceLock<Error>>, Option<Arc<[Rank]>>);
+
+/// The most causes that are kept.
+const MAX_FAILURES: usize = 256;
 
 /// A section that takes long, as all ranks know.
 pub struct Section(Arc<Family>);
@@ -39,6 +47,13 @@ impl Family {
         healths.retain(|health| health.strong_count() > 0);
         healths.push(own.clone());
         drop(healths);
+        let mut failures = self.failures.lock();
+        failures.retain(|(first, _)| Arc::strong_count(first) > 1 || first.get().is_some());
+        if failures.len() == MAX_FAILURES {
+            failures.remove(0);
+        }
+        failures.push((group.health.first(), group.config.members.clone()));
+        drop(failures);
         let family = Arc::downgrade(self);
         group.health.look_around_with(Box::new(move || {
             family.upgrade().map(|family| family.surroundings(&own)).unwrap_or_default()
@@ -115,6 +130,20 @@ impl ProcessGroup {
         }
     }
 
+    /// Why another group that this rank's program has made from the same first group has lost a rank, or has waited for one in vain, with the
+    /// numbers that ranks have in this group. Also if the program has dropped it since.
+    pub(crate) fn loss_in_family(&self) -> Option<Error> {
+        let own = self.inner.health.first();
+        let failures = self.inner.config.family.failures.lock().clone();
+        failures.iter().filter(|(first, _)| !Arc::ptr_eq(first, &own)).find_map(|(first, members)| {
+            let cause = first.get().filter(|cause| cause.is_peer_failure() || cause.is_timeout())?;
+            let global = |rank: Rank| {
+                members.as_ref().and_then(|members| members.get(rank.index())).copied().unwrap_or(rank)
+            };
+            Some(restated(cause, global, &self.inner))
+        })
+    }
+
     /// `cause` with the numbers that ranks have in this group, if it is the failure of another group of this rank, as of a smaller one whose ranks have other
     /// numbers: else a rank that has nothing to do with it would be blamed.
     pub(super) fn in_own_numbers(&self, cause: Error) -> Error {
@@ -143,23 +172,28 @@ impl ProcessGroup {
 impl Inner {
     /// This group's failure as that of `other`, in which ranks have other numbers.
     fn failure_for(&self, other: &Self, cause: &Error) -> Error {
-        let text = format!("another group of this rank has failed: {}", cause.clone().without_remedy());
-        let member = |rank| {
-            let global = self.config.global(rank);
-            other.world.ranks().find(|rank| other.config.global(*rank) == global)
-        };
-        let error = match cause.peer().and_then(member) {
-            Some(peer) => Error::new(cause.kind(), text).with_peer(peer),
-            // Not this group's peer: for the others of this group it is this rank that ends it.
-            None if cause.peer().is_some() => Error::new(Kind::Aborted, text),
-            None => Error::new(cause.kind(), text),
-        };
-        let error = cause.remedy().into_iter().fold(error, Error::with_remedy);
-        // It is the same rank that has failed, whoever says so first.
-        match cause.rank().and_then(member) {
-            Some(rank) => error.at(rank, other.health.host(rank)),
-            None => error,
-        }
+        restated(cause, |rank| self.config.global(rank), other)
+    }
+}
+
+/// The failure of a group whose ranks have these `global` numbers, as that of `other`, in which ranks have other numbers.
+fn restated(cause: &Error, global: impl Fn(Rank) -> Rank, other: &Inner) -> Error {
+    let text = format!("another group of this rank has failed: {}", cause.clone().without_remedy());
+    let member = |rank| {
+        let global = global(rank);
+        other.world.ranks().find(|rank| other.config.global(*rank) == global)
+    };
+    let error = match cause.peer().and_then(member) {
+        Some(peer) => Error::new(cause.kind(), text).with_peer(peer),
+        // Not this group's peer: for the others of this group it is this rank that ends it.
+        None if cause.peer().is_some() => Error::new(Kind::Aborted, text),
+        None => Error::new(cause.kind(), text),
+    };
+    let error = cause.remedy().into_iter().fold(error, Error::with_remedy);
+    // It is the same rank that has failed, whoever says so first.
+    match cause.rank().and_then(member) {
+        Some(rank) => error.at(rank, other.health.host(rank)),
+        None => error,
     }
 }
 

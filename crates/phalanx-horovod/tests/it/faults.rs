@@ -124,6 +124,43 @@ impl Memory for Broken {
     }
 }
 
+/// Memory that keeps a handle.
+struct Keeps {
+    elements: Vec<f32>,
+    _handle: Horovod,
+}
+
+impl Memory for Keeps {
+    fn as_bytes(&self) -> &[u8] {
+        Memory::as_bytes(&self.elements)
+    }
+
+    fn as_bytes_mut(&mut self) -> &mut [u8] {
+        Memory::as_bytes_mut(&mut self.elements)
+    }
+}
+
+#[test]
+fn a_tensor_that_keeps_the_last_handle_ends_the_job_with_its_operation() {
+    let is_dropped = Barrier::new(2);
+    run(2, Fabric::InProcess, |group| {
+        let hvd = Horovod::new(&group, Options::default()).unwrap();
+        if hvd.rank().is_main() {
+            let memory = Keeps { elements: vec![1.0; 4], _handle: hvd.clone() };
+            let tensor = Tensor::from_memory(DType::F32, [4], memory).unwrap();
+            drop(hvd.allreduce_async("t", tensor, Op::Sum).unwrap());
+            drop(hvd);
+            is_dropped.wait();
+            return;
+        }
+        is_dropped.wait();
+        let sum = hvd.allreduce("t", [2.0f32; 4], Op::Sum).unwrap();
+        assert_eq!(sum.as_slice::<f32>().unwrap(), [3.0; 4]);
+        let error = hvd.allreduce("later", [1.0f32], Op::Sum).unwrap_err().to_string();
+        assert!(error.contains("rank 0 has shut Horovod down"), "{error}");
+    });
+}
+
 #[test]
 fn a_panic_of_horovod_s_thread_is_the_first_cause_of_every_operation_on_every_rank() {
     type Submit = fn(&Horovod, Tensor) -> phalanx::Result<()>;
@@ -170,12 +207,13 @@ fn options_of_rank_0_that_are_not_valid_are_an_error_on_every_rank() {
 }
 
 #[test]
-fn a_long_cycle_does_not_hold_up_a_shutdown() {
+fn a_long_cycle_holds_up_neither_a_timeline_nor_a_shutdown() {
     run(2, Fabric::InProcess, |group| {
         let options = Options { cycle_time: Duration::from_secs(10), ..Options::default() };
         let hvd = Horovod::new(&group, options).unwrap();
         std::thread::sleep(Duration::from_millis(200)); // the first cycle
         let started = Instant::now();
+        hvd.stop_timeline().unwrap();
         drop(hvd);
         assert!(started.elapsed() < Duration::from_secs(5), "{:?}", started.elapsed());
     });

@@ -173,6 +173,18 @@ fn memory_for_what_is_combined_where_it_is_is_shared_and_comes_back() {
 }
 
 #[test]
+fn memory_that_there_is_not_is_an_error() {
+    for fabric in [Fabric::SharedMemory, Fabric::InProcess] {
+        ranks(2, fabric, &Options::default(), |hvd| {
+            for op in [Op::Sum, Op::Adasum] {
+                let error = hvd.alloc(DType::F64, 1 << 50, op).unwrap_err();
+                assert!(error.is_out_of_memory(), "{error}");
+            }
+        });
+    }
+}
+
+#[test]
 fn halves_on_the_way_factors_and_a_small_fusion_buffer() {
     let large = (3 << 20) / 4 + 5; // more than a piece of the fusion buffer, in floats
     for threshold in [0, 100, 64 << 20] {
@@ -289,6 +301,35 @@ fn types_that_travel_as_one_are_told_apart() {
         }
         let same = hvd.broadcast("agree", of(Caller::TensorsOfInt16), Rank::new(1)).unwrap();
         assert_eq!(same.as_slice::<u8>().unwrap(), [1; 4]);
+    });
+}
+
+#[test]
+fn factors_of_integers_that_an_adapter_scales_are_compared_and_not_applied() {
+    ranks(2, Fabric::InProcess, &Options::default(), |hvd| {
+        let scaled = || {
+            let mut tensor = Tensor::from(vec![3i64; 4]);
+            tensor.stand_for(Caller::ScaledIntegers);
+            tensor
+        };
+        let half = Reduction::new(Op::Sum).prescale(0.5).postscale(0.5);
+        let sum = hvd.allreduce("sum", scaled(), half).unwrap();
+        assert_eq!(sum.as_slice::<i64>().unwrap(), [6; 4]);
+        let group = hvd.grouped_allreduce("group", vec![scaled(), scaled()], half).unwrap();
+        assert_eq!(group[1].as_slice::<i64>().unwrap(), [6; 4], "through the fusion buffer");
+        let shard = hvd.reducescatter("shard", scaled(), half).unwrap();
+        assert_eq!(shard.as_slice::<i64>().unwrap(), [6; 2]);
+        let own = if hvd.rank().is_main() { half } else { half.postscale(1.0) };
+        let error = hvd.allreduce("differ", scaled(), own).unwrap_err();
+        let expected =
+            "rank 0 submits allreduce(sum, prescale 0.5, postscale 0.5) of scaled integers (i64 [4])";
+        assert!(error.is_mismatch() && error.to_string().contains(expected), "{error}");
+        // Without an adapter nobody would apply them.
+        let error = hvd.allreduce("plain", [3i64; 4], half).unwrap_err();
+        assert!(
+            error.is_invalid_argument() && error.to_string().contains("prescale is not defined"),
+            "{error}"
+        );
     });
 }
 

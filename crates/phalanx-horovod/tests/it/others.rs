@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use phalanx::Rank;
 use phalanx::testing::Fabric;
-use phalanx_horovod::{Op, Options, Reduction, SparseGradient, Tensor};
+use phalanx_horovod::{Horovod, Op, Options, Reduction, SparseGradient, Tensor};
 use serde::{Deserialize, Serialize, Serializer};
 
 use super::ranks;
@@ -220,6 +220,36 @@ fn values_parameters_and_sparse_gradients() {
     });
 }
 
+#[test]
+fn ranks_that_make_different_things_of_sparse_gradients_are_told_both() {
+    ranks(2, Fabric::InProcess, &Options::default(), |hvd| {
+        let is_main = hvd.rank().is_main();
+        let gradient = || {
+            let values = Tensor::from([1.0f32, 3.0]).reshaped([1, 2]).unwrap();
+            SparseGradient { indices: vec![7], values }
+        };
+        let op = if is_main { Op::Sum } else { Op::Average };
+        let error = hvd.allreduce_sparse("embedding", gradient(), op).unwrap_err();
+        assert!(error.is_mismatch(), "{error}");
+        for side in [
+            "rank 0 submits allgather of sum of sparse tensors",
+            "rank 1 allgather of average of sparse tensors",
+        ] {
+            assert!(error.to_string().contains(side), "{error}");
+        }
+        // Nor do they meet a gather of as many rows.
+        let outcome = if is_main {
+            hvd.allreduce_sparse("embedding", gradient(), Op::Sum).map(drop)
+        } else {
+            let SparseGradient { indices, values } = gradient();
+            hvd.grouped_allgather("embedding", vec![indices.into(), values]).map(drop)
+        };
+        assert!(outcome.unwrap_err().is_mismatch());
+        let all = hvd.allreduce_sparse("embedding", gradient(), Op::Average).unwrap();
+        assert_eq!(all.values.as_slice::<f32>().unwrap(), [0.5, 1.5, 0.5, 1.5]);
+    });
+}
+
 /// More than fit into one batch, so that a rank waits for some before it submits the others.
 #[test]
 fn parameters_come_in_any_order() {
@@ -267,6 +297,38 @@ fn the_timeline_has_the_negotiation_and_the_operation_of_every_name() {
         }
         assert!(count("round") >= 1);
     }
+}
+
+#[test]
+fn texts_about_a_process_set_say_whose_numbers_its_ranks_have() {
+    ranks(3, Fabric::SharedMemory, &Options::default(), |hvd| {
+        let rank = hvd.rank().index();
+        let differ = |hvd: &Horovod, name: &str| {
+            hvd.allreduce(name, vec![1.0f32; rank + 1], Op::Sum).unwrap_err().to_string()
+        };
+        let of_all = differ(hvd, "of all");
+        assert!(of_all.contains("rank 0 submits") && !of_all.contains("global"), "{of_all}");
+        let first = hvd.add_process_set(&[Rank::MAIN, Rank::new(1)]).unwrap();
+        let last = hvd.add_process_set(&[Rank::new(1), Rank::new(2)]).unwrap();
+        let numbered = "(ranks are numbered among global ranks 1, 2)";
+        if let Some(first) = &first {
+            let error = differ(first, "of the first");
+            assert!(!error.contains("global"), "the numbers are the same: {error}");
+        }
+        if let Some(last) = &last {
+            let error = differ(last, "of the last");
+            assert!(error.contains("f32 [3] ") && error.contains(numbered), "{error}");
+            if last.rank().is_main() {
+                last.shutdown();
+            } else {
+                let error = last.allreduce("alone", [1.0f32], Op::Sum).unwrap_err().to_string();
+                let expected = format!("rank 0 has shut Horovod down {numbered}");
+                assert!(error.contains(&expected), "{error}");
+            }
+        }
+        // Nobody leaves the other set before all are done with it.
+        hvd.barrier().unwrap();
+    });
 }
 
 #[test]

@@ -5,6 +5,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::rank::Rank;
 
 /// How many parts and ranks an error names.
 const NAMED: usize = 8;
@@ -22,11 +23,18 @@ pub enum Drift {
     Ignore,
 }
 
+impl Drift {
+    /// Each, at its number on the wire.
+    const ALL: [Self; 3] = [Self::Fail, Self::Repair, Self::Ignore];
+}
+
 /// What a rank reports before a commit or a synchronization.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CommitReport {
     /// Whether a worker waits to join.
     pub workers_wait: bool,
+    /// What it does about drift.
+    pub drift: Drift,
     /// How many commits have led to its state.
     pub commits: u64,
     /// The round of the last one, or 0.
@@ -42,13 +50,19 @@ impl CommitReport {
     /// The report as numbers.
     pub fn encode(self) -> [i64; Self::NUMBERS] {
         let [commits, round, digest] = [self.commits, self.round, self.digest].map(u64::cast_signed);
-        [i64::from(self.workers_wait), commits, round, digest]
+        [i64::from(self.workers_wait) | ((self.drift as i64) << 1), commits, round, digest]
     }
 
     /// The report that was encoded as these numbers.
-    pub fn decode(numbers: [i64; Self::NUMBERS]) -> Self {
-        let [workers_wait, commits, round, digest] = numbers.map(i64::cast_unsigned);
-        Self { workers_wait: workers_wait != 0, commits, round, digest }
+    ///
+    /// # Errors
+    /// If no report is.
+    pub fn decode(numbers: [i64; Self::NUMBERS]) -> Result<Self> {
+        let [flags, commits, round, digest] = numbers.map(i64::cast_unsigned);
+        let drift = usize::try_from(flags >> 1).ok().and_then(|number| Drift::ALL.get(number));
+        let drift =
+            *drift.ok_or_else(|| Error::malformed(format!("a commit's report begins with {flags:#x}")))?;
+        Ok(Self { workers_wait: flags & 1 != 0, drift, commits, round, digest })
     }
 
     /// The order of commits: the later one is greater. If two ranks have the same number of commits, the commit of the
@@ -75,6 +89,23 @@ pub enum Agreement {
     },
     /// Nothing: these ranks, of the same commit, have drifted apart, which is an error.
     Drifted(Vec<usize>),
+}
+
+/// Checks that all ranks do the same about drift: otherwise some would take a state that others do not send.
+///
+/// # Errors
+/// With two that do not.
+pub fn check_drift(reports: &[CommitReport]) -> Result<()> {
+    let Some((first, others)) = reports.split_first() else { return Ok(()) };
+    match others.iter().zip(1..).find(|(other, _)| other.drift != first.drift) {
+        None => Ok(()),
+        Some((other, rank)) => Err(Error::mismatch(format!(
+            "rank 0 has Drift::{:?} among its elastic::Options, and rank {rank} Drift::{:?}",
+            first.drift, other.drift
+        ))
+        .with_peer(Rank::new(rank))
+        .with_remedy("give every rank the same Options::drift")),
+    }
 }
 
 /// All ranks have made a commit, and one of them `own`.
@@ -195,14 +226,34 @@ mod tests {
 
     /// A rank after so many commits, the last one in this round, with this digest.
     fn of(commits: u64, round: u64, digest: u64) -> CommitReport {
-        CommitReport { workers_wait: false, commits, round, digest }
+        CommitReport { workers_wait: false, drift: Drift::Fail, commits, round, digest }
     }
 
     #[test]
     fn a_report_is_read_as_it_was_written() {
         for report in [of(0, 0, 0), of(1, 2, u64::MAX), CommitReport { workers_wait: true, ..of(7, 8, 9) }] {
-            assert_eq!(CommitReport::decode(report.encode()), report);
+            for drift in Drift::ALL {
+                let report = CommitReport { drift, ..report };
+                assert_eq!(CommitReport::decode(report.encode()).unwrap(), report);
+            }
         }
+        for flags in [6, i64::MAX, -1] {
+            assert!(CommitReport::decode([flags, 0, 0, 0]).is_err());
+        }
+    }
+
+    #[test]
+    fn ranks_that_treat_drift_in_different_ways_are_named() {
+        let with = |drift| CommitReport { drift, ..of(1, 1, 5) };
+        for drift in Drift::ALL {
+            check_drift(&[with(drift); 3]).unwrap();
+        }
+        check_drift(&[]).unwrap();
+        let error =
+            check_drift(&[with(Drift::Ignore), with(Drift::Ignore), with(Drift::Repair)]).unwrap_err();
+        assert!(error.is_mismatch() && error.peer() == Some(Rank::new(2)), "{error}");
+        assert!(error.to_string().contains("rank 0 has Drift::Ignore"), "{error}");
+        assert!(error.to_string().contains("rank 2 Drift::Repair"), "{error}");
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use crate::caller::Caller;
 use crate::collective::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -130,8 +131,20 @@ impl Reduction {
         Self { compression, ..self }
     }
 
+    /// What elements of `dtype` are multiplied by before they are combined, and after. Factors of integers are the program's to apply: ranks
+    /// compare them, and no more.
+    pub fn factors(self, dtype: DType) -> (f64, f64) {
+        if dtype.is_float() { (self.prescale.0, self.postscale.0) } else { (1.0, 1.0) }
+    }
+
     /// An error if this has no meaning for elements of `dtype` in a world of `size`.
     pub fn check(self, dtype: DType, size: usize) -> Result<()> {
+        self.check_for(dtype, None, size)
+    }
+
+    /// The same for elements that are what `stands_for` says to the program.
+    #[doc(hidden)]
+    pub fn check_for(self, dtype: DType, stands_for: Option<Caller>, size: usize) -> Result<()> {
         let refuse = |what: String, remedy: &str| Err(Error::invalid_argument(what).with_remedy(remedy));
         let supported = match self.op.reduce_op() {
             Some(op) => op.supports(dtype),
@@ -149,7 +162,8 @@ impl Reduction {
             if !factor.is_finite() {
                 return refuse(format!("{name} is {factor}"), "it must be a finite number");
             }
-            if factor != 1.0 && !dtype.is_float() {
+            // What stands for something else is scaled by whoever makes that of it.
+            if factor != 1.0 && !dtype.is_float() && stands_for.is_none() {
                 return refuse(format!("{name} is not defined for {dtype}"), "convert to f32 or f64");
             }
         }
@@ -195,6 +209,10 @@ mod tests {
         for dtype in DType::ALL {
             assert!(Reduction::from(Op::Max).check(dtype, 3).is_ok());
         }
+        // Whoever knows what they stand for scales them.
+        let scaled = Reduction::new(Op::Sum).prescale(0.5).postscale(3.0);
+        scaled.check_for(DType::I32, Some(Caller::ScaledIntegers), 2).unwrap();
+        assert_eq!((scaled.factors(DType::I32), scaled.factors(DType::BF16)), ((1.0, 1.0), (0.5, 3.0)));
         let shown = Reduction::new(Op::Sum).prescale(0.5).compression(Compression::Fp16).to_string();
         assert_eq!(shown, "sum, prescale 0.5, fp16");
     }

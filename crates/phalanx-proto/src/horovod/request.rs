@@ -214,7 +214,9 @@ impl Request {
         }
         match &self.kind {
             Kind::Allreduce(reduction) | Kind::Reducescatter(reduction) => {
-                self.parts.iter().try_for_each(|part| reduction.check(part.dtype, size))?;
+                self.parts
+                    .iter()
+                    .try_for_each(|part| reduction.check_for(part.dtype, part.stands_for, size))?;
             }
             Kind::Broadcast { root } if *root as usize >= size => {
                 return refuse(format!("root {root} is outside a world of {size}"));
@@ -565,6 +567,23 @@ mod tests {
             assert!(!own.agrees_with(&of(kind.clone(), None)), "bytes");
             assert!(own.to_string().contains("tensors of int16 (u8 [3, 2])"), "{own}");
         }
+    }
+
+    #[test]
+    fn integers_that_the_program_scales_agree_if_the_factors_do() {
+        let of = |reduction: Reduction| {
+            let parts =
+                vec![Part { dtype: DType::I64, stands_for: Some(Caller::ScaledIntegers), ..part(&[3]) }];
+            Request { name: "t".into(), kind: Kind::Allreduce(reduction), parts }
+        };
+        let (half, whole) = (of(Reduction::new(Op::Sum).postscale(0.5)), of(Op::Sum.into()));
+        half.check(2).unwrap();
+        assert!(half.agrees_with(&half) && !half.agrees_with(&whole));
+        assert_eq!(half.to_string(), "allreduce(sum, postscale 0.5) of scaled integers (i64 [3])");
+        let parts = vec![Part { dtype: DType::I64, ..part(&[3]) }];
+        assert!(
+            Request { parts, ..half }.check(2).unwrap_err().to_string().contains("postscale is not defined")
+        );
     }
 
     #[test]
