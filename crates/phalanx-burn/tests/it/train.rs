@@ -356,7 +356,7 @@ fn ranks_that_train_otherwise_are_an_error_on_every_rank() {
     for (what, expected) in [
         ("epochs", "the number of epochs of rank 0 is 3, and that of rank 1 is 4"),
         ("parts", "the number of batches for a step of rank 0 is 1, and that of rank 1 is 2"),
-        ("samples", "the number of own training samples of rank 0 is 12, and that of rank 1 is 6"),
+        ("samples", "the number of training samples of rank 0 is 24, and that of rank 1 is 12"),
         ("validation", "the number of validation samples of rank 0 is 2, and that of rank 1 is 3"),
         ("rate", "the last one was 0.1 on rank 0, and 0.2 on rank 1"),
         ("momentum", "after epoch 1 the parameters of rank 1 are others than those of rank 0"),
@@ -407,6 +407,32 @@ fn samples_of_another_seed_on_one_rank_are_an_error_on_every_rank() {
     let said = "the seed of the training samples of rank 0 is 42, and that of rank 1 is 43";
     for error in errors(43) {
         assert!(error.as_ref().is_some_and(|error| error.contains(said)), "{error:?}");
+    }
+}
+
+#[test]
+fn a_data_set_of_another_length_on_one_rank_is_an_error_on_every_rank() {
+    // Either rank would have 12 samples of its own.
+    for (is_sampled, other) in [(true, TRAIN - 1), (false, TRAIN + 1)] {
+        let errors = run(2, |group| {
+            let samples = if group.rank().is_main() { TRAIN } else { other };
+            let data = data(&(0..samples).collect::<Vec<_>>());
+            let (folder, strategy) = (tempfile::tempdir().unwrap(), DdpStrategy::new(&group));
+            let builder = DataLoaderBuilder::new(Rows).batch_size(4);
+            let train_loader = match is_sampled {
+                true => builder.build(strategy.sampled(data, 42)),
+                false => builder.build(data),
+            };
+            let training = SupervisedTraining::new(folder.path(), train_loader, loader(&[5, 6], 2))
+                .with_application_logger(None)
+                .with_training_strategy(strategy.into());
+            let learner = Learner::new(Net::new(false), SgdConfig::new().init(), 0.1);
+            training.launch(learner).error.expect("an error on every rank").to_string()
+        });
+        let said = format!("the number of training samples of rank 0 is 24, and that of rank 1 is {other}");
+        for error in errors {
+            assert!(error.contains(&said), "{error}");
+        }
     }
 }
 
