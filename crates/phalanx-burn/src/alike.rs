@@ -17,6 +17,7 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use phalanx::reducer::broadcast_bytes;
 use phalanx::{Buffer, Communicator, Error, Rank, ReduceOp, Result, Work, WorldSize};
 
+use crate::names::Names;
 use crate::optimizer::{OptimizerState, on_small};
 use crate::parameters::Parameter;
 use crate::{lr, read_back};
@@ -246,13 +247,13 @@ fn trained<M: Module>(
     (model, parameters): (&M, &[Parameter]),
 ) -> Result<Vec<f32>> {
     let ids: HashSet<ParamId> = parameters.iter().map(|parameter| parameter.id).collect();
-    let mut fresh = OptimizerState::empty().load(optimizer, parameters)?;
+    let (mut fresh, names) = (OptimizerState::empty().load(optimizer, parameters)?, Names::of(parameters));
     let mut small = model.clone().map(&mut Small(&ids));
     let mut values = Values { ids: &ids, read: Ok(Vec::new()) };
     for gradient in GRADIENTS {
         let mut taught = Taught { ids: &ids, gradient, gradients: GradientsParams::new() };
         small.visit(&mut taught);
-        small = fresh.step(RATE, small, taught.gradients);
+        small = names.step(&mut fresh, RATE, small, taught.gradients);
         small.visit(&mut values);
     }
     values.read

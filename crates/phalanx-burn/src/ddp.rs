@@ -31,6 +31,7 @@ use crate::clip;
 use crate::gradients::{Clip, Handover, ModelToken, Synced, SyncedGradients, averages};
 use crate::hook;
 use crate::lr;
+use crate::names::Names;
 use crate::packed::Packed;
 use crate::parallel::{check_parts, of_stages, refuse_parts};
 use crate::parameters::{Inventory, Parameter, Select};
@@ -95,6 +96,8 @@ pub struct Ddp<M> {
     sharded: bool,
     /// Whether the model is this rank's stages of a pipeline of several ranks.
     is_of_stages: bool,
+    /// Whether an optimizer sees parameters under other names than their paths.
+    is_renamed: bool,
     /// The number of steps until it is checked again that the optimizer treats each element of divided layers by itself.
     elementwise_steps: usize,
     /// Whether the ranks have found their optimizers alike since the model has come into this group.
@@ -185,6 +188,7 @@ impl<M: Module> Ddp<M> {
             gradient_as_bucket_view: options.gradient_as_bucket_view,
             sharded: false,
             is_of_stages: false,
+            is_renamed: false,
             elementwise_steps: 0,
             optimizers: alike::Watch::default(),
             loads: LoadedStates::default(),
@@ -285,6 +289,12 @@ impl<M: Module> Ddp<M> {
             Engine::Alone { held } => *held = None,
             Engine::Together { sink, .. } => sink.drop_held(),
         }
+    }
+
+    /// Lets optimizers, and what is said of them, have these names for the parameters that are trained, in their order.
+    pub(crate) fn rename(&mut self, names: Vec<String>) {
+        self.inventory.parameters.iter_mut().zip(names).for_each(|(parameter, name)| parameter.name = name);
+        self.is_renamed = true;
     }
 
     /// Notes that the model is this rank's stages of a pipeline of several ranks.
@@ -414,7 +424,11 @@ impl<M: Module> Ddp<M> {
         }
         let (trace, begin) = (self.group.trace(), Instant::now());
         // Moved and not cloned, so that the optimizer can change parameters in place.
-        let model = self.model.take().map(|model| optimizer.step(rates.clone(), model, gradients));
+        let parameters = &self.inventory.parameters;
+        let model = self.model.take().map(|model| match self.is_renamed {
+            true => Names::of(parameters).step(optimizer, rates.clone(), model, gradients),
+            false => optimizer.step(rates.clone(), model, gradients),
+        });
         self.model = model.map(|model| self.inventory.ties.retie(model));
         let loaded = self.loads.settle();
         if let Some(sink) = self.engine.sink() {

@@ -42,11 +42,11 @@ use self::replicated::Replicated;
 use self::statement::compare;
 pub use self::unit::FullySharded;
 pub(super) use self::unit::{UNIT, first_shard};
-use self::units::{Units, difference};
+use self::units::{Units, difference, whole_name};
 use super::check_elementwise;
 use crate::ddp::{one_more, scaled};
 use crate::gradients::{Clip, Synced, SyncedGradients};
-use crate::parameters::{Inventory, Select};
+use crate::parameters::{Inventory, Parameter, Select};
 use crate::{Ddp, DdpOptions, Scalar, alike, clip, replicas};
 
 /// A model of whose parameters, gradients and optimizer's state each rank has a shard: PyTorch's `FullyShardedDataParallel`.
@@ -99,6 +99,10 @@ use crate::{Ddp, DdpOptions, Scalar, alike, clip, replicas};
 /// input that a unit takes and does not use gets a gradient of zero. Every parameter that needs a gradient must be in a unit, and in one
 /// only. All ranks make the same calls, and use the same units in the same order: a difference is an error on every rank before the
 /// optimizer's step.
+///
+/// An optimizer sees each piece under the name that its parameter has in the model without units, such as `first.weight`: groups of parameters, as
+/// those without weight decay, and groups of learning rates, may tell them by names. Ids are those of the pieces:
+/// `ParamGroup::ids_from_module(fsdp.model().first.clone())`.
 ///
 /// # Memory
 ///
@@ -182,13 +186,23 @@ impl<M: Module> Fsdp<M> {
             trained.iter().map(|piece| numbers.get(&piece.id).copied().unwrap_or_default()).collect();
         let reducer = ReducerOptions::default().bucket_numbers(buckets).find_unused_parameters(true);
         let options = DdpOptions { reducer, ..DdpOptions::default() };
-        let ddp = Ddp::of_shards(model, &exchanges.replicas, options)?;
+        let mut ddp = Ddp::of_shards(model, &exchanges.replicas, options)?;
         let mut parameters = HashMap::new();
         for (index, piece) in ddp.parameters().iter().enumerate() {
             if let Some(&unit) = numbers.get(&piece.id) {
                 parameters.entry(unit).or_insert(index);
             }
         }
+        let whole = |(index, piece): (usize, &Parameter)| {
+            let unit = numbers.get(&piece.id)?;
+            let (_, shard) = order.iter().find(|(number, _)| number == unit)?;
+            let of = exchanges.unit(*unit)?;
+            Some(whole_name(shard, of.parameters.get(index.checked_sub(*parameters.get(unit)?)?)?))
+        };
+        let pieces = ddp.parameters().iter().enumerate();
+        let names = pieces.map(|(index, piece)| whole((index, piece)).unwrap_or_else(|| piece.name.clone()));
+        let names: Vec<String> = names.collect();
+        ddp.rename(names);
         let parameters = Arc::new(parameters);
         let (exchanges, accumulated) = (exchanges.clone(), StepWeight::Nothing);
         let (optimizers, steps) = (alike::Watch::default(), OptimizerSteps::default());

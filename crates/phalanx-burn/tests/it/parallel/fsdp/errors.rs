@@ -314,7 +314,7 @@ fn optimizers_that_take_a_norm_are_refused() {
         clipped(GradientClippingConfig::Norm(1e4)),
     ] {
         let outcomes = run(2, |group| stepped(&group, optimizer.clone()));
-        all_say(&errors(outcomes), "of `layers.0.shard.0`, of which each rank has a piece");
+        all_say(&errors(outcomes), "of `layers.0.weight`, of which each rank has a piece");
         // The piece of one rank is the whole.
         run(1, |group| stepped(&group, optimizer.clone()).unwrap());
     }
@@ -398,16 +398,13 @@ fn an_optimizer_that_takes_a_norm_is_refused_also_in_place_of_another() {
         }
         Ok::<(), Error>(())
     });
-    all_say(&errors(outcomes), "of `layers.0.shard.0`, of which each rank has a piece");
+    all_say(&errors(outcomes), "of `layers.0.weight`, of which each rank has a piece");
 }
 
 #[test]
 fn an_optimizer_that_cannot_be_asked_is_refused_unless_pieces_are_whole() {
     let outcomes = run(2, |group| stepped(&group, projecting()));
-    all_say(
-        &errors(outcomes),
-        "nothing says whether it treats each element by itself; of `layers.0.shard.0`",
-    );
+    all_say(&errors(outcomes), "nothing says whether it treats each element by itself; of `layers.0.weight`");
     run(1, |group| stepped(&group, projecting()).unwrap());
 }
 
@@ -450,7 +447,7 @@ fn optimizers_that_differ_are_an_error_on_every_rank() {
     let outcomes = run(2, |group| {
         stepped(&group, if group.rank().is_main() { adamw(1e-5) } else { LambConfig::new().init() })
     });
-    all_say(&errors(outcomes), "of `layers.0.shard.0`, of which each rank has a piece");
+    all_say(&errors(outcomes), "of `layers.0.weight`, of which each rank has a piece");
 }
 
 #[test]
