@@ -7,6 +7,7 @@ use phalanx::{Buffer, Error, Rank, Result};
 use phalanx_horovod::{Horovod, Reduction, Tensor as Named};
 
 use crate::alike;
+use crate::collectives::refuse_graph;
 use crate::optimizer::OptimizerState;
 use crate::parallel::refuse_units;
 use crate::parameters::{self, Inventory, Select};
@@ -92,10 +93,11 @@ pub fn broadcast_optimizer_state<M: Module>(
     or_shut_down(hvd, state)
 }
 
-/// Combines tensors of all ranks under a name; every rank gets the result, on the tensor's device. Gradients do not flow through it.
+/// Combines tensors of all ranks under a name; every rank gets the result, on the tensor's device. Gradients do not flow through it, as they do through
+/// Horovod's: for the value of a tensor that is part of a graph, as in a log, call `detach` first.
 ///
 /// # Errors
-/// As [`Horovod::allreduce`], and if the tensor is on a device that this build does not know.
+/// As [`Horovod::allreduce`], and if the tensor is part of a graph, or on a device that this build does not know.
 #[doc(alias = "hvd.allreduce")]
 pub fn allreduce<const D: usize>(
     hvd: &Horovod,
@@ -103,6 +105,7 @@ pub fn allreduce<const D: usize>(
     tensor: Tensor<D>,
     reduction: impl Into<Reduction>,
 ) -> Result<Tensor<D>> {
+    refuse_graph(&tensor, "horovod::allreduce")?;
     let (shape, device, dtype) = (tensor.dims(), tensor.device(), tensor.dtype());
     let own = tensor_bytes::with_bytes(tensor, |tensor| {
         named(tensor.bytes, &shape, tensor_bytes::dtype(tensor.dtype)?)

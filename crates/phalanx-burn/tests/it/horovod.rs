@@ -467,6 +467,21 @@ fn an_optimizer_s_state_and_tensors_go_from_rank_to_rank() {
 }
 
 #[test]
+fn a_tensor_that_is_part_of_a_graph_is_not_combined() {
+    run(2, |group| {
+        let hvd = horovod(&group);
+        let leaf = Tensor::<1>::ones([2], &device()).require_grad();
+        for tracked in [leaf.clone(), leaf.clone() * 2.0] {
+            let error = allreduce(&hvd, "sum", tracked, Op::Sum).unwrap_err();
+            assert!(error.is_invalid_argument() && error.to_string().contains("part of a graph"), "{error}");
+        }
+        let sum = allreduce(&hvd, "sum", leaf.detach(), Op::Sum).unwrap();
+        assert_eq!(sum.into_data().try_to_vec::<f32>().unwrap(), [2.0, 2.0]);
+        hvd.barrier().unwrap();
+    });
+}
+
+#[test]
 fn optimizers_with_other_settings_are_refused_on_every_rank() {
     let optimizer = |group: &ProcessGroup| {
         let epsilon = if group.rank().get() == 1 { 1e-8 } else { 1e-5 };
