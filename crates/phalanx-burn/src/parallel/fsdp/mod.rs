@@ -13,6 +13,7 @@ mod checkpoint;
 mod collector;
 mod exchanges;
 mod group;
+mod groups;
 mod inputs;
 mod layout;
 mod recompute;
@@ -128,6 +129,8 @@ pub struct Fsdp<M> {
     order: Vec<(usize, String)>,
     /// By unit that is trained: the number of its first piece among the parameters of the model.
     parameters: Arc<HashMap<usize, usize>>,
+    /// The ids that the parameters of the model had before they were sharded, by the number of the piece.
+    wholes: Vec<ParamId>,
     /// The weights of the passes since the last step.
     accumulated: StepWeight,
     /// Whether the optimizer is that of all ranks.
@@ -197,16 +200,18 @@ impl<M: Module> Fsdp<M> {
             let unit = numbers.get(&piece.id)?;
             let (_, shard) = order.iter().find(|(number, _)| number == unit)?;
             let of = exchanges.unit(*unit)?;
-            Some(whole_name(shard, of.parameters.get(index.checked_sub(*parameters.get(unit)?)?)?))
+            let parameter = of.parameters.get(index.checked_sub(*parameters.get(unit)?)?)?;
+            Some((whole_name(shard, parameter), parameter.id))
         };
         let pieces = ddp.parameters().iter().enumerate();
-        let names = pieces.map(|(index, piece)| whole((index, piece)).unwrap_or_else(|| piece.name.clone()));
-        let names: Vec<String> = names.collect();
+        let (names, wholes): (Vec<String>, Vec<ParamId>) = pieces
+            .map(|(index, piece)| whole((index, piece)).unwrap_or_else(|| (piece.name.clone(), piece.id)))
+            .unzip();
         ddp.rename(names);
         let parameters = Arc::new(parameters);
         let (exchanges, accumulated) = (exchanges.clone(), StepWeight::Nothing);
         let (optimizers, steps) = (alike::Watch::default(), OptimizerSteps::default());
-        Ok(Self { ddp, exchanges, units: numbers, order, parameters, accumulated, optimizers, steps })
+        Ok(Self { ddp, exchanges, units: numbers, order, parameters, wholes, accumulated, optimizers, steps })
     }
 
     /// Runs `pass` on the model, so that a [`backward`](Self::backward) of its result computes gradients.
@@ -426,6 +431,7 @@ impl<M: Module> Fsdp<M> {
     /// If an exchange has failed, or the gradients are those of another model. In the first step and every 32 steps, on every rank:
     ///
     /// * if there are several shards, and the optimizer does not treat each element by itself, as LAMB and Burn's clipping by norm do not;
+    /// * in the first step, if a group of parameters, or of learning rates, goes by the ids that parameters had before they were sharded;
     /// * if the ranks' optimizers are of several kinds, or their betas, decay or momentum differ;
     /// * every 32 steps, if learning rates differ, only some ranks have loaded a state, or ranks have loaded those of different steps.
     ///
@@ -457,6 +463,7 @@ impl<M: Module> Fsdp<M> {
         }
         // Replicas compare in the step of their Ddp.
         if is_first {
+            groups::check(optimizer, &rates, self.ddp.parameters(), &self.wholes)?;
             self.optimizers.compare(optimizer, pieces, Some(&rates), &self.exchanges.group)?;
         } else {
             self.optimizers.step(optimizer, pieces, &self.exchanges.group)?;
