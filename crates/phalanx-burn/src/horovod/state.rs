@@ -53,7 +53,8 @@ pub fn broadcast_parameters<M: Module>(hvd: &Horovod, model: M, root: Rank) -> R
 /// parameters.
 ///
 /// # Errors
-/// If the ranks' models or optimizers differ, in kind or in settings but learning rates, and as a collective.
+/// If the ranks' models or optimizers differ, in kind or in settings but learning rates, or the ranks name several roots, or one that there is not;
+/// and as a collective.
 #[doc(alias = "hvd.broadcast_optimizer_state")]
 pub fn broadcast_optimizer_state<M: Module>(
     hvd: &Horovod,
@@ -65,21 +66,30 @@ pub fn broadcast_optimizer_state<M: Module>(
     if hvd.size() > 1 {
         let made = alike::Watch::default().made(optimizer, (model, &trained), hvd.rank());
         let made = or_shut_down(hvd, made)?;
-        let all = hvd.allgather_object("broadcast.optimizer_settings", &made)?;
-        if let Some(other) = all.iter().position(|made| !alike::alike(made, &all[0])) {
+        let all = hvd.allgather_object("broadcast.optimizer_settings", &(root.get(), made))?;
+        let (first_root, first_made) = &all[0];
+        if let Some((rank, (other, _))) = all.iter().enumerate().find(|(_, (named, _))| named != first_root) {
+            return Err(Error::mismatch(format!(
+                "rank 0 called broadcast_optimizer_state with root {first_root}, and rank {rank} with root {other}"
+            ))
+            .with_peer(Rank::new(rank as u32))
+            .with_remedy("all ranks must call with the same root"));
+        }
+        if let Some(other) = all.iter().position(|(_, made)| !alike::alike(made, first_made)) {
             return Err(alike::differs(Rank::new(other as u32)));
         }
+    }
+    if root.get() >= hvd.size() {
+        return Err(Error::invalid_argument(format!("root {root} is outside a world of {}", hvd.size()))
+            .with_remedy(format!("name a rank from 0 to {}", hvd.size() - 1)));
     }
     let own = match hvd.rank() == root {
         true => {
             let state = OptimizerState::of(optimizer, &parameters).and_then(OptimizerState::into_bytes);
-            or_shut_down(hvd, state)?.to_vec()
+            or_shut_down(hvd, state.and_then(bounded))?.to_vec()
         }
         false => Vec::new(),
     };
-    if own.len() > MAX_STATE_BYTES {
-        return Err(Error::invalid_argument(format!("the optimizer's state takes {} bytes", own.len())));
-    }
     // The others do not know how long it is, and bring nothing.
     let all = hvd.allgather("broadcast.optimizer_state", own)?;
     if hvd.rank() == root {
@@ -139,6 +149,14 @@ pub(super) fn check_replicas<M: Module>(hvd: &Horovod, model: &M, name: &str, wh
             "make the Horovod of the ranks that have the same part, such as those of mesh.group(\"data\")",
         ))
     })
+}
+
+/// `state`, unless the ranks would not accept it.
+fn bounded(state: Bytes) -> Result<Bytes> {
+    match state.len() <= MAX_STATE_BYTES {
+        true => Ok(state),
+        false => Err(Error::invalid_argument(format!("the optimizer's state takes {} bytes", state.len()))),
+    }
 }
 
 /// What this rank has `read`. An error ends the job: the other ranks wait for this one.

@@ -505,6 +505,24 @@ fn optimizers_with_other_settings_are_refused_on_every_rank() {
 }
 
 #[test]
+fn several_roots_of_an_optimizer_s_state_are_refused_on_every_rank() {
+    run(3, |group| {
+        let hvd = horovod(&group);
+        let (model, optimizer) = (Mlp::new(&WIDTHS), AdamWConfig::new().init());
+        let refused = |root| broadcast_optimizer_state(&hvd, &optimizer, &model, root).err().unwrap();
+        // Each would keep its own.
+        let error = refused(hvd.rank());
+        let said = "rank 0 called broadcast_optimizer_state with root 0, and rank 1 with root 1";
+        assert!(error.is_mismatch() && error.to_string().contains(said), "{error}");
+        let error = refused(Rank::new(3));
+        let said = "root 3 is outside a world of 3";
+        assert!(error.is_invalid_argument() && error.to_string().contains(said), "{error}");
+        // The job goes on.
+        hvd.barrier().unwrap();
+    });
+}
+
+#[test]
 fn a_state_refuses_a_checkpoint_with_a_sampler_of_another_order() {
     let (folder, alone) = (tempfile::tempdir().unwrap(), ProcessGroup::alone().unwrap());
     let checkpoints = Checkpoints::open(folder.path(), &alone).unwrap();
