@@ -54,7 +54,8 @@ pub fn broadcast_parameters<M: Module>(hvd: &Horovod, model: M, root: Rank) -> R
 ///
 /// # Errors
 /// If the ranks' models or optimizers differ, in kind or in settings but learning rates, or the ranks name several roots, or one that there is not;
-/// and as a collective.
+/// if the model has [units](crate::parallel::fsdp::FullySharded), or ranks have different parts of [divided](crate::parallel::tensor) layers, whose
+/// states are each rank's own; and as a collective.
 #[doc(alias = "hvd.broadcast_optimizer_state")]
 pub fn broadcast_optimizer_state<M: Module>(
     hvd: &Horovod,
@@ -62,6 +63,7 @@ pub fn broadcast_optimizer_state<M: Module>(
     model: &M,
     root: Rank,
 ) -> Result<ModuleOptimizer> {
+    check_replicas(hvd, model, "broadcast.optimizer_parts", "horovod::broadcast_optimizer_state")?;
     let Inventory { parameters: trained, state: parameters, .. } = Inventory::of(model)?;
     if hvd.size() > 1 {
         let made = alike::Watch::default().made(optimizer, (model, &trained), hvd.rank());

@@ -637,6 +637,7 @@ fn parts_of_a_model_are_refused() {
         let hvd = horovod(&group);
         for error in [
             said(broadcast_parameters(&hvd, unit.clone(), Rank::MAIN).err()),
+            said(broadcast_optimizer_state(&hvd, &sgd(), &unit, Rank::MAIN).err()),
             said(DistributedOptimizer::new(sgd(), &unit, &hvd).err()),
             said(ModelState::new(unit.clone(), sgd(), ()).err()),
         ] {
@@ -644,6 +645,7 @@ fn parts_of_a_model_are_refused() {
         }
         for error in [
             said(broadcast_parameters(&hvd, divided.clone(), Rank::MAIN).err()),
+            said(broadcast_optimizer_state(&hvd, &sgd(), &divided, Rank::MAIN).err()),
             said(DistributedOptimizer::new(sgd(), &divided, &hvd).err()),
         ] {
             assert!(error.contains("rank 0 has `weight (part 0 of 2 along dimension 1)`"), "{error}");
