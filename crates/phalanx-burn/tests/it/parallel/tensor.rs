@@ -327,6 +327,30 @@ fn the_norm_of_a_part_is_refused() {
     });
 }
 
+/// Its ranks may have the same parts, whose squares would be added up.
+#[test]
+fn a_norm_over_another_group_than_that_of_the_layers_is_refused_on_every_rank() {
+    for (data, tensor) in [(2, 2), (4, 1)] {
+        let together = Barrier::new(4);
+        let outcomes = run(4, |group| {
+            let mesh = DeviceMesh::new(&group, &[("data", data), ("tensor", tensor)]).unwrap();
+            let (data, tensor) = (mesh.group("data").unwrap(), mesh.group("tensor").unwrap());
+            let layer = LinearConfig::new(WIDTH, WIDTH).init(&device()).map(&mut Waves(0));
+            let layer = ColumnParallelLinear::new(layer, &TensorGroup::new(tensor)).unwrap();
+            let mut ddp = Ddp::new(layer, data).unwrap();
+            let loss = ddp.forward(|layer| weighed(layer.forward(input()))).unwrap();
+            let mut gradients = ddp.backward(&loss).unwrap();
+            let other = TensorGroup::new(data);
+            // An error ends the groups, and no other rank is in the middle of its backward pass.
+            together.wait();
+            parallel::clip_grad_norm(ddp.model(), &mut gradients, 1e-3, Some(&other), None, &[]).unwrap_err()
+        });
+        for error in outcomes {
+            assert!(error.to_string().contains("of a divided layer, and in the tensor group"), "{error}");
+        }
+    }
+}
+
 /// Rank 0's part would overwrite the others', and their gradients would be averaged.
 #[test]
 fn ranks_with_different_parts_are_no_replicas() {
