@@ -351,6 +351,33 @@ fn a_norm_over_another_group_than_that_of_the_layers_is_refused_on_every_rank() 
     }
 }
 
+/// It would be made of equal parts.
+#[test]
+fn a_module_is_gathered_by_no_other_group_than_that_of_its_layers() {
+    for (data, tensor, said) in [
+        (2, 2, "rank 1 has part 0 of 2 of a divided layer, and in this tensor group it is number 1 of 2"),
+        (4, 1, "rank 0 has part 0 of 1 of a divided layer, and in this tensor group it is number 0 of 4"),
+    ] {
+        run(4, |group| {
+            let mesh = DeviceMesh::new(&group, &[("data", data), ("tensor", tensor)]).unwrap();
+            let tensor = TensorGroup::new(mesh.group("tensor").unwrap());
+            let layer = || LinearConfig::new(WIDTH, WIDTH).init(&device()).map(&mut Waves(0));
+            let divided = ColumnParallelLinear::new(layer(), &tensor).unwrap();
+            let other = TensorGroup::new(mesh.group("data").unwrap());
+            let error = other.gather_module(divided.clone()).unwrap_err();
+            assert!(error.is_invalid_argument(), "{error}");
+            // Of the ranks of the first part, or of the second.
+            let text = error.to_string();
+            assert!(text.contains("of a divided layer, and in this tensor group it is number"), "{text}");
+            if group.rank().is_main() {
+                assert!(text.contains(said), "{text}");
+            }
+            let whole = tensor.gather_module(divided).unwrap();
+            assert_eq!(floats(&whole), floats(&layer()));
+        });
+    }
+}
+
 /// Rank 0's part would overwrite the others', and their gradients would be averaged.
 #[test]
 fn ranks_with_different_parts_are_no_replicas() {
