@@ -87,6 +87,22 @@ fn replicas_whose_units_or_models_differ_are_named_on_every_rank() {
     all_say(&fewer, "rank 0 of replica 0's model has the units [0, 1, 2], and rank 0 of replica 1's [0, 1]");
 }
 
+/// Replicas that have other shards would take over rank 0's.
+#[test]
+fn groups_that_are_no_dimensions_of_one_mesh_are_an_error_on_every_rank() {
+    let unit = |shard: &ProcessGroup, replicate: &ProcessGroup| {
+        let sharding = ShardingGroup::hybrid(shard, replicate);
+        FullySharded::new(LinearConfig::new(8, 4).init(&device()), &sharding).map(drop)
+    };
+    let said = "the groups of ShardingGroup::hybrid are no dimensions of one mesh";
+    all_say(&errors(run(2, |group| unit(&group, &group))), said);
+    let whole = errors(run(4, |group| {
+        let mesh = DeviceMesh::new(&group, &[("replicate", 2), ("shard", 2)])?;
+        unit(&group, mesh.group("replicate")?)
+    }));
+    all_say(&whole, said);
+}
+
 #[test]
 fn a_failure_reaches_every_group_of_the_rank() {
     run(2, |group| {
