@@ -4,8 +4,6 @@
 //! would say so. Neither optimizers nor learning rates show their groups. So both are asked what they do with an id that has been sharded, with its
 //! piece's, and with one that nobody knows, all under the parameter's name.
 
-use std::collections::HashSet;
-
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Param, ParamId};
 use burn::optim::ModuleOptimizer;
@@ -24,14 +22,10 @@ pub(super) fn check(
     pieces: &[Parameter],
     wholes: &[ParamId],
 ) -> Result<()> {
-    // Units that were made of clones of one layer had the same ids: the first is asked.
-    let mut seen = HashSet::new();
-    let wholes = wholes.iter().zip(pieces).map(|(id, piece)| if seen.insert(*id) { *id } else { piece.id });
-    let wholes: Vec<ParamId> = wholes.collect();
     let own: Vec<ParamId> = pieces.iter().map(|piece| piece.id).collect();
     let unknown: Vec<ParamId> = pieces.iter().map(|_| ParamId::new()).collect();
     let of = |ids: &[ParamId]| asked(optimizer, rates, pieces, ids);
-    let all = on_small(|| Ok([of(&wholes)?, of(&own)?, of(&unknown)?]))?;
+    let all = on_small(|| Ok([of(wholes)?, of(&own)?, of(&unknown)?]))?;
     let Some([of_wholes, of_pieces, of_unknown]) = all else { return Ok(()) };
     let is_missed = |index: &usize| {
         let of_whole = &of_wholes[*index];
