@@ -123,6 +123,8 @@ pub struct Fsdp<M> {
     /// Over the ranks that have the same shards.
     ddp: Ddp<M>,
     exchanges: Arc<Exchanges>,
+    /// While it lives, no other `Fsdp` has the same exchanges.
+    _owner: Arc<()>,
     /// The number of the unit of each piece of a shard.
     units: HashMap<ParamId, usize>,
     /// The numbers of the units, in the order of the model, each with the name of its shard.
@@ -164,7 +166,7 @@ impl<M: Module> Fsdp<M> {
     /// # Errors
     /// On every rank, if the ranks' models do not have the same units, or what is in none differs in names, shapes or types; if a
     /// parameter that needs a gradient is in none, or in two; if one is [divided](crate::parallel::tensor) among ranks; if a part of a unit was
-    /// frozen after the unit was made. If the exchange fails.
+    /// frozen after the unit was made; if there is another `Fsdp` of this [`ShardingGroup`]. If the exchange fails.
     pub fn new(model: M, sharding: &ShardingGroup) -> Result<Self> {
         let exchanges = sharding.exchanges.clone();
         Self::prepared(model, &exchanges).inspect_err(|error| exchanges.fail(error.clone()))
@@ -178,6 +180,7 @@ impl<M: Module> Fsdp<M> {
         let remedy = "make the same model of the same units on every rank";
         compare(&exchanges.gather_from_all(&described)?, "cannot use its model", difference, remedy)?;
         let Units { order, numbers, .. } = own?;
+        let owner = exchanges.own()?;
         let shards: HashSet<ParamId> = numbers.keys().copied().collect();
         let rest = Select::Except(&shards);
         let model = replicas::from_rank(model, &exchanges.replicas, Rank::MAIN, rest)?;
@@ -211,7 +214,18 @@ impl<M: Module> Fsdp<M> {
         let parameters = Arc::new(parameters);
         let (exchanges, accumulated) = (exchanges.clone(), StepWeight::Nothing);
         let (optimizers, steps) = (alike::Watch::default(), OptimizerSteps::default());
-        Ok(Self { ddp, exchanges, units: numbers, order, parameters, wholes, accumulated, optimizers, steps })
+        Ok(Self {
+            ddp,
+            exchanges,
+            _owner: owner,
+            units: numbers,
+            order,
+            parameters,
+            wholes,
+            accumulated,
+            optimizers,
+            steps,
+        })
     }
 
     /// Runs `pass` on the model, so that a [`backward`](Self::backward) of its result computes gradients.

@@ -104,6 +104,18 @@ fn groups_that_are_no_dimensions_of_one_mesh_are_an_error_on_every_rank() {
 }
 
 #[test]
+fn a_second_model_of_one_sharding_group_is_refused() {
+    let refused = errors(run(2, |group| {
+        let sharding = ShardingGroup::new(&group)?;
+        let first = Fsdp::new(Layers::new(&[4, 4], &sharding)?, &sharding)?;
+        // The model of one that has ended may have another.
+        let _first = Fsdp::new(first.into_model(), &sharding)?;
+        Fsdp::new(Layers::new(&[4, 4], &sharding)?, &sharding)
+    }));
+    all_say(&refused, "another Fsdp has units of this ShardingGroup");
+}
+
+#[test]
 fn a_failure_reaches_every_group_of_the_rank() {
     run(2, |group| {
         let sharding =
