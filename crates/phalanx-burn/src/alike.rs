@@ -17,13 +17,16 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use phalanx::reducer::broadcast_bytes;
 use phalanx::{Buffer, Communicator, Error, Rank, ReduceOp, Result, Work, WorldSize};
 
+use crate::names::Names;
 use crate::optimizer::{OptimizerState, on_small};
 use crate::parameters::Parameter;
 use crate::{lr, read_back};
 
 /// The elements of a parameter, and their gradients in each step. A parameter without dimensions has the first alone.
 const ELEMENTS: [f32; 2] = [1.0, -0.5];
-const GRADIENTS: [[f32; 2]; 5] = [[1.0, 1e-6], [-0.5, 3e-6], [0.1, -2e-6], [1e-2, 1e-6], [1e8, 1e6]];
+/// The steps that a copy of an optimizer takes.
+pub(crate) const STEPS: usize = 5;
+const GRADIENTS: [[f32; 2]; STEPS] = [[1.0, 1e-6], [-0.5, 3e-6], [0.1, -2e-6], [1e-2, 1e-6], [1e8, 1e6]];
 const RATE: f64 = 1.0;
 /// Processors of several kinds may round in other ways.
 const TOLERANCE: f32 = 2e-6;
@@ -240,19 +243,19 @@ pub(crate) fn is_near((one, other): (&f32, &f32), tolerance: f32) -> bool {
     }
 }
 
-/// What a new optimizer like `optimizer` makes of small parameters, after each step.
-fn trained<M: Module>(
+/// What a new optimizer like `optimizer` makes of small parameters, after each of [`STEPS`] steps.
+pub(crate) fn trained<M: Module>(
     optimizer: &ModuleOptimizer,
     (model, parameters): (&M, &[Parameter]),
 ) -> Result<Vec<f32>> {
     let ids: HashSet<ParamId> = parameters.iter().map(|parameter| parameter.id).collect();
-    let mut fresh = OptimizerState::empty().load(optimizer, parameters)?;
+    let (mut fresh, names) = (OptimizerState::empty().load(optimizer, parameters)?, Names::of(parameters));
     let mut small = model.clone().map(&mut Small(&ids));
     let mut values = Values { ids: &ids, read: Ok(Vec::new()) };
     for gradient in GRADIENTS {
         let mut taught = Taught { ids: &ids, gradient, gradients: GradientsParams::new() };
         small.visit(&mut taught);
-        small = fresh.step(RATE, small, taught.gradients);
+        small = names.step(&mut fresh, RATE, small, taught.gradients);
         small.visit(&mut values);
     }
     values.read

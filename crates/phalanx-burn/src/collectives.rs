@@ -227,7 +227,10 @@ fn is_leaf<const D: usize, K: Basic + 'static>(tensor: &Tensor<D, K>) -> bool {
 }
 
 /// An error if `tensor` is part of a graph, in which the collective `name` would have no gradient.
-fn refuse_graph<const D: usize, K: Basic + 'static>(tensor: &Tensor<D, K>, name: &str) -> Result<()> {
+pub(crate) fn refuse_graph<const D: usize, K: Basic + 'static>(
+    tensor: &Tensor<D, K>,
+    name: &str,
+) -> Result<()> {
     if as_tracked(tensor).is_none() {
         return Ok(());
     }

@@ -193,6 +193,7 @@ pub mod horovod;
 #[cfg(feature = "tch")]
 mod libtorch;
 mod lr;
+mod names;
 #[cfg(feature = "nccl")]
 mod nccl;
 mod optimizer;

@@ -260,7 +260,8 @@ pub(crate) fn gather(
     for rank in group.world_size().ranks() {
         let state = broadcast(group, rank, &mine)?;
         if group.rank() == to {
-            whole.extend(OptimizerState::from_bytes(state)?);
+            // The others go on, and wait for this rank's part.
+            whole.extend(OptimizerState::from_bytes(state).inspect_err(|error| group.abort(error.clone()))?);
         }
     }
     (group.rank() == to).then(|| whole.load(optimizer, parameters)).transpose()

@@ -112,8 +112,9 @@ impl ZeroRedundancyOptimizer {
     /// call it together.
     ///
     /// # Errors
-    /// If the exchange fails, or a state cannot be read.
+    /// If there is no rank `to`, the exchange fails, or a state cannot be read.
     pub fn consolidate<M: Module>(&self, ddp: &Ddp<M>, to: Rank) -> Result<Option<ModuleOptimizer>> {
+        let to = ddp.world_size().rank(to.get())?;
         let group = ddp.group().in_call(Caller::ZeroConsolidate);
         optimizer::gather(&self.inner, &group, to, ddp.parameters())
     }

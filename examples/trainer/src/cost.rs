@@ -19,7 +19,7 @@ pub fn measure(options: &Options) -> Result<()> {
     let group = phalanx::init()?;
     let (digits, unseen) = (Reader::new(options, "train")?, Reader::new(options, "t10k")?);
     let (rank, ranks) = (group.rank().index(), group.world_size().count());
-    let batch_size = options.batch_size / ranks;
+    let batch_size = options.own_batch(ranks)?;
     let part = |reader: &Reader| {
         let share = reader.len() / ranks;
         InMemDataset::new((rank * share..(rank + 1) * share).collect())

@@ -57,6 +57,18 @@ struct Options {
     data: PathBuf,
 }
 
+impl Options {
+    /// Images in a step of one of so many ranks.
+    fn own_batch(&self, ranks: usize) -> Result<usize> {
+        let batch_size = self.batch_size;
+        ensure!(
+            batch_size.is_multiple_of(ranks),
+            "--batch-size {batch_size} cannot be divided among {ranks} ranks: take a multiple of {ranks}"
+        );
+        Ok(batch_size / ranks)
+    }
+}
+
 fn main() -> Result<()> {
     let options = Options::parse();
     match (options.cost, options.ddp) {
@@ -70,7 +82,9 @@ fn train(options: &Options) -> Result<()> {
     let group = phalanx::init()?;
     let (digits, unseen) = (Reader::new(options, "train")?, Reader::new(options, "t10k")?);
     let indices = InMemDataset::new((0..digits.len()).collect());
-    let batch_size = options.batch_size / group.world_size().count();
+    let ranks = group.world_size().count();
+    ensure!(options.ddp || ranks == 1, "{ranks} ranks would train a model each: start them with --ddp");
+    let batch_size = options.own_batch(ranks)?;
     let (strategy, train): (TrainingStrategy<Classifier>, _) = if options.ddp {
         let strategy = DdpStrategy::new(&group); // the one line,
         let own = strategy.sampled(indices, 1); // and the other: this rank's samples
@@ -191,5 +205,21 @@ impl InferenceStep for Classifier {
 
     fn step(&self, batch: Batch) -> ClassificationOutput {
         self.classify(batch)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_batch_that_ranks_cannot_divide_is_refused() {
+        let own =
+            |batch_size, ranks| Options::parse_from(["trainer", "--batch-size", batch_size]).own_batch(ranks);
+        assert_eq!(own("64", 2).unwrap(), 32);
+        for (batch_size, ranks, remedy) in [("1", 2, "a multiple of 2"), ("64", 3, "a multiple of 3")] {
+            let error = own(batch_size, ranks).unwrap_err().to_string();
+            assert!(error.contains(remedy), "{error}");
+        }
     }
 }

@@ -158,15 +158,24 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
     /// The loss must be one number of rank 1, as Burn's losses are: reshape it if it has another rank.
     ///
     /// # Errors
-    /// If there was no forward pass before, if `loss` does not depend on its output, or if the system refuses a thread; over NCCL also if it
-    /// cannot add the gradients up, or those of outputs cannot be copied.
+    /// If there was no forward pass before, if `loss` does not depend on its output, or that on a parameter that needs a gradient, or if the system
+    /// refuses a thread; over NCCL also if it cannot add the gradients up, or those of outputs cannot be copied.
     pub fn backward(&mut self, loss: &Tensor<1>) -> Result<SyncedGradients> {
         let Some(Pending { gathered, parts }) = self.pending.take() else {
             return Err(Error::invalid_argument("there was no forward pass to run backward from")
                 .with_remedy("call DataParallel::forward before each backward"));
         };
-        let mut gradients = loss.backward();
-        let Some(gradient) = gathered.grad_remove(&mut gradients) else {
+        if parts.iter().any(|(_, output)| !output.is_tracked()) {
+            return Err(Error::invalid_argument(
+                "the output of the forward pass does not depend on any parameter that needs a gradient",
+            )
+            .with_remedy("compute it from the model that the closure gets"));
+        }
+        let gradient = loss.is_tracked().then(|| {
+            let mut gradients = loss.backward();
+            gathered.grad_remove(&mut gradients).map(|gradient| (gradient, gradients))
+        });
+        let Some((gradient, gradients)) = gradient.flatten() else {
             return Err(Error::invalid_argument(
                 "the loss does not depend on the output of the forward pass",
             )

@@ -92,7 +92,7 @@ impl FusedAdamW {
     /// Does step number `time`, from 1 on, on flat memory: `moment_1` and `moment_2` are zero before the first.
     ///
     /// # Panics
-    /// If the slices are not equally long.
+    /// If the slices are not equally long, or `time` is 0, with which parameters would become NaN.
     pub fn update<T: Real>(
         &self,
         learning_rate: LearningRate,
@@ -107,6 +107,7 @@ impl FusedAdamW {
             [gradients.len(), moment_1.len(), moment_2.len()] == [elements; 3],
             "parameters, gradients and moments must be equally long"
         );
+        assert!(time > 0, "the first step has the number 1");
         let coefficients = self.coefficients(learning_rate, time);
         let arch = Arch::new();
         parameters

@@ -7,6 +7,7 @@ use phalanx::{Buffer, Error, Rank, Result};
 use phalanx_horovod::{Horovod, Reduction, Tensor as Named};
 
 use crate::alike;
+use crate::collectives::refuse_graph;
 use crate::optimizer::OptimizerState;
 use crate::parallel::refuse_units;
 use crate::parameters::{self, Inventory, Select};
@@ -52,8 +53,9 @@ pub fn broadcast_parameters<M: Module>(hvd: &Horovod, model: M, root: Rank) -> R
 /// parameters.
 ///
 /// # Errors
-/// If the ranks' models or optimizers differ, in kind or in settings but learning rates; if the ranks name several roots, or one that there is
-/// not; and as a collective.
+/// If the ranks' models or optimizers differ, in kind or in settings but learning rates, or the ranks name several roots, or one that there is not;
+/// if the model has [units](crate::parallel::fsdp::FullySharded), or ranks have different parts of [divided](crate::parallel::tensor) layers, whose
+/// states are each rank's own; and as a collective.
 #[doc(alias = "hvd.broadcast_optimizer_state")]
 pub fn broadcast_optimizer_state<M: Module>(
     hvd: &Horovod,
@@ -61,22 +63,21 @@ pub fn broadcast_optimizer_state<M: Module>(
     model: &M,
     root: Rank,
 ) -> Result<ModuleOptimizer> {
+    check_replicas(hvd, model, "broadcast.optimizer_parts", "horovod::broadcast_optimizer_state")?;
     let Inventory { parameters: trained, state: parameters, .. } = Inventory::of(model)?;
     if hvd.size() > 1 {
         let made = alike::Watch::default().made(optimizer, (model, &trained), hvd.rank());
         let made = or_shut_down(hvd, made)?;
         let all = hvd.allgather_object("broadcast.optimizer_settings", &(root.get(), made))?;
-        let (first, of_first) = &all[0];
-        if let Some(other) = all.iter().position(|(theirs, _)| theirs != first) {
-            // Each of these roots would keep its own state, and the others would get both.
+        let (first_root, first_made) = &all[0];
+        if let Some((rank, (other, _))) = all.iter().enumerate().find(|(_, (named, _))| named != first_root) {
             return Err(Error::mismatch(format!(
-                "rank 0 has called horovod::broadcast_optimizer_state with root {first}, and rank {other} with root {}",
-                all[other].0
+                "rank 0 called broadcast_optimizer_state with root {first_root}, and rank {rank} with root {other}"
             ))
-            .with_peer(Rank::new(other as u32))
+            .with_peer(Rank::new(rank as u32))
             .with_remedy("all ranks must call with the same root"));
         }
-        if let Some(other) = all.iter().position(|(_, made)| !alike::alike(made, of_first)) {
+        if let Some(other) = all.iter().position(|(_, made)| !alike::alike(made, first_made)) {
             return Err(alike::differs(Rank::new(other as u32)));
         }
     }
@@ -87,13 +88,10 @@ pub fn broadcast_optimizer_state<M: Module>(
     let own = match hvd.rank() == root {
         true => {
             let state = OptimizerState::of(optimizer, &parameters).and_then(OptimizerState::into_bytes);
-            or_shut_down(hvd, state)?.to_vec()
+            or_shut_down(hvd, state.and_then(bounded))?.to_vec()
         }
         false => Vec::new(),
     };
-    if own.len() > MAX_STATE_BYTES {
-        return Err(Error::invalid_argument(format!("the optimizer's state takes {} bytes", own.len())));
-    }
     // The others do not know how long it is, and bring nothing.
     let all = hvd.allgather("broadcast.optimizer_state", own)?;
     if hvd.rank() == root {
@@ -107,10 +105,11 @@ pub fn broadcast_optimizer_state<M: Module>(
     or_shut_down(hvd, state)
 }
 
-/// Combines tensors of all ranks under a name; every rank gets the result, on the tensor's device. Gradients do not flow through it.
+/// Combines tensors of all ranks under a name; every rank gets the result, on the tensor's device. Gradients do not flow through it, as they do through
+/// Horovod's: for the value of a tensor that is part of a graph, as in a log, call `detach` first.
 ///
 /// # Errors
-/// As [`Horovod::allreduce`], and if the tensor is on a device that this build does not know.
+/// As [`Horovod::allreduce`], and if the tensor is part of a graph, or on a device that this build does not know.
 #[doc(alias = "hvd.allreduce")]
 pub fn allreduce<const D: usize>(
     hvd: &Horovod,
@@ -118,6 +117,7 @@ pub fn allreduce<const D: usize>(
     tensor: Tensor<D>,
     reduction: impl Into<Reduction>,
 ) -> Result<Tensor<D>> {
+    refuse_graph(&tensor, "horovod::allreduce")?;
     let (shape, device, dtype) = (tensor.dims(), tensor.device(), tensor.dtype());
     let own = tensor_bytes::with_bytes(tensor, |tensor| {
         named(tensor.bytes, &shape, tensor_bytes::dtype(tensor.dtype)?)
@@ -151,6 +151,14 @@ pub(super) fn check_replicas<M: Module>(hvd: &Horovod, model: &M, name: &str, wh
             "make the Horovod of the ranks that have the same part, such as those of mesh.group(\"data\")",
         ))
     })
+}
+
+/// `state`, unless the ranks would not accept it.
+fn bounded(state: Bytes) -> Result<Bytes> {
+    match state.len() <= MAX_STATE_BYTES {
+        true => Ok(state),
+        false => Err(Error::invalid_argument(format!("the optimizer's state takes {} bytes", state.len()))),
+    }
 }
 
 /// What this rank has `read`. An error ends the job: the other ranks wait for this one.

@@ -6,7 +6,7 @@ use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::Tensor;
 use phalanx::{Caller, Error, ProcessGroup, ReduceOp, Result, adapter};
 
-use super::division::{Span, divided};
+use super::division::{self, Span, divided, noted};
 use super::fsdp::UNIT;
 use super::pipeline::TiedParameter;
 use super::tensor::TensorGroup;
@@ -28,7 +28,7 @@ use crate::gradients::Clip;
 ///
 /// # Errors
 /// If `max_norm` is not a positive number, or the exchange fails. These errors end the groups: the ranks give a different `max_norm` (it may differ by
-/// rounding), a gradient is no float, no gradient is that of a parameter of `model`, layers are divided and `tensor` is none, or the model has
+/// rounding), a gradient is no float, no gradient is that of a parameter of `model`, layers are divided and `tensor` is none or another group, or the model has
 /// [units](super::fsdp::FullySharded), which [`Fsdp::clip_grad_norm`](super::fsdp::Fsdp::clip_grad_norm) clips.
 pub fn clip_grad_norm<M: Module>(
     model: &M,
@@ -39,13 +39,18 @@ pub fn clip_grad_norm<M: Module>(
     tied: &[(&TiedParameter, ParamId)],
 ) -> Result<f64> {
     adapter::check_max_norm(max_norm)?;
-    let divided = divided(model);
+    let noted = noted(model);
+    let divided: HashMap<ParamId, Span> = noted.iter().map(|(id, part)| (*id, part.span)).collect();
     let counts = |id: &ParamId| {
         let is_copy = tied.iter().any(|(tied, copy)| copy == id && !tied.is_first());
         !is_copy && tensor.is_none_or(|group| group.rank() == 0 || divided.contains_key(id))
     };
     let unknown = if tensor.is_some() { HashMap::new() } else { divided.clone() };
     let squares = refuse(model, unknown).and_then(|()| clip::squares_of(model, gradients.parameters()));
+    let squares = squares.and_then(|squares| {
+        let own = squares.iter().filter_map(|(id, _)| noted.get(id));
+        tensor.map_or(Ok(()), |group| check_group(group, own)).map(|()| squares)
+    });
     let fail = |error: &Error| {
         tensor.into_iter().for_each(|group| group.abort(error.clone()));
         pipeline.into_iter().for_each(|group| group.abort_all(error.clone()));
@@ -73,6 +78,17 @@ pub fn clip_grad_norm<M: Module>(
         return Err(error);
     }
     Ok(clip::scale(model, gradients, max_norm, std::iter::once(sum)))
+}
+
+/// An error if one of `parts` is another one than that of this rank in `group`: squares would be added up over ranks with the same parts.
+fn check_group<'p>(group: &TensorGroup, mut parts: impl Iterator<Item = &'p division::Part>) -> Result<()> {
+    let (rank, ranks) = (group.rank(), group.ranks());
+    let Some(other) = parts.find(|part| (part.rank, part.ranks) != (rank, ranks)) else { return Ok(()) };
+    Err(Error::invalid_argument(format!(
+        "parallel::clip_grad_norm: this rank has part {} of {} of a divided layer, and in the tensor group it is number {rank} of {ranks}",
+        other.rank, other.ranks
+    ))
+    .with_remedy("give it the TensorGroup among whose ranks the layers are divided"))
 }
 
 /// An error if this rank has only a part of a parameter of `model` that is trained: each rank would take its part's norm for the whole one,

@@ -61,9 +61,14 @@ impl Division {
 
 /// The divided parameters of `module`.
 pub(super) fn divided<M: Module>(module: &M) -> HashMap<ParamId, Span> {
+    noted(module).into_iter().map(|(id, part)| (id, part.span)).collect()
+}
+
+/// What is noted at the divided parameters of `module`, also in a group of one rank, where the part is the whole.
+pub(super) fn noted<M: Module>(module: &M) -> HashMap<ParamId, Part> {
     let mut visitor = Divided::default();
     module.visit(&mut visitor);
-    visitor.found.into_iter().map(|(id, (part, _))| (id, part.span)).collect()
+    visitor.found.into_iter().map(|(id, (part, _))| (id, part)).collect()
 }
 
 /// Which part this rank has of each parameter of `module` that it has not whole. In a group of one rank the part is the whole.

@@ -13,6 +13,7 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use phalanx::{Error, Result};
 
 use super::whole::divided_dimensions;
+use crate::names::Names;
 use crate::optimizer::{OptimizerState, on_small};
 use crate::parameters::{Inventory, Parameter};
 use crate::read_back;
@@ -108,13 +109,13 @@ fn trained<M: Module>(
     let dim = |id: &ParamId| dims.get(id).copied().unwrap_or(0);
     let dims: HashMap<ParamId, usize> =
         parameters.iter().map(|parameter| (parameter.id, dim(&parameter.id))).collect();
-    let mut fresh = OptimizerState::empty().load(optimizer, parameters)?;
+    let (mut fresh, names) = (OptimizerState::empty().load(optimizer, parameters)?, Names::of(parameters));
     let mut small = model.clone().map(&mut Small { dims: &dims, halves: &ELEMENTS[halves.clone()] });
     for gradients in &GRADIENTS {
         let halves = &gradients[halves.clone()];
         let mut taught = Taught { dims: &dims, halves, gradients: GradientsParams::new() };
         small.visit(&mut taught);
-        small = fresh.step(RATE, small, taught.gradients);
+        small = names.step(&mut fresh, RATE, small, taught.gradients);
     }
     let mut values = Values { dims: &dims, read: Ok(HashMap::new()) };
     small.visit(&mut values);

@@ -53,7 +53,8 @@ use crate::tensor_bytes::{self, TensorBytes};
 ///
 /// Every rank runs backward from what it has: the last from the loss, the others from what
 /// [`send_forward`](Self::send_forward) gave, or from the sum if it was called several times. A tensor that was received must
-/// have a part in that, or the rank that sent it waits for its gradient until the time-out. Clones are the same link. Make one for
+/// have a part in that, or the rank that sent it waits for its gradient until the time-out; unless it takes none, as a mask or the output of
+/// frozen layers. Clones are the same link. Make one for
 /// each pair of ranks and keep it, however many tensors go over it: gradients find their tensors in any order. With a second link of
 /// the same group between the same ranks, a gradient that comes for the other one is an error that says so.
 ///
@@ -126,7 +127,8 @@ impl StageLink {
     /// Sends `tensor` to the peer, which must call [`recv_forward`](Self::recv_forward). Gives what stands for the loss on this
     /// rank: a zero, of shape `[1]`, from which backward runs with the gradient that the peer's backward sends.
     ///
-    /// Without autodiff, as in an evaluation, the zero has no further use.
+    /// If nothing that is trained has a part in the tensor, such as a mask or what frozen layers give, the peer sends no gradient. Then, and without
+    /// autodiff, as in an evaluation, the zero has no further use.
     ///
     /// # Errors
     /// If the tensor is no float of 16, 32 or 64 bits, has more than eight dimensions or is on no supported device, or as
@@ -134,8 +136,10 @@ impl StageLink {
     pub fn send_forward<const D: usize>(&self, tensor: Tensor<D>) -> Result<Tensor<1>> {
         let number = next(&mut self.inner.state.lock().sent);
         let shape = tensor.dims();
+        let is_tracked = tensor.is_autodiff() && tensor.is_tracked();
+        let kind = if is_tracked { Kind::Activation } else { Kind::Constant };
         let layout = tensor_bytes::with_bytes(tensor.clone(), |bytes| {
-            self.inner.send(Kind::Activation, number, self.inner.id, bytes, &shape)?;
+            self.inner.send(kind, number, self.inner.id, bytes, &shape)?;
             Ok::<_, Error>(Layout::of(bytes, &shape))
         });
         // The peer waits for it.
@@ -145,7 +149,7 @@ impl StageLink {
     }
 
     /// Receives the tensor that the peer [sends](Self::send_forward), on `device`. If that is one with autodiff, backward sends
-    /// the tensor's gradient to the peer.
+    /// the tensor's gradient to the peer, unless the peer's tensor takes none.
     ///
     /// # Errors
     /// If the tensor has another number of dimensions, if there is no memory for it, if this build does not know the device, or as
@@ -155,8 +159,8 @@ impl StageLink {
         let number = next(&mut self.inner.state.lock().received);
         let Inner { group, peer, .. } = &*self.inner;
         let header = Header::receive(group, *peer)?;
-        let expected = (Kind::Activation, number, D);
-        if (header.kind, header.number, header.layout.shape.len()) != expected {
+        let is_gradient = header.kind == Kind::Gradient;
+        if is_gradient || (header.number, header.layout.shape.len()) != (number, D) {
             return Err(self.inner.unexpected(&header, &format!("tensor {number}, of {D} dimensions")));
         }
         let of = header.link;
@@ -166,7 +170,8 @@ impl StageLink {
         // The peer waits until its tensor is taken.
         let data = self.inner.receive(&header.layout).inspect_err(|error| group.abort_all(error.clone()))?;
         let tensor = Tensor::<D>::from_data(data, (device, header.layout.dtype));
-        if !device.is_autodiff() {
+        // The peer would not take a gradient: it would lie in front of the next message, and a long one would wait until the time-out.
+        if !device.is_autodiff() || header.kind == Kind::Constant {
             return Ok(tensor);
         }
         let target = Target(Arc::new(Returned { link: self.inner.clone(), number, of }));
@@ -279,7 +284,7 @@ impl Inner {
 /// What a message has, before the number of the tensor.
 fn named(kind: Kind) -> &'static str {
     match kind {
-        Kind::Activation => "tensor",
+        Kind::Activation | Kind::Constant => "tensor",
         Kind::Gradient => "the gradient of tensor",
     }
 }

@@ -18,7 +18,9 @@ const LINK: usize = WORDS - 1;
 pub(super) enum Kind {
     /// A stage's output.
     Activation,
-    /// The gradient of one.
+    /// One that takes no gradient: nothing that is trained has a part in it.
+    Constant,
+    /// The gradient of an activation.
     Gradient,
 }
 
@@ -85,6 +87,7 @@ impl Header {
         words[0] = match self.kind {
             Kind::Activation => 1,
             Kind::Gradient => 2,
+            Kind::Constant => 3,
         };
         words[1] = self.number as i64;
         words[2] = code(*dtype)?;
@@ -102,6 +105,7 @@ impl Header {
         let kind = match words[0] {
             1 => Kind::Activation,
             2 => Kind::Gradient,
+            3 => Kind::Constant,
             _ => return Err(unknown()),
         };
         let dimensions = usize::try_from(words[3]).ok().filter(|count| *count <= MAX_DIMENSIONS);
@@ -142,7 +146,7 @@ mod tests {
         let header = Header { kind: Kind::Gradient, number: 5, link: u64::MAX, layout };
         let words = header.encode().unwrap();
         assert_eq!(Header::decode(&words).unwrap(), header);
-        for (place, value) in [(0, 0), (0, 3), (2, 0), (2, 9), (3, -1), (3, 9), (4, -1)] {
+        for (place, value) in [(0, 0), (0, 4), (2, 0), (2, 9), (3, -1), (3, 9), (4, -1)] {
             let mut other = words;
             other[place] = value;
             assert!(Header::decode(&other).unwrap_err().is_mismatch(), "{place} {value}");

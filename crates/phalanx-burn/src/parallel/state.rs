@@ -151,7 +151,7 @@ impl ShardedState {
     /// there is one; the replicas are those of the `Ddp`. All ranks call it together.
     ///
     /// # Errors
-    /// On every rank: if layers are divided, and `tensor` is another group or none; if ranks that are no replicas of each other have a tensor of the same name that is neither divided nor
+    /// On every rank: if layers are divided, and `tensor` is another group or none; if ranks of the mesh are missing in `group`; if ranks that are no replicas of each other have a tensor of the same name that is neither divided nor
     /// [tied](StateNames::tied), or tensors of one name that do not fit each other. If the exchange fails.
     pub fn new<M: Module>(
         ddp: &Ddp<M>,
@@ -186,6 +186,7 @@ impl ShardedState {
         let positions: HashMap<&str, usize> =
             whole.keys().enumerate().map(|(position, name)| (*name, position)).collect();
         let writers = writers(&all, &positions);
+        check_writers(&all, &whole, &writers)?;
         let rank = group.rank();
         for (own, told) in own.iter_mut().zip(&told.tensors) {
             let part = if told.is_divided { divider.0 } else { 0 };
@@ -536,6 +537,24 @@ fn writers<'a>(
         }
     }
     writers
+}
+
+/// An error if nobody would write a part of a tensor of the `whole` model: its rank, or a replica of that, is not in the group.
+fn check_writers(
+    all: &[RankStatement],
+    whole: &BTreeMap<&str, (usize, &TensorStatement)>,
+    writers: &HashMap<(&str, usize), usize>,
+) -> Result<()> {
+    let is_unwritten = |(name, (first, tensor)): &(&&str, &(usize, &TensorStatement))| {
+        let parts = if tensor.is_divided { all[*first].divider.1 } else { 1 };
+        (0..parts).any(|part| !writers.contains_key(&(**name, part)))
+    };
+    whole.iter().find(is_unwritten).map_or(Ok(()), |(name, _)| {
+        Err(Error::invalid_argument(format!(
+            "no rank of the group would save `{name}`, or a part of it: some replicas, or some ranks that share layers, are not in the group"
+        ))
+        .with_remedy("give ShardedState::new the group of all ranks of the mesh"))
+    })
 }
 
 /// Adds this rank's slices of the model to a checkpoint.

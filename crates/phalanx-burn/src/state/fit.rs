@@ -10,6 +10,7 @@ use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::Tensor;
 use phalanx::{Error, Result};
 
+use crate::names::Names;
 use crate::optimizer::{Key, OptimizerState, RANK, on_small, own_dimensions, unknown};
 use crate::parameters::{Inventory, Parameter};
 
@@ -172,7 +173,7 @@ fn made<M: Module>(
     let mut fresh = OptimizerState::empty().load(optimizer, parameters)?;
     let mut shrink = Shrink { ids, gradients: GradientsParams::new() };
     let model = model.clone().map(&mut shrink);
-    drop(fresh.step(1e-3, model, shrink.gradients));
+    drop(Names::of(parameters).step(&mut fresh, 1e-3, model, shrink.gradients));
     Ok(fields(&OptimizerState::of(&fresh, parameters)?))
 }
 

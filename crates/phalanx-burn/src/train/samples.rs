@@ -20,6 +20,8 @@ pub struct Sampled<D> {
 /// The samples of the current epoch.
 pub(super) struct Shard {
     pub seed: u64,
+    /// Of all ranks.
+    pub samples: usize,
     order: RwLock<(DistributedSampler, Vec<usize>)>,
 }
 
@@ -27,7 +29,7 @@ impl Shard {
     pub fn new(samples: usize, group: &ProcessGroup, seed: u64) -> Self {
         let sampler = DistributedSampler::for_group(samples, group).seed(seed);
         let order = sampler.indices();
-        Self { seed, order: RwLock::new((sampler, order)) }
+        Self { seed, samples, order: RwLock::new((sampler, order)) }
     }
 
     pub fn set_epoch(&self, epoch: u64) {

@@ -75,7 +75,7 @@ where
             ("first epoch", starting_epoch),
             ("number of epochs", self.components.num_epochs),
             ("number of batches for a step", self.components.grad_accumulation.unwrap_or(1)),
-            ("number of own training samples", data.share),
+            ("number of training samples", data.samples()),
             ("number of validation samples", valid_total),
         ] {
             verify_description(self.group, what, &own.to_string())?;
@@ -288,6 +288,8 @@ const FAILED: u8 = 2;
 /// The training data of one rank.
 struct Data<'a, M: LearnerModel> {
     loader: &'a TrainLoader<M>,
+    /// The number of its samples.
+    items: usize,
     /// The data sets of [`DdpStrategy::sampled`]; the loader reads one of them, if there are any.
     shards: Vec<Arc<Shard>>,
     /// Its number of samples in an epoch, equal on each rank, because every rank must do as many steps.
@@ -320,14 +322,30 @@ impl<'a, M: LearnerModel> Data<'a, M> {
                 return Err(Error::invalid_argument(cause).with_remedy(remedy));
             }
         };
-        Ok(Self { loader, shards, share, stretches: (0..stretches).map(|_| OnceCell::new()).collect() })
+        Ok(Self {
+            loader,
+            items,
+            shards,
+            share,
+            stretches: (0..stretches).map(|_| OnceCell::new()).collect(),
+        })
     }
 
-    /// That of the data set of [`DdpStrategy::sampled`] that the loader reads, for people: of those that are as long the last one, because some ranks may
-    /// still have one of an earlier training. With other seeds ranks would train on some samples twice, and on others not at all.
+    /// The data set of [`DdpStrategy::sampled`] that the loader reads: of those that are as long the last one, because some ranks may still have one of
+    /// an earlier training.
+    fn sampled(&self) -> Option<&Arc<Shard>> {
+        self.shards.iter().rfind(|shard| shard.len() == self.share)
+    }
+
+    /// The number of samples of all ranks. Data sets with other numbers may have equal shares, and then ranks would train on some samples twice, and on
+    /// others not at all.
+    fn samples(&self) -> usize {
+        self.sampled().map_or(self.items, |shard| shard.samples)
+    }
+
+    /// The seed of their order, for people: with other seeds it would be the same.
     fn seed(&self) -> String {
-        let read = self.shards.iter().rfind(|shard| shard.len() == self.share);
-        read.map_or_else(|| "none".to_owned(), |shard| shard.seed.to_string())
+        self.sampled().map_or_else(|| "none".to_owned(), |shard| shard.seed.to_string())
     }
 
     fn of_epoch(&self, epoch: usize, strategy: &DdpStrategy) -> &TrainLoader<M> {

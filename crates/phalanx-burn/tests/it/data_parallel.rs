@@ -178,5 +178,11 @@ fn misuse_is_an_error_that_says_so() {
     assert!(parallel.backward(&loss).unwrap_err().to_string().contains("forward"));
     drop(parallel.forward(batch(0).0, Mlp::forward).unwrap());
     assert!(parallel.backward(&loss).unwrap_err().to_string().contains("does not depend"));
+    let output = parallel.forward(batch(0).0, Mlp::forward).unwrap();
+    let error = parallel.backward(&output.mean().detach()).unwrap_err();
+    assert!(error.to_string().contains("does not depend on the output of the forward pass"), "{error}");
+    let output = parallel.forward(batch(0).0, |model, x| model.forward(x).detach()).unwrap();
+    let error = parallel.backward(&output.mean()).unwrap_err();
+    assert!(error.to_string().contains("on any parameter that needs a gradient"), "{error}");
     assert!(parallel.forward(samples(0, 0).0, Mlp::forward).unwrap_err().is_invalid_argument());
 }

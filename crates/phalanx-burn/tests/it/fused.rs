@@ -239,3 +239,10 @@ fn flat_memory_of_several_chunks_is_updated_element_by_element() {
     (1..=3).for_each(|time| optimizer.update(0.1, time, &mut p, &g, &mut m, &mut v));
     assert_eq!(places.map(|at| (p[at], m[at], v[at])), expected);
 }
+
+#[test]
+#[should_panic(expected = "the first step has the number 1")]
+fn a_step_on_flat_memory_with_the_number_zero_is_refused() {
+    let (mut p, mut m, mut v) = ([1.0_f32], [0.0], [0.0]);
+    FusedAdamWConfig::new().build().update(0.1, 0, &mut p, &[1.0], &mut m, &mut v);
+}

@@ -2,6 +2,7 @@
 
 #[cfg(feature = "data")]
 mod loaders;
+mod samples;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -356,7 +357,7 @@ fn ranks_that_train_otherwise_are_an_error_on_every_rank() {
     for (what, expected) in [
         ("epochs", "the number of epochs of rank 0 is 3, and that of rank 1 is 4"),
         ("parts", "the number of batches for a step of rank 0 is 1, and that of rank 1 is 2"),
-        ("samples", "the number of own training samples of rank 0 is 12, and that of rank 1 is 6"),
+        ("samples", "the number of training samples of rank 0 is 24, and that of rank 1 is 12"),
         ("validation", "the number of validation samples of rank 0 is 2, and that of rank 1 is 3"),
         ("rate", "the last one was 0.1 on rank 0, and 0.2 on rank 1"),
         ("momentum", "after epoch 1 the parameters of rank 1 are others than those of rank 0"),
@@ -386,31 +387,6 @@ fn ranks_that_train_otherwise_are_an_error_on_every_rank() {
 }
 
 #[test]
-fn samples_of_another_seed_on_one_rank_are_an_error_on_every_rank() {
-    let order: Vec<usize> = (0..TRAIN).collect();
-    let errors = |other: u64| {
-        run(2, |group| {
-            let folder = tempfile::tempdir().unwrap();
-            let strategy = DdpStrategy::new(&group);
-            // One rank alone still has that of an earlier training.
-            let _earlier = group.rank().is_main().then(|| strategy.sampled(data(&order), 7));
-            let sampled = strategy.sampled(data(&order), if group.rank().is_main() { 42 } else { other });
-            let train_loader = DataLoaderBuilder::new(Rows).batch_size(4).build(sampled);
-            let training = SupervisedTraining::new(folder.path(), train_loader, loader(&[5, 6], 2))
-                .with_application_logger(None)
-                .with_training_strategy(strategy.into());
-            let learner = Learner::new(Net::new(false), SgdConfig::new().init(), 0.1);
-            training.launch(learner).error.map(|error| error.to_string())
-        })
-    };
-    assert_eq!(errors(42), [None, None]);
-    let said = "the seed of the training samples of rank 0 is 42, and that of rank 1 is 43";
-    for error in errors(43) {
-        assert!(error.as_ref().is_some_and(|error| error.contains(said)), "{error:?}");
-    }
-}
-
-#[test]
 fn gradients_that_a_step_makes_by_hand_are_refused() {
     for parts in [None, Some(2)] {
         for error in run(2, |group| {
@@ -429,136 +405,6 @@ fn gradients_that_a_step_makes_by_hand_are_refused() {
             assert!(error.contains("has not computed") && error.contains("TrainStep::optimize"), "{error}");
         }
     }
-}
-
-#[test]
-fn fewer_samples_than_ranks_are_refused() {
-    for error in run(3, |group| {
-        let folder = tempfile::tempdir().unwrap();
-        let training = SupervisedTraining::new(folder.path(), loader(&[1, 2], 2), loader(&[5, 6, 7], 2))
-            .with_application_logger(None)
-            .with_training_strategy(DdpStrategy::new(&group).into());
-        let result = training.launch(Learner::new(Net::new(false), SgdConfig::new().init(), 0.1));
-        result.error.expect("an error on every rank").to_string()
-    }) {
-        assert!(error.contains("2 samples for 3 ranks"), "{error}");
-    }
-}
-
-#[test]
-fn each_epoch_s_samples_are_those_of_the_distributed_sampler() {
-    for ranks in [2, 3] {
-        let valid: Vec<usize> = (100..100 + VALID).collect();
-        run(ranks, |group| {
-            let folder = tempfile::tempdir().unwrap();
-            let (noting, seen) = Noting::new(25);
-            let strategy = DdpStrategy::new(&group);
-            let sampled = strategy.sampled(noting, 42);
-            let train_loader = DataLoaderBuilder::new(Rows).batch_size(4).build(sampled);
-            let setup = Setup { accumulate: None, stop_after: EPOCHS };
-            train(Net::new(false), (train_loader, loader(&valid, 3)), folder.path(), &setup, strategy.into());
-            let mut sampler = DistributedSampler::for_group(25, &group).seed(42);
-            let expected = (1..=EPOCHS as u64).flat_map(|epoch| {
-                sampler.set_epoch(epoch);
-                sampler.indices()
-            });
-            assert_eq!(*seen.lock(), expected.collect::<Vec<_>>());
-        });
-    }
-}
-
-#[test]
-fn stretches_of_an_ordinary_loader_go_round() {
-    let valid: Vec<usize> = (100..100 + VALID).collect();
-    run(2, |group| {
-        let folder = tempfile::tempdir().unwrap();
-        let (noting, seen) = Noting::new(17);
-        let train_loader = DataLoaderBuilder::new(Rows).batch_size(4).build(noting);
-        let setup = Setup { accumulate: None, stop_after: EPOCHS };
-        let strategy = DdpStrategy::new(&group).into();
-        train(Net::new(false), (train_loader, loader(&valid, 3)), folder.path(), &setup, strategy);
-        let rank = group.rank().index();
-        let stretch = |epoch: usize| (0..8).map(move |sample| (rank + epoch) % 2 * 8 + sample);
-        assert_eq!(*seen.lock(), (0..EPOCHS).flat_map(stretch).collect::<Vec<_>>());
-    });
-}
-
-#[test]
-fn a_loader_of_other_data_than_the_strategy_deals_out_is_refused() {
-    run(2, |group| {
-        let folder = tempfile::tempdir().unwrap();
-        let strategy = DdpStrategy::new(&group);
-        let _another = strategy.sampled(data(&[1, 2, 3, 4]), 0);
-        let training = SupervisedTraining::new(folder.path(), loader(&[1, 2, 3, 4], 2), loader(&[5, 6], 2))
-            .with_application_logger(None)
-            .with_training_strategy(strategy.into());
-        let result = training.launch(Learner::new(Net::new(false), SgdConfig::new().init(), 0.1));
-        let error = result.error.unwrap().to_string();
-        assert!(error.contains("sampled"), "{error}");
-    });
-}
-
-#[test]
-fn every_sampled_data_set_is_distributed_anew_in_each_epoch() {
-    let valid: Vec<usize> = (100..100 + VALID).collect();
-    run(2, |group| {
-        let folder = tempfile::tempdir().unwrap();
-        let (noting, seen) = Noting::new(24);
-        let strategy = DdpStrategy::new(&group);
-        let sampled = strategy.sampled(noting, 42);
-        let _as_long = strategy.sampled(data(&[0; 24]), 7);
-        let train_loader = DataLoaderBuilder::new(Rows).batch_size(4).build(sampled);
-        let setup = Setup { accumulate: None, stop_after: EPOCHS };
-        train(Net::new(false), (train_loader, loader(&valid, 3)), folder.path(), &setup, strategy.into());
-        let mut sampler = DistributedSampler::for_group(24, &group).seed(42);
-        let expected = (1..=EPOCHS as u64).flat_map(|epoch| {
-            sampler.set_epoch(epoch);
-            sampler.indices()
-        });
-        assert_eq!(*seen.lock(), expected.collect::<Vec<_>>());
-    });
-}
-
-/// Notes the first inputs of each batch.
-#[derive(Clone)]
-struct NotingRows(Arc<Mutex<Vec<f32>>>);
-
-impl Batcher<Sample, Batch> for NotingRows {
-    fn batch(&self, items: Vec<Sample>, device: &Device) -> Batch {
-        self.0.lock().extend(items.iter().map(|(x, _)| x[0]));
-        Rows.batch(items, device)
-    }
-}
-
-#[test]
-fn a_stretch_that_comes_again_is_shuffled_anew() {
-    const SAMPLES: usize = 64;
-    run(2, |group| {
-        let folder = tempfile::tempdir().unwrap();
-        let seen = Arc::<Mutex<Vec<f32>>>::default();
-        // One batch for each worker, so that the order of the two is all that time can change.
-        let train_loader = DataLoaderBuilder::new(NotingRows(Arc::clone(&seen)))
-            .batch_size(SAMPLES / 4)
-            .num_workers(2)
-            .shuffle(1)
-            .build(data(&(0..SAMPLES).collect::<Vec<_>>()));
-        let setup = Setup { accumulate: None, stop_after: EPOCHS };
-        let strategy = DdpStrategy::new(&group).into();
-        train(Net::new(false), (train_loader, loader(&[5, 6], 1)), folder.path(), &setup, strategy);
-        let seen = seen.lock();
-        // The first and the third epoch are of the same stretch; each worker has the same half of it in both.
-        let visits: Vec<_> = seen.chunks(SAMPLES / 2).collect();
-        assert_eq!(visits.len(), EPOCHS);
-        let sorted = |visit: &[f32]| {
-            let mut visit = visit.to_vec();
-            visit.sort_by(f32::total_cmp);
-            visit
-        };
-        assert_eq!(sorted(visits[0]), sorted(visits[2]));
-        let [a, b] = [&visits[0][..SAMPLES / 4], &visits[0][SAMPLES / 4..]];
-        let [c, d] = [&visits[2][..SAMPLES / 4], &visits[2][SAMPLES / 4..]];
-        assert!((a, b) != (c, d) && (a, b) != (d, c), "the same order again");
-    });
 }
 
 /// Samples of which one cannot be read.

@@ -269,6 +269,19 @@ fn steps_without_a_state_are_refused_by_an_optimizer_that_needs_some() {
 }
 
 #[test]
+fn a_state_goes_to_no_rank_that_there_is_not() {
+    run(2, |group| {
+        let mut ddp = Ddp::new(Mlp::new(&WIDTHS), &group).unwrap();
+        let zero = ZeroRedundancyOptimizer::new(AdamWConfig::new().init(), &mut ddp).unwrap();
+        // Every rank would get nothing, and the program save nothing.
+        let error = zero.consolidate(&ddp, Rank::new(2)).err().unwrap();
+        assert!(error.is_invalid_argument(), "{error}");
+        assert!(error.to_string().contains("rank 2 is outside a world of 2"), "{error}");
+        assert_eq!(zero.consolidate(&ddp, Rank::new(1)).unwrap().is_some(), !group.rank().is_main());
+    });
+}
+
+#[test]
 fn a_sharded_adamw_takes_the_same_steps_to_the_last_bit() {
     check(AdamWConfig::new().init());
 }

@@ -56,7 +56,7 @@ use self::work_queue::WorkQueue;
 pub use crate::wire::MAX_OBJECT_BYTES;
 use parking_lot::Mutex;
 
-use crate::buffer::{Buffer, has_room};
+use crate::buffer::Buffer;
 use crate::caller::Caller;
 use crate::collective::ReduceOp;
 use crate::deadline::Timeout;

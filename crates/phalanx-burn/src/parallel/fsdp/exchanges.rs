@@ -53,6 +53,8 @@ pub(super) struct Exchanges {
 
 #[derive(Default)]
 struct State {
+    /// Lives as long as the model's `Fsdp`.
+    owner: Weak<()>,
     /// By number.
     units: Vec<Arc<FlatLayout>>,
     /// The number of the unit of each piece.
@@ -250,6 +252,17 @@ impl Exchanges {
         let over = (mem::take(&mut state.shards), mem::take(&mut state.ahead));
         drop(state);
         drop(over);
+    }
+
+    /// For a new `Fsdp`, which keeps what this gives. An error if another one has it: what their passes note of gradients would be mixed.
+    pub fn own(&self) -> Result<Arc<()>> {
+        let (owner, mut state) = (Arc::new(()), self.state.lock());
+        if state.owner.strong_count() > 0 {
+            return Err(Error::invalid_argument("another Fsdp has units of this ShardingGroup")
+                .with_remedy("make a ShardingGroup for each model; Fsdp::into_model ends the first one"));
+        }
+        state.owner = Arc::downgrade(&owner);
+        Ok(owner)
     }
 
     /// The order in which the first forward pass is expected to use units.

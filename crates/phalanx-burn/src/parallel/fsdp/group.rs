@@ -58,7 +58,8 @@ impl ShardingGroup {
 
     /// Each of `shard`'s ranks has one shard, and all of `replicate`'s ranks have the same one: parameters travel only within `shard`,
     /// such as the ranks of a host, and each gradient's shard is averaged over `replicate`. A unit's gradients are reduced and scattered while
-    /// the unit before it computes its own, and the average over replicas follows, one for each unit.
+    /// the unit before it computes its own, and the average over replicas follows, one for each unit. The groups are dimensions of one
+    /// mesh; [`FullySharded::new`](super::FullySharded::new) refuses others.
     ///
     /// ```
     /// use phalanx::mesh::DeviceMesh;

@@ -13,6 +13,7 @@ mod checkpoint;
 mod collector;
 mod exchanges;
 mod group;
+mod groups;
 mod inputs;
 mod layout;
 mod recompute;
@@ -42,11 +43,11 @@ use self::replicated::Replicated;
 use self::statement::compare;
 pub use self::unit::FullySharded;
 pub(super) use self::unit::{UNIT, first_shard};
-use self::units::{Units, difference};
+use self::units::{Units, difference, whole_name};
 use super::check_elementwise;
 use crate::ddp::{one_more, scaled};
 use crate::gradients::{Clip, Synced, SyncedGradients};
-use crate::parameters::{Inventory, Select};
+use crate::parameters::{Inventory, Parameter, Select};
 use crate::{Ddp, DdpOptions, Scalar, alike, clip, replicas};
 
 /// A model of whose parameters, gradients and optimizer's state each rank has a shard: PyTorch's `FullyShardedDataParallel`.
@@ -100,6 +101,10 @@ use crate::{Ddp, DdpOptions, Scalar, alike, clip, replicas};
 /// only. All ranks make the same calls, and use the same units in the same order: a difference is an error on every rank before the
 /// optimizer's step.
 ///
+/// An optimizer sees each piece under the name that its parameter has in the model without units, such as `first.weight`: groups of parameters, as
+/// those without weight decay, and groups of learning rates, may tell them by names. Ids are those of the pieces:
+/// `ParamGroup::ids_from_module(fsdp.model().first.clone())`.
+///
 /// # Memory
 ///
 /// For P bytes of parameters on n ranks, units of at most U bytes, and AdamW: 4 P / n for shards, their gradients and the optimizer's
@@ -118,12 +123,16 @@ pub struct Fsdp<M> {
     /// Over the ranks that have the same shards.
     ddp: Ddp<M>,
     exchanges: Arc<Exchanges>,
+    /// While it lives, no other `Fsdp` has the same exchanges.
+    _owner: Arc<()>,
     /// The number of the unit of each piece of a shard.
     units: HashMap<ParamId, usize>,
     /// The numbers of the units, in the order of the model, each with the name of its shard.
     order: Vec<(usize, String)>,
     /// By unit that is trained: the number of its first piece among the parameters of the model.
     parameters: Arc<HashMap<usize, usize>>,
+    /// The ids that the parameters of the model had before they were sharded, by the number of the piece.
+    wholes: Vec<ParamId>,
     /// The weights of the passes since the last step.
     accumulated: StepWeight,
     /// Whether the optimizer is that of all ranks.
@@ -157,7 +166,7 @@ impl<M: Module> Fsdp<M> {
     /// # Errors
     /// On every rank, if the ranks' models do not have the same units, or what is in none differs in names, shapes or types; if a
     /// parameter that needs a gradient is in none, or in two; if one is [divided](crate::parallel::tensor) among ranks; if a part of a unit was
-    /// frozen after the unit was made. If the exchange fails.
+    /// frozen after the unit was made; if there is another `Fsdp` of this [`ShardingGroup`]. If the exchange fails.
     pub fn new(model: M, sharding: &ShardingGroup) -> Result<Self> {
         let exchanges = sharding.exchanges.clone();
         Self::prepared(model, &exchanges).inspect_err(|error| exchanges.fail(error.clone()))
@@ -171,6 +180,7 @@ impl<M: Module> Fsdp<M> {
         let remedy = "make the same model of the same units on every rank";
         compare(&exchanges.gather_from_all(&described)?, "cannot use its model", difference, remedy)?;
         let Units { order, numbers, .. } = own?;
+        let owner = exchanges.own()?;
         let shards: HashSet<ParamId> = numbers.keys().copied().collect();
         let rest = Select::Except(&shards);
         let model = replicas::from_rank(model, &exchanges.replicas, Rank::MAIN, rest)?;
@@ -182,17 +192,40 @@ impl<M: Module> Fsdp<M> {
             trained.iter().map(|piece| numbers.get(&piece.id).copied().unwrap_or_default()).collect();
         let reducer = ReducerOptions::default().bucket_numbers(buckets).find_unused_parameters(true);
         let options = DdpOptions { reducer, ..DdpOptions::default() };
-        let ddp = Ddp::of_shards(model, &exchanges.replicas, options)?;
+        let mut ddp = Ddp::of_shards(model, &exchanges.replicas, options)?;
         let mut parameters = HashMap::new();
         for (index, piece) in ddp.parameters().iter().enumerate() {
             if let Some(&unit) = numbers.get(&piece.id) {
                 parameters.entry(unit).or_insert(index);
             }
         }
+        let whole = |(index, piece): (usize, &Parameter)| {
+            let unit = numbers.get(&piece.id)?;
+            let (_, shard) = order.iter().find(|(number, _)| number == unit)?;
+            let of = exchanges.unit(*unit)?;
+            let parameter = of.parameters.get(index.checked_sub(*parameters.get(unit)?)?)?;
+            Some((whole_name(shard, parameter), parameter.id))
+        };
+        let pieces = ddp.parameters().iter().enumerate();
+        let (names, wholes): (Vec<String>, Vec<ParamId>) = pieces
+            .map(|(index, piece)| whole((index, piece)).unwrap_or_else(|| (piece.name.clone(), piece.id)))
+            .unzip();
+        ddp.rename(names);
         let parameters = Arc::new(parameters);
         let (exchanges, accumulated) = (exchanges.clone(), StepWeight::Nothing);
         let (optimizers, steps) = (alike::Watch::default(), OptimizerSteps::default());
-        Ok(Self { ddp, exchanges, units: numbers, order, parameters, accumulated, optimizers, steps })
+        Ok(Self {
+            ddp,
+            exchanges,
+            _owner: owner,
+            units: numbers,
+            order,
+            parameters,
+            wholes,
+            accumulated,
+            optimizers,
+            steps,
+        })
     }
 
     /// Runs `pass` on the model, so that a [`backward`](Self::backward) of its result computes gradients.
@@ -412,6 +445,7 @@ impl<M: Module> Fsdp<M> {
     /// If an exchange has failed, or the gradients are those of another model. In the first step and every 32 steps, on every rank:
     ///
     /// * if there are several shards, and the optimizer does not treat each element by itself, as LAMB and Burn's clipping by norm do not;
+    /// * in the first step, if a group of parameters, or of learning rates, goes by the ids that parameters had before they were sharded;
     /// * if the ranks' optimizers are of several kinds, or their betas, decay or momentum differ;
     /// * every 32 steps, if learning rates differ, only some ranks have loaded a state, or ranks have loaded those of different steps or runs.
     ///
@@ -443,6 +477,7 @@ impl<M: Module> Fsdp<M> {
         }
         // Replicas compare in the step of their Ddp.
         if is_first {
+            groups::check(optimizer, &rates, self.ddp.parameters(), &self.wholes)?;
             self.optimizers.compare(optimizer, pieces, Some(&rates), &self.exchanges.group)?;
         } else {
             self.optimizers.step(optimizer, pieces, &self.exchanges.group)?;

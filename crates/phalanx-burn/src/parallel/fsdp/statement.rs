@@ -1,6 +1,6 @@
 //! What the ranks of all replicas say of their modules, to be compared.
 
-use phalanx::{Error, Rank, Result};
+use phalanx::{Error, ProcessGroup, Rank, Result};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -53,6 +53,27 @@ pub(super) fn compare<T: PartialEq>(
 }
 
 impl Exchanges {
+    /// An error unless this rank's replicas have the same shards, and the ranks with its other shards are in one replica: rank 0's shard would
+    /// overwrite another one. All ranks call it together.
+    pub fn check_groups(&self) -> Result<()> {
+        let place = |group: &ProcessGroup| (group.rank().index(), group.world_size().count());
+        let own = (place(&self.group), place(&self.replicas));
+        let replicas = self.replicas.all_gather_object(&self.group.all_gather_object(&own)?)?;
+        let ((_, ranks), (_, count)) = own;
+        for (replica, places) in replicas.into_iter().enumerate() {
+            for (rank, ((shard, shards), (number, numbers))) in places.into_iter().enumerate() {
+                if (shard, shards, number, numbers) != (rank, ranks, replica, count) {
+                    return Err(Error::invalid_argument(format!(
+                        "the groups of ShardingGroup::hybrid are no dimensions of one mesh: a rank is number {shard} of {shards} in `shard` and \
+                         {number} of {numbers} in `replicate`, where it should be {rank} of {ranks} and {replica} of {count}"
+                    ))
+                    .with_remedy("give it mesh.group(\"shard\") and mesh.group(\"replicate\") of one DeviceMesh"));
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// What the ranks of all replicas say, on every rank in the same order. All ranks call it together.
     pub fn gather_from_all<T: Serialize + DeserializeOwned>(&self, own: &T) -> Result<Vec<Statement<T>>> {
         let replica = self.group.all_gather_object(own)?;

@@ -111,8 +111,8 @@ impl<M: Module + 'static> FullySharded<M> {
     /// # Errors
     /// On every rank: if the ranks' modules or options differ; if the module has no parameter, parameters of
     /// different types, one id with different values in several places, running statistics, as batch norm has, a unit in it, or a parameter
-    /// that is [divided](crate::parallel::tensor) among ranks; if it is not on a device with autodiff. If the exchange
-    /// fails.
+    /// that is [divided](crate::parallel::tensor) among ranks; if it is not on a device with autodiff; if the groups of
+    /// [`ShardingGroup::hybrid`] are no dimensions of one mesh. If the exchange fails.
     pub fn new(module: M, sharding: &ShardingGroup) -> Result<Self> {
         let exchanges = &sharding.exchanges;
         Self::sharded(module, exchanges).inspect_err(|error| exchanges.fail(error.clone()))
@@ -121,6 +121,9 @@ impl<M: Module + 'static> FullySharded<M> {
     fn sharded(module: M, exchanges: &Arc<Exchanges>) -> Result<Self> {
         exchanges.check()?;
         let number = exchanges.units();
+        if number == 0 {
+            exchanges.check_groups()?;
+        }
         let own = prepared(&module, number, exchanges);
         // Before what this rank's own module is found to be: the others wait here.
         let described: Said<Description> = match &own {

@@ -89,14 +89,19 @@ fn refuse_shared(order: &[(usize, String)], state: &[Parameter], exchanges: &Exc
     };
     for (number, name) in order {
         let Some(unit) = exchanges.unit(*number) else { continue };
-        // Of `layer.shard`, the field is the unit's own.
-        let name = unit_name(name);
         for parameter in &unit.parameters {
-            let place = if name == "shard" { String::new() } else { format!("{name}.") };
-            note(parameter.id, format!("{place}{}", parameter.name), unit.is_trained)?;
+            note(parameter.id, whole_name(name, parameter), unit.is_trained)?;
         }
     }
     state.iter().try_for_each(|tensor| note(tensor.id, tensor.name.clone(), false))
+}
+
+/// The name in the whole model of a parameter of the unit whose shard has this name.
+pub(super) fn whole_name(shard: &str, parameter: &Parameter) -> String {
+    // Of `layer.shard`, the field is the unit's own.
+    let unit = shard.rsplit_once('.').map(|(unit, _)| unit);
+    let parameter = Some(parameter.name.as_str()).filter(|name| !name.is_empty());
+    unit.into_iter().chain(parameter).collect::<Vec<_>>().join(".")
 }
 
 /// What differs between two ranks' models.

@@ -176,6 +176,12 @@ impl<'a, S: Stage<D>, const D: usize> Run<'a, S, D> {
             StageOutput::Loss(loss) => {
                 (Root { loss: loss / self.plan.microbatches() as f64, gradient: None }, None)
             }
+            StageOutput::Hidden(hidden) if !hidden.is_tracked() => {
+                return Err(Error::invalid_argument(format!(
+                    "stage {stage} computes its output with nothing that is trained, and so has no backward pass"
+                ))
+                .with_remedy("give the first stage a layer that is trained, and let every other stage compute with its input"));
+            }
             StageOutput::Hidden(hidden) => {
                 let slot = Arc::new(KnownGradient::default());
                 let root = Dispatch::rooted(hidden.clone().into_dispatch(), Source(slot.clone()));

@@ -8,7 +8,7 @@ use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::Tensor;
 use phalanx::{Caller, Error, ProcessGroup, Rank, ReduceOp, Result};
 
-use super::super::division::{Division, Span, divided};
+use super::super::division::{Division, Span, divided, noted};
 use super::super::exchange::{Exchange, Step};
 use super::super::fsdp::first_shard;
 use super::super::op::ParallelOp;
@@ -177,9 +177,21 @@ impl TensorGroup {
     /// it together.
     ///
     /// # Errors
-    /// If the exchange fails.
+    /// On every rank, if layers are divided among the ranks of another group. If the exchange fails.
     pub fn gather_module<M: Module>(&self, module: M) -> Result<M> {
-        let mut gathering = Gathering { group: self, spans: divided(&module), outcome: Ok(()) };
+        let (noted, own) = (noted(&module), (self.rank(), self.ranks()));
+        let other = noted.values().map(|part| (part.rank, part.ranks)).find(|part| *part != own);
+        // Asked of all ranks, or the others would wait for one that finds it here alone.
+        let mut others = self.0.all_gather_object(&other)?.into_iter().enumerate();
+        if let Some((rank, (part, parts))) = others.find_map(|(rank, other)| Some((rank, other?))) {
+            return Err(Error::invalid_argument(format!(
+                "rank {rank} has part {part} of {parts} of a divided layer, and in this tensor group it is number {rank} of {}",
+                self.ranks()
+            ))
+            .with_remedy("gather the module with the TensorGroup among whose ranks its layers are divided"));
+        }
+        let spans = noted.into_iter().map(|(id, part)| (id, part.span)).collect();
+        let mut gathering = Gathering { group: self, spans, outcome: Ok(()) };
         let whole = module.map(&mut gathering).materialize();
         gathering.outcome.map(|()| whole)
     }

@@ -91,6 +91,43 @@ fn gradients_find_their_tensors_in_whatever_order_they_come() {
     assert_eq!(ours[0], [[10.0, 10.0], [6.0, 12.0]]);
 }
 
+#[test]
+fn a_tensor_that_takes_no_gradient_gets_none() {
+    for is_alone in [true, false] {
+        let ours = run(2, |group| {
+            let peer = Rank::new(1 - group.rank().get());
+            let link = StageLink::new(&group, peer).unwrap();
+            let gradient = |of: &Tensor<1>, loss: Tensor<1>| -> Vec<f32> {
+                of.grad(&loss.backward()).unwrap().into_data().iter().collect()
+            };
+            if group.rank().is_main() {
+                let mask = link.send_forward(Tensor::<1>::from_floats([2.0, 3.0], &device())).unwrap();
+                let own = (!is_alone).then(|| {
+                    let x = Tensor::<1>::ones([2], &device()).require_grad();
+                    gradient(&x, link.send_forward(x.clone()).unwrap() + mask)
+                });
+                // Nothing lies in front of what comes next.
+                let mut next = [0i64];
+                group.recv(&mut next, peer).unwrap();
+                assert_eq!(next, [7]);
+                own.unwrap_or_default()
+            } else {
+                let mask: Tensor<1> = link.recv_forward(&device()).unwrap();
+                let weights = Tensor::<1>::from_floats([5.0, 7.0], &device()).require_grad();
+                let mut product = mask * weights.clone();
+                if !is_alone {
+                    product = product * link.recv_forward::<1>(&device()).unwrap();
+                }
+                let own = gradient(&weights, product.sum());
+                group.send(&[7i64], peer).unwrap();
+                own
+            }
+        });
+        let expected = if is_alone { Vec::new() } else { vec![10.0, 21.0] };
+        assert_eq!(ours, [expected, vec![2.0, 3.0]]);
+    }
+}
+
 /// Two links between the same ranks, whose gradients come in the order of the links or in the other one.
 #[test]
 fn a_gradient_of_another_link_is_not_taken_for_one_of_this_link() {

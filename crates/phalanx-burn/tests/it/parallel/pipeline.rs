@@ -449,11 +449,14 @@ fn an_error_on_one_rank_is_every_rank_s() {
     };
     failed([false, true], &[3, 4], 1, "make all micro-batches equally large");
     // Of one rank, too: the mean over micro-batches would count the samples of the smaller one for more.
-    let mut pipeline = Pipeline::new(&alone(), Schedule::Interleaved { stages_per_rank: 2 }, 2).unwrap();
+    let of_one = || Pipeline::new(&alone(), Schedule::Interleaved { stages_per_rank: 2 }, 2).unwrap();
     let stage = |gives_loss| Odd { layer: LinearConfig::new(2, 2).init(&device()), gives_loss };
     let mut ddp = Ddp::new(vec![stage(false), stage(true)], &alone()).unwrap();
-    let error = pipeline.train(&mut ddp, &[3, 4]).unwrap_err().to_string();
+    let error = of_one().train(&mut ddp, &[3, 4]).unwrap_err().to_string();
     assert!(error.contains("make all micro-batches equally large"), "{error}");
+    let mut ddp = Ddp::new(vec![stage(false).no_grad(), stage(true)], &alone()).unwrap();
+    let error = of_one().train(&mut ddp, &[3, 3]).unwrap_err().to_string();
+    assert!(error.contains("stage 0 computes its output with nothing that is trained"), "{error}");
     failed([true, true], &[3, 3], 1, "stage 0 gives a loss");
     failed([false, false], &[3, 3], 1, "stage 1 gives no loss");
     failed([false, true], &[3, 3], 2, "has 1 of 2 stages, and its model 2");

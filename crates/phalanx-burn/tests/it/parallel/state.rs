@@ -12,7 +12,9 @@ use phalanx::pipeline::Schedule;
 use phalanx::{DType, ProcessGroup};
 use phalanx_burn::Ddp;
 use phalanx_burn::parallel::pipeline::{Pipeline, Stage, StageOutput};
-use phalanx_burn::parallel::tensor::{Activations, ParallelEncoder, TensorGroup, VocabParallelEmbedding};
+use phalanx_burn::parallel::tensor::{
+    Activations, ColumnParallelLinear, ParallelEncoder, TensorGroup, VocabParallelEmbedding,
+};
 use phalanx_burn::parallel::{ShardedState, StateNames};
 
 use super::model::{Batch, Part, Whole, loss, rows};
@@ -342,6 +344,28 @@ fn another_model_s_state_is_refused_and_changes_nothing() {
             .save_sharded(2, |snapshot| state.save(&other, &optimizer, snapshot, "training"))
             .unwrap_err();
         assert!(error.to_string().contains("not the one for which ShardedState::new was called"), "{error}");
+    });
+}
+
+/// Replicas save in turns, and what others would have saved were missing.
+#[test]
+fn a_group_without_some_ranks_of_the_mesh_is_refused() {
+    run(2, |group| {
+        let ddp = Ddp::new(LinearConfig::new(4, 4).init(&device()), &group).unwrap();
+        let alone = ProcessGroup::alone().unwrap();
+        let error = ShardedState::new(&ddp, &alone, None, &StateNames::same()).unwrap_err();
+        let said = ["no rank of the group would save `weight`", "no rank of the group would save `bias`"];
+        let said = said[group.rank().index()];
+        assert!(error.is_invalid_argument() && error.to_string().contains(said), "{error}");
+        ShardedState::new(&ddp, &group, None, &StateNames::same()).unwrap();
+    });
+    run(2, |group| {
+        let tensor = TensorGroup::new(&group);
+        let layer = ColumnParallelLinear::new(LinearConfig::new(4, 4).init(&device()), &tensor).unwrap();
+        let alone = ProcessGroup::alone().unwrap();
+        let ddp = Ddp::new(layer, &alone).unwrap();
+        let error = ShardedState::new(&ddp, &alone, Some(&tensor), &StateNames::same()).unwrap_err();
+        assert!(error.to_string().contains("no rank of the group would save `bias`"), "{error}");
     });
 }
 

@@ -327,6 +327,57 @@ fn the_norm_of_a_part_is_refused() {
     });
 }
 
+/// Its ranks may have the same parts, whose squares would be added up.
+#[test]
+fn a_norm_over_another_group_than_that_of_the_layers_is_refused_on_every_rank() {
+    for (data, tensor) in [(2, 2), (4, 1)] {
+        let together = Barrier::new(4);
+        let outcomes = run(4, |group| {
+            let mesh = DeviceMesh::new(&group, &[("data", data), ("tensor", tensor)]).unwrap();
+            let (data, tensor) = (mesh.group("data").unwrap(), mesh.group("tensor").unwrap());
+            let layer = LinearConfig::new(WIDTH, WIDTH).init(&device()).map(&mut Waves(0));
+            let layer = ColumnParallelLinear::new(layer, &TensorGroup::new(tensor)).unwrap();
+            let mut ddp = Ddp::new(layer, data).unwrap();
+            let loss = ddp.forward(|layer| weighed(layer.forward(input()))).unwrap();
+            let mut gradients = ddp.backward(&loss).unwrap();
+            let other = TensorGroup::new(data);
+            // An error ends the groups, and no other rank is in the middle of its backward pass.
+            together.wait();
+            parallel::clip_grad_norm(ddp.model(), &mut gradients, 1e-3, Some(&other), None, &[]).unwrap_err()
+        });
+        for error in outcomes {
+            assert!(error.to_string().contains("of a divided layer, and in the tensor group"), "{error}");
+        }
+    }
+}
+
+/// It would be made of equal parts.
+#[test]
+fn a_module_is_gathered_by_no_other_group_than_that_of_its_layers() {
+    for (data, tensor, said) in [
+        (2, 2, "rank 1 has part 0 of 2 of a divided layer, and in this tensor group it is number 1 of 2"),
+        (4, 1, "rank 0 has part 0 of 1 of a divided layer, and in this tensor group it is number 0 of 4"),
+    ] {
+        run(4, |group| {
+            let mesh = DeviceMesh::new(&group, &[("data", data), ("tensor", tensor)]).unwrap();
+            let tensor = TensorGroup::new(mesh.group("tensor").unwrap());
+            let layer = || LinearConfig::new(WIDTH, WIDTH).init(&device()).map(&mut Waves(0));
+            let divided = ColumnParallelLinear::new(layer(), &tensor).unwrap();
+            let other = TensorGroup::new(mesh.group("data").unwrap());
+            let error = other.gather_module(divided.clone()).unwrap_err();
+            assert!(error.is_invalid_argument(), "{error}");
+            // Of the ranks of the first part, or of the second.
+            let text = error.to_string();
+            assert!(text.contains("of a divided layer, and in this tensor group it is number"), "{text}");
+            if group.rank().is_main() {
+                assert!(text.contains(said), "{text}");
+            }
+            let whole = tensor.gather_module(divided).unwrap();
+            assert_eq!(floats(&whole), floats(&layer()));
+        });
+    }
+}
+
 /// Rank 0's part would overwrite the others', and their gradients would be averaged.
 #[test]
 fn ranks_with_different_parts_are_no_replicas() {

@@ -3,6 +3,7 @@
 use std::sync::Barrier;
 
 use burn::grad_clipping::GradientClippingConfig;
+use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::module::{Module, ParamGroup};
 use burn::nn::{BatchNormConfig, DropoutConfig, Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
@@ -19,7 +20,7 @@ use phalanx_burn::{DataParallel, Ddp, FusedAdamWConfig, TowerGradients, TrainSta
 
 use super::layers::Layers;
 use super::{all_options, options};
-use crate::common::{device, floats, projecting, run};
+use crate::common::{Mlp, device, floats, projecting, run};
 
 /// The errors of all ranks, which must be errors.
 fn errors<T>(outcomes: Vec<Result<T>>) -> Vec<Error> {
@@ -84,6 +85,34 @@ fn replicas_whose_units_or_models_differ_are_named_on_every_rank() {
         Fsdp::new(model, &sharding)
     }));
     all_say(&fewer, "rank 0 of replica 0's model has the units [0, 1, 2], and rank 0 of replica 1's [0, 1]");
+}
+
+/// Replicas that have other shards would take over rank 0's.
+#[test]
+fn groups_that_are_no_dimensions_of_one_mesh_are_an_error_on_every_rank() {
+    let unit = |shard: &ProcessGroup, replicate: &ProcessGroup| {
+        let sharding = ShardingGroup::hybrid(shard, replicate);
+        FullySharded::new(LinearConfig::new(8, 4).init(&device()), &sharding).map(drop)
+    };
+    let said = "the groups of ShardingGroup::hybrid are no dimensions of one mesh";
+    all_say(&errors(run(2, |group| unit(&group, &group))), said);
+    let whole = errors(run(4, |group| {
+        let mesh = DeviceMesh::new(&group, &[("replicate", 2), ("shard", 2)])?;
+        unit(&group, mesh.group("replicate")?)
+    }));
+    all_say(&whole, said);
+}
+
+#[test]
+fn a_second_model_of_one_sharding_group_is_refused() {
+    let refused = errors(run(2, |group| {
+        let sharding = ShardingGroup::new(&group)?;
+        let first = Fsdp::new(Layers::new(&[4, 4], &sharding)?, &sharding)?;
+        // The model of one that has ended may have another.
+        let _first = Fsdp::new(first.into_model(), &sharding)?;
+        Fsdp::new(Layers::new(&[4, 4], &sharding)?, &sharding)
+    }));
+    all_say(&refused, "another Fsdp has units of this ShardingGroup");
 }
 
 #[test]
@@ -314,7 +343,7 @@ fn optimizers_that_take_a_norm_are_refused() {
         clipped(GradientClippingConfig::Norm(1e4)),
     ] {
         let outcomes = run(2, |group| stepped(&group, optimizer.clone()));
-        all_say(&errors(outcomes), "of `layers.0.shard.0`, of which each rank has a piece");
+        all_say(&errors(outcomes), "of `layers.0.weight`, of which each rank has a piece");
         // The piece of one rank is the whole.
         run(1, |group| stepped(&group, optimizer.clone()).unwrap());
     }
@@ -398,16 +427,13 @@ fn an_optimizer_that_takes_a_norm_is_refused_also_in_place_of_another() {
         }
         Ok::<(), Error>(())
     });
-    all_say(&errors(outcomes), "of `layers.0.shard.0`, of which each rank has a piece");
+    all_say(&errors(outcomes), "of `layers.0.weight`, of which each rank has a piece");
 }
 
 #[test]
 fn an_optimizer_that_cannot_be_asked_is_refused_unless_pieces_are_whole() {
     let outcomes = run(2, |group| stepped(&group, projecting()));
-    all_say(
-        &errors(outcomes),
-        "nothing says whether it treats each element by itself; of `layers.0.shard.0`",
-    );
+    all_say(&errors(outcomes), "nothing says whether it treats each element by itself; of `layers.0.weight`");
     run(1, |group| stepped(&group, projecting()).unwrap());
 }
 
@@ -450,7 +476,41 @@ fn optimizers_that_differ_are_an_error_on_every_rank() {
     let outcomes = run(2, |group| {
         stepped(&group, if group.rank().is_main() { adamw(1e-5) } else { LambConfig::new().init() })
     });
-    all_say(&errors(outcomes), "of `layers.0.shard.0`, of which each rank has a piece");
+    all_say(&errors(outcomes), "of `layers.0.weight`, of which each rank has a piece");
+}
+
+/// A step of a model whose first layer has no learning rate, or whose optimizer leaves it alone, by its ids before it was sharded, or by its pieces'.
+fn frozen_by_ids(group: &ProcessGroup, by_rate: bool, of_pieces: bool) -> Result<[bool; 2]> {
+    let sharding = ShardingGroup::new(group)?;
+    let whole = Mlp::new(&[4, 4, 4]);
+    let ids = ParamGroup::ids_from_module(whole.layers[0].clone());
+    let layers = whole.layers.into_iter().map(|layer| FullySharded::new(layer, &sharding));
+    let mut fsdp = Fsdp::new(Layers { layers: layers.collect::<Result<_>>()? }, &sharding)?;
+    let ids = if of_pieces { ParamGroup::ids_from_module(fsdp.model().layers[0].clone()) } else { ids };
+    let (mut optimizer, mut rates) = (SgdConfig::new().init(), ModuleLrScheduler::new(0.1_f64));
+    if by_rate {
+        rates = rates.with_group(ids, 0.0_f64);
+    } else {
+        let clipping = GradientClippingConfig::Value(0.0).init();
+        optimizer = optimizer.with_group(ids, SgdConfig::new().build(), Some(clipping));
+    }
+    let before = [0, 1].map(|layer| floats(&fsdp.model().layers[layer]));
+    let x = Tensor::<2>::ones([2, 4], &device());
+    let loss = fsdp.forward(|model| model.forward(x).mean())?;
+    let gradients = fsdp.backward(&loss)?;
+    fsdp.step(&mut optimizer, rates.step(), gradients)?;
+    Ok([0, 1].map(|layer| floats(&fsdp.model().layers[layer]) == before[layer]))
+}
+
+#[test]
+fn a_group_by_the_ids_of_whole_parameters_is_refused() {
+    for by_rate in [false, true] {
+        for ranks in [1, 2] {
+            let refused = errors(run(ranks, |group| frozen_by_ids(&group, by_rate, false)));
+            all_say(&refused, "has the ParamId that `layers.0.weight` had before it was sharded");
+            run(ranks, |group| assert_eq!(frozen_by_ids(&group, by_rate, true).unwrap(), [true, false]));
+        }
+    }
 }
 
 #[test]

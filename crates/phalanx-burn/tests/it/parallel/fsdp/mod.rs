@@ -6,7 +6,8 @@ mod overlap;
 mod partial;
 mod weights;
 
-use burn::module::Module;
+use burn::lr_scheduler::module_lr_scheduler::{ModuleLearningRate, ModuleLrScheduler};
+use burn::module::{Module, ParamGroup};
 use burn::nn::transformer::TransformerEncoderLayer;
 use burn::nn::{Embedding, Linear};
 use burn::optim::momentum::MomentumConfig;
@@ -65,7 +66,7 @@ impl Sharded {
 #[derive(Clone)]
 struct Plan {
     optimizer: ModuleOptimizer,
-    rate: f64,
+    rate: ModuleLearningRate,
     /// Parts of each rank's batch, whose gradients are added up.
     parts: usize,
     max_norm: Option<f64>,
@@ -74,12 +75,23 @@ struct Plan {
 impl Plan {
     fn adam() -> Self {
         // Large enough that gradients which are rounding errors, as those of keys' biases, move nothing.
-        Self { optimizer: AdamWConfig::new().with_epsilon(1e-3).init(), rate: 1e-2, parts: 1, max_norm: None }
+        let optimizer = AdamWConfig::new().with_epsilon(1e-3).init();
+        Self { optimizer, rate: 1e-2_f64.into(), parts: 1, max_norm: None }
     }
 
     fn momentum() -> Self {
         let optimizer = SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init();
-        Self { optimizer, rate: 0.2, ..Self::adam() }
+        Self { optimizer, rate: 0.2_f64.into(), ..Self::adam() }
+    }
+
+    /// Biases have no decay, and another rate.
+    fn grouped() -> Self {
+        let biases = || ParamGroup::from_regex(r"(^|\.)bias$").unwrap();
+        let decayed = AdamWConfig::new().with_epsilon(1e-3).with_weight_decay(0.5);
+        let plain = decayed.clone().with_weight_decay(0.0).build();
+        let optimizer = decayed.init().with_group(biases(), plain, None);
+        let mut rates = ModuleLrScheduler::new(1e-2_f64).with_group(biases(), 2e-2_f64);
+        Self { optimizer, rate: rates.step(), ..Self::adam() }
     }
 }
 
@@ -112,7 +124,7 @@ fn one_process(plan: &Plan) -> Outcome {
         if let Some(max) = plan.max_norm {
             norms.push(clip_grad_norm(&model, &mut gradients, max).unwrap());
         }
-        model = optimizer.step(plan.rate, model, gradients);
+        model = optimizer.step(plan.rate.clone(), model, gradients);
         losses.push(mean);
     }
     Outcome { losses, norms, weights: floats(&model) }
@@ -138,7 +150,7 @@ fn sharded(plan: &Plan, sharding: &ShardingGroup, rank: usize, ranks: usize) -> 
         if let Some(max) = plan.max_norm {
             norms.push(fsdp.clip_grad_norm(&mut gradients, max)?);
         }
-        fsdp.step(&mut optimizer, plan.rate, gradients)?;
+        fsdp.step(&mut optimizer, plan.rate.clone(), gradients)?;
         losses.push(fsdp.mean(mean)?);
     }
     Ok(Outcome { losses, norms, weights: fsdp.model().floats() })
@@ -182,6 +194,19 @@ fn sharded_training_is_one_process() {
                 });
             }
         }
+    }
+}
+
+#[test]
+fn groups_of_parameters_are_told_by_their_names_in_the_whole_model() {
+    let plan = Plan::grouped();
+    let expected = one_process(&plan);
+    for ranks in [1, 2] {
+        run(ranks, |group| {
+            let sharding = ShardingGroup::new(&group).unwrap();
+            let ours = sharded(&plan, &sharding, group.rank().index(), ranks as usize).unwrap();
+            near(&ours, &expected, &format!("{ranks} ranks"));
+        });
     }
 }
 

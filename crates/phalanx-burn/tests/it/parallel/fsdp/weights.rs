@@ -39,7 +39,7 @@ fn one_process(plan: &Plan, slots: usize) -> Vec<Vec<f32>> {
         let total: usize = counts(step, slots).iter().sum();
         let loss = model.loss(rows(begin(step), begin(step) + total));
         let gradients = GradientsParams::from_grads(loss.backward(), &model);
-        model = optimizer.step(plan.rate, model, gradients);
+        model = optimizer.step(plan.rate.clone(), model, gradients);
     }
     floats(&model)
 }
@@ -66,7 +66,7 @@ fn sharded(plan: &Plan, sharding: &ShardingGroup, rank: usize, ranks: usize) -> 
                 continue;
             }
             let gradients = fsdp.backward_weighted(&loss, weight).unwrap();
-            fsdp.step(&mut optimizer, plan.rate, gradients).unwrap();
+            fsdp.step(&mut optimizer, plan.rate.clone(), gradients).unwrap();
         }
     }
     fsdp.model().floats()
