@@ -1,12 +1,13 @@
 //! Horovod's way: collectives by name, on the memory of tensors.
 
 use parking_lot::{Mutex, RwLock};
-use phalanx::{Error, INTERRUPT_INTERVAL, ProcessGroup, Rank};
+use phalanx::{Caller, Error, INTERRUPT_INTERVAL, ProcessGroup, Rank};
 use phalanx_horovod::{Handle as Flight, Op, Received, Reduction, Tensor};
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
 
+use crate::collectives::is_integer;
 use crate::dtypes::{self, Meaning};
 use crate::errors::raised;
 use crate::group::{INTEGER_AVERAGE, NARROW};
@@ -253,7 +254,8 @@ impl Horovod {
         check_here(self.process).map(|()| &self.inner)
     }
 
-    /// Combines `tensors` with those of the other ranks. Factors are applied where the tensors are.
+    /// Combines `tensors` with those of the other ranks. Factors of floats are applied where the tensors are, those of integers by `phalanx_torch`:
+    /// ranks only compare them.
     fn reduce(
         &self,
         py: Python<'_>,
@@ -271,10 +273,11 @@ impl Horovod {
         if types.len() != tensors.len() {
             return Err(PyValueError::new_err("each tensor has a number of its type"));
         }
+        let has_factors = factors != (1.0, 1.0);
         for (tensor, number) in tensors.iter_mut().zip(types) {
-            if let Some(caller) = dtypes::of_narrow(number / NARROW, number % NARROW == INTEGER_AVERAGE)? {
-                tensor.stand_for(caller);
-            }
+            let scaled = (has_factors && is_integer(tensor.dtype())).then_some(Caller::ScaledIntegers);
+            let narrow = dtypes::of_narrow(number / NARROW, number % NARROW == INTEGER_AVERAGE)?;
+            narrow.or(scaled).into_iter().for_each(|caller| tensor.stand_for(caller));
         }
         self.start(py, |hvd| start(hvd, tensors, reduction).map(InFlight::Many))
     }

@@ -10,7 +10,7 @@ use crate::elements::{all_reduce, fill_neutral};
 use crate::engine::Submission;
 use crate::handle::{Completer, Outcome};
 use crate::tensor::Tensor;
-use phalanx::adapter::elements::{convert, scale};
+use phalanx::adapter::elements::{convert, scale as multiply};
 use phalanx_proto::horovod::controller::{Fused, Member};
 use phalanx_proto::horovod::reduction::{Factor, Op, Reduction};
 use phalanx_proto::horovod::request::{Kind, Request, Response};
@@ -357,6 +357,11 @@ fn pieces(lengths: &[usize], most: usize) -> Vec<Vec<(usize, Range<usize>)>> {
         pieces.push(piece);
     }
     pieces
+}
+
+/// Multiplies floats by `factor`. Those of integers an adapter applies, and ranks only compare them.
+fn scale(dtype: DType, data: &mut [u8], factor: f64) -> Result<()> {
+    if dtype.is_float() { multiply(dtype, data, factor) } else { Ok(()) }
 }
 
 /// What a rank that has joined brings: no rows, or neutral elements.

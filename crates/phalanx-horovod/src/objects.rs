@@ -187,7 +187,8 @@ impl Horovod {
     /// ```
     ///
     /// # Errors
-    /// As a collective; if there is not one index for each row; and for operations other than [`Op::Sum`] and [`Op::Average`].
+    /// As a collective; if there is not one index for each row; for operations other than [`Op::Sum`] and [`Op::Average`]; and on every rank if ranks
+    /// give different ones.
     #[doc(alias = "sparse_allreduce_async")]
     pub fn allreduce_sparse(&self, name: &str, gradient: SparseGradient, op: Op) -> Result<SparseGradient> {
         let SparseGradient { indices, values } = gradient;
@@ -211,10 +212,21 @@ impl Horovod {
             ))
             .with_remedy("give one row of values for each index"));
         }
-        let mut gathered = self.grouped_allgather(name, vec![indices.into(), values])?;
-        let (Some(mut values), Some(indices)) = (gathered.pop(), gathered.pop()) else {
-            return Err(Error::aborted("an allgather of two tensors has another number of results"));
+        // A gather does not compare what is made of the rows.
+        let averages = i64::from(op == Op::Average);
+        let mut gathered = self.grouped_allgather(name, vec![indices.into(), values, [averages].into()])?;
+        let (Some(every), Some(mut values), Some(indices)) = (gathered.pop(), gathered.pop(), gathered.pop())
+        else {
+            return Err(Error::aborted("an allgather of three tensors has another number of results"));
         };
+        if every.as_slice::<i64>()?.iter().any(|theirs| *theirs != averages) {
+            let other = if op == Op::Average { Op::Sum } else { Op::Average };
+            return Err(Error::mismatch(format!(
+                "{name:?}: rank {} submits allreduce_sparse({op}), another rank allreduce_sparse({other})",
+                self.rank()
+            ))
+            .with_remedy("every rank must submit the same op under a name"));
+        }
         let dtype: DType = values.dtype();
         scale(dtype, values.as_bytes_mut(), factor)?;
         Ok(SparseGradient { indices: indices.as_slice()?.to_vec(), values })

@@ -177,6 +177,8 @@ callers! {
     PickledBroadcastObjectList = 82, "phalanx_torch.broadcast_object_list";
     /// `scatter_object_list` of the package for Python.
     PickledScatterObjectList = 83, "phalanx_torch.scatter_object_list";
+    /// An operation by name with integers whose factors the package for Python applies.
+    ScaledIntegers = 84, "integers with factors";
 }
 
 impl Caller {

@@ -217,6 +217,12 @@ fn values_parameters_and_sparse_gradients() {
         assert_eq!(all.values.as_slice::<f32>().unwrap()[..4], [1.0, 1.0, 2.0, 2.0]);
         let wrong = SparseGradient { indices: vec![1], values: Tensor::from([1.0f32, 2.0]) };
         assert!(hvd.allreduce_sparse("wrong", wrong, Op::Sum).unwrap_err().is_invalid_argument());
+        let gradient = SparseGradient { indices: vec![1], values: Tensor::from([1.0f32]) };
+        let op = if hvd.rank().is_main() { Op::Sum } else { Op::Average };
+        let error = hvd.allreduce_sparse("op", gradient, op).unwrap_err();
+        assert!(error.is_mismatch(), "{error}");
+        let said = format!("rank {rank} submits allreduce_sparse({op}), another rank allreduce_sparse(");
+        assert!(error.to_string().contains(&said), "{error}");
     });
 }
 

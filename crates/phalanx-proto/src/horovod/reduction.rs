@@ -132,6 +132,18 @@ impl Reduction {
 
     /// An error if this has no meaning for elements of `dtype` in a world of `size`.
     pub fn check(self, dtype: DType, size: usize) -> Result<()> {
+        self.check_scaled(dtype, size)?;
+        for (name, Factor(factor)) in self.factors() {
+            if factor != 1.0 && !dtype.is_float() {
+                return Err(Error::invalid_argument(format!("{name} is not defined for {dtype}"))
+                    .with_remedy("convert to f32 or f64"));
+            }
+        }
+        Ok(())
+    }
+
+    /// As [`check`](Self::check), of elements to which an adapter applies the factors: integers may have some, which ranks only compare.
+    pub(crate) fn check_scaled(self, dtype: DType, size: usize) -> Result<()> {
         let refuse = |what: String, remedy: &str| Err(Error::invalid_argument(what).with_remedy(remedy));
         let supported = match self.op.reduce_op() {
             Some(op) => op.supports(dtype),
@@ -145,15 +157,17 @@ impl Reduction {
             let remedy = "start 2, 4, 8, ... ranks, or use Op::Average";
             return refuse(format!("adasum is not defined for {size} ranks"), remedy);
         }
-        for (name, Factor(factor)) in [("prescale", self.prescale), ("postscale", self.postscale)] {
+        for (name, Factor(factor)) in self.factors() {
             if !factor.is_finite() {
                 return refuse(format!("{name} is {factor}"), "it must be a finite number");
             }
-            if factor != 1.0 && !dtype.is_float() {
-                return refuse(format!("{name} is not defined for {dtype}"), "convert to f32 or f64");
-            }
         }
         Ok(())
+    }
+
+    /// The factors, with their names.
+    fn factors(self) -> [(&'static str, Factor); 2] {
+        [("prescale", self.prescale), ("postscale", self.postscale)]
     }
 }
 
@@ -166,7 +180,7 @@ impl From<Op> for Reduction {
 impl fmt::Display for Reduction {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.op.fmt(f)?;
-        for (name, Factor(factor)) in [("prescale", self.prescale), ("postscale", self.postscale)] {
+        for (name, Factor(factor)) in self.factors() {
             if factor != 1.0 {
                 write!(f, ", {name} {factor}")?;
             }

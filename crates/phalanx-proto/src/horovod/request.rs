@@ -178,6 +178,15 @@ impl Part {
         Ok(())
     }
 
+    /// An error if `reduction` has no meaning for it in a world of `size`. Only adapters say what a tensor stands for, and they apply factors of
+    /// integers themselves.
+    fn check_reduction(&self, reduction: Reduction, size: usize) -> Result<()> {
+        match self.stands_for {
+            Some(_) => reduction.check_scaled(self.dtype, size),
+            None => reduction.check(self.dtype, size),
+        }
+    }
+
     /// Whether they are the same but for the number of rows.
     fn rows_match(&self, other: &Self) -> bool {
         (self.dtype, self.stands_for) == (other.dtype, other.stands_for)
@@ -214,7 +223,7 @@ impl Request {
         }
         match &self.kind {
             Kind::Allreduce(reduction) | Kind::Reducescatter(reduction) => {
-                self.parts.iter().try_for_each(|part| reduction.check(part.dtype, size))?;
+                self.parts.iter().try_for_each(|part| part.check_reduction(*reduction, size))?;
             }
             Kind::Broadcast { root } if *root as usize >= size => {
                 return refuse(format!("root {root} is outside a world of {size}"));
@@ -565,6 +574,25 @@ mod tests {
             assert!(!own.agrees_with(&of(kind.clone(), None)), "bytes");
             assert!(own.to_string().contains("tensors of int16 (u8 [3, 2])"), "{own}");
         }
+    }
+
+    #[test]
+    fn factors_of_integers_are_an_adapters_and_are_compared() {
+        let of = |stands_for, postscale| {
+            let parts = vec![Part { dtype: DType::I64, stands_for, ..part(&[3]) }];
+            let reduction = Reduction::new(Op::Sum).postscale(postscale);
+            Request { name: "t".into(), kind: Kind::Allreduce(reduction), parts }
+        };
+        let scaled = Some(Caller::ScaledIntegers);
+        assert!(of(None, 1.0).check(2).is_ok() && of(scaled, 0.5).check(2).is_ok());
+        let refused = |request: Request| request.check(2).unwrap_err().to_string();
+        assert!(refused(of(None, 0.5)).contains("postscale is not defined for i64"));
+        assert!(refused(of(scaled, f64::NAN)).contains("postscale is NaN"));
+        assert!(of(scaled, 0.5).agrees_with(&of(scaled, 0.5)));
+        assert!(!of(scaled, 0.5).agrees_with(&of(scaled, 2.0)));
+        assert!(!of(scaled, 0.5).agrees_with(&of(None, 1.0)));
+        let shown = of(scaled, 0.5).to_string();
+        assert_eq!(shown, "allreduce(sum, postscale 0.5) of integers with factors (i64 [3])");
     }
 
     #[test]
