@@ -156,6 +156,39 @@ def test_what_cannot_be_meant_is_refused(tmp_path):
     assert processes(2, _refused, f"{tmp_path}/store") == [1, 1]
 
 
+def _given_up(number, path, how):
+    store = _begin(path, number, 2)
+    handles = _handles(store, "all", [0, 1], number)
+    if number == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        store.set("process", str(os.getpid()))
+        if how == "interrupted":
+            with pytest.raises(KeyboardInterrupt):
+                dist._reconfigure(1, handles)
+        else:
+            with pytest.raises(phalanx_torch.Error, match=r"of 2 ranks \[1\] have not come"):
+                dist._reconfigure(1, handles, timeout=datetime.timedelta(seconds=0.5))
+        store.set("ended", "")
+    else:
+        process = int(store.get("process"))
+        if how == "interrupted":
+            # Rank 0 waits for this one.
+            dist.PrefixStore("reconfigure/1", dist.group.WORLD._store).get("came/0")
+            os.kill(process, signal.SIGINT)
+        store.wait(["ended"], datetime.timedelta(seconds=30))
+        with pytest.raises(phalanx_torch.Error, match="rank 0 waits no longer for the ranks with this uuid.*another uuid") as caught:
+            dist._reconfigure(1, handles)
+        assert (caught.value.kind, caught.value.peer) == ("aborted", 0)
+    dist._reconfigure(2, handles).wait()
+    assert _sum() == 3.0
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", ["interrupted", "timed out"])
+def test_a_rank_that_comes_too_late_is_told_who_has_given_up(how, tmp_path):
+    processes(2, _given_up, f"{tmp_path}/store", how)
+
+
 def _hooked(number, path):
     store = _begin(path, number, 2)
     dist._reconfigure(1, _handles(store, "first", [0, 1], number)).wait()
