@@ -1221,8 +1221,8 @@ class ProcessGroup(dist.ProcessGroup):
             self._native.monitored_barrier(seconds)
         except Error as error:
             named = re.search(r"ranks? ([0-9, ]+)(?: and more)? of ", str(error))
-            if named is None and error.peer is None:
-                # It has not failed for want of a rank, such as in a signal's handler.
+            if error.kind == "mismatch" or named is None and error.peer is None:
+                # It has not failed for want of a rank, such as in a signal's handler, or in another call on another rank.
                 raise
             missing = named[1].split(", ") if named else [str(error.peer)]
             if rank != 0:
