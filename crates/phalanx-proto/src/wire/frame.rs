@@ -235,7 +235,12 @@ impl Call {
     pub fn remedy_if_left(&self, peer: Rank) -> String {
         match self.caller.is_some_and(Caller::is_for_each_batch) {
             true => uneven(peer),
-            false => "give every rank the same number of steps".to_owned(),
+            // A program that closes its groups after an error leaves as any other.
+            false => {
+                format!(
+                    "give every rank the same number of steps; if rank {peer} had an error before, its own output says so"
+                )
+            }
         }
     }
 }
