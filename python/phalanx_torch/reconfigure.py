@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from torch._C import _distributed_c10d as c10d
 
-from phalanx_torch import _native, _uncompiled
+from phalanx_torch import _native, _uncompiled, _versions
 from phalanx_torch._errors import Error
 from phalanx_torch.process_group import ProcessGroup, _call_hooks
 from phalanx_torch.work import Ended, Work, ended
@@ -123,6 +123,7 @@ class ReconfigurableGroup(ProcessGroup):
         self._agree(store, rank, handles, timeout)
         rest = timeout - datetime.timedelta(seconds=time.monotonic() - begin)
         native = self._met(store, rank, len(handles), max(rest, datetime.timedelta(seconds=1)))
+        _versions.compare_all(native)
         native.set_timeout(self._timeout.total_seconds())
         self._native, self._rank, self._size = native, rank, len(handles)
         self._sequence = self._barriers = 0

@@ -13,7 +13,7 @@ from conftest import SINCE_2_15, blind_watcher, processes
 from torch._C import _distributed_c10d as c10d
 
 import phalanx_torch
-from phalanx_torch import _native, reconfigure
+from phalanx_torch import _native, _versions, reconfigure
 
 pytestmark = pytest.mark.skipif(not SINCE_2_15, reason="this PyTorch has no enable_reconfigure")
 TIMEOUT = datetime.timedelta(seconds=60)
@@ -187,6 +187,26 @@ def _given_up(number, path, how):
 @pytest.mark.parametrize("how", ["interrupted", "timed out"])
 def test_a_rank_that_comes_too_late_is_told_who_has_given_up(how, tmp_path):
     processes(2, _given_up, f"{tmp_path}/store", how)
+
+
+def _with_other_versions(number, path):
+    store = _begin(path, number, 2)
+    handles = _handles(store, "all", [0, 1], number)
+    own = _versions._own
+    if number == 1:
+        _versions._own = lambda: "phalanx_torch 9.9.9 and PyTorch 2.9"
+    with pytest.raises(phalanx_torch.Error, match=r"rank [01] runs .*phalanx_torch 9\.9\.9 and PyTorch 2\.9.*: run the same versions"):
+        dist._reconfigure(1, handles)
+    with pytest.raises(RuntimeError, match="has no ranks yet"):
+        dist.all_reduce(torch.ones(1))
+    _versions._own = own
+    dist._reconfigure(2, handles).wait()
+    assert _sum() == 3.0
+    dist.destroy_process_group()
+
+
+def test_processes_of_other_versions_are_named_on_all_ranks(tmp_path):
+    processes(2, _with_other_versions, f"{tmp_path}/store")
 
 
 def _hooked(number, path):
