@@ -4,16 +4,20 @@ The native threads must not call Python while it ends, and peers are to get a go
 """
 
 import atexit
+import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from phalanx_torch import _native
 
 # How long operations in flight may take at exit, in seconds; afterwards the group is aborted on all ranks.
 GRACE = 5.0
 
-# What is called when groups have been left at exit.
+# What is called at exit before groups are left, and when they have been.
+before_leaving: list[Callable[[], object]] = []
 when_left: list[Callable[[], object]] = []
 
 _open: weakref.WeakSet[_native.Group] = weakref.WeakSet()
@@ -24,11 +28,42 @@ _ranks: weakref.WeakSet[_native.Ranks] = weakref.WeakSet()
 def remember(group: _native.Group) -> None:
     """Lets the native ``group`` be left at exit."""
     _open.add(group)
+    _leave_with_process()
 
 
 def remember_ranks(ranks: _native.Ranks) -> None:
     """Lets processes that are forked from this one be told that they have not met these ``ranks``."""
     _ranks.add(ranks)
+    _leave_with_process()
+
+
+# The process that leaves its groups when multiprocessing ends it.
+_process: int | None = None
+# What has ended that process, if it was an exception.
+_passing: BaseException | None = None
+
+
+def _leave_with_process() -> None:
+    """Lets groups be left at the end of a process that multiprocessing has started, too. It ends forked ones without Python's own end, and catches what
+    they raise."""
+    global _process
+    util: Any = sys.modules.get("multiprocessing.util")
+    # What a process has forked begins without.
+    if util is not None and _process != os.getpid():
+        _process = os.getpid()
+        # After all else, when it has ended its own children.
+        util.Finalize(None, _leave_process, exitpriority=-1000)
+
+
+def _leave_process() -> None:
+    global _passing
+    error = sys.exc_info()[1]
+    # torch.multiprocessing has caught what a process has raised, and ends it so.
+    _passing = (error.__context__ if error.code else None) if isinstance(error, SystemExit) else error
+    # Threads of the program may use groups: they are waited for first, as at Python's own end, and as multiprocessing does next.
+    wait_for_threads: Any = vars(threading)["_shutdown"]
+    wait_for_threads()
+    _leave()
 
 
 def check_not_forked() -> None:
@@ -52,6 +87,8 @@ def cause_of_end() -> BaseException | None:
     exception that ends the program has passed through the outermost frame, which nothing called, and theirs have not. Python's own
     console, and IPython, whose frames may look outermost, say by ``sys.ps1`` that they are there.
     """
+    if _passing is not None:
+        return _passing
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     trace = getattr(error, "__traceback__", None)
     if hasattr(sys, "ps1") or trace is None or trace.tb_frame.f_back is not None:
@@ -60,6 +97,8 @@ def cause_of_end() -> BaseException | None:
 
 
 def _leave() -> None:
+    for call in before_leaving:
+        call()
     error = cause_of_end()
     # A forked process has the memory of its parent's groups, which are not open there, and none of their threads.
     groups = [group for group in _open if group.is_open()]

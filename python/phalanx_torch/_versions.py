@@ -40,12 +40,22 @@ def compare(store: Any, rank: int, group: _native.Group) -> None:
     except RuntimeError:
         # Rank 0 has met this one, and is gone with its store: it has nothing left to do with this group, or the first call names it.
         return
-    own = _own()
-    if first == own:
-        return
-    cause = f"rank {rank} runs {own}, and rank 0 {first}: run the same versions in all processes of a job"
-    group.abort(cause)
-    raise Error(cause, "mismatch", 0)
+    _refuse_others(group, rank, {0: first, rank: _own()})
+
+
+def compare_all(group: _native.Group) -> None:
+    """Ends the group on all ranks, which have met, if two have different versions. For processes that may have been started apart: they ask each other,
+    and leave nothing in a store."""
+    texts = group.all_gather_object(_own().encode(), 0)
+    _refuse_others(group, group.rank, {rank: bytes(text).decode(errors="replace") for rank, text in enumerate(texts)})
+
+
+def _refuse_others(group: _native.Group, rank: int, versions: dict[int, str]) -> None:
+    for other, theirs in versions.items():
+        if theirs != versions[rank]:
+            cause = f"rank {rank} runs {versions[rank]}, and rank {other} {theirs}: run the same versions in all processes of a job"
+            group.abort(cause)
+            raise Error(cause, "mismatch", other)
 
 
 def _own() -> str:

@@ -4,7 +4,6 @@
 # mypy: disable-error-code="override,assignment,misc"
 # pyright: reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false, reportAssignmentType=false
 
-import atexit
 import contextlib
 import datetime
 import os
@@ -462,11 +461,13 @@ def _call_hooks_of_all() -> None:
 _exit.when_left.append(_call_hooks_of_all)
 
 
-@atexit.register
 def _warn_at_exit() -> None:
     if _exit.cause_of_end() is None:
         for group in list(_groups):
             _warn_if_unused(group)
+
+
+_exit.before_leaving.append(_warn_at_exit)
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -1221,8 +1222,8 @@ class ProcessGroup(dist.ProcessGroup):
             self._native.monitored_barrier(seconds)
         except Error as error:
             named = re.search(r"ranks? ([0-9, ]+)(?: and more)? of ", str(error))
-            if named is None and error.peer is None:
-                # It has not failed for want of a rank, such as in a signal's handler.
+            if error.kind == "mismatch" or named is None and error.peer is None:
+                # It has not failed for want of a rank, such as in a signal's handler, or in another call on another rank.
                 raise
             missing = named[1].split(", ") if named else [str(error.peer)]
             if rank != 0:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from torch._C import _distributed_c10d as c10d
 
-from phalanx_torch import _native, _uncompiled
+from phalanx_torch import _native, _uncompiled, _versions
 from phalanx_torch._errors import Error
 from phalanx_torch.process_group import ProcessGroup, _call_hooks
 from phalanx_torch.work import Ended, Work, ended
@@ -26,6 +26,9 @@ from phalanx_torch.work import Ended, Work, ended
 # The store keeps what this process has written in so many calls of `reconfigure`, the last ones. A process that comes late to one of them, with
 # other handles, hears that at once, and does not wait for who has come and gone.
 _KEPT = 16
+
+# How long a wait sleeps between two looks at the store, in seconds: at first and at most, as those of the native part.
+_PAUSES = (0.0001, 0.02)
 
 
 class _NoRanks:
@@ -120,6 +123,7 @@ class ReconfigurableGroup(ProcessGroup):
         self._agree(store, rank, handles, timeout)
         rest = timeout - datetime.timedelta(seconds=time.monotonic() - begin)
         native = self._met(store, rank, len(handles), max(rest, datetime.timedelta(seconds=1)))
+        _versions.compare_all(native)
         native.set_timeout(self._timeout.total_seconds())
         self._native, self._rank, self._size = native, rank, len(handles)
         self._sequence = self._barriers = 0
@@ -132,30 +136,53 @@ class ReconfigurableGroup(ProcessGroup):
         _native.Group.clear_meeting(store, rank, ["handles", f"came/{rank}", "came", "verdict"])
 
     def _agree(self, store: c10d.Store, rank: int, handles: list[str], timeout: datetime.timedelta) -> None:
-        """Waits until all have come with the same handles; the error of one that has come with others is everybody's."""
+        """Waits until all have come with the same handles; the error of one that has come with others is everybody's, and so is that of one that
+        waits no longer."""
+        try:
+            self._wait_for_verdict(store, rank, handles, timeout)
+        except Exception:
+            raise
+        except BaseException:
+            # A signal's handler has ended the wait.
+            store.compare_set("verdict", "", f"left/{rank}")
+            raise
+        verdict = bytes(store.get("verdict")).decode()
+        if verdict == "refused":
+            raise Error("reconfigure: the ranks have been given different handles, or in another order, for the same uuid", "mismatch")
+        if verdict != "agreed":
+            other = int(verdict.removeprefix("left/"))
+            raise Error(
+                f"reconfigure: rank {other} waits no longer for the ranks with this uuid: its time-out was over, or it was interrupted; let all ranks call "
+                "reconfigure with another uuid",
+                "aborted",
+                other,
+            )
+
+    @staticmethod
+    def _wait_for_verdict(store: c10d.Store, rank: int, handles: list[str], timeout: datetime.timedelta) -> None:
         own = hashlib.sha256("\n".join(handles).encode()).hexdigest()
-        refused = Error("reconfigure: the ranks have been given different handles, or in another order, for the same uuid", "mismatch")
         if bytes(store.compare_set("handles", "", own)).decode() != own:
             store.compare_set("verdict", "", "refused")
-            raise refused
+            return
         store.set(f"came/{rank}", "")
         if store.add("came", 1) == len(handles):
             store.compare_set("verdict", "", "agreed")
-        try:
-            store.wait(["verdict"], timeout)
-        except RuntimeError as error:
-            # Stores raise different kinds of it. One whose server has gone answers nothing more.
-            try:
-                missing = [other for other in range(len(handles)) if not store.check([f"came/{other}"])]
-            except RuntimeError:
-                raise error from None
-            raise Error(
-                f"reconfigure: of {len(handles)} ranks {missing} have not come with this uuid within {timeout.total_seconds():g} s: {error}",
-                "timeout",
-                missing[0] if len(missing) == 1 else None,
-            ) from error
-        if bytes(store.get("verdict")).decode() == "refused":
-            raise refused
+        deadline, pause = time.monotonic() + timeout.total_seconds(), _PAUSES[0]
+        # PyTorch's own wait answers no Ctrl-C.
+        while not store.check(["verdict"]):
+            rest = deadline - time.monotonic()
+            if rest > 0:
+                time.sleep(min(pause, rest))
+                pause = min(pause * 1.25, _PAUSES[1])
+                continue
+            missing = [other for other in range(len(handles)) if not store.check([f"came/{other}"])]
+            # Whoever comes now does not wait for this rank; and if all have come now, it goes on.
+            if bytes(store.compare_set("verdict", "", f"left/{rank}")).decode() == f"left/{rank}":
+                raise Error(
+                    f"reconfigure: of {len(handles)} ranks {missing} have not come with this uuid within {timeout.total_seconds():g} s",
+                    "timeout",
+                    missing[0] if len(missing) == 1 else None,
+                )
 
     def _call(self, operation: str, *arguments: Any, **options: Any) -> "Ended | Work":
         self._refuse_if_failed(operation)

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from torchft.process_group import ProcessGroupWrapper  # type: ignore[import-untyped, import-not-found, unused-ignore]  # pyright: ignore[reportMissingImports]
 
-from phalanx_torch import _native, _uncompiled
+from phalanx_torch import _native, _uncompiled, _versions
 from phalanx_torch.process_group import ProcessGroup
 
 
@@ -24,6 +24,8 @@ class _Quorum(ProcessGroup):
         native = self._met(store, rank, size, self._timeout)
         # All are connected, and nobody else comes to this quorum. A replica that runs for weeks serves the store of many.
         _native.Group.clear_meeting(store, rank, [])
+        # Each may have been started with others.
+        _versions.compare_all(native)
         return native
 
     def _part(self, store: Any, ranks: list[int], timeout: datetime.timedelta, name: object) -> ProcessGroup:

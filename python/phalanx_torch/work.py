@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx_torch import _native
+from phalanx_torch._errors import Error
 
 _NO_SOURCE = "source_rank: this operation has received from no rank"
 _NO_FUTURE_RESULT = "phalanx has no WorkResult futures: wait() raises the error, exception() returns it"
@@ -136,7 +137,13 @@ class Work(dist.Work):
                         finish()
                 except Exception as error:
                     self._error = error
-                self.has_copied = True
+                except BaseException as interrupt:
+                    # Perhaps a part has been copied: nobody may take that for the results.
+                    cause = f"{self._operation}: {type(interrupt).__name__} has interrupted this rank while it copied results into tensors of the program"
+                    self._error = Error(f"{cause} (make the call again, with what the tensors had before)", "aborted")
+                    raise
+                finally:
+                    self.has_copied = True
             return self._error
 
     def _settle(self) -> None:

@@ -469,7 +469,8 @@ fn only<'py>(list: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
     }
 }
 
-fn is_integer(dtype: DType) -> bool {
+/// Whether they are integers, and no truth values.
+pub fn is_integer(dtype: DType) -> bool {
     match dtype {
         DType::I32 | DType::I64 | DType::U8 | DType::I8 => true,
         DType::F32 | DType::F64 | DType::F16 | DType::BF16 | DType::Bool => false,

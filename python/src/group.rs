@@ -75,10 +75,11 @@ pub struct Reduction {
 }
 
 impl Group {
+    /// Meets other ranks, in a store of PyTorch's if it can be `given_up`.
     fn join(
         py: Python<'_>,
         timeout: Duration,
-        given_up: GivenUp,
+        given_up: Option<&GivenUp>,
         meet: impl FnOnce() -> phalanx::Result<Rendezvous> + Send + 'static,
     ) -> PyResult<Self> {
         let make = move || {
@@ -90,7 +91,10 @@ impl Group {
             Ok((ProcessGroup::join(met, options)?, meeting))
         };
         let most_kept = unexpected_bytes().map_err(|error| raised(py, &error))?;
-        let made = interrupt::apart(py, || given_up.give_up(), make)?;
+        let made = match given_up {
+            Some(given_up) => clearing::apart(py, given_up, make)?,
+            None => interrupt::apart(py, || (), make)?,
+        };
         Self::new(py, timeout, Connection::default(), most_kept, made)
     }
 
@@ -333,7 +337,7 @@ impl Group {
         let timeout = duration(timeout)?;
         let given_up = GivenUp::default();
         let store: SharedStore = Arc::new(TorchStore::new(store, given_up.clone()));
-        Self::join(py, timeout, given_up, move || {
+        Self::join(py, timeout, Some(&given_up), move || {
             let world = WorldSize::new(world_size)?;
             let meet = if is_kept { rendezvous::from_kept_store } else { rendezvous::from_store };
             meet(store, world.rank(rank)?, world, timeout)
@@ -351,7 +355,7 @@ impl Group {
         timeout: f64,
     ) -> PyResult<Self> {
         let timeout = duration(timeout)?;
-        Self::join(py, timeout, GivenUp::default(), move || {
+        Self::join(py, timeout, None, move || {
             let world = world_size.map(WorldSize::new).transpose()?;
             match (url.as_str(), rank, world) {
                 ("env://", None, None) => rendezvous::from_env(timeout),
@@ -397,7 +401,7 @@ impl Group {
         let connection = self.0.connection.clone();
         let made = match waits_here {
             true => interrupt::waiting(py, make)?,
-            false => interrupt::apart(py, || given_up.give_up(), make)?,
+            false => clearing::apart(py, &given_up, make)?,
         };
         Self::new(py, timeout, connection, most_kept, made).map(Some)
     }

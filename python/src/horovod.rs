@@ -1,12 +1,13 @@
 //! Horovod's way: collectives by name, on the memory of tensors.
 
 use parking_lot::{Mutex, RwLock};
-use phalanx::{Caller, DType, Error, INTERRUPT_INTERVAL, ProcessGroup, Rank};
+use phalanx::{Caller, Error, INTERRUPT_INTERVAL, ProcessGroup, Rank};
 use phalanx_horovod::{Handle as Flight, Op, Received, Reduction, Tensor};
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
 
+use crate::collectives::is_integer;
 use crate::dtypes::{self, Meaning};
 use crate::errors::raised;
 use crate::group::{INTEGER_AVERAGE, NARROW};
@@ -253,8 +254,8 @@ impl Horovod {
         check_here(self.process).map(|()| &self.inner)
     }
 
-    /// Combines `tensors` with those of the other ranks. Factors of floats are applied where the tensors are; integers have been scaled, and what comes
-    /// back is.
+    /// Combines `tensors` with those of the other ranks. Factors of floats are applied where the tensors are, those of integers by `phalanx_torch`:
+    /// ranks only compare them.
     fn reduce(
         &self,
         py: Python<'_>,
@@ -272,13 +273,11 @@ impl Horovod {
         if types.len() != tensors.len() {
             return Err(PyValueError::new_err("each tensor has a number of its type"));
         }
+        let has_factors = factors != (1.0, 1.0);
         for (tensor, number) in tensors.iter_mut().zip(types) {
+            let scaled = (has_factors && is_integer(tensor.dtype())).then_some(Caller::ScaledIntegers);
             let narrow = dtypes::of_narrow(number / NARROW, number % NARROW == INTEGER_AVERAGE)?;
-            let is_integer = !tensor.dtype().is_float() && tensor.dtype() != DType::Bool;
-            let scaled = (is_integer && factors != (1.0, 1.0)).then_some(Caller::ScaledIntegers);
-            if let Some(caller) = narrow.or(scaled) {
-                tensor.stand_for(caller);
-            }
+            narrow.or(scaled).into_iter().for_each(|caller| tensor.stand_for(caller));
         }
         self.start(py, |hvd| start(hvd, tensors, reduction).map(InFlight::Many))
     }
@@ -395,21 +394,6 @@ impl Horovod {
 
     fn allgather(&self, py: Python<'_>, name: &str, tensors: Tensors<'_>) -> PyResult<Handle> {
         let tensors = lent(&tensors, Meaning::Bytes, false)?;
-        self.start(py, |hvd| hvd.grouped_allgather_async(name, tensors).map(InFlight::Many))
-    }
-
-    /// Gathers the rows of sparse tensors: their indices, and their values. Ranks compare whether each makes an average of them, or the sum.
-    fn allgather_sparse(
-        &self,
-        py: Python<'_>,
-        name: &str,
-        tensors: Tensors<'_>,
-        is_average: bool,
-    ) -> PyResult<Handle> {
-        let mut tensors = lent(&tensors, Meaning::Bytes, false)?;
-        if let Some(indices) = tensors.first_mut() {
-            indices.stand_for(if is_average { Caller::AverageOfSparse } else { Caller::SumOfSparse });
-        }
         self.start(py, |hvd| hvd.grouped_allgather_async(name, tensors).map(InFlight::Many))
     }
 

@@ -43,8 +43,12 @@ impl GivenUp {
         self.0.store(true, Ordering::Relaxed);
     }
 
+    pub fn is_given_up(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+
     fn check(&self) -> Result<()> {
-        match self.0.load(Ordering::Relaxed) {
+        match self.is_given_up() {
             false => Ok(()),
             true => Err(Error::aborted("the program of this rank was interrupted while it joined the group")),
         }

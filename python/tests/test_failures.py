@@ -364,6 +364,18 @@ def test_a_monitored_barrier_names_who_is_missing(ranks):
     ranks(3, monitored)
 
 
+def monitored_beside_another_call(rank):
+    monitored_barrier = dist.monitored_barrier if SINCE_2_15 else dist.group.WORLD.monitored_barrier
+    with pytest.raises(Error, match="the ranks disagree: rank") as caught:
+        (monitored_barrier, dist.barrier)[rank]()
+    assert caught.value.kind == "mismatch" and "failed to pass" not in str(caught.value), caught.value
+    dist.group.WORLD.abort()
+
+
+def test_another_call_than_a_monitored_barrier_is_named_and_is_no_time_out(ranks):
+    ranks(2, monitored_beside_another_call)
+
+
 def destroyed(rank):
     group = dist.group.WORLD
     dist.destroy_process_group()

@@ -176,6 +176,20 @@ def test_a_failure_to_copy_back_is_told_every_time():
         work.get_future().wait()
 
 
+def test_results_whose_copying_was_interrupted_are_no_results():
+    def finish():
+        raise KeyboardInterrupt
+
+    work = Work(Ended(), [], finish, operation="all_reduce")
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    for learn in (Work.wait, Work.result):
+        with pytest.raises(phalanx_torch.Error, match="all_reduce: KeyboardInterrupt has interrupted this rank") as caught:
+            learn(work)
+        assert caught.value.kind == "aborted"
+    assert work.is_completed() and not work.is_success() and work.has_copied
+
+
 def trained(rank, hook):
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 

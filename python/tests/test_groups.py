@@ -3,6 +3,7 @@
 import collections
 import datetime
 import os
+import signal
 import threading
 import time
 
@@ -158,6 +159,38 @@ def test_no_store_is_called_any_more_when_the_end_of_a_program_has_waited():
     # It gives up at once, and the call that has begun returns.
     _native.await_cleared(0.0)
     assert store.underway == 0
+
+
+class Held:
+    """A store that presses Ctrl-C when it is asked, and answers when it may: some time later, as over a slow network."""
+
+    def __init__(self):
+        self.store, self.may, self.has_answered = dist.HashStore(), threading.Event(), False
+
+    def check(self, keys):
+        if not self.has_answered:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert self.may.wait(60.0)
+            time.sleep(0.2)
+            self.has_answered = True
+        return self.store.check(keys)
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+
+def interrupted(rank):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    store = Held()
+    with pytest.raises(KeyboardInterrupt):
+        _native.Group.in_store(store, rank, 2, 60.0)
+    _exit.when_left.append(store.may.set)
+    _exit._leave()
+    assert store.has_answered
+
+
+def test_the_end_of_a_program_waits_for_the_last_call_of_a_start_that_was_interrupted():
+    processes(1, interrupted)
 
 
 def keys_of_groups(rank, port, is_local):

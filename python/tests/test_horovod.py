@@ -243,6 +243,18 @@ def _errors(rank):
         with pytest.raises(hvd.HorovodInternalError, match=said) as caught:
             call(own, said)
         assert caught.value.kind == "mismatch"
+    # Factors of integers are compared as those of floats are.
+    for name, call in [("allreduce", hvd.allreduce), ("reducescatter", hvd.reducescatter)]:
+        for factor, factors in [("prescale", (1.0, 2.0)), ("postscale", (0.5, 2.0))]:
+            for dtype in (torch.int64, torch.int16, torch.float32):
+                for op in (hvd.Sum, hvd.Average):
+                    with pytest.raises(hvd.HorovodInternalError, match=f"{name}.*{factor} 2"):
+                        call(torch.ones(4, dtype=dtype), op=op, **{f"{factor}_factor": factors[rank]})
+    for dtype in (torch.int64, torch.float32):
+        with pytest.raises(ValueError, match="postscale is NaN"):
+            hvd.allreduce(torch.ones(1, dtype=dtype), op=hvd.Sum, postscale_factor=math.nan)
+    pair = hvd.grouped_allreduce([torch.ones(1), torch.tensor([3])], op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.5)
+    assert [one.tolist() for one in pair] == [[2.0], [6]]
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2.0
     handle = hvd.allreduce_async(torch.ones(1), name="twice") if rank == 0 else None
     if rank == 0:
@@ -967,28 +979,6 @@ def test_factors_of_integers_that_ranks_do_not_share_are_an_error_of_both():
     run(2, _other_factors_of_integers)
 
 
-def _sparse_with_other_operations(rank):
-    one = torch.sparse_coo_tensor([[rank]], [[1.0, 3.0]], (4, 2))
-    sides = r"rank 0 submits allgather of sum of sparse tensors .*, rank 1 allgather of average of sparse tensors "
-    with pytest.raises(hvd.HorovodInternalError, match=sides) as caught:
-        hvd.sparse_allreduce_async(one, "s", [hvd.Sum, hvd.Average][rank])()
-    assert caught.value.kind == "mismatch"
-    assert hvd.sparse_allreduce_async(one, "s", hvd.Average)().to_dense().tolist() == [[0.5, 1.5], [0.5, 1.5], [0.0, 0.0], [0.0, 0.0]]
-    table = torch.nn.Embedding(6, 2, sparse=True)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(table.parameters(), lr=1.0), [("table", table.weight)], op=[hvd.Sum, hvd.Average][rank]
-    )
-    optimizer.zero_grad()
-    table(torch.tensor([1])).sum().backward()
-    with pytest.raises(hvd.HorovodInternalError, match=sides) as caught:
-        optimizer.step()
-    assert "sparse on some ranks only" not in str(caught.value)
-
-
-def test_sparse_gradients_that_ranks_combine_in_different_ways_are_an_error_of_both():
-    run(2, _sparse_with_other_operations)
-
-
 @pytest.mark.parametrize("sparse_as_dense", [False, True])
 def test_sparse_gradients(sparse_as_dense):
     run(2, _sparse, sparse_as_dense)
@@ -1030,6 +1020,33 @@ def _sparse_at_first_on_one_rank(rank):
 
 def test_a_gradient_that_is_sparse_at_first_on_one_rank_is_an_error_of_both():
     run(2, _sparse_at_first_on_one_rank)
+
+
+def _sparse_of_other_kinds(rank):
+    def sparse(rows, columns=2):
+        return torch.sparse_coo_tensor([[0, 1]], torch.ones(2, columns), (rows, columns), check_invariants=True)
+
+    for name, tensor, op, said in [
+        ("rows", sparse(4 + rank), hvd.Sum, rf"rank {rank} submits Sum of sparse \[{4 + rank}, 2\], another rank Sum of sparse \[{5 - rank}, 2\]"),
+        ("op", sparse(4), (hvd.Average, hvd.Sum)[rank], r"submits .* of sparse \[4, 2\], another rank .* of sparse \[4, 2\]"),
+        ("columns", sparse(4, 2 + rank), hvd.Sum, "rank 0 submits .*, rank 1 "),
+        ("no elements", torch.sparse_coo_tensor(size=(4 + rank, 2)), hvd.Sum, "another rank Sum of sparse"),
+    ]:
+        with pytest.raises(hvd.HorovodInternalError, match=said) as caught:
+            hvd.sparse_allreduce_async(tensor, name, op)()
+        assert caught.value.kind == "mismatch", name
+    # Through an optimizer, and all else goes on.
+    table = torch.nn.Embedding(6 + rank, 2, sparse=True)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0), table.named_parameters())
+    optimizer.zero_grad()
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(hvd.HorovodInternalError, match=r"allreduce.weight.*another rank Average of sparse"):
+        optimizer.step()
+    assert hvd.sparse_allreduce_async(sparse(4), "same", hvd.Sum)().to_dense().tolist() == [[2.0] * 2] * 2 + [[0.0] * 2] * 2
+
+
+def test_sparse_tensors_of_other_shapes_or_for_another_op_are_not_added_up():
+    run(2, _sparse_of_other_kinds)
 
 
 def _batch_norm(rank):

@@ -91,6 +91,60 @@ def test_spawn(tmp_path):
     succeeds([sys.executable], SPAWNED.replace("PORT", str(free_port())), tmp_path / "program.py")
 
 
+ENDED = """
+import torch, torch.distributed as dist, torch.multiprocessing as mp, phalanx_torch
+
+def main(rank, how, path):
+    store = dist.FileStore(path, 4)
+    dist.init_process_group("phalanx", store=store, rank=rank, world_size=3)
+    tensor = torch.full((3,), float(rank))
+    dist.all_reduce(tensor)
+    if rank == 0:
+        # Without a word to the group.
+        if how == "raises":
+            raise KeyError("of rank zero")
+        dist.isend(tensor, 1)
+        return
+    store.wait(["ended"])
+    if how == "returns":
+        # The others go on without it.
+        if rank == 1:
+            dist.send(tensor * 2, 2)
+            dist.recv(tensor, 0)
+        else:
+            dist.recv(tensor, 1)
+        assert tensor.tolist() == [3.0 * rank] * 3, tensor
+        store.set(f"exchanged {rank}", "")
+        store.wait(["exchanged 1", "exchanged 2"])
+    try:
+        dist.barrier()
+    except phalanx_torch.Error as error:
+        expected = "aborted" if how == "raises" else "peer_left"
+        assert error.kind == expected and ("KeyError: 'of rank zero'" in str(error)) == (how == "raises"), error
+        print(f"rank {rank - 1} of 2 over {dist.group.WORLD.transport}", flush=True)
+
+if __name__ == "__main__":
+    how, method, path = "HOW", "METHOD", "STORE"
+    context = mp.get_context(method)
+    ranks = [context.Process(target=main, args=(rank, how, path)) for rank in range(3)]
+    for rank in ranks:
+        rank.start()
+    ranks[0].join()
+    dist.FileStore(path, 4).set("ended", "")
+    for rank in ranks[1:]:
+        rank.join()
+    codes = [rank.exitcode for rank in ranks]
+    assert codes == [int(how == "raises"), 0, 0], codes
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("how", ["returns", "raises"])
+def test_a_process_of_multiprocessing_says_how_it_has_ended(how, method, tmp_path):
+    program = ENDED.replace("HOW", how).replace("METHOD", method).replace("STORE", str(tmp_path / "store"))
+    succeeds([sys.executable], program, tmp_path / "program.py")
+
+
 @pytest.mark.parametrize("program", [PROGRAM, ARRAYS], ids=["torch", "numpy"])
 def test_phalanx_run(tmp_path, program):
     succeeds([phalanx(), "run", "--nproc-per-node", "2", "--", sys.executable], program, tmp_path / "program.py")

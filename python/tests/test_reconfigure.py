@@ -13,7 +13,7 @@ from conftest import SINCE_2_15, blind_watcher, processes
 from torch._C import _distributed_c10d as c10d
 
 import phalanx_torch
-from phalanx_torch import _native, reconfigure
+from phalanx_torch import _native, _versions, reconfigure
 
 pytestmark = pytest.mark.skipif(not SINCE_2_15, reason="this PyTorch has no enable_reconfigure")
 TIMEOUT = datetime.timedelta(seconds=60)
@@ -154,6 +154,59 @@ def _refused(number, path):
 
 def test_what_cannot_be_meant_is_refused(tmp_path):
     assert processes(2, _refused, f"{tmp_path}/store") == [1, 1]
+
+
+def _given_up(number, path, how):
+    store = _begin(path, number, 2)
+    handles = _handles(store, "all", [0, 1], number)
+    if number == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        store.set("process", str(os.getpid()))
+        if how == "interrupted":
+            with pytest.raises(KeyboardInterrupt):
+                dist._reconfigure(1, handles)
+        else:
+            with pytest.raises(phalanx_torch.Error, match=r"of 2 ranks \[1\] have not come"):
+                dist._reconfigure(1, handles, timeout=datetime.timedelta(seconds=0.5))
+        store.set("ended", "")
+    else:
+        process = int(store.get("process"))
+        if how == "interrupted":
+            # Rank 0 waits for this one.
+            dist.PrefixStore("reconfigure/1", dist.group.WORLD._store).get("came/0")
+            os.kill(process, signal.SIGINT)
+        store.wait(["ended"], datetime.timedelta(seconds=30))
+        with pytest.raises(phalanx_torch.Error, match="rank 0 waits no longer for the ranks with this uuid.*another uuid") as caught:
+            dist._reconfigure(1, handles)
+        assert (caught.value.kind, caught.value.peer) == ("aborted", 0)
+    dist._reconfigure(2, handles).wait()
+    assert _sum() == 3.0
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", ["interrupted", "timed out"])
+def test_a_rank_that_comes_too_late_is_told_who_has_given_up(how, tmp_path):
+    processes(2, _given_up, f"{tmp_path}/store", how)
+
+
+def _with_other_versions(number, path):
+    store = _begin(path, number, 2)
+    handles = _handles(store, "all", [0, 1], number)
+    own = _versions._own
+    if number == 1:
+        _versions._own = lambda: "phalanx_torch 9.9.9 and PyTorch 2.9"
+    with pytest.raises(phalanx_torch.Error, match=r"rank [01] runs .*phalanx_torch 9\.9\.9 and PyTorch 2\.9.*: run the same versions"):
+        dist._reconfigure(1, handles)
+    with pytest.raises(RuntimeError, match="has no ranks yet"):
+        dist.all_reduce(torch.ones(1))
+    _versions._own = own
+    dist._reconfigure(2, handles).wait()
+    assert _sum() == 3.0
+    dist.destroy_process_group()
+
+
+def test_processes_of_other_versions_are_named_on_all_ranks(tmp_path):
+    processes(2, _with_other_versions, f"{tmp_path}/store")
 
 
 def _hooked(number, path):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from conftest import free_port, processes
 
-from phalanx_torch import _native
+from phalanx_torch import _native, _versions
 
 pytest.importorskip("torchft", reason="torchft is not here")
 
@@ -74,6 +74,22 @@ def _leaves_no_keys(rank, address):
 
 def test_a_store_does_not_grow_with_the_number_of_quorums(address):
     processes(2, _leaves_no_keys, address)
+
+
+def _with_other_versions(rank, address):
+    own = _versions._own
+    if rank == 1:
+        _versions._own = lambda: "phalanx_torch 9.9.9 and PyTorch 2.9"
+    with pytest.raises(RuntimeError, match=r"rank [01] runs .*phalanx_torch 9\.9\.9 and PyTorch 2\.9.*: run the same versions"):
+        _configured(rank, address)
+    _versions._own = own
+    group = _configured(rank, address, 2)
+    assert _sum(group, 1.0) == [2, 2]
+    group.parent.shutdown()
+
+
+def test_replicas_of_other_versions_are_named_on_all_ranks(address):
+    processes(2, _with_other_versions, address)
 
 
 def _aborts(rank, address):

@@ -150,7 +150,10 @@ impl ArrivalError {
                 "end that group on every rank before the next is made (drop it; in Python, destroy_process_group), or make \
                  others of its ranks with new_group"
             }
-            _ => "give every process its own rank and the same world size; a launcher does",
+            _ => {
+                "give every process its own rank and the same world size; a launcher does. If one of these processes was of an \
+                 earlier job, take a new store: another port, or remove the file of PyTorch's file://"
+            }
         })
     }
 }
@@ -307,6 +310,9 @@ mod tests {
         ] {
             let Place::Refused(error) = place(rank, &mine, there.as_bytes()) else { panic!("{there}") };
             assert!(error.kind == kind && error.peer == Some(1) && error.cause.contains(text), "{error:?}");
+            let says_of_jobs =
+                error.into_error().to_string().contains("remove the file of PyTorch's file://");
+            assert_eq!(says_of_jobs, kind == Kind::Mismatch, "{text}");
         }
     }
 

@@ -1,6 +1,5 @@
 """The job: its start and end, its ranks, and sets of them."""
 
-import atexit
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -174,7 +173,6 @@ def shutdown() -> None:
     _handles.clear()
 
 
-@atexit.register
 def _leave() -> None:
     job, error = _state["job"], _exit.cause_of_end()
     if job is not None and error is not None:
@@ -184,6 +182,9 @@ def _leave() -> None:
                 part.abort(cause)
     shutdown()
     _leave_ranks()
+
+
+_exit.before_leaving.append(_leave)
 
 
 def _leave_ranks() -> None:

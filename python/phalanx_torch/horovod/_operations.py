@@ -10,7 +10,7 @@ import torch
 from phalanx_torch import _native
 from phalanx_torch._errors import Error
 from phalanx_torch._functional import stored, waited
-from phalanx_torch.horovod._job import ProcessSet, _handles, _internal, global_process_set
+from phalanx_torch.horovod._job import HorovodInternalError, ProcessSet, _handles, _internal, global_process_set
 from phalanx_torch.horovod.compression import Compression, Compressor
 
 # What makes the result of an operation of its native handle.
@@ -163,18 +163,17 @@ class _Reduced:
         self, what: str, tensor: torch.Tensor, op: Op, before: float, after: float, ranks: int, into: torch.Tensor | None = None
     ) -> None:
         own = _dense(what, tensor)
-        self.type, self.into, self.divisor, self.after = own.dtype, into, 1, 1.0
-        self.factors, self.has_shares = (before, after), False
+        self.type, self.into, self.divisor, self.after, self.has_shares = own.dtype, into, 1, 1.0, False
         wider = (_WIDER_FOR_AVERAGE if op is Average else _WIDER).get(own.dtype)
         self.number = 0 if wider is None else _NARROW_FACTOR * _NARROW[own.dtype]
         if own.dtype is torch.uint64:
             raise ValueError(f"{what}: torch.uint64 cannot be combined; convert the tensor")
         lent = _plain(own)
         if _is_integer(own):
-            # Factors of integers are applied in float64, and what comes of it is cut off.
+            # Factors of integers are applied here, in float64, and what comes of it is cut off. The native part only compares them.
             if before != 1.0:
                 lent = lent.double().mul(before).to(own.dtype)
-            self.factors, self.after = (1.0, 1.0), after
+            self.after = after
             if op is Average:
                 self.op, self.divisor = Sum, ranks
                 self.number += _INTEGER_AVERAGE
@@ -219,22 +218,20 @@ def _share_memory(tensors: Sequence[torch.Tensor]) -> bool:
 
 def _ways(
     what: str, tensors: Sequence[torch.Tensor], op: Op, before: float, after: float, process_set: ProcessSet, in_place: bool = False
-) -> tuple[list[_Reduced], Op, tuple[float, float]]:
-    """The tensors on their way, and the operation and factors that all of them have."""
+) -> tuple[list[_Reduced], Op]:
+    """The tensors on their way, and the operation that all of them have."""
     ways = [
-        _Reduced(what, tensor, op, float(before), float(after), process_set.size(), tensor if in_place else None)
+        _Reduced(what, tensor, op, before, after, process_set.size(), tensor if in_place else None)
         for tensor in tensors
     ]
     if in_place and _share_memory([way.lent for way in ways]):
         # Each is combined as it was: what is combined where it is would be combined again with the next.
         for way in ways:
             way.lent, way.in_place = way.lent.clone(), False
-    kinds = {(way.op, way.factors) for way in ways}
-    if len(kinds) > 1:
-        raise ValueError(f"{what}: a group of integers and floats cannot have factors or be averaged; make a group of each")
-    op, _ = next(iter(kinds), (op, None))
-    # Also of integers, which are multiplied here: ranks compare them.
-    return ways, op, (float(before), float(after))
+    ops = {way.op for way in ways}
+    if len(ops) > 1:
+        raise ValueError(f"{what}: a group of integers and floats cannot be averaged; make a group of each")
+    return ways, next(iter(ops), op)
 
 
 def _name(operation: str, name: str | None, process_set: ProcessSet) -> str:
@@ -266,7 +263,8 @@ def _allreduce_async(
 ) -> int:
     what = "grouped_allreduce" if grouped else "allreduce"
     native = process_set._here()
-    ways, op, factors = _ways(what, tensors, op, before, after, process_set, in_place)
+    factors = float(before), float(after)
+    ways, op = _ways(what, tensors, op, *factors, process_set, in_place)
     name = _name(what, name, process_set)
 
     def finish(_: object) -> list[torch.Tensor]:
@@ -438,12 +436,22 @@ def _sparse_allreduce_async(tensor: torch.Tensor, name: str, op: Op, process_set
     if op not in (Average, Sum):
         raise NotImplementedError(f"{op} of sparse tensors: use hvd.Sum or hvd.Average, or make the tensor dense")
     native, own = process_set._here(), tensor.detach().coalesce()
+    # Gathers compare neither what is made of the rows, nor the whole shape.
+    said = [op._number, *own.shape]
     # Rows are gathered.
-    lent = [_plain(own.indices().t()), _plain(own.values())]
-    handle = _start(lambda: native.allgather_sparse(name, lent, op is Average), _gathered(lent))
+    lent = [_plain(own.indices().t()), _plain(own.values()), torch.tensor([said], dtype=torch.int64, device="cpu")]
+    handle = _start(lambda: native.allgather(name, lent), _gathered(lent))
 
     def result() -> torch.Tensor:
-        indices, values = synchronize(handle)
+        indices, values, every = synchronize(handle)
+        other = next((theirs for theirs in every.tolist() if theirs != said), None)
+        if other is not None:
+            mine, theirs = (f"{Average if number == Average._number else Sum} of sparse {shape}" for number, *shape in (said, other))
+            raise HorovodInternalError(
+                f'"{name}": rank {process_set.ranks[process_set.rank()]} submits {mine}, another rank {theirs} (every rank must submit the same under a '
+                "name; see the shapes and the op of both)",
+                "mismatch",
+            )
         if op is Average:
             values = values / process_set.size()
         return torch.sparse_coo_tensor(indices.t(), values, own.shape, check_invariants=True).coalesce()
@@ -675,7 +683,8 @@ def _scatter(
     # Before an average, for which integers get a dimension more.
     if any(isinstance(tensor, torch.Tensor) and tensor.dim() == 0 for tensor in tensors):
         raise ValueError(f"{what}: a scalar has no rows that could be divided among the ranks; use hvd.allreduce, or tensor.reshape(1)")
-    ways, op, factors = _ways(what, tensors, op, before, after, process_set)
+    factors = float(before), float(after)
+    ways, op = _ways(what, tensors, op, *factors, process_set)
     name = _name(what, name, process_set)
     lent, types = [way.lent for way in ways], [way.number for way in ways]
 

@@ -235,7 +235,12 @@ impl Call {
     pub fn remedy_if_left(&self, peer: Rank) -> String {
         match self.caller.is_some_and(Caller::is_for_each_batch) {
             true => uneven(peer),
-            false => "give every rank the same number of steps".to_owned(),
+            // A program that closes its groups after an error leaves as any other.
+            false => {
+                format!(
+                    "give every rank the same number of steps; if rank {peer} had an error before, its own output says so"
+                )
+            }
         }
     }
 }
@@ -410,11 +415,16 @@ impl Header {
         } else if self.payload == received.payload {
             return Ok(());
         } else {
+            // In other calls the lengths follow from what has been compared.
+            let remedy = match matches!(self.call.operation, Operation::AllGatherV | Operation::AllToAllV) {
+                true => "every rank must expect of each other as many elements as that one sends to it",
+                false => "every rank must run the same version with the same settings",
+            };
             Error::mismatch(format!(
                 "in {} {} rank {peer} sends {} bytes where rank {own} expects {}",
                 self.call, self.sequence, received.payload, self.payload
             ))
-            .with_remedy("every rank must run the same version with the same settings")
+            .with_remedy(remedy)
         };
         Err(error.with_peer(peer))
     }
@@ -609,6 +619,26 @@ mod tests {
         let history =
             |lengths: &[usize]| History::default().with(&of(Operation::AllReduceCoalesced, lengths));
         assert_ne!(history(&[2, 3]), history(&[3, 2]));
+    }
+
+    #[test]
+    fn another_length_than_a_count_says_has_a_remedy_of_its_own() {
+        let check = |operation| {
+            let call = Call { operation, root: None, ..header().call };
+            let own = Header { call, payload: 8, ..header() };
+            own.check(&Header { payload: 4, ..own }, Rank::MAIN, Rank::new(1)).unwrap_err().to_string()
+        };
+        for operation in [Operation::AllGatherV, Operation::AllToAllV] {
+            let text = check(operation);
+            assert!(
+                text.contains(
+                    "rank 1 sends 4 bytes where rank 0 expects 8 (every rank must expect of each other"
+                ),
+                "{text}"
+            );
+        }
+        let text = check(Operation::AllGather);
+        assert!(text.contains("same version with the same settings"), "{text}");
     }
 
     #[test]
