@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::iter::once;
 use std::path::{Path, PathBuf};
 
 /// Those of tests and of the soak. Hardly any is for a person to set, and nothing checks that the page names these few.
@@ -158,6 +159,17 @@ fn each_program_of_a_page_is_compiled() {
     }
     let missing: Vec<&PathBuf> = found.difference(&compiled).collect();
     assert!(missing.is_empty(), "no library has these pages among its tests: {missing:?}");
+    // Lines that are indented `cargo test` takes for Rust, whatever they are.
+    let has_indented = |page: &&PathBuf| {
+        let text = fs::read_to_string(page).unwrap();
+        let mut is_in_block = false;
+        text.lines().zip(once("").chain(text.lines())).any(|(line, before)| {
+            is_in_block ^= line.trim_start().starts_with("```");
+            !is_in_block && before.trim().is_empty() && line.starts_with("    ") && !line.trim().is_empty()
+        })
+    };
+    let indented: Vec<&PathBuf> = compiled.iter().filter(has_indented).collect();
+    assert!(indented.is_empty(), "these pages have commands outside of ```sh: {indented:?}");
 }
 
 #[test]
