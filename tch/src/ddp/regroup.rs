@@ -254,6 +254,10 @@ impl Ddp {
         self.unhook();
         let mut again = Self::of(self.variables.clone(), group, nccl, options)?;
         again.cuda = self.cuda.take();
+        if again.sink.is_none() {
+            // No other rank has compared what was loaded.
+            again.loads = self.loads.or(again.loads);
+        }
         Ok(again)
     }
 

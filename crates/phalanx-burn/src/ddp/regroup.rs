@@ -187,9 +187,14 @@ impl<M: Module> Ddp<M> {
         }
     }
 
-    /// What was [loaded](Self::note_load) last, as ranks that come into a group compare it.
-    pub(crate) fn describe_load(&self) -> String {
-        self.loads.describe()
+    /// What was [loaded](Self::note_load), which ranks that come into a group compare.
+    pub(crate) fn loads(&self) -> LoadedStates {
+        self.loads
+    }
+
+    /// No other rank has compared these loads of an earlier `Ddp` of this model.
+    pub(crate) fn keep_loads(&mut self, loads: LoadedStates) {
+        self.loads = loads;
     }
 
     /// The training goes on with what was [loaded](Self::note_load). Gives what the ranks compare of that.

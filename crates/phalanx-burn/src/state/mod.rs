@@ -16,7 +16,7 @@ use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 use phalanx::elastic::Parts;
 use phalanx::join::{JoinGroup, JoinOptions};
-use phalanx::reducer::{broadcast_bytes, verify_description};
+use phalanx::reducer::{LoadedStates, broadcast_bytes, verify_description};
 use phalanx::sampler::ElasticSampler;
 use phalanx::{Caller, Communicator, Error, ProcessGroup, Rank, Result, WorldSize};
 
@@ -268,7 +268,7 @@ impl<M: Module, T> TrainState<M, T> {
                 handle.abort(error.clone());
             }
         })?;
-        let (is_absent, loaded) = (self.model.loaded_hook.is_absent(), self.model.describe_load());
+        let (is_absent, loads) = (self.model.loaded_hook.is_absent(), self.model.loads());
         #[cfg(feature = "nccl")]
         let cuda = self.model.cuda().cloned();
         self.model = Ddp::averaged(self.model.into_model(), handle, self.options.clone(), averaging)?;
@@ -277,7 +277,7 @@ impl<M: Module, T> TrainState<M, T> {
         let own_remains = self.model.world_size() == ranks;
         self.model.load_hook(hook.map(|hook| if own_remains { hook } else { hook.without_own() }))?;
         // Replicas would drift apart.
-        self.share_optimizer(&loaded)?;
+        self.share_optimizer(loads)?;
         if is_absent {
             self.model.loaded_hook.mark_absent();
         }
@@ -285,14 +285,15 @@ impl<M: Module, T> TrainState<M, T> {
     }
 
     /// Gives all ranks the state of rank 0's optimizer, as [`Ddp::new`] does with the model. An error on every rank if they have done other numbers of
-    /// steps, have `loaded` other states, or their optimizers differ.
-    fn share_optimizer(&mut self, loaded: &str) -> Result<()> {
+    /// steps, have loaded other states by these `loads`, or their optimizers differ.
+    fn share_optimizer(&mut self, loads: LoadedStates) -> Result<()> {
         let group = self.model.group().in_call(Caller::DdpNew);
         if group.world_size() == WorldSize::ONE {
+            self.model.keep_loads(loads);
             return Ok(());
         }
         verify_description(&group, "number of steps", &self.steps.to_string())?;
-        verify_description(&group, "loaded state", loaded)?;
+        verify_description(&group, "loaded state", &loads.describe())?;
         verify_description(&group, "model averager", &format!("{:?}", self.averager))?;
         self.model.compare_optimizers(&self.optimizer, None, Caller::DdpNew)?;
         // Of all tensors: one that is frozen by now may have moments.
