@@ -9,7 +9,7 @@ use phalanx::checkpoint::training::{self, TrainingState};
 use phalanx::checkpoint::{Checkpoints, Saved, Snapshot};
 use phalanx::elastic::{Context, Parts, State, Step};
 use phalanx::join::{JoinGroup, JoinOptions};
-use phalanx::reducer::hooks::{HookState, PeriodicModelAverager};
+use phalanx::reducer::hooks::{HookState, PeriodicModelAverager, absent_hook};
 use phalanx::reducer::{LoadedState, ParameterSpec};
 use phalanx::sampler::ElasticSampler;
 use phalanx::state::{StateReader, StateWriter};
@@ -181,7 +181,7 @@ impl<T> TrainState<T> {
                 handle.abort(error.clone());
             }
         })?;
-        let (is_absent, loaded) = (self.ddp.loaded_hook.is_absent(), self.ddp.describe_load());
+        let (absent, loaded) = (self.ddp.loaded_hook.absent().map(str::to_owned), self.ddp.describe_load());
         self.ddp = self.ddp.again(handle, nccl, &self.options)?;
         let own_remains = self.ddp.world_size() == ranks;
         self.ddp.load_hook(hook.map(|hook| if own_remains { hook } else { hook.without_own() }))?;
@@ -190,8 +190,8 @@ impl<T> TrainState<T> {
         self.ddp.check_alike("loaded state", &loaded)?;
         self.ddp.check_alike("model averager", &format!("{:?}", self.averager))?;
         self.ddp.share(&mut self.optimizer)?;
-        if is_absent {
-            self.ddp.loaded_hook.mark_absent();
+        if let Some(hook) = absent {
+            self.ddp.loaded_hook.mark_absent(hook);
         }
         Ok(self)
     }
@@ -460,17 +460,17 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
         T: 'static,
     {
         training::check_progress(&self.progress, saved, &self.part("progress"))?;
-        let (has_hook, loaded) = self.read(saved)?;
-        if !has_hook {
-            self.ddp.loaded_hook.mark_absent();
+        let (absent, loaded) = self.read(saved)?;
+        if let Some(hook) = absent {
+            self.ddp.loaded_hook.mark_absent(hook);
         }
         self.ddp.note_load(loaded);
         Ok(())
     }
 
-    /// Returns whether something that a communication hook keeps was there, and what ranks compare: buffers and progress may be each rank's own. Everything
-    /// is read before anything is changed.
-    fn read(&mut self, reader: &impl StateReader) -> Result<(bool, LoadedState)> {
+    /// Returns the communication hook of which nothing was there, and what ranks compare: buffers and progress may be each rank's own. Everything is read
+    /// before anything is changed.
+    fn read(&mut self, reader: &impl StateReader) -> Result<(Option<String>, LoadedState)> {
         let (steps, progress) = (reader.value(&self.part("steps"))?, reader.value(&self.part("progress"))?);
         let model = self.part("model");
         let saved: Vec<ParameterSpec> = reader.value(&model)?;
@@ -496,7 +496,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
         let hook = training::load_hook(self, reader)?;
         self.ddp.check_hook(hook.as_ref())?;
         self.check_shared(&elements)?;
-        let has_hook = hook.as_ref().is_some_and(|hook| !hook.is_empty());
+        let absent = absent_hook(hook.as_ref());
         self.ddp.drop_accumulated()?;
         self.ddp.load_hook(hook)?;
         let state = self.ddp.state().iter().zip(&elements);
@@ -506,7 +506,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
             averager.resume_at(steps);
         }
         (self.steps, self.progress) = (steps, progress);
-        Ok((has_hook, loaded))
+        Ok((absent, loaded))
     }
 
     /// An error if variables that share memory could not have these elements, each its own. Afterwards they are as before.

@@ -268,7 +268,7 @@ impl<M: Module, T> TrainState<M, T> {
                 handle.abort(error.clone());
             }
         })?;
-        let (is_absent, loads) = (self.model.loaded_hook.is_absent(), self.model.loads());
+        let (absent, loads) = (self.model.loaded_hook.absent().map(str::to_owned), self.model.loads());
         #[cfg(feature = "nccl")]
         let cuda = self.model.cuda().cloned();
         self.model = Ddp::averaged(self.model.into_model(), handle, self.options.clone(), averaging)?;
@@ -278,8 +278,8 @@ impl<M: Module, T> TrainState<M, T> {
         self.model.load_hook(hook.map(|hook| if own_remains { hook } else { hook.without_own() }))?;
         // Replicas would drift apart.
         self.share_optimizer(loads)?;
-        if is_absent {
-            self.model.loaded_hook.mark_absent();
+        if let Some(hook) = absent {
+            self.model.loaded_hook.mark_absent(hook);
         }
         Ok(self)
     }

@@ -6,7 +6,7 @@ use burn::module::Module;
 use phalanx::checkpoint::training::{self, TrainingState};
 use phalanx::checkpoint::{Checkpoints, Saved, Snapshot};
 use phalanx::reducer::LoadedState;
-use phalanx::reducer::hooks::HookState;
+use phalanx::reducer::hooks::{HookState, absent_hook};
 use phalanx::state::{StateReader, StateWriter};
 use phalanx::{ProcessGroup, Rank, Result, WorldSize};
 use serde::Serialize;
@@ -102,16 +102,16 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
         T: 'static,
     {
         training::check_progress(&self.progress, saved, &format!("{}progress", self.name))?;
-        let (has_hook, loaded) = self.read(saved)?;
-        if !has_hook {
-            self.model.loaded_hook.mark_absent();
+        let (absent, loaded) = self.read(saved)?;
+        if let Some(hook) = absent {
+            self.model.loaded_hook.mark_absent(hook);
         }
         self.model.note_load(loaded);
         Ok(())
     }
 
-    /// Gives whether something that a communication hook keeps was among it, and what ranks compare of it. Buffers and progress may be each rank's own.
-    pub(super) fn read(&mut self, reader: &impl StateReader) -> Result<(bool, LoadedState)> {
+    /// Gives the communication hook of which nothing was among it, and what ranks compare of it. Buffers and progress may be each rank's own.
+    pub(super) fn read(&mut self, reader: &impl StateReader) -> Result<(Option<String>, LoadedState)> {
         let steps = reader.value(&format!("{}steps", self.name))?;
         let progress = reader.value(&format!("{}progress", self.name))?;
         let name = format!("{}scheduler", self.name);
@@ -130,7 +130,7 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
             };
         let hook = training::load_hook(self, reader)?;
         self.model.check_hook(hook.as_ref())?;
-        let has_hook = hook.as_ref().is_some_and(|hook| !hook.is_empty());
+        let absent = absent_hook(hook.as_ref());
         let elements = model::read(self.model.state(), reader, &format!("{}model", self.name))?;
         let trained: HashSet<_> = self.model.parameters().iter().map(|parameter| parameter.id).collect();
         let tensors = self.model.state().iter().zip(&elements);
@@ -150,7 +150,7 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
             averager.resume_at(steps);
         }
         (self.steps, self.progress) = (steps, progress);
-        Ok((has_hook, loaded))
+        Ok((absent, loaded))
     }
 }
 

@@ -11,8 +11,8 @@ use crate::reducer::{HookedReducer, Reducer};
 pub struct LoadedHook {
     /// The loaded state of a hook that is not registered yet.
     state: Option<HookState>,
-    /// Whether a checkpoint without the state of a hook was loaded, and no hook was registered since.
-    is_absent: bool,
+    /// If a checkpoint was loaded in which nothing is that a hook keeps, and no hook was registered since: the hook of the checkpoint, empty if it had none.
+    absent: Option<String>,
 }
 
 impl LoadedHook {
@@ -23,11 +23,12 @@ impl LoadedHook {
     /// the loaded states differ.
     pub fn register(&mut self, reducer: &mut Reducer, hook: Box<dyn CommHook>) -> Result<()> {
         reducer.register_hook_from(hook, self.state.as_ref())?;
-        let Self { state, is_absent } = std::mem::take(self);
-        match state {
-            Some(state) => reducer.load_hook_state(state).map_err(with_remedy),
-            None if is_absent => fits(&reducer.hook_label()?, None),
-            None => Ok(()),
+        let Self { state, absent } = std::mem::take(self);
+        match (state, absent) {
+            (Some(state), _) => reducer.load_hook_state(state).map_err(with_remedy),
+            (None, Some(hook)) if hook.is_empty() => fits(&reducer.hook_label()?, None),
+            (None, Some(hook)) => fits(&reducer.hook_label()?, Some(&HookState::default().of(hook))),
+            (None, None) => Ok(()),
         }
     }
 
@@ -36,14 +37,15 @@ impl LoadedHook {
         *self = Self::default();
     }
 
-    /// A checkpoint without the state of a hook has been loaded: a hook that is registered from now on must keep none.
-    pub fn mark_absent(&mut self) {
-        self.is_absent = true;
+    /// A checkpoint was loaded in which nothing is that a hook keeps: one that is registered from now on must keep nothing either, or be `hook`, that
+    /// of the checkpoint, of which there was nothing, or only what each of another number of ranks had of its own. It is empty if there was none.
+    pub fn mark_absent(&mut self, hook: String) {
+        self.absent = Some(hook);
     }
 
-    /// Whether [`mark_absent`](Self::mark_absent) was called, and no hook was registered since.
-    pub fn is_absent(&self) -> bool {
-        self.is_absent
+    /// What was given to [`mark_absent`](Self::mark_absent), if no hook was registered since.
+    pub fn absent(&self) -> Option<&str> {
+        self.absent.as_deref()
     }
 
     /// What the hook keeps between steps: also the loaded state of one that is not registered, or not used. Nothing if it never keeps
@@ -115,6 +117,11 @@ impl LoadedHook {
 pub fn check_hook<S>(reducer: Option<&HookedReducer<S>>, state: Option<&HookState>) -> Result<()> {
     let Some(reducer) = reducer else { return Ok(()) };
     fits(&reducer.ask(|reducer| reducer.hook_label())?, state)
+}
+
+/// What [`LoadedHook::mark_absent`] gets after a checkpoint with this state of a hook was loaded; nothing if a hook goes on from that.
+pub fn absent_hook(state: Option<&HookState>) -> Option<String> {
+    state.is_none_or(HookState::is_empty).then(|| state.map_or("", HookState::hook).to_owned())
 }
 
 /// An error if the hook that is `here` cannot continue from what was `saved`. Two hooks that keep nothing, or nothing so far, have

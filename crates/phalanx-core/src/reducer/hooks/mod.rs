@@ -56,7 +56,7 @@ use std::sync::Arc;
 
 pub use self::averager::{PeriodicModelAverager, Replica};
 pub use self::compressed::Compressed;
-pub use self::loaded::{LoadedHook, check_hook};
+pub use self::loaded::{LoadedHook, absent_hook, check_hook};
 pub use self::local_sgd::{AveragedAmong, PostLocalSgd};
 pub(super) use self::metered::Metered;
 pub use self::power_sgd::{LowRankMatrix, PowerSgd, PowerSgdOptions};

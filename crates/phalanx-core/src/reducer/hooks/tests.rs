@@ -359,7 +359,7 @@ fn a_state_is_loaded_without_a_look_at_the_last_one_and_one_that_cannot_be_read_
         assert!(check_hook(Some(&hooked), None).unwrap_err().is_mismatch());
         // The loaded checkpoint has none for a hook that is registered then.
         let mut absent = LoadedHook::default();
-        absent.mark_absent();
+        absent.mark_absent(String::new());
         let mut fresh = reducer(group.clone(), AllReduce);
         assert!(absent.register(&mut fresh, Box::new(new(3.0))).unwrap_err().is_mismatch());
         assert_eq!(reads.load(Ordering::Relaxed), 1, "what was kept has been read");
@@ -387,6 +387,28 @@ fn a_loaded_state_with_nothing_but_a_rank_s_own_is_like_one_without_it() {
         loaded.register(&mut reducer, Box::new(hook)).unwrap();
         let kept = reducer.hook_state().unwrap().take("kept").remove(&0);
         assert_eq!(kept, Some(vec![if is_main { 2.0 } else { 1.0 }]));
+    });
+}
+
+#[test]
+fn a_hook_of_whose_state_nothing_is_left_begins_anew_and_no_other_one_does() {
+    run(2, |group| {
+        // Another number of ranks has saved what each had of its own.
+        let loaded = || {
+            let mut loaded = LoadedHook::default();
+            let left = HookState::default().of("remote".into());
+            loaded.load(None::<&HookedReducer<()>>, Some(left)).unwrap();
+            loaded.mark_absent("remote".into());
+            loaded
+        };
+        assert_eq!(loaded().absent(), Some("remote"));
+        let hook = Remote { kept: 1.0, reads: Arc::default(), is_lost: Arc::default() };
+        let mut same = reducer(group.clone(), AllReduce);
+        loaded().register(&mut same, Box::new(hook)).unwrap();
+        assert_eq!(same.hook_state().unwrap().take("kept").remove(&0), Some(vec![1.0]));
+        let other = PowerSgd::new(PowerSgdOptions::default()).unwrap();
+        let error = loaded().register(&mut reducer(group, AllReduce), Box::new(other)).unwrap_err();
+        assert!(error.to_string().contains("the saved state is that of remote, and"), "{error}");
     });
 }
 
