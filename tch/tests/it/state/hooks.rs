@@ -302,6 +302,67 @@ fn another_hook_is_refused_after_a_load_also_where_the_saved_one_had_kept_nothin
     });
 }
 
+/// Keeps nothing but what each rank has of its own, from the beginning.
+struct Residual(f32);
+
+impl CommHook for Residual {
+    fn describe(&self) -> String {
+        "residual".into()
+    }
+
+    fn start(&mut self, group: &dyn Communicator, bucket: GradBucket) -> Result<Pending> {
+        AllReduce.start(group, bucket)
+    }
+
+    fn adopt(&mut self, _: &dyn Communicator, _: Rank) -> Result<()> {
+        Ok(())
+    }
+
+    fn state(&self) -> Result<HookState> {
+        Ok(HookState::default().own("residual", 0, vec![self.0]))
+    }
+
+    fn load(&mut self, mut state: HookState) -> Result<()> {
+        self.0 = state.take("residual").remove(&0).map_or(0.0, |residual| residual[0]);
+        Ok(())
+    }
+}
+
+#[test]
+fn a_hook_that_keeps_something_for_each_rank_alone_begins_anew_among_other_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    run(2, |group| {
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let mut training = Training::new(Rule::sgd(0.9)).with_group(&group);
+        training.state.ddp.register_comm_hook(Residual(7.0)).unwrap();
+        training.train(0..1);
+        training.state.checkpoint(&checkpoints).unwrap();
+        checkpoints.finish().unwrap();
+    });
+    run(3, |group| {
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        for alone_first in [false, true] {
+            let resumed = || {
+                let mut training = Training::new(Rule::sgd(0.9));
+                if !alone_first {
+                    training = training.with_group(&group);
+                }
+                assert!(training.state.resume(&checkpoints).unwrap());
+                if alone_first { training.with_group(&group) } else { training }
+            };
+            let mut same = resumed();
+            same.state.ddp.register_comm_hook(Residual(0.0)).unwrap();
+            same.train(1..2);
+            drop(same);
+            // Its error ends the group.
+            if alone_first {
+                let error = resumed().state.ddp.register_comm_hook(power_sgd()).unwrap_err().to_string();
+                assert!(error.contains("the saved state is that of residual, and"), "{error}");
+            }
+        }
+    });
+}
+
 #[test]
 fn a_share_of_a_state_is_saved_beside_what_each_rank_has_of_its_own() {
     let start = floats(&Training::new(Rule::sgd(0.9)).model.store);
