@@ -260,11 +260,12 @@ impl Ddp {
     }
 
     /// Replaces the parameters of all replicas by their average, for replicas that drift apart, as with
-    /// [`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd). All ranks call it together.
+    /// [`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd). All ranks call it together; inside [`join`](Self::join), those that still have data do, and
+    /// the average is theirs.
     ///
     /// # Errors
     /// If a collective fails, or one of NCCL's has failed from which this rank's parameters were computed; if the group is a `GroupHandle` that leads to
-    /// another group than when this `Ddp` was made.
+    /// another group than when this `Ddp` was made; if ranks made other numbers of steps with this one in a `join` of another `Ddp`.
     pub fn average_parameters(&mut self) -> Result<()> {
         let Some(sink) = &self.sink else { return self.check_world() };
         sink.call(Reducer::check_joined)?;

@@ -904,6 +904,18 @@ fn what_needs_the_same_models_is_refused_in_a_group_whose_models_are_not_compare
 }
 
 #[test]
+fn one_rank_evaluates_the_model_alone_after_a_training_of_several() {
+    run(2, |group| {
+        let handle = GroupHandle::new(group);
+        let store = nn::VarStore::new(device());
+        let _norm = nn::batch_norm1d(store.root(), 8, Default::default());
+        let mut ddp = Ddp::new(&store, &handle).unwrap();
+        handle.rebind(ProcessGroup::alone().unwrap());
+        assert_eq!(ddp.evaluate(|| 7).unwrap(), 7);
+    });
+}
+
+#[test]
 fn a_panic_of_a_hook_is_an_error_of_backward() {
     /// It panics within backward, or when a bucket has arrived.
     struct Panics {

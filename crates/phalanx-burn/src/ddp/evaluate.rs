@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use burn::module::Module;
 use phalanx::reducer::Reducer;
-use phalanx::{Caller, Communicator, Rank, Result};
+use phalanx::{Caller, Communicator, Rank, Result, WorldSize};
 
 use super::Ddp;
 use crate::parameters::Select;
@@ -33,15 +33,17 @@ impl<M: Module> Ddp<M> {
     /// ([`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd)): call [`average_parameters`](Self::average_parameters) before.
     ///
     /// # Errors
-    /// If the exchange of buffers fails. If the ranks would not evaluate the same model, because the group is a
-    /// [`GroupHandle`](phalanx::GroupHandle) that leads to another group than when this `Ddp` was made, or, of a model with buffers, because of a
-    /// [`join`](Self::join) of another `Ddp`.
+    /// If the exchange of buffers fails. If the `Ddp` was made in a world of one, and its [`GroupHandle`](phalanx::GroupHandle) leads to several ranks by now.
+    /// If the ranks would not evaluate the same model, and it has buffers: the handle leads to other ranks than when this `Ddp` was made, or they made other
+    /// numbers of steps in a [`join`](Self::join) of another one.
     #[doc(alias("eval", "valid"))]
     pub fn evaluate<T>(&mut self, pass: impl FnOnce(&M) -> T) -> Result<T> {
         self.check_world()?;
         // Running state defers the last forward pass's update; this applies it, and the result shares no running state with the model.
         let mut model = self.model().valid();
-        if let Some(sink) = self.engine.sink().filter(|_| self.has_buffers()) {
+        // A rank that is alone by now has its own model to evaluate.
+        let exchanges = self.has_buffers() && self.group.world_size() != WorldSize::ONE;
+        if let Some(sink) = self.engine.sink().filter(|_| exchanges) {
             sink.call(Reducer::check_joined)?;
             let (select, begin) = (Select::Only(&self.inventory.buffers), Instant::now());
             let group = self.group.in_call(Caller::DdpEvaluate);

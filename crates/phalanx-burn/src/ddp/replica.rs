@@ -19,7 +19,8 @@ impl<M: Module> Ddp<M> {
     /// averagers. All ranks call it together; inside [`join`](Self::join), the ranks that still have data call it, and the average is theirs.
     ///
     /// # Errors
-    /// If a collective fails; if the group is a [`GroupHandle`](phalanx::GroupHandle) that leads to another group than when this `Ddp` was made.
+    /// If a collective fails; if the group is a [`GroupHandle`](phalanx::GroupHandle) that leads to another group than when this `Ddp` was made; if ranks
+    /// made other numbers of steps with this one in a `join` of another `Ddp`.
     pub fn average_parameters(&mut self) -> Result<()> {
         let Some(sink) = self.engine.sink() else { return self.check_world() };
         sink.call(Reducer::check_joined)?;

@@ -343,6 +343,16 @@ fn what_needs_the_same_models_is_refused_in_a_group_whose_models_are_not_compare
 }
 
 #[test]
+fn one_rank_evaluates_the_model_alone_after_a_training_of_several() {
+    run(2, |group| {
+        let handle = GroupHandle::new(group);
+        let mut ddp = Ddp::new(Normed::new(), &handle).unwrap();
+        handle.rebind(ProcessGroup::alone().unwrap());
+        assert_eq!(ddp.evaluate(|_| 7).unwrap(), 7);
+    });
+}
+
+#[test]
 fn replicas_that_drifted_apart_are_noticed() {
     let drifted = run(2, |group| {
         let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
