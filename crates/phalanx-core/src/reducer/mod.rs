@@ -206,7 +206,7 @@ impl Reducer {
                 first.carry(weight);
             }
             reducer.weights.steps += 1;
-            reducer.send_weight()?;
+            reducer.send_weight().or_else(|error| reducer.cut_off(error))?;
             reducer.began = Instant::now();
             reducer.fill_unused(unused)
         })

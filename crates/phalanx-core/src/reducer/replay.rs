@@ -59,7 +59,8 @@ impl Reducer {
         let launched = self.state.replay((self.group.rank(), self.group.world_size()))?;
         (self.trace, self.binding) = (self.group.trace(), Binding::of(&*self.group));
         self.timer.stop();
-        self.restore(launched).and_then(|()| self.send_weight()).map_err(|error| self.abort(error))?;
+        self.restore(launched).map_err(|error| self.abort(error))?;
+        self.send_weight().or_else(|error| self.cut_off(error))?;
         self.finish()
     }
 

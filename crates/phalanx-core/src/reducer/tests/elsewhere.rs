@@ -1,6 +1,7 @@
 //! Gradients that lie elsewhere, with a hook that averages them there: here in a map beside the reducer.
 
 use std::collections::BTreeMap;
+use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
@@ -534,6 +535,10 @@ impl CommHook for Keeping {
         true
     }
 
+    fn accepts_weights(&self) -> bool {
+        true
+    }
+
     fn keeps_gradients(&self) -> bool {
         true
     }
@@ -579,6 +584,53 @@ fn a_step_is_averaged_again_by_a_hook_that_keeps_its_gradients() {
                     assert_eq!(shelf.lock()[&index], expected(2, index, 0, size));
                 }
                 reducer.regrouped().unwrap();
+            });
+        }
+    });
+}
+
+/// Weights leave as the step begins, and a rank may have died before.
+#[test]
+fn a_weighted_step_in_groups_that_have_failed_is_averaged_again_in_the_next() {
+    let (sizes, all_are_ready) = ([4, 3], Barrier::new(3));
+    let [first, cut_off, left] = [3, 2, 2].map(FakeGroup::world);
+    std::thread::scope(|scope| {
+        for (index, group) in first.into_iter().enumerate() {
+            let next = cut_off.get(index).cloned().zip(left.get(index).cloned());
+            let all_are_ready = &all_are_ready;
+            scope.spawn(move || {
+                let (rank, handle) = (group.rank(), GroupHandle::new((*group).clone()));
+                let shelf = Shelf::default();
+                let hook = Box::new(Keeping { gradients: shelf.clone(), kept: BTreeMap::new() });
+                let parameters = parameters(&sizes);
+                let mut reducer =
+                    Reducer::elsewhere(Arc::new(handle.clone()), parameters, buckets_of(8), hook).unwrap();
+                all_are_ready.wait();
+                let Some((cut_off, left)) = next else { return };
+                let dead = || Error::timeout("nobody has heard of rank 2");
+                group.abort(dead());
+                cut_off.abort(dead());
+                let weight = [1.0, 3.0][rank.index()];
+                reducer.keep_gradients().unwrap();
+                reducer.start_weighted(weight).unwrap();
+                for (index, size) in sizes.into_iter().enumerate() {
+                    let weighted = gradient(rank, index, 0, size).iter().map(|x| x * weight as f32).collect();
+                    shelf.lock().insert(index, weighted);
+                    reducer.ready_elsewhere(index).unwrap();
+                }
+                assert!(reducer.finish().unwrap_err().is_timeout());
+                handle.rebind((*cut_off).clone());
+                assert!(reducer.replay().unwrap_err().is_timeout());
+                handle.rebind((*left).clone());
+                reducer.replay().unwrap();
+                assert_eq!(reducer.average_weight(), 2.0);
+                for (index, size) in sizes.into_iter().enumerate() {
+                    for (element, average) in shelf.lock()[&index].iter().enumerate() {
+                        let of = |rank| f64::from(gradient(Rank::new(rank), index, 0, size)[element]);
+                        let (mean, expected) = (f64::from(*average) / 2.0, (of(0) + 3.0 * of(1)) / 4.0);
+                        assert!((mean - expected).abs() < 1e-5, "{mean} and {expected}");
+                    }
+                }
             });
         }
     });
