@@ -413,6 +413,9 @@ mod tests {
             ddp.follow(&left).unwrap();
             step(&mut ddp);
             assert_averages(5.0 / 3.0);
+            // Each is left alone.
+            ddp.replay(&ProcessGroup::alone().unwrap()).unwrap();
+            assert_averages(number);
         });
     }
 
