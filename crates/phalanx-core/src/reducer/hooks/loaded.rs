@@ -11,7 +11,7 @@ use crate::reducer::{HookedReducer, Reducer};
 pub struct LoadedHook {
     /// The loaded state of a hook that is not registered yet.
     state: Option<HookState>,
-    /// If a checkpoint was loaded in which nothing is that a hook keeps, and no hook was registered since: the hook of the checkpoint, empty if it had none.
+    /// The hook of a checkpoint that was loaded without anything that it keeps, until one is registered. Empty if the checkpoint has no hook.
     absent: Option<String>,
 }
 
@@ -37,8 +37,9 @@ impl LoadedHook {
         *self = Self::default();
     }
 
-    /// A checkpoint was loaded in which nothing is that a hook keeps: one that is registered from now on must keep nothing either, or be `hook`, that
-    /// of the checkpoint, of which there was nothing, or only what each of another number of ranks had of its own. It is empty if there was none.
+    /// A checkpoint was loaded without anything that a hook keeps. A hook that is registered from now on must keep nothing, or be `hook`, that of the
+    /// checkpoint, which begins anew: it had kept nothing so far, or only what each of another number of ranks has of its own. Empty if the checkpoint has no
+    /// hook.
     pub fn mark_absent(&mut self, hook: String) {
         self.absent = Some(hook);
     }
