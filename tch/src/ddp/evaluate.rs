@@ -33,9 +33,14 @@ impl Ddp {
     pub fn evaluate<T>(&mut self, pass: impl FnOnce() -> T) -> Result<T> {
         let (begin, buffers) = (Instant::now(), self.inventory.buffers());
         self.check_world()?;
+        let sink = self.sink.as_ref();
+        if let Some(sink) = sink.filter(|_| buffers.is_empty()) {
+            // Nobody waits for this rank.
+            sink.with_reducer(|reducer| reducer.check_group())?;
+        }
         self.or_end(self.await_settled())?;
         let mut own = Vec::new();
-        if let Some(sink) = self.sink.as_ref().filter(|_| !buffers.is_empty()) {
+        if let Some(sink) = sink.filter(|_| !buffers.is_empty()) {
             sink.call(Reducer::check_joined)?;
             own = self.or_end(tensors::copies(&buffers))?;
             self.take_buffers(Caller::DdpEvaluate)?;

@@ -254,6 +254,10 @@ impl Ddp {
         self.unhook();
         let mut again = Self::of(self.variables.clone(), group, nccl, options)?;
         again.cuda = self.cuda.take();
+        if again.world_size() == WorldSize::ONE {
+            // Ranks compare it when they come into a group.
+            again.loads = self.loads.or(again.loads);
+        }
         Ok(again)
     }
 

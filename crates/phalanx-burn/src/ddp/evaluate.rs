@@ -39,9 +39,14 @@ impl<M: Module> Ddp<M> {
     #[doc(alias("eval", "valid"))]
     pub fn evaluate<T>(&mut self, pass: impl FnOnce(&M) -> T) -> Result<T> {
         self.check_world()?;
+        let sink = self.engine.sink();
+        if let Some(sink) = sink.filter(|_| !self.has_buffers()) {
+            // Nobody waits for this rank.
+            sink.with_reducer(|reducer| reducer.check_group())?;
+        }
         // Running state defers the last forward pass's update; this applies it, and the result shares no running state with the model.
         let mut model = self.model().valid();
-        if let Some(sink) = self.engine.sink().filter(|_| self.has_buffers()) {
+        if let Some(sink) = sink.filter(|_| self.has_buffers()) {
             sink.call(Reducer::check_joined)?;
             let (select, begin) = (Select::Only(&self.inventory.buffers), Instant::now());
             let group = self.group.in_call(Caller::DdpEvaluate);

@@ -187,9 +187,16 @@ impl<M: Module> Ddp<M> {
         }
     }
 
-    /// What was [loaded](Self::note_load) last, as ranks that come into a group compare it.
-    pub(crate) fn describe_load(&self) -> String {
-        self.loads.describe()
+    /// What was [loaded](Self::note_load).
+    pub(crate) fn loads(&self) -> LoadedStates {
+        self.loads
+    }
+
+    /// Takes the place of a `Ddp` of the same model that has loaded this. In a world of one it is kept: ranks compare it when they come into a group.
+    pub(crate) fn keep_loads(&mut self, loads: LoadedStates) {
+        if self.world_size() == WorldSize::ONE {
+            self.loads = loads;
+        }
     }
 
     /// The training goes on with what was [loaded](Self::note_load). Gives what the ranks compare of that.

@@ -268,16 +268,17 @@ impl<M: Module, T> TrainState<M, T> {
                 handle.abort(error.clone());
             }
         })?;
-        let (is_absent, loaded) = (self.model.loaded_hook.is_absent(), self.model.describe_load());
+        let (is_absent, loads) = (self.model.loaded_hook.is_absent(), self.model.loads());
         #[cfg(feature = "nccl")]
         let cuda = self.model.cuda().cloned();
         self.model = Ddp::averaged(self.model.into_model(), handle, self.options.clone(), averaging)?;
         #[cfg(feature = "nccl")]
         self.model.enter_on(cuda);
+        self.model.keep_loads(loads);
         let own_remains = self.model.world_size() == ranks;
         self.model.load_hook(hook.map(|hook| if own_remains { hook } else { hook.without_own() }))?;
         // Replicas would drift apart.
-        self.share_optimizer(&loaded)?;
+        self.share_optimizer(&loads.describe())?;
         if is_absent {
             self.model.loaded_hook.mark_absent();
         }
