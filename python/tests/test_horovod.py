@@ -1209,6 +1209,27 @@ def test_a_handler_may_ask_for_a_result_that_is_being_made():
     run(2, _asked_by_a_handler)
 
 
+def _interrupted_in_the_making(rank):
+    handle = hvd.allreduce_async_(torch.tensor([rank + 1]), op=hvd.Sum, postscale_factor=2.0)
+    operation = _operations._found(handle)
+    finish = operation._finish
+
+    def interrupted(native):
+        operation._finish = finish
+        raise KeyboardInterrupt
+
+    operation._finish = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        hvd.synchronize(handle)
+    assert hvd.synchronize(handle).item() == 6
+    with pytest.raises(ValueError, match="synchronized once"):
+        hvd.synchronize(handle)
+
+
+def test_a_result_whose_making_ctrl_c_has_interrupted_can_be_had_again():
+    run(2, _interrupted_in_the_making)
+
+
 def _polled(rank):
     handle = hvd.allgather_async(torch.zeros(1 << 21), name="large")
     native = importlib.import_module("phalanx_torch.horovod._operations")._handles[handle]._native
