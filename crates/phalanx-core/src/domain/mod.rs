@@ -299,9 +299,7 @@ impl Domain {
             })
         };
         if once(copied_from)?.is_none() {
-            tracing::debug!(
-                "the ranks of this host cannot copy out of each other's processes; data is staged"
-            );
+            say_that_copies_are_refused();
             once(None)?;
         }
         Ok(())
