@@ -57,7 +57,7 @@ pub struct SharedOperation<'a, 'w, E> {
     pub(super) memory: Memory<'a>,
     pub(super) protocol: Protocol,
     /// Whether all members have given the same division.
-    pub(super) divides_alike: bool,
+    divides_alike: bool,
     /// Whether all members read windows, and none writes into them.
     pub(super) reads_windows: bool,
     pub(super) windows: Windows,
