@@ -65,7 +65,7 @@ const LINE: usize = 64;
 pub(crate) struct Domain {
     peers: Peers,
     is_world: bool,
-    /// Whether ranks copy out of each other's processes, if the kernel allows it. A rank that does not never offers its memory, so that nobody does.
+    /// Whether ranks copy out of each other's processes, if the kernel allows it. If one does not, it offers no memory, and all stage.
     copies: bool,
     arena: Arc<Arena>,
     control_block: ControlBlock,

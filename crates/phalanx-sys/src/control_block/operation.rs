@@ -354,8 +354,8 @@ impl ControlBlock {
 
     /// Whether no member combines windows. It does not matter whether they make the call in place.
     fn reads_windows(&self) -> bool {
-        let combines = |division: Division| division.combines_windows;
-        (0..self.members()).all(|member| !Division::of(self.field(member, 2)).is_some_and(combines))
+        let reads = |division: Division| !division.combines_windows;
+        (0..self.members()).all(|member| Division::of(self.field(member, 2)).is_none_or(reads))
     }
 
     /// Whether all members have passed the same number of windows before this call.
