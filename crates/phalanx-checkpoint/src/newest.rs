@@ -12,6 +12,7 @@
 use std::hash::RandomState;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -31,6 +32,8 @@ use crate::rank::Rank;
 
 /// How much of a file is sent in one call.
 const PIECE: usize = 64 << 20;
+/// Until a folder is listed again.
+const LIST_DELAY: Duration = Duration::from_millis(20);
 
 /// A checkpoint that was skipped, because a crash or a damaged disk has left only a part of it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -96,8 +99,11 @@ impl Search {
             }
             match read(&entry.path, deadline) {
                 Ok(found) => return Ok(Some(found)),
-                // The job that writes there has removed it since, and written later ones.
-                Err(_) if is_gone(&entry.path) && !deadline.has_passed() => self.list()?,
+                // The job that writes there has removed it since, and written later ones. A network file system may still list it for a while.
+                Err(_) if is_gone(&entry.path) && !deadline.has_passed() => {
+                    std::thread::sleep(LIST_DELAY);
+                    self.list()?;
+                }
                 Err(Unfit::Unread(cause, source)) => return Err(unreadable(&entry.path, &cause, source)),
                 Err(Unfit::Late(cause)) => return Err(files::late(&entry.path, &cause)),
                 Err(Unfit::Torn(cause)) => self.pass_over(entry.path, cause),
