@@ -77,6 +77,9 @@ pub struct Attempt {
     pub pid: u32,
     /// The host of rank 0.
     pub host: String,
+    /// Tells that host from others of the same name; empty in records of earlier versions.
+    #[serde(default)]
+    pub host_id: String,
     /// The number of ranks.
     pub world_size: u32,
     /// How often the launcher had started the workers again.
@@ -196,6 +199,7 @@ impl StateFile {
             cause: None,
             pid: std::process::id(),
             host: phalanx::host_name(),
+            host_id: phalanx::host_id(),
             world_size,
             restart_count,
             started: now(),
@@ -293,10 +297,14 @@ fn last_attempt(directory: &Path) -> Option<Attempt> {
     load(directory).ok().flatten()?.attempts.pop()
 }
 
+/// Whether the last attempt was on another host. It may have the name of this one, as pods that take each other's place do.
+fn is_elsewhere(directory: &Path) -> bool {
+    last_attempt(directory).is_some_and(|attempt| attempt.host_id != phalanx::host_id())
+}
+
 /// How long the process is waited for that writes the record.
 fn lock_timeout(directory: &Path) -> Duration {
-    let is_elsewhere = last_attempt(directory).is_some_and(|attempt| attempt.host != phalanx::host_name());
-    folder::lock_timeout(directory, is_elsewhere, LOCK_TIMEOUT)
+    folder::lock_timeout(directory, is_elsewhere(directory), LOCK_TIMEOUT)
 }
 
 fn taken(directory: &Path) -> Error {
@@ -339,6 +347,23 @@ mod tests {
         let status = RunStatus::read(folder.path()).unwrap().unwrap();
         let states: Vec<_> = status.attempts().iter().map(|attempt| attempt.state).collect();
         assert_eq!(states, [RunState::Failed, RunState::Finished]);
+    }
+
+    #[test]
+    fn another_host_may_have_the_name_of_this_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut state = StateFile::take(folder.path()).unwrap();
+        assert!(!is_elsewhere(folder.path()), "there is no attempt");
+        state.begin(1, 0).unwrap();
+        assert!(!is_elsewhere(folder.path()));
+        for of_another in [r#""host_id": "other""#, r#""unknown": """#] {
+            let own = format!(r#""host_id": "{}""#, phalanx::host_id());
+            let text = std::fs::read_to_string(folder.path().join(FILE)).unwrap();
+            assert!(text.contains(&own), "{text}");
+            std::fs::write(folder.path().join(FILE), text.replace(&own, of_another)).unwrap();
+            assert!(is_elsewhere(folder.path()), "{of_another}");
+            state.write().unwrap();
+        }
     }
 
     #[test]
