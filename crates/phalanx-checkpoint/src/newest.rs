@@ -240,13 +240,15 @@ pub(super) fn compare_folders(group: &ProcessGroup, path: &Path) -> Result<()> {
 /// Says who sees a later checkpoint than rank 0, and which.
 fn later(all: &[Option<Seen>]) -> Option<String> {
     let (main, others) = all.split_first()?;
-    let here = main.as_ref().map_or("none", |seen| seen.name.as_str());
+    let here = main.as_ref().map_or("none, so that the job begins anew".to_owned(), |seen| {
+        format!("{}, from which the job goes on", seen.name)
+    });
     let number = main.as_ref().map_or(0, |seen| seen.number);
     let others = (1..).zip(others).filter_map(|(rank, seen): (u32, _)| Some((rank, seen.as_ref()?)));
     let (rank, Seen { host, number: found, name }) = others.max_by_key(|(_, seen)| seen.number)?;
     (*found > number).then(|| {
         format!(
-            "rank {rank} on {host} sees the checkpoint {name}, and rank 0 {here}, from which the job goes on: had another host rank 0 before? Put the \
+            "rank {rank} on {host} sees the checkpoint {name}, and rank 0 {here}: had another host rank 0 before? Put the \
              folder on a disk that all hosts share"
         )
     })
@@ -551,7 +553,7 @@ mod tests {
         }
         let said = later(&[None, seen("b", 1), seen("c", 2)]).unwrap();
         assert!(
-            said.starts_with("rank 2 on c sees the checkpoint 00000002-step-2, and rank 0 none"),
+            said.starts_with("rank 2 on c sees the checkpoint 00000002-step-2, and rank 0 none, so that the job begins anew:"),
             "{said}"
         );
         let said = later(&[seen("a", 3), seen("b", 12)]).unwrap();
