@@ -163,7 +163,7 @@ impl StateFile {
         let mut options = OpenOptions::new();
         options.create(true).truncate(false).read(true).write(true);
         let lock = open::regular(&directory.join(LOCK), &mut options).map_err(cannot)?;
-        let (began, timeout) = (Instant::now(), lock_timeout(directory));
+        let (began, timeout, mut told) = (Instant::now(), lock_timeout(directory), false);
         loop {
             match lock.try_lock() {
                 Ok(()) => break,
@@ -176,7 +176,18 @@ impl StateFile {
                     break;
                 }
                 Err(TryLockError::Error(error)) => return Err(cannot(error)),
-                Err(TryLockError::WouldBlock) if began.elapsed() < timeout => std::thread::sleep(RETRY_DELAY),
+                Err(TryLockError::WouldBlock) if began.elapsed() < timeout => {
+                    let is_long = timeout > LOCK_TIMEOUT && began.elapsed() >= LOCK_TIMEOUT;
+                    if is_long && !std::mem::replace(&mut told, true) {
+                        let (directory, who, seconds) =
+                            (directory.display(), writer_of(directory), timeout.as_secs());
+                        warn(format_args!(
+                            "{who} holds the record {directory}: if that host was lost, the file system releases it within {seconds} s, for which \
+                             this waits"
+                        ));
+                    }
+                    std::thread::sleep(RETRY_DELAY);
+                }
                 Err(TryLockError::WouldBlock) => return Err(taken(directory)),
             }
         }
@@ -307,10 +318,15 @@ fn lock_timeout(directory: &Path) -> Duration {
     folder::lock_timeout(directory, is_elsewhere(directory), LOCK_TIMEOUT)
 }
 
-fn taken(directory: &Path) -> Error {
-    let who = last_attempt(directory).map_or("another process".to_owned(), |attempt| {
+/// The process that writes the record.
+fn writer_of(directory: &Path) -> String {
+    last_attempt(directory).map_or("another process".to_owned(), |attempt| {
         format!("process {} on {}", attempt.pid, attempt.host)
-    });
+    })
+}
+
+fn taken(directory: &Path) -> Error {
+    let who = writer_of(directory);
     Error::aborted(format!("the record {} is being written by {who}", directory.display()))
         .with_remedy("end that one, or take another directory; is it a rank of this job? Start the run on all ranks with one group")
 }
