@@ -293,7 +293,7 @@ impl Launchers<'_> {
         self.inbox.wait(&mut self.control, connections, timeout);
         if is_paused {
             let pause = began.elapsed();
-            self.peers.iter_mut().for_each(|peer| peer.connection.was_paused(pause));
+            self.peers.iter_mut().for_each(|peer| peer.was_paused(pause));
         }
     }
 
@@ -396,7 +396,10 @@ pub(super) mod tests {
         let launchers = &mut driver.launchers;
         let at = Instant::now() + Duration::from_secs(3600);
         launchers.peers[0].connection.must_end_by(at);
+        let answer_by = launchers.peers[0].answer_by;
         launchers.wait(Some(Instant::now()));
+        // Nor is its answer taken.
+        assert!(launchers.peers[0].answer_by > answer_by);
         let later = launchers.peers[0].connection.limit().unwrap();
         assert!(later > at);
         // No limit was set.
