@@ -4,6 +4,7 @@ The native threads must not call Python while it ends, and peers are to get a go
 """
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -47,12 +48,12 @@ def _leave_with_process() -> None:
     """Lets groups be left at the end of a process that multiprocessing has started, too. It ends forked ones without Python's own end, and catches what
     they raise."""
     global _process
-    util: Any = sys.modules.get("multiprocessing.util")
+    multiprocessing: Any = sys.modules.get("multiprocessing")
     # What a process has forked begins without.
-    if util is not None and _process != os.getpid():
+    if multiprocessing is not None and multiprocessing.parent_process() is not None and _process != os.getpid():
         _process = os.getpid()
         # After all else, when it has ended its own children.
-        util.Finalize(None, _leave_process, exitpriority=-1000)
+        multiprocessing.util.Finalize(None, _leave_process, exitpriority=-1000)
 
 
 def _leave_process() -> None:
@@ -62,8 +63,11 @@ def _leave_process() -> None:
     _passing = (error.__context__ if error.code else None) if isinstance(error, SystemExit) else error
     # Threads of the program may use groups: they are waited for first, as at Python's own end, and as multiprocessing does next.
     wait_for_threads: Any = vars(threading)["_shutdown"]
-    wait_for_threads()
-    _leave()
+    try:
+        wait_for_threads()
+    finally:
+        # Also if Ctrl-C has ended that wait.
+        _leave()
 
 
 def check_not_forked() -> None:
@@ -97,8 +101,14 @@ def cause_of_end() -> BaseException | None:
 
 
 def _leave() -> None:
-    for call in before_leaving:
-        call()
+    # An error of one call, such as a warning that `-W error` makes one, keeps neither the others nor the groups from it.
+    with contextlib.ExitStack() as calls:
+        calls.callback(_leave_groups)
+        for call in before_leaving:
+            calls.callback(call)
+
+
+def _leave_groups() -> None:
     error = cause_of_end()
     # A forked process has the memory of its parent's groups, which are not open there, and none of their threads.
     groups = [group for group in _open if group.is_open()]

@@ -9,6 +9,7 @@ so that must live on: not in a process that may die.
 # pyright: reportIncompatibleMethodOverride=false, reportAssignmentType=false
 
 import collections
+import contextlib
 import datetime
 import hashlib
 import sys
@@ -143,8 +144,9 @@ class ReconfigurableGroup(ProcessGroup):
         except Exception:
             raise
         except BaseException:
-            # A signal's handler has ended the wait.
-            store.compare_set("verdict", "", f"left/{rank}")
+            # A signal's handler has ended the wait. Where the store has gone, nobody waits for this rank.
+            with contextlib.suppress(RuntimeError):
+                store.compare_set("verdict", "", f"left/{rank}")
             raise
         verdict = bytes(store.get("verdict")).decode()
         if verdict == "refused":

@@ -130,9 +130,9 @@ class Work(dist.Work):
     def _copied(self) -> BaseException | None:
         """Copies the results back; whoever comes meanwhile waits for that. Returns its error, to all, or None."""
         with self._lock:
-            finish, self._finish = self._finish, None
-            if finish is not None:
+            if self._finish is not None:
                 try:
+                    finish, self._finish = self._finish, None
                     with torch.inference_mode(self._is_inference), torch.no_grad():
                         finish()
                 except Exception as error:

@@ -269,6 +269,27 @@ def test_a_world_of_one_and_no_pytorch():
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
 
 
+LAST_CALL = """
+import atexit, numpy, phalanx_torch.arrays
+
+def last():
+    array = numpy.ones(3)
+    group.all_reduce(array)
+    print("the last sum:", array.tolist())
+
+atexit.register(last)
+# What this calls at the end comes before the program's own.
+import multiprocessing.util
+group = phalanx_torch.init()
+"""
+
+
+def test_a_program_may_use_a_group_until_its_own_end():
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    ended = subprocess.run([sys.executable, "-c", LAST_CALL], env=environment, check=True, capture_output=True, text=True, timeout=60)
+    assert "the last sum: [1.0, 1.0, 1.0]" in ended.stdout, ended.stderr
+
+
 def without_an_end(rank, port):
     # Longer than any clock goes.
     with phalanx_torch.init(f"tcp://127.0.0.1:{port}", rank, 2, timeout=1e19) as group:

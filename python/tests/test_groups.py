@@ -193,6 +193,48 @@ def test_the_end_of_a_program_waits_for_the_last_call_of_a_start_that_was_interr
     processes(1, interrupted)
 
 
+def left_beside_errors(rank, port):
+    dist.init_process_group("phalanx", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.all_reduce(torch.ones(1))
+    called = []
+
+    def fails():
+        raise RuntimeWarning("an error, by -W error")
+
+    mine = [lambda: called.append("first"), fails, lambda: called.append("last")]
+    _exit.before_leaving.extend(mine)
+    try:
+        with pytest.raises(RuntimeWarning, match="by -W error"):
+            _exit._leave()
+    finally:
+        del _exit.before_leaving[-len(mine) :]
+    assert sorted(called) == ["first", "last"] and not dist.group.WORLD._native.is_open()
+
+
+def test_groups_are_left_at_the_end_of_a_program_also_if_a_call_before_fails():
+    processes(2, left_beside_errors, free_port())
+
+
+def left_though_interrupted(rank):
+    dist.init_process_group("phalanx", store=dist.HashStore(), rank=rank, world_size=1)
+    wait_for_threads = threading._shutdown
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    threading._shutdown = interrupted
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _exit._leave_process()
+    finally:
+        threading._shutdown = wait_for_threads
+    assert not dist.group.WORLD._native.is_open()
+
+
+def test_groups_of_a_process_of_multiprocessing_are_left_also_if_ctrl_c_ends_its_wait_for_threads():
+    processes(1, left_though_interrupted)
+
+
 def keys_of_groups(rank, port, is_local):
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
     dist.init_process_group("phalanx", store=store, rank=rank, world_size=2)

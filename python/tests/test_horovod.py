@@ -243,18 +243,6 @@ def _errors(rank):
         with pytest.raises(hvd.HorovodInternalError, match=said) as caught:
             call(own, said)
         assert caught.value.kind == "mismatch"
-    # Factors of integers are compared as those of floats are.
-    for name, call in [("allreduce", hvd.allreduce), ("reducescatter", hvd.reducescatter)]:
-        for factor, factors in [("prescale", (1.0, 2.0)), ("postscale", (0.5, 2.0))]:
-            for dtype in (torch.int64, torch.int16, torch.float32):
-                for op in (hvd.Sum, hvd.Average):
-                    with pytest.raises(hvd.HorovodInternalError, match=f"{name}.*{factor} 2"):
-                        call(torch.ones(4, dtype=dtype), op=op, **{f"{factor}_factor": factors[rank]})
-    for dtype in (torch.int64, torch.float32):
-        with pytest.raises(ValueError, match="postscale is NaN"):
-            hvd.allreduce(torch.ones(1, dtype=dtype), op=hvd.Sum, postscale_factor=math.nan)
-    pair = hvd.grouped_allreduce([torch.ones(1), torch.tensor([3])], op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.5)
-    assert [one.tolist() for one in pair] == [[2.0], [6]]
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2.0
     handle = hvd.allreduce_async(torch.ones(1), name="twice") if rank == 0 else None
     if rank == 0:
@@ -962,10 +950,11 @@ def test_sparse_gradients_are_refused_with_options_of_dense_ones():
 
 
 def _other_factors_of_integers(rank):
-    for dtype in (torch.int16, torch.int64):
+    # They are compared as those of floats are.
+    for dtype in (torch.int16, torch.int64, torch.float32):
         own = torch.tensor([4, 6], dtype=dtype)
         for op in (hvd.Sum, hvd.Average):
-            for factors in ({"postscale_factor": [0.5, 1.0][rank]}, {"prescale_factor": [1.0, 0.5][rank]}):
+            for factors in ({"postscale_factor": [0.5, 1.0][rank]}, {"prescale_factor": [1.0, 0.5][rank]}, {"postscale_factor": [2.0, 0.5][rank]}):
                 for function in (hvd.allreduce, hvd.reducescatter):
                     with pytest.raises(hvd.HorovodInternalError, match="rank 0 submits .*scale 0.5") as caught:
                         function(own, op=op, name="differ", **factors)
@@ -973,6 +962,10 @@ def _other_factors_of_integers(rank):
         # The same ones, as before.
         assert hvd.allreduce(own, op=hvd.Sum, prescale_factor=0.5, postscale_factor=2.0, name="agree").tolist() == [8, 12]
         assert hvd.reducescatter(own, op=hvd.Sum, postscale_factor=0.5, name="agree").tolist() == [[4], [6]][rank]
+        with pytest.raises(ValueError, match="postscale is NaN"):
+            hvd.allreduce(own, op=hvd.Sum, postscale_factor=math.nan)
+    pair = hvd.grouped_allreduce([torch.ones(1), torch.tensor([3])], op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.5)
+    assert [one.tolist() for one in pair] == [[2.0], [6]]
 
 
 def test_factors_of_integers_that_ranks_do_not_share_are_an_error_of_both():
@@ -1214,6 +1207,27 @@ def _ask_by_a_handler(handle, expected):
 
 def test_a_handler_may_ask_for_a_result_that_is_being_made():
     run(2, _asked_by_a_handler)
+
+
+def _interrupted_in_the_making(rank):
+    handle = hvd.allreduce_async_(torch.tensor([rank + 1]), op=hvd.Sum, postscale_factor=2.0)
+    operation = _operations._found(handle)
+    finish = operation._finish
+
+    def interrupted(native):
+        operation._finish = finish
+        raise KeyboardInterrupt
+
+    operation._finish = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        hvd.synchronize(handle)
+    assert hvd.synchronize(handle).item() == 6
+    with pytest.raises(ValueError, match="synchronized once"):
+        hvd.synchronize(handle)
+
+
+def test_a_result_whose_making_ctrl_c_has_interrupted_can_be_had_again():
+    run(2, _interrupted_in_the_making)
 
 
 def _polled(rank):

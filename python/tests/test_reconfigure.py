@@ -189,6 +189,24 @@ def test_a_rank_that_comes_too_late_is_told_who_has_given_up(how, tmp_path):
     processes(2, _given_up, f"{tmp_path}/store", how)
 
 
+class Gone:
+    """A store whose server ends, with Ctrl-C, when this process has come."""
+
+    def compare_set(self, key, expected, desired):
+        if key == "verdict":
+            raise dist.DistNetworkError("the server has gone")
+        return desired.encode()
+
+    def set(self, key, value):
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_is_not_replaced_by_the_error_of_a_store_that_has_gone():
+    group = reconfigure.ReconfigurableGroup
+    with pytest.raises(KeyboardInterrupt):
+        group._agree(group, Gone(), 0, ["this one", "another"], TIMEOUT)
+
+
 def _with_other_versions(number, path):
     store = _begin(path, number, 2)
     handles = _handles(store, "all", [0, 1], number)

@@ -33,7 +33,7 @@ use crate::{Ddp, device, read_back};
 /// the result is on the same device.
 ///
 /// **Gradients flow through [`all_gather`](Self::all_gather) alone.** The others refuse a tensor that is part of a graph, and all but
-/// `broadcast` refuse a parameter that needs a gradient: for its value, as in a log, call `detach` first; a layer that is divided among ranks is made of the operations of
+/// `broadcast` refuse a parameter that needs a gradient: for its value, as in a log, call `detach` first, or for that of a parameter `set_require_grad(false)`, which `detach` leaves true; a layer that is divided among ranks is made of the operations of
 /// [`TensorGroup`](crate::parallel::tensor::TensorGroup).
 ///
 /// # Errors
@@ -234,13 +234,15 @@ pub(crate) fn refuse_graph<const D: usize, K: Basic + 'static>(
     if as_tracked(tensor).is_none() {
         return Ok(());
     }
+    // Burn's `detach` of a parameter still needs a gradient.
+    let detached = if is_leaf(tensor) { "set_require_grad(false)" } else { "detach()" };
     Err(Error::invalid_argument(format!(
         "{name} of a tensor that is part of a graph: gradients do not flow through it"
     ))
-    .with_remedy(
-        "call detach() first if only its value is needed, as in a log; all_gather has gradients, and so have the operations of \
-         TensorGroup",
-    ))
+    .with_remedy(format!(
+        "call {detached} first if only its value is needed, as in a log; all_gather has gradients, and so have the operations of \
+         TensorGroup"
+    )))
 }
 
 /// The properties that the result shares with this rank's tensor.

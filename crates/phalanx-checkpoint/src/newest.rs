@@ -12,6 +12,7 @@
 use std::hash::RandomState;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -31,6 +32,8 @@ use crate::rank::Rank;
 
 /// How much of a file is sent in one call.
 const PIECE: usize = 64 << 20;
+/// Until a folder is listed again.
+const LIST_DELAY: Duration = Duration::from_millis(20);
 
 /// A checkpoint that was skipped, because a crash or a damaged disk has left only a part of it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -96,8 +99,11 @@ impl Search {
             }
             match read(&entry.path, deadline) {
                 Ok(found) => return Ok(Some(found)),
-                // The job that writes there has removed it since, and written later ones.
-                Err(_) if is_gone(&entry.path) && !deadline.has_passed() => self.list()?,
+                // The job that writes there has removed it since, and written later ones. A network file system may still list it for a while.
+                Err(_) if is_gone(&entry.path) && !deadline.has_passed() => {
+                    std::thread::sleep(LIST_DELAY);
+                    self.list()?;
+                }
                 Err(Unfit::Unread(cause, source)) => return Err(unreadable(&entry.path, &cause, source)),
                 Err(Unfit::Late(cause)) => return Err(files::late(&entry.path, &cause)),
                 Err(Unfit::Torn(cause)) => self.pass_over(entry.path, cause),
@@ -234,13 +240,15 @@ pub(super) fn compare_folders(group: &ProcessGroup, path: &Path) -> Result<()> {
 /// Says who sees a later checkpoint than rank 0, and which.
 fn later(all: &[Option<Seen>]) -> Option<String> {
     let (main, others) = all.split_first()?;
-    let here = main.as_ref().map_or("none", |seen| seen.name.as_str());
+    let here = main.as_ref().map_or("none, so that the job begins anew".to_owned(), |seen| {
+        format!("{}, from which the job goes on", seen.name)
+    });
     let number = main.as_ref().map_or(0, |seen| seen.number);
     let others = (1..).zip(others).filter_map(|(rank, seen): (u32, _)| Some((rank, seen.as_ref()?)));
     let (rank, Seen { host, number: found, name }) = others.max_by_key(|(_, seen)| seen.number)?;
     (*found > number).then(|| {
         format!(
-            "rank {rank} on {host} sees the checkpoint {name}, and rank 0 {here}, from which the job goes on: had another host rank 0 before? Put the \
+            "rank {rank} on {host} sees the checkpoint {name}, and rank 0 {here}: had another host rank 0 before? Put the \
              folder on a disk that all hosts share"
         )
     })
@@ -545,7 +553,7 @@ mod tests {
         }
         let said = later(&[None, seen("b", 1), seen("c", 2)]).unwrap();
         assert!(
-            said.starts_with("rank 2 on c sees the checkpoint 00000002-step-2, and rank 0 none"),
+            said.starts_with("rank 2 on c sees the checkpoint 00000002-step-2, and rank 0 none, so that the job begins anew:"),
             "{said}"
         );
         let said = later(&[seen("a", 3), seen("b", 12)]).unwrap();

@@ -36,7 +36,7 @@ const RETRY_DELAY: Duration = Duration::from_millis(20);
 /// lock.
 const STALE_TIMEOUT: Duration = Duration::from_secs(180);
 /// The longest claim that is read.
-const LONGEST: u64 = 4096;
+const LONGEST: u64 = 1 << 16;
 
 /// The contents of a claim's file.
 #[derive(Debug, Serialize, Deserialize)]
@@ -44,6 +44,9 @@ struct Claim {
     #[serde(flatten)]
     by: Claimant,
     host: String,
+    /// Tells that host from others of the same name, as pods that take each other's place have it.
+    #[serde(default)]
+    host_id: String,
     process: u32,
 }
 
@@ -150,7 +153,8 @@ impl Owner {
             }
             std::thread::sleep(RETRY_DELAY);
         }
-        let claim = Claim { by: by.clone(), host: host::name(), process: std::process::id() };
+        let (host, host_id, process) = (host::name(), host::id(), std::process::id());
+        let claim = Claim { by: by.clone(), host, host_id, process };
         file.write_all(&serde_json::to_vec(&claim)?)?;
         let owner = Self { folder: folder.to_owned(), number, follows, _file: file };
         if newest(folder)? > number {
@@ -184,7 +188,7 @@ impl Owner {
 /// How long the holder of the newest claim is waited for.
 fn patience(folder: &Path, seen: &Seen) -> Duration {
     match seen {
-        Seen::Other(false, Some(claim)) => folder::lock_timeout(folder, claim.host != host::name(), TIMEOUT),
+        Seen::Other(false, Some(claim)) => folder::lock_timeout(folder, claim.host_id != host::id(), TIMEOUT),
         Seen::Other(..) | Seen::None | Seen::Own | Seen::Changed => TIMEOUT,
     }
 }
@@ -259,7 +263,7 @@ fn outdated(folder: &Path) -> Error {
     )
 }
 
-fn taken_over(folder: &Path, Claim { by, host, process }: &Claim) -> Error {
+fn taken_over(folder: &Path, Claim { by, host, process, .. }: &Claim) -> Error {
     let (folder, round) = (folder.display(), by.round);
     Error::aborted(format!(
         "process {process} on {host} writes checkpoints to {folder}, in round {round} of the job: this rank was given up"
@@ -333,13 +337,16 @@ mod tests {
 
     #[test]
     fn a_host_that_was_lost_is_waited_for_where_its_lock_outlives_it() {
-        let held = |host: String, free| Seen::Other(free, Some(Claim { by: of(None, 0), host, process: 1 }));
-        let other = || format!("not-{}", host::name());
+        // By its name it may be this one: the pods of a job keep theirs wherever they run.
+        let held = |host_id: String, free| {
+            Seen::Other(free, Some(Claim { by: of(None, 0), host: host::name(), host_id, process: 1 }))
+        };
+        let other = || format!("not-{}", host::id());
         // No disk of this host has this folder.
         let network = Path::new("/proc");
         assert!(patience(network, &held(other(), false)) > TIMEOUT);
         assert!(patience(network, &held(other(), false)) < STALE_TIMEOUT);
-        for seen in [held(host::name(), false), held(other(), true), Seen::Other(false, None), Seen::None] {
+        for seen in [held(host::id(), false), held(other(), true), Seen::Other(false, None), Seen::None] {
             assert_eq!(patience(network, &seen), TIMEOUT);
         }
     }

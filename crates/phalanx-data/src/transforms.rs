@@ -238,16 +238,20 @@ impl Normalize {
     /// With the mean and the standard deviation of each channel: red, green, blue.
     ///
     /// # Panics
-    /// If a mean is not a finite number, or a standard deviation not one above 0.
+    /// If a standard deviation is not a finite number above 0, or a pixel would become infinite or NaN.
     pub fn new(mean: [f32; 3], std: [f32; 3]) -> Self {
-        assert!(mean.iter().all(|mean| mean.is_finite()), "means of {mean:?}: each has to be finite");
         let is_positive = |std: &f32| *std > 0.0 && std.is_finite();
         assert!(
             std.iter().all(is_positive),
             "standard deviations of {std:?}: each has to be above 0, and finite"
         );
         let value = |channel: usize, step: usize| (step as f32 / 255.0 - mean[channel]) / std[channel];
-        let values = std::array::from_fn(|channel| std::array::from_fn(|step| value(channel, step)));
+        let values: [[f32; 256]; 3] =
+            std::array::from_fn(|channel| std::array::from_fn(|step| value(channel, step)));
+        assert!(
+            values.iter().flatten().all(|value| value.is_finite()),
+            "means of {mean:?} and standard deviations of {std:?}: a pixel would become infinite or NaN"
+        );
         Self { values: Box::new(values) }
     }
 

@@ -42,12 +42,16 @@
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};
+use std::time::Duration;
 
 use phalanx::elastic::{self, Context};
-use phalanx::{Error, Result};
+use phalanx::{Deadline, Error, ProcessGroup, Result};
 
 use crate::horovod::warn_of_variables;
 use crate::{Horovod, Options};
+
+/// How long a rank that has left a process set may take to leave the job: it first looks by itself whether another one has failed.
+const LEAVING_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// What a program does when the workers have changed.
 pub type ResetCallback<S> = Box<dyn FnMut(&mut S, &Horovod) -> Result<()>>;
@@ -197,22 +201,37 @@ fn run_as<S: elastic::State, T, E: From<Error>>(
         let mut state = State { context, regroups: false };
         // No rank leaves before the last one has what it waits for.
         let outcome = train(&mut state, &hvd).and_then(|value| Ok(hvd.barrier().map(|()| value)?));
-        let others_failed = outcome.is_err() && !state.regroups && !hvd.is_initialized();
-        if others_failed {
-            match hvd.failure() {
+        if outcome.is_err() && !state.regroups {
+            let failure = hvd.failure().filter(|cause| cause.is_a_peers(hvd.rank()));
+            match (failure, hvd.failure_of_set()) {
                 // The handle's groups have failed, and this one may not have: other ranks may be in any of its calls, such as a commit.
-                Some(cause) if cause.is_a_peers(hvd.rank()) => drop(group.fail_unless_explained(cause)),
+                (Some(cause), _) => drop(group.fail_unless_explained(cause)),
+                (None, Some(cause)) => end_with_set(group, &cause),
                 // A rank that leaves with an error of its own has ended the handles, and the group does not know: it asks nothing of it.
-                Some(_) | None => group.barrier()?,
+                (None, None) if !hvd.is_initialized() => group.barrier()?,
+                (None, None) => {}
             }
         }
         outcome
     })
 }
 
+/// Ends `group`, if a process set has lost a rank because of `cause`. If a rank has left the set, waits until it is gone from the group,
+/// too, or is not within a while: one that ends with an error of its own leaves its process sets first.
+fn end_with_set(group: &ProcessGroup, cause: &Error) {
+    if cause.is_peer_failure() || cause.is_timeout() {
+        // Its ranks have numbers of their own.
+        let text = format!("a process set of this rank has failed: {}", cause.clone().without_remedy());
+        return drop(group.fail_unless_explained(Error::new(cause.kind(), text)));
+    }
+    let deadline = Deadline::after(LEAVING_TIMEOUT);
+    while group.failure().is_none() && !deadline.has_passed() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use phalanx::ProcessGroup;
     use phalanx::elastic::Plain;
 
     use super::*;

@@ -8,7 +8,7 @@ use std::thread::{Builder, JoinHandle};
 use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
-use phalanx::{Error, ProcessGroup, Result};
+use phalanx::{Error, ProcessGroup, Rank, Result};
 
 use crate::background::{Background, Timeline};
 use crate::handle::{Completer, Handle, Outcome};
@@ -52,6 +52,8 @@ struct State {
     timeline: Option<NextTimeline>,
     /// Why nothing is accepted any more.
     ended: Option<Error>,
+    /// Whether an operation has failed because of that.
+    is_told: bool,
 }
 
 /// A timeline that replaces the current one. It is dropped when the current one's file is complete.
@@ -190,7 +192,13 @@ impl Engine {
 
     /// Whether it takes operations.
     pub fn is_open(&self) -> bool {
-        self.shared.state.lock().check().is_ok()
+        let state = self.shared.state.lock();
+        state.ended.is_none() && !state.leaves
+    }
+
+    /// What tells why it has ended, also when it is gone.
+    pub fn shared(&self) -> Arc<Shared> {
+        self.shared.clone()
     }
 
     /// Ends the engine of every rank, and waits for this one's, unless that itself calls this.
@@ -240,7 +248,8 @@ impl State {
         Some(if waits || !self.names.is_empty() { pace.soon } else { pace.late })
     }
 
-    fn check(&self) -> Result<()> {
+    fn check(&mut self) -> Result<()> {
+        self.is_told |= self.ended.is_some();
         match (&self.ended, self.leaves) {
             (Some(cause), _) => Err(cause.clone()),
             (None, true) => Err(shut_down()),
@@ -300,9 +309,22 @@ impl Shared {
         self.state.lock().has_joined = false;
     }
 
+    /// Why operations have failed, if another rank than `me` has left or has failed.
+    pub fn failed_by_another(&self, me: Rank) -> Option<Error> {
+        let is_another_s = |cause: &Error| {
+            cause.is_a_peers(me) || cause.is_aborted() && cause.peer().is_some_and(|peer| peer != me)
+        };
+        let state = self.state.lock();
+        state.ended.clone().filter(|cause| state.is_told && is_another_s(cause))
+    }
+
     /// Refuses further submissions, and returns those that have not been taken yet.
     pub fn end(&self, cause: &Error) -> Inbox {
-        self.state.lock().ended = Some(cause.clone());
+        {
+            let mut state = self.state.lock();
+            state.ended = Some(cause.clone());
+            state.is_told = !state.names.is_empty() || state.has_joined;
+        }
         self.take()
     }
 }
@@ -346,5 +368,30 @@ mod tests {
         state.joins = None;
         state.leaves = true;
         assert_eq!(due(&state, false), None);
+    }
+
+    #[test]
+    fn who_has_ended_an_engine_matters_only_to_whose_operations_failed() {
+        let (me, other) = (Rank::MAIN, Rank::new(1));
+        let left = Error::aborted("rank 1 has shut Horovod down").with_peer(other);
+        let failed = |is_in_flight: bool, cause: &Error| {
+            let shared = Shared::default();
+            if is_in_flight {
+                shared.state.lock().names.insert("in flight".into());
+            }
+            drop(shared.end(cause));
+            shared
+        };
+        let is_other_s = |shared: &Shared| shared.failed_by_another(me).is_some();
+        for cause in [left.clone(), Error::timeout("it took too long")] {
+            assert!(is_other_s(&failed(true, &cause)), "{cause}");
+            let idle = failed(false, &cause);
+            assert!(!is_other_s(&idle), "{cause}");
+            idle.state.lock().check().unwrap_err();
+            assert!(is_other_s(&idle), "{cause}");
+        }
+        for own in [shut_down(), left.with_peer(me), Error::out_of_memory("of this rank")] {
+            assert!(!is_other_s(&failed(true, &own)), "{own}");
+        }
     }
 }

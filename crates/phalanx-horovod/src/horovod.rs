@@ -5,11 +5,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use phalanx::trace::Trace;
 use phalanx::{Buffer, DType, ProcessGroup, Rank, Result};
 
 use crate::background::Timeline;
-use crate::engine::{Engine, Groups, Stats};
+use crate::engine::{self, Engine, Groups, Stats};
 use crate::options::{Options, warnings};
 use crate::tensor::Tensor;
 use crate::topology::Topology;
@@ -38,7 +39,14 @@ struct Inner {
     options: Options,
     /// Of the same ranks, for the program's own calls: process sets are made of it.
     group: ProcessGroup,
+    sets: Sets,
 }
+
+/// This rank in the process sets that were made of a handle, and of these, and what tells why each has ended. Those that have failed stay.
+type Sets = Arc<Mutex<Vec<(Rank, Arc<engine::Shared>)>>>;
+
+/// The most process sets of which that is kept.
+const MAX_SETS: usize = 256;
 
 /// Joins the group that the launcher describes, as [`phalanx::init`] does, with [`Options::from_env`].
 ///
@@ -90,6 +98,10 @@ impl Horovod {
     /// As [`new`](Self::new). Unless it `begins_timeline`, its events are added to those of earlier handles, as in a later round of an elastic
     /// job.
     pub(crate) fn begin(group: &ProcessGroup, options: Options, begins_timeline: bool) -> Result<Self> {
+        Self::start(group, options, begins_timeline, Sets::default())
+    }
+
+    fn start(group: &ProcessGroup, options: Options, begins_timeline: bool, sets: Sets) -> Result<Self> {
         // The thread's calls are not the program's, and its cycles would fill a trace.
         let control = group.new_group_aside(Trace::disabled())?;
         let data = group.new_group_aside(group.trace())?;
@@ -111,7 +123,7 @@ impl Horovod {
         let groups = Groups { control, data };
         let engine = Engine::start(groups.clone(), &options, timeline)?;
         let group = group.clone();
-        Ok(Self { inner: Arc::new(Inner { engine, groups, topology, options, group }) })
+        Ok(Self { inner: Arc::new(Inner { engine, groups, topology, options, group, sets }) })
     }
 
     /// A handle to some of these ranks, in ascending order; `None` on the others. Its ranks count from 0, and its operations
@@ -135,10 +147,16 @@ impl Horovod {
     pub fn add_process_set(&self, ranks: &[Rank]) -> Result<Option<Self>> {
         // Its events would cross those of the same names here.
         let options = Options { timeline: None, ..self.inner.options.clone() };
-        match self.inner.group.new_group(ranks)? {
-            Some(set) => Self::new(&set, options).map(Some),
-            None => Ok(None),
+        let Some(set) = self.inner.group.new_group(ranks)? else { return Ok(None) };
+        let set = Self::start(&set, options, true, self.inner.sets.clone())?;
+        let mut sets = self.inner.sets.lock();
+        sets.retain(|(rank, set)| Arc::strong_count(set) > 1 || set.failed_by_another(*rank).is_some());
+        if sets.len() == MAX_SETS {
+            sets.remove(0);
         }
+        sets.push((set.rank(), set.inner.engine.shared()));
+        drop(sets);
+        Ok(Some(set))
     }
 
     /// Ends a process set that [`add_process_set`](Self::add_process_set) made: waits until its ranks have all called it, and leaves.
@@ -255,6 +273,12 @@ impl Horovod {
     pub fn failure(&self) -> Option<phalanx::Error> {
         let Groups { control, data } = &self.inner.groups;
         control.failure().or_else(|| data.failure())
+    }
+
+    /// Why operations of a process set that was made of this handle have failed, if another rank has left it or has failed. Also if the program
+    /// has dropped it since.
+    pub(crate) fn failure_of_set(&self) -> Option<phalanx::Error> {
+        self.inner.sets.lock().iter().find_map(|(rank, set)| set.failed_by_another(*rank))
     }
 
     /// Leaves, and waits until this rank's thread has ended. Operations in flight fail on every rank. The drop of the last handle

@@ -203,7 +203,8 @@ impl Job {
         self
     }
 
-    /// The job's name (`TORCHELASTIC_RUN_ID`), of which blanks at its ends are no part; if not given, or empty, one that no other job has.
+    /// The job's name (`TORCHELASTIC_RUN_ID`), of which blanks at its ends are no part. If none is given, or an empty one, it is `none` in a
+    /// [cluster](Self::cluster), as torchrun's is, and else a name that no other job has.
     pub fn run_id(mut self, run_id: impl Into<String>) -> Self {
         self.run_id = given_name(run_id);
         self

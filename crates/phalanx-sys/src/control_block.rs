@@ -350,7 +350,9 @@ impl ControlBlock {
     /// to ask for this process's number takes longer than to copy it. Nor if this process was forked from the one that has made the arena.
     fn offer(&self, memory: &[u8]) {
         let own = self.own.mapping();
-        let address = if memory.len() > SMALL && own.is_own() { memory.as_ptr().addr() as u64 } else { 0 };
+        // Exposed: others read it, though no code of this process lends it to them.
+        let address =
+            if memory.len() > SMALL && own.is_own() { memory.as_ptr().expose_provenance() as u64 } else { 0 };
         own.word(offered(self.sequence + 1)).store(address, Ordering::Relaxed);
     }
 

@@ -77,6 +77,9 @@ pub struct Attempt {
     pub pid: u32,
     /// The host of rank 0.
     pub host: String,
+    /// Tells that host from others of the same name; empty in records of earlier versions.
+    #[serde(default)]
+    pub host_id: String,
     /// The number of ranks.
     pub world_size: u32,
     /// How often the launcher had started the workers again.
@@ -160,7 +163,7 @@ impl StateFile {
         let mut options = OpenOptions::new();
         options.create(true).truncate(false).read(true).write(true);
         let lock = open::regular(&directory.join(LOCK), &mut options).map_err(cannot)?;
-        let (began, timeout) = (Instant::now(), lock_timeout(directory));
+        let (began, timeout, mut told) = (Instant::now(), lock_timeout(directory), false);
         loop {
             match lock.try_lock() {
                 Ok(()) => break,
@@ -173,7 +176,18 @@ impl StateFile {
                     break;
                 }
                 Err(TryLockError::Error(error)) => return Err(cannot(error)),
-                Err(TryLockError::WouldBlock) if began.elapsed() < timeout => std::thread::sleep(RETRY_DELAY),
+                Err(TryLockError::WouldBlock) if began.elapsed() < timeout => {
+                    let is_long = timeout > LOCK_TIMEOUT && began.elapsed() >= LOCK_TIMEOUT;
+                    if is_long && !std::mem::replace(&mut told, true) {
+                        let (directory, who, seconds) =
+                            (directory.display(), writer_of(directory), timeout.as_secs());
+                        warn(format_args!(
+                            "{who} holds the record {directory}: if that host was lost, the file system releases it within {seconds} s, for which \
+                             this waits"
+                        ));
+                    }
+                    std::thread::sleep(RETRY_DELAY);
+                }
                 Err(TryLockError::WouldBlock) => return Err(taken(directory)),
             }
         }
@@ -196,6 +210,7 @@ impl StateFile {
             cause: None,
             pid: std::process::id(),
             host: phalanx::host_name(),
+            host_id: phalanx::host_id(),
             world_size,
             restart_count,
             started: now(),
@@ -293,16 +308,25 @@ fn last_attempt(directory: &Path) -> Option<Attempt> {
     load(directory).ok().flatten()?.attempts.pop()
 }
 
+/// Whether the last attempt was on another host. It may have the name of this one, as pods that take each other's place do.
+fn is_elsewhere(directory: &Path) -> bool {
+    last_attempt(directory).is_some_and(|attempt| attempt.host_id != phalanx::host_id())
+}
+
 /// How long the process is waited for that writes the record.
 fn lock_timeout(directory: &Path) -> Duration {
-    let is_elsewhere = last_attempt(directory).is_some_and(|attempt| attempt.host != phalanx::host_name());
-    folder::lock_timeout(directory, is_elsewhere, LOCK_TIMEOUT)
+    folder::lock_timeout(directory, is_elsewhere(directory), LOCK_TIMEOUT)
+}
+
+/// The process that writes the record.
+fn writer_of(directory: &Path) -> String {
+    last_attempt(directory).map_or("another process".to_owned(), |attempt| {
+        format!("process {} on {}", attempt.pid, attempt.host)
+    })
 }
 
 fn taken(directory: &Path) -> Error {
-    let who = last_attempt(directory).map_or("another process".to_owned(), |attempt| {
-        format!("process {} on {}", attempt.pid, attempt.host)
-    });
+    let who = writer_of(directory);
     Error::aborted(format!("the record {} is being written by {who}", directory.display()))
         .with_remedy("end that one, or take another directory; is it a rank of this job? Start the run on all ranks with one group")
 }
@@ -339,6 +363,23 @@ mod tests {
         let status = RunStatus::read(folder.path()).unwrap().unwrap();
         let states: Vec<_> = status.attempts().iter().map(|attempt| attempt.state).collect();
         assert_eq!(states, [RunState::Failed, RunState::Finished]);
+    }
+
+    #[test]
+    fn another_host_may_have_the_name_of_this_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut state = StateFile::take(folder.path()).unwrap();
+        assert!(!is_elsewhere(folder.path()), "there is no attempt");
+        state.begin(1, 0).unwrap();
+        assert!(!is_elsewhere(folder.path()));
+        for of_another in [r#""host_id": "other""#, r#""unknown": """#] {
+            let own = format!(r#""host_id": "{}""#, phalanx::host_id());
+            let text = std::fs::read_to_string(folder.path().join(FILE)).unwrap();
+            assert!(text.contains(&own), "{text}");
+            std::fs::write(folder.path().join(FILE), text.replace(&own, of_another)).unwrap();
+            assert!(is_elsewhere(folder.path()), "{of_another}");
+            state.write().unwrap();
+        }
     }
 
     #[test]

@@ -91,14 +91,18 @@ def poll(handle: int) -> bool:
 
 
 def synchronize(handle: int) -> Any:
-    """Waits for the operation, and returns its result. A handle is used up by that."""
+    """Waits for the operation, and returns its result. A handle is used up by that. One whose wait Ctrl-C has interrupted, or the making of its result, can be
+    waited for again."""
     operation = _found(handle)
     try:
-        return operation.synchronize()
-    finally:
-        # One whose wait was interrupted goes on, and can be waited for again.
+        result = operation.synchronize()
+    except Exception:
+        # A signal's handler may have raised it, and the operation goes on.
         if operation.poll():
             _handles.pop(handle, None)
+        raise
+    _handles.pop(handle, None)
+    return result
 
 
 def _synchronized(handle: int) -> Any:

@@ -27,17 +27,21 @@ impl Ddp {
     ///
     /// # Errors
     /// If the exchange of buffers fails; or if a call of [NCCL](Self::with_nccl)'s has failed, for which this waits: the parameters are worth nothing then. If
-    /// the `Ddp` was made in a world of one, and its `GroupHandle` leads to several ranks by now. If the ranks would not evaluate the same model, and it has
-    /// buffers: the handle leads to other ranks than when this `Ddp` was made, or they made other numbers of steps in a [`join`](Self::join) of another one.
+    /// the ranks would not evaluate the same model, because the group is a `GroupHandle` that leads to other ranks than when this `Ddp` was made, or, of a
+    /// model with buffers, because they made other numbers of steps in a [`join`](Self::join) of another `Ddp`.
     #[doc(alias = "eval")]
     pub fn evaluate<T>(&mut self, pass: impl FnOnce() -> T) -> Result<T> {
         let (begin, buffers) = (Instant::now(), self.inventory.buffers());
         self.check_world()?;
+        // A rank that is alone by now has its own model to evaluate.
+        let sink = self.sink.as_ref().filter(|_| self.group.world_size() != WorldSize::ONE);
+        if let Some(sink) = sink.filter(|_| buffers.is_empty()) {
+            // Nobody waits for this rank.
+            sink.with_reducer(|reducer| reducer.check_group())?;
+        }
         self.or_end(self.await_settled())?;
         let mut own = Vec::new();
-        // A rank that is alone by now has its own model to evaluate.
-        let exchanges = !buffers.is_empty() && self.group.world_size() != WorldSize::ONE;
-        if let Some(sink) = self.sink.as_ref().filter(|_| exchanges) {
+        if let Some(sink) = sink.filter(|_| !buffers.is_empty()) {
             sink.call(Reducer::check_joined)?;
             own = self.or_end(tensors::copies(&buffers))?;
             self.take_buffers(Caller::DdpEvaluate)?;

@@ -254,8 +254,8 @@ impl Ddp {
         self.unhook();
         let mut again = Self::of(self.variables.clone(), group, nccl, options)?;
         again.cuda = self.cuda.take();
-        if again.sink.is_none() {
-            // No other rank has compared what was loaded.
+        if again.world_size() == WorldSize::ONE {
+            // Ranks compare it when they come into a group.
             again.loads = self.loads.or(again.loads);
         }
         Ok(again)

@@ -33,17 +33,21 @@ impl<M: Module> Ddp<M> {
     /// ([`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd)): call [`average_parameters`](Self::average_parameters) before.
     ///
     /// # Errors
-    /// If the exchange of buffers fails. If the `Ddp` was made in a world of one, and its [`GroupHandle`](phalanx::GroupHandle) leads to several ranks by now.
-    /// If the ranks would not evaluate the same model, and it has buffers: the handle leads to other ranks than when this `Ddp` was made, or they made other
-    /// numbers of steps in a [`join`](Self::join) of another one.
+    /// If the exchange of buffers fails. If the ranks would not evaluate the same model, because the group is a
+    /// [`GroupHandle`](phalanx::GroupHandle) that leads to other ranks than when this `Ddp` was made, or, of a model with buffers, because they made other
+    /// numbers of steps in a [`join`](Self::join) of another `Ddp`.
     #[doc(alias("eval", "valid"))]
     pub fn evaluate<T>(&mut self, pass: impl FnOnce(&M) -> T) -> Result<T> {
         self.check_world()?;
+        // A rank that is alone by now has its own model to evaluate.
+        let sink = self.engine.sink().filter(|_| self.group.world_size() != WorldSize::ONE);
+        if let Some(sink) = sink.filter(|_| !self.has_buffers()) {
+            // Nobody waits for this rank.
+            sink.with_reducer(|reducer| reducer.check_group())?;
+        }
         // Running state defers the last forward pass's update; this applies it, and the result shares no running state with the model.
         let mut model = self.model().valid();
-        // A rank that is alone by now has its own model to evaluate.
-        let exchanges = self.has_buffers() && self.group.world_size() != WorldSize::ONE;
-        if let Some(sink) = self.engine.sink().filter(|_| exchanges) {
+        if let Some(sink) = sink.filter(|_| self.has_buffers()) {
             sink.call(Reducer::check_joined)?;
             let (select, begin) = (Select::Only(&self.inventory.buffers), Instant::now());
             let group = self.group.in_call(Caller::DdpEvaluate);

@@ -187,14 +187,16 @@ impl<M: Module> Ddp<M> {
         }
     }
 
-    /// What was [loaded](Self::note_load), which ranks that come into a group compare.
+    /// What was [loaded](Self::note_load).
     pub(crate) fn loads(&self) -> LoadedStates {
         self.loads
     }
 
-    /// No other rank has compared these loads of an earlier `Ddp` of this model.
+    /// Takes the place of a `Ddp` of the same model that has loaded this. In a world of one it is kept: ranks compare it when they come into a group.
     pub(crate) fn keep_loads(&mut self, loads: LoadedStates) {
-        self.loads = loads;
+        if self.world_size() == WorldSize::ONE {
+            self.loads = loads;
+        }
     }
 
     /// The training goes on with what was [loaded](Self::note_load). Gives what the ranks compare of that.

@@ -106,7 +106,8 @@ pub fn broadcast_optimizer_state<M: Module>(
 }
 
 /// Combines tensors of all ranks under a name; every rank gets the result, on the tensor's device. Gradients do not flow through it, as they do through
-/// Horovod's: for the value of a tensor that is part of a graph, as in a log, call `detach` first.
+/// Horovod's: for the value of a tensor that is part of a graph, as in a log, call `detach` first, and for that of a parameter
+/// `set_require_grad(false)`.
 ///
 /// # Errors
 /// As [`Horovod::allreduce`], and if the tensor is part of a graph, or on a device that this build does not know.

@@ -16,7 +16,7 @@ use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 use phalanx::elastic::Parts;
 use phalanx::join::{JoinGroup, JoinOptions};
-use phalanx::reducer::{LoadedStates, broadcast_bytes, verify_description};
+use phalanx::reducer::{broadcast_bytes, verify_description};
 use phalanx::sampler::ElasticSampler;
 use phalanx::{Caller, Communicator, Error, ProcessGroup, Rank, Result, WorldSize};
 
@@ -274,10 +274,11 @@ impl<M: Module, T> TrainState<M, T> {
         self.model = Ddp::averaged(self.model.into_model(), handle, self.options.clone(), averaging)?;
         #[cfg(feature = "nccl")]
         self.model.enter_on(cuda);
+        self.model.keep_loads(loads);
         let own_remains = self.model.world_size() == ranks;
         self.model.load_hook(hook.map(|hook| if own_remains { hook } else { hook.without_own() }))?;
         // Replicas would drift apart.
-        self.share_optimizer(loads)?;
+        self.share_optimizer(&loads.describe())?;
         if let Some(hook) = absent {
             self.model.loaded_hook.mark_absent(hook);
         }
@@ -285,15 +286,14 @@ impl<M: Module, T> TrainState<M, T> {
     }
 
     /// Gives all ranks the state of rank 0's optimizer, as [`Ddp::new`] does with the model. An error on every rank if they have done other numbers of
-    /// steps, have loaded other states by these `loads`, or their optimizers differ.
-    fn share_optimizer(&mut self, loads: LoadedStates) -> Result<()> {
+    /// steps, have `loaded` other states, or their optimizers differ.
+    fn share_optimizer(&mut self, loaded: &str) -> Result<()> {
         let group = self.model.group().in_call(Caller::DdpNew);
         if group.world_size() == WorldSize::ONE {
-            self.model.keep_loads(loads);
             return Ok(());
         }
         verify_description(&group, "number of steps", &self.steps.to_string())?;
-        verify_description(&group, "loaded state", &loads.describe())?;
+        verify_description(&group, "loaded state", loaded)?;
         verify_description(&group, "model averager", &format!("{:?}", self.averager))?;
         self.model.compare_optimizers(&self.optimizer, None, Caller::DdpNew)?;
         // Of all tensors: one that is frozen by now may have moments.

@@ -343,7 +343,7 @@ impl<'a, M: LearnerModel> Data<'a, M> {
         self.sampled().map_or(self.items, |shard| shard.samples)
     }
 
-    /// The seed of their order, for people: with other seeds it would be the same.
+    /// The seed of their order, for people. With other seeds, too, ranks would train on some samples twice, and on others not at all.
     fn seed(&self) -> String {
         self.sampled().map_or_else(|| "none".to_owned(), |shard| shard.seed.to_string())
     }

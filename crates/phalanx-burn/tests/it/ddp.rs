@@ -340,6 +340,16 @@ fn what_needs_the_same_models_is_refused_in_a_group_whose_models_are_not_compare
             assert!(error.contains("leads to another group"), "{error}");
         });
     }
+    // Of a model without buffers nothing is exchanged, and nothing ends.
+    run(2, |group| {
+        let handle = GroupHandle::new(group.clone());
+        let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &handle).unwrap();
+        handle.rebind(group.split(Some(0), 0).unwrap().unwrap());
+        let error = ddp.evaluate(|_| ()).unwrap_err().to_string();
+        assert!(error.contains("leads to another group"), "{error}");
+        handle.rebind(group);
+        ddp.evaluate(|_| ()).unwrap();
+    });
 }
 
 #[test]

@@ -415,18 +415,21 @@ fn ranks_with_disks_of_their_own_load_the_state_of_one_run() {
             assert_eq!(error.is_some(), is_error, "{loads:?}: {error:?}");
             assert!(error.is_none_or(|error| error.contains("or that of another step or run")));
         }
-        let errors = run(2, |group| {
-            let mut training = fresh(&optimizer());
-            load(&mut training, folders[loads[group.rank().index()]].path()).unwrap();
-            // Still in a world of one, in which there is nothing to compare.
-            let training = training.with_options(DdpOptions::default()).unwrap();
-            training.with_group(&group).map(drop).err().map(|error| error.to_string())
-        });
-        for error in errors {
-            assert_eq!(error.is_some(), is_error, "{loads:?}: {error:?}");
-            assert!(
-                error.is_none_or(|error| error.contains("the loaded state of rank 0 is that after step 1"))
-            );
+        // Also if the state is changed before it comes into the group.
+        for is_changed in [false, true] {
+            let errors = run(2, |group| {
+                let mut training = fresh(&optimizer());
+                load(&mut training, folders[loads[group.rank().index()]].path()).unwrap();
+                if is_changed {
+                    training = training.with_options(DdpOptions::default()).unwrap();
+                }
+                training.with_group(&group).map(drop).err().map(|error| error.to_string())
+            });
+            for error in errors {
+                assert_eq!(error.is_some(), is_error, "{loads:?}: {error:?}");
+                let said = "the loaded state of rank 0 is that after step 1";
+                assert!(error.is_none_or(|error| error.contains(said)));
+            }
         }
     }
 }

@@ -97,11 +97,13 @@ fn ptrace_scope() -> Option<String> {
 fn cross_memory(report: &mut Report, scope: Option<&str>) {
     // Children of a launcher are no children of each other.
     let text = match scope.map(str::trim) {
-        Some("0") => "allowed between processes of one user: messages of 256 KiB to 1 MiB are copied once",
-        Some("1") => "allowed to a process's own children (ptrace_scope 1): such messages are copied twice",
-        Some("2") => "allowed to CAP_SYS_PTRACE (ptrace_scope 2): without it messages are copied twice",
-        Some("3") => "forbidden (ptrace_scope 3): such messages are copied twice",
-        Some(_) | None => "not known: /proc/sys does not say; without it messages are copied twice",
+        Some("0") => {
+            "allowed between processes of one user: messages and what collectives only copy are copied once"
+        }
+        Some("1") => "allowed to a process's own children (ptrace_scope 1): such data is copied twice",
+        Some("2") => "allowed to CAP_SYS_PTRACE (ptrace_scope 2): without it data is copied twice",
+        Some("3") => "forbidden (ptrace_scope 3): such data is copied twice",
+        Some(_) | None => "not known: /proc/sys does not say; without it data is copied twice",
     };
     report.note("cross-memory copy", text);
 }

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use phalanx_sys::control_block::SharedOperation;
+use phalanx_sys::control_block::{SMALL, SharedOperation};
 use phalanx_sys::copy::copy_part;
 
 use super::routes::Routes;
@@ -37,7 +37,8 @@ pub(super) fn is_sooner_for(longest: usize) -> bool {
 /// Whether the memory of a call in place is copied so.
 pub(super) fn is_sooner(job: Job<'_>, kind: InPlace) -> bool {
     match kind {
-        InPlace::Broadcast => (LEAST..=ALONE).contains(&job.bytes()),
+        // What fits into a slot is not offered. It would be staged, but not before the call is published.
+        InPlace::Broadcast => (SMALL + 1..=ALONE).contains(&job.bytes()),
         InPlace::AllGather => is_sooner_for(job.bytes()),
         InPlace::AllReduce | InPlace::Reduce | InPlace::ReduceScatter | InPlace::Barrier => false,
     }

@@ -65,7 +65,7 @@ const LINE: usize = 64;
 pub(crate) struct Domain {
     peers: Peers,
     is_world: bool,
-    /// Whether ranks copy out of each other's processes, if the kernel allows it. The same on all.
+    /// Whether ranks copy out of each other's processes, if the kernel allows it. If one does not, it offers no memory, and all stage.
     copies: bool,
     arena: Arc<Arena>,
     control_block: ControlBlock,
@@ -299,9 +299,7 @@ impl Domain {
             })
         };
         if once(copied_from)?.is_none() {
-            tracing::debug!(
-                "the ranks of this host cannot copy out of each other's processes; data is staged"
-            );
+            say_that_copies_are_refused();
             once(None)?;
         }
         Ok(())

@@ -275,8 +275,7 @@ fn copying_call(domain: &mut Domain, sequence: Sequence, operation: Operation) {
             domain.collective(&call, sequence, memory, &timeout).unwrap();
             assert!(data == given(1), "broadcast");
         }
-        _ => {
-            assert_eq!(operation, Operation::AllGatherVInPlace);
+        Operation::AllGatherVInPlace => {
             let lengths = [BLOCK, 0, 2 * BLOCK];
             let counts = Counts::new(&lengths, WorldSize::new(COPYING).unwrap()).unwrap();
             let mut data = given(me);
@@ -285,6 +284,17 @@ fn copying_call(domain: &mut Domain, sequence: Sequence, operation: Operation) {
             domain.collective(&call, sequence, memory, &timeout).unwrap();
             assert!(data[..BLOCK] == given(0)[..BLOCK] && data[BLOCK..] == given(2)[BLOCK..], "in place");
         }
+        // They combine, or are of other forms.
+        Operation::AllReduce
+        | Operation::AllReduceCoalesced
+        | Operation::Reduce
+        | Operation::ReduceScatter
+        | Operation::ReduceScatterV
+        | Operation::AllGatherV
+        | Operation::AllToAllV
+        | Operation::Barrier
+        | Operation::MonitoredBarrier
+        | Operation::PointToPoint => unreachable!("{} is not among the calls", operation.name()),
     }
 }
 
@@ -320,6 +330,70 @@ fn long_blocks_are_copied_out_of_each_other_s_processes_or_staged_if_that_is_for
             }
         });
     }
+}
+
+/// As a blocking call and an asynchronous one: the former is not in place, the latter is.
+#[test]
+fn one_call_may_be_in_place_on_one_rank_alone() {
+    let world = COPYING as usize;
+    let lengths = [1_000, 20_000, BLOCK];
+    let calls = lengths.into_iter().flat_map(|length| (0..world).map(move |alone| (length, alone)));
+    thread::scope(|scope| {
+        for connected in connected(&["a"; COPYING as usize], None).into_iter().map(Result::unwrap) {
+            let calls = calls.clone();
+            scope.spawn(move || {
+                let Connected { domain, transport: _transport, .. } = connected;
+                let mut domain = domain.unwrap();
+                domain.copies = true;
+                let (me, timeout) = (domain.control_block.me(), Timeout::new(LIMIT));
+                let all: Vec<Vec<i32>> = (0..world).map(given).collect();
+                for (number, (length, alone)) in calls.enumerate() {
+                    let sequence = Sequence(2 * number as u64);
+                    let own = me * length..(me + 1) * length;
+
+                    let call = Call::new(Operation::AllGather, crate::DType::I32, length);
+                    let mut gathered = vec![0i32; world * length];
+                    let input = &all[me][..length];
+                    let memory = if me == alone {
+                        gathered[own.clone()].copy_from_slice(input);
+                        Memory::InPlace(bytemuck::cast_slice_mut(&mut gathered))
+                    } else {
+                        let output = bytemuck::cast_slice_mut(&mut gathered);
+                        Memory::OutOfPlace { input: bytemuck::cast_slice(input), output }
+                    };
+                    domain.collective(&call, sequence, memory, &timeout).unwrap();
+                    let expected: Vec<i32> = all.iter().flat_map(|given| &given[..length]).copied().collect();
+                    assert!(gathered == expected, "{length} from each, in place on rank {alone}");
+
+                    let call = Call::new(Operation::ReduceScatter, crate::DType::I32, world * length);
+                    let call = call.reducing(ReduceOp::Sum);
+                    let (mut whole, mut sums) = (all[me][..world * length].to_vec(), vec![0i32; length]);
+                    let memory = if me == alone {
+                        Memory::InPlace(bytemuck::cast_slice_mut(&mut whole))
+                    } else {
+                        let output = bytemuck::cast_slice_mut(&mut sums);
+                        Memory::OutOfPlace { input: bytemuck::cast_slice(&whole), output }
+                    };
+                    domain.collective(&call, Sequence(sequence.0 + 1), memory, &timeout).unwrap();
+                    let sums = if me == alone { &whole[own.clone()] } else { &sums };
+                    let expected = own.map(|index| all.iter().map(|given| given[index]).sum::<i32>());
+                    assert!(sums.iter().copied().eq(expected), "{length} for each, in place on rank {alone}");
+                }
+                assert!(domain.control_block.copies());
+            });
+        }
+    });
+}
+
+/// Nobody offers it: it would be staged later than if it were not to be copied.
+#[test]
+fn no_broadcast_that_fits_into_a_slot_is_to_be_copied() {
+    let is_sooner = |bytes| {
+        let call = Call::new(Operation::Broadcast, crate::DType::U8, bytes).rooted_at(Rank::MAIN);
+        copied::is_sooner(Job { call: &call, me: 0, ranks: 4, root: 0 }, InPlace::Broadcast)
+    };
+    let most = phalanx_sys::control_block::SMALL;
+    assert_eq!([most, most + 1, 1 << 20, (1 << 20) + 1].map(is_sooner), [false, true, true, false]);
 }
 
 #[test]

@@ -18,6 +18,10 @@ use crate::world_size::WorldSize;
 /// How long the failure of a sub-group may take to reach its group.
 const PROPAGATION_TIMEOUT: Duration = Duration::from_millis(200);
 
+/// How long a rank that has left a sub-group, or ended it, may take to leave its group, too: it first looks by itself whether another one has
+/// failed.
+const LEAVING_TIMEOUT: Duration = Duration::from_secs(10);
+
 /// How the job goes on.
 pub(super) enum Next {
     /// In a new group, from the last commit.
@@ -167,16 +171,28 @@ fn exchange(group: &ProcessGroup, position: Option<Position>) -> Result<Vec<Opti
 }
 
 /// Why the group has failed, if it has. If a sub-group alone has lost a rank, that ends the group too: the connections of a sub-group may
-/// break while all ranks live, and each group finds by itself that a rank is frozen.
+/// break while all ranks live, and each group finds by itself that a rank is frozen. If another rank has left a sub-group, or ended it, the
+/// group fails only if that rank is gone from it as well.
 pub(super) fn failure_of(group: &ProcessGroup) -> Option<Error> {
-    let deadline = Deadline::after(PROPAGATION_TIMEOUT);
+    failure_within(group, LEAVING_TIMEOUT)
+}
+
+fn failure_within(group: &ProcessGroup, leaving: Duration) -> Option<Error> {
+    await_failure(group, PROPAGATION_TIMEOUT).or_else(|| {
+        let rank = group.rank();
+        let is_loss = |cause: &Error| cause.is_peer_failure() || cause.is_timeout();
+        let is_another_s = |cause: &Error| cause.is_a_peers(rank) && cause.culprit(rank).is_some();
+        match group.failure_in_family(is_loss) {
+            Some(loss) => Some(group.fail_unless_explained(loss)),
+            None => group.failure_in_family(is_another_s).and_then(|_| await_failure(group, leaving)),
+        }
+    })
+}
+
+fn await_failure(group: &ProcessGroup, timeout: Duration) -> Option<Error> {
+    let deadline = Deadline::after(timeout);
     while group.failure().is_none() && !deadline.has_passed() {
         std::thread::sleep(Duration::from_millis(1));
-    }
-    if group.failure().is_none()
-        && let Some(loss) = group.loss_in_family()
-    {
-        return Some(group.fail_unless_explained(loss));
     }
     group.failure()
 }
@@ -206,7 +222,8 @@ mod tests {
                         }
                         (1, Some(own), Some(lost)) => {
                             own.barrier().unwrap_err();
-                            assert!(failure_of(&group).is_none(), "the program may know what to do");
+                            let cause = failure_within(&group, Duration::ZERO);
+                            assert!(cause.is_none(), "the program may know what to do: {cause:?}");
                             all_are_here.wait();
                             lost.barrier().unwrap_err();
                             // As those of a loop that has returned.
@@ -226,6 +243,28 @@ mod tests {
                     }
                     let error = group.barrier().unwrap_err();
                     assert!(error.to_string().contains("a part did not come in time"), "{error}");
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn a_rank_that_ends_with_an_error_leaves_its_sub_group_before_the_group() {
+        let groups = ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap();
+        std::thread::scope(|scope| {
+            for group in groups {
+                scope.spawn(move || {
+                    let part = group.new_group(&[Rank::MAIN, Rank::new(1)]).unwrap().unwrap();
+                    if group.rank().is_main() {
+                        assert!(part.barrier().unwrap_err().is_peer_left());
+                        let cause = failure_of(&group).unwrap();
+                        assert!(cause.is_a_peers(group.rank()), "{cause}");
+                        return;
+                    }
+                    drop(part);
+                    // It looks why it has failed itself, and here for twice as long.
+                    assert!(failure_of(&group).is_none() && failure_of(&group).is_none());
+                    group.abort(Error::aborted("a sample cannot be read"));
                 });
             }
         });

@@ -130,18 +130,19 @@ impl ProcessGroup {
         }
     }
 
-    /// Why another group that this rank's program has made from the same first group has lost a rank, or has waited for one in vain, with the
-    /// numbers that ranks have in this group. Also if the program has dropped it since.
-    pub(crate) fn loss_in_family(&self) -> Option<Error> {
+    /// Why another group has failed that this rank's program has made from the same first group, if it is such a cause; with the numbers that
+    /// ranks have in this group. Also if the program has dropped it since.
+    pub(crate) fn failure_in_family(&self, is_such: impl Fn(&Error) -> bool) -> Option<Error> {
         let own = self.inner.health.first();
         let failures = self.inner.config.family.failures.lock().clone();
-        failures.iter().filter(|(first, _)| !Arc::ptr_eq(first, &own)).find_map(|(first, members)| {
-            let cause = first.get().filter(|cause| cause.is_peer_failure() || cause.is_timeout())?;
+        let others = failures.iter().filter(|(first, _)| !Arc::ptr_eq(first, &own));
+        let mut causes = others.filter_map(|(first, members)| {
             let global = |rank: Rank| {
                 members.as_ref().and_then(|members| members.get(rank.index())).copied().unwrap_or(rank)
             };
-            Some(restated(cause, global, &self.inner))
-        })
+            first.get().map(|cause| restated(cause, global, &self.inner))
+        });
+        causes.find(is_such)
     }
 
     /// `cause` with the numbers that ranks have in this group, if it is the failure of another group of this rank, as of a smaller one whose ranks have other

@@ -224,7 +224,11 @@ impl Reducer {
         self.attempt(Self::compare_joined)
     }
 
-    fn compare_joined(&mut self) -> Result<()> {
+    /// Whether the group is still the one whose ranks have compared their models. It communicates nothing, and ends nothing.
+    ///
+    /// # Errors
+    /// If the group is a [handle](crate::GroupHandle) that leads to another one by now, and the adapter has not called [`regrouped`](Self::regrouped).
+    pub fn check_group(&self) -> Result<()> {
         if self.binding.is_other(&*self.group) {
             return Err(Error::invalid_argument(
                 "the GroupHandle leads to another group than when the reducer was made: the ranks of that group may have other models, or there is \
@@ -232,6 +236,11 @@ impl Reducer {
             )
             .with_remedy("make the Ddp after GroupHandle::rebind, or let a TrainState of this model change the group"));
         }
+        Ok(())
+    }
+
+    fn compare_joined(&mut self) -> Result<()> {
+        self.check_group()?;
         let joins = self.group.uneven_joins();
         if std::mem::replace(&mut self.joins, joins) == joins {
             return Ok(());

@@ -144,9 +144,10 @@ fn what_no_image_can_be_made_with_is_refused_at_once() {
     assert!(refused(|| _ = RandomResizedCrop::new(4).ratio(0.0..=1.0)));
     assert!(refused(|| _ = RandomResizedCrop::new(4).ratio(1.0..=f64::NAN)));
     assert!(refused(|| _ = Normalize::new([0.0; 3], [1.0, 0.0, 1.0])));
-    // All pixels would be 0, or not a number.
+    // All pixels would be 0, or not a number, or infinite.
     assert!(refused(|| _ = Normalize::new([0.0; 3], [1.0, f32::INFINITY, 1.0])));
     assert!(refused(|| _ = Normalize::new([0.0, f32::NAN, 0.0], [1.0; 3])));
+    assert!(refused(|| _ = Normalize::new([0.0; 3], [1.0, 1e-40, 1.0])));
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use phalanx::elastic::Plain;
 use phalanx::launch::{Event, Job, Outcome};
-use phalanx::{Error, WorldSize};
+use phalanx::{Error, Rank, WorldSize};
 use phalanx_horovod::elastic::{self, ObjectState, State};
 use phalanx_horovod::{Horovod, Op};
 
@@ -38,14 +38,18 @@ pub fn work() {
 
 fn train(state: &mut State<'_, '_, Training>, hvd: &Horovod) -> phalanx::Result<u32> {
     println!("begins with {} at {}", hvd.size(), state.0.0);
+    // A rank that ends with an error leaves it before the others learn that it is gone, and it is what they wait for first.
+    let all: Vec<Rank> = (0..hvd.size()).map(Rank::new).collect();
+    let set = hvd.add_process_set(&all)?.unwrap();
     while state.0.0 < STEPS {
         // However late the replacements are: commits that change nothing let them in.
         while state.0.0 == HOLD && hvd.size() < 3 {
             std::thread::sleep(Duration::from_millis(5));
             state.commit()?;
         }
-        let names = ["a", "b"].map(|name| hvd.allreduce_async(name, [1.0f32; 4], Op::Average));
-        for (place, handle) in names.into_iter().enumerate() {
+        let handles =
+            [("a", &set), ("b", hvd)].map(|(name, hvd)| hvd.allreduce_async(name, [1.0f32; 4], Op::Average));
+        for (place, handle) in handles.into_iter().enumerate() {
             let average = handle?.synchronize()?;
             let weights = &mut state.0.1[place * 4..];
             weights.iter_mut().zip(average.as_slice::<f32>()?).for_each(|(weight, value)| *weight += value);

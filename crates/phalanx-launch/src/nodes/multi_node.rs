@@ -81,6 +81,8 @@ pub(crate) struct MultiNode<'a> {
     refused_until: Option<Instant>,
     /// Whether it has said that it leaves.
     has_left: bool,
+    /// Whether a signal has ended its wait for other nodes, whatever the outcome.
+    was_interrupted: bool,
 }
 
 impl<'a> MultiNode<'a> {
@@ -126,6 +128,7 @@ impl<'a> MultiNode<'a> {
             join: Some((again, settings)),
             refused_until: None,
             has_left: false,
+            was_interrupted: false,
         })
     }
 
@@ -310,6 +313,7 @@ impl<'a> MultiNode<'a> {
 
     /// Leaves because of `signal`, while other nodes are waited for. The failure with which the job ends anyway is how it has ended.
     fn leave_at(&mut self, signal: Signal) -> Outcome {
+        self.was_interrupted = true;
         self.leave(Departure::Signal(signal.number()));
         self.view.state.decided().map_or(Outcome::Interrupted(signal), |cause| outcome_of(&cause))
     }
@@ -472,6 +476,7 @@ impl Nodes for MultiNode<'_> {
     }
 
     fn finish(&mut self, control: &mut Control<'_>, mut is_interrupted: bool) {
+        is_interrupted |= self.was_interrupted;
         self.handler.finish(&mut |news: Option<&str>| {
             if let Some(text) = news {
                 control.tell(Event::Warning { text });

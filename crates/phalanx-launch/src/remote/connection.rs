@@ -132,9 +132,16 @@ impl Connection {
         self.is_hurried = true;
     }
 
+    /// For so long the observer took nothing. A process cannot end meanwhile that has more to say, so that this time does not count.
+    pub(super) fn was_paused(&mut self, pause: Duration) {
+        if !self.is_hurried {
+            self.kill_at = self.kill_at.map(|at| at.checked_add(pause).unwrap_or(at));
+        }
+    }
+
     #[cfg(test)]
-    pub(super) fn has_limit(&self) -> bool {
-        self.kill_at.is_some()
+    pub(super) fn limit(&self) -> Option<Instant> {
+        self.kill_at
     }
 
     /// Something that has come of it was taken.

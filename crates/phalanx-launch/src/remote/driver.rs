@@ -288,8 +288,13 @@ impl Launchers<'_> {
 
     fn wait(&mut self, wake_at: Option<Instant>) {
         let timeout = wake_at.map_or(Duration::MAX, |at| at.saturating_duration_since(Instant::now()));
+        let (began, is_paused) = (Instant::now(), !self.control.observer.is_ready());
         let connections = self.peers.iter().map(|peer| &peer.connection);
         self.inbox.wait(&mut self.control, connections, timeout);
+        if is_paused {
+            let pause = began.elapsed();
+            self.peers.iter_mut().for_each(|peer| peer.was_paused(pause));
+        }
     }
 
     fn handle_signals(&mut self) {
@@ -343,7 +348,7 @@ pub(super) mod tests {
         .unwrap();
         let has_limit = |driver: &mut Driver<'_>| {
             driver.plan.act(&mut driver.launchers).unwrap();
-            driver.launchers.peers[1].connection.has_limit()
+            driver.launchers.peers[1].connection.limit().is_some()
         };
         assert!(!has_limit(&mut driver));
         let (exits, world_size, nodes, restarts, replacements) = (Vec::new(), None, 2, 0, 0);
@@ -365,6 +370,43 @@ pub(super) mod tests {
         assert!(has_limit(&mut driver));
         // The one that was lost is ended, and the report is what the others have said of it, under the name that the user knows.
         assert_eq!(driver.run().unwrap().outcome, lost("node2"));
+    }
+
+    /// It takes nothing, as long as nobody reads.
+    struct Paused;
+
+    impl Observer for Paused {
+        fn observe(&mut self, _: Event<'_>) -> ControlFlow<()> {
+            ControlFlow::Continue(())
+        }
+
+        fn is_ready(&mut self) -> bool {
+            false
+        }
+    }
+
+    #[test]
+    fn a_launcher_that_cannot_write_since_nobody_reads_is_given_the_time_unless_a_signal_comes() {
+        let (_folder, job) = silent_job("node1,node2");
+        let mut observer = Paused;
+        let mut driver = Driver::start(&job, &mut observer, |launchers| {
+            Ok(Box::new(FixedHosts::start(launchers)?.running()) as _)
+        })
+        .unwrap();
+        let launchers = &mut driver.launchers;
+        let at = Instant::now() + Duration::from_secs(3600);
+        launchers.peers[0].connection.must_end_by(at);
+        let answer_by = launchers.peers[0].answer_by;
+        launchers.wait(Some(Instant::now()));
+        // Nor is its answer taken.
+        assert!(launchers.peers[0].answer_by > answer_by);
+        let later = launchers.peers[0].connection.limit().unwrap();
+        assert!(later > at);
+        // No limit was set.
+        assert_eq!(launchers.peers[1].connection.limit(), None);
+        launchers.peers[0].connection.hurry();
+        launchers.wait(Some(Instant::now()));
+        assert_eq!(launchers.peers[0].connection.limit(), Some(later));
     }
 
     #[test]

@@ -61,6 +61,12 @@ impl Peer {
         self.hello.is_none() && self.end.is_none() && now >= self.answer_by
     }
 
+    /// For so long the observer took nothing of what it says.
+    pub(super) fn was_paused(&mut self, pause: Duration) {
+        self.answer_by = self.answer_by.checked_add(pause).unwrap_or(self.answer_by);
+        self.connection.was_paused(pause);
+    }
+
     pub(super) fn instruct(&self, instruction: Instruction) {
         self.connection.send(ToLauncher::Elastic(instruction));
     }

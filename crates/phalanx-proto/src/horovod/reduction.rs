@@ -133,6 +133,7 @@ impl Reduction {
 
     /// What elements of `dtype` are multiplied by before they are combined, and after. Factors of integers are the program's to apply: ranks
     /// compare them, and no more.
+    #[doc(hidden)]
     pub fn factors(self, dtype: DType) -> (f64, f64) {
         if dtype.is_float() { (self.prescale.0, self.postscale.0) } else { (1.0, 1.0) }
     }

@@ -33,19 +33,21 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Arena {
-    /// An arena with these words, half words and parts, and one region behind them.
+    /// An arena with these words, half words and parts, and one region. Parts behind it are ordinary memory.
     pub(crate) fn modelled(
         words: impl IntoIterator<Item = usize>,
         half_words: impl IntoIterator<Item = usize>,
         parts: impl IntoIterator<Item = Range<usize>>,
         region: Range<usize>,
     ) -> Arc<Self> {
+        let watch: Vec<_> = parts.into_iter().map(|part| (part, loom::cell::UnsafeCell::new(()))).collect();
+        let end = watch.iter().map(|(part, _)| part.end).fold(region.end, usize::max);
         let mapping = Mapping {
             claim: AtomicU64::default(),
             words: words.into_iter().map(|at| (at, AtomicU64::default())).collect(),
             half_words: half_words.into_iter().map(|at| (at, AtomicU32::default())).collect(),
-            bytes: (0..region.end).map(|_| UnsafeCell::new(0)).collect(),
-            watch: parts.into_iter().map(|part| (part, loom::cell::UnsafeCell::new(()))).collect(),
+            bytes: (0..end).map(|_| UnsafeCell::new(0)).collect(),
+            watch,
         };
         Arc::new(Self { mapping: Arc::new(mapping), region })
     }
@@ -112,13 +114,16 @@ impl Mapping {
         true
     }
 
-    /// Nothing is copied past the mappings.
     pub(crate) fn is_own(&self) -> bool {
-        false
+        true
     }
 
-    pub(crate) fn read_owner(&self, _: u64, _: &mut [u8]) -> io::Result<()> {
-        Err(io::ErrorKind::Unsupported.into())
+    /// Copies what is at `address`, in a part.
+    pub(crate) fn read_owner(&self, address: u64, into: &mut [u8]) -> io::Result<()> {
+        let offset = address as usize - self.bytes.as_ptr() as usize;
+        // SAFETY: loom panics where a real borrow would be unsound.
+        into.copy_from_slice(unsafe { self.lend(offset, into.len()) });
+        Ok(())
     }
 
     pub(crate) fn claim(&self) -> &AtomicU64 {

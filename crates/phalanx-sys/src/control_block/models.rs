@@ -19,18 +19,21 @@ const SHARE: usize = 64;
 /// Bytes of each rank's block of a window.
 const BLOCK: usize = WINDOW / 2;
 const REGION: usize = END;
+/// Ordinary memory of a rank, behind any region: it is so long that it is offered.
+const ORDINARY: usize = REGION + 8 * SHARE;
+const LONG: usize = SMALL + 64;
 
 fn arena(ranks: usize) -> Arc<Arena> {
     let slots = || [SLOTS, SLOTS + SLOT].into_iter();
     let words = slots().flat_map(|slot| (slot..slot + HEAD).step_by(8));
-    let words = [DONE, STAGED, TAKEN].into_iter().chain(words);
+    let words = [DONE, REFUSED, OFFERED, OFFERED + 8, STAGED, TAKEN].into_iter().chain(words);
     let noted = (0..BUFFERS as u64).map(windows::noted);
     let blocks = BUFFERS * WINDOW / BLOCK;
     let windows = (0..blocks).map(|index| STAGING + index * BLOCK).map(|at| at..at + BLOCK);
     let shares = (0..ranks).map(|index| REGION + index * SHARE).map(|at| at..at + SHARE);
     let few = slots().map(|slot| slot + HEAD..slot + HEAD + FEW);
     let more = slots().map(|slot| slot + BODY..slot + BODY + MORE);
-    let parts = few.chain(more).chain(windows).chain(shares);
+    let parts = few.chain(more).chain(windows).chain(shares).chain([ORDINARY..ORDINARY + LONG]);
     Arena::modelled(
         words,
         [START, START + LINE].into_iter().chain(noted),
@@ -155,6 +158,36 @@ fn read(mut control_block: ControlBlock) {
 #[test]
 fn loom_regions_stay_until_all_have_read_them() {
     model(2, Some(3), read);
+}
+
+/// Each rank copies the other's memory out of its process, and then writes to its own again. In the last call one of them cannot.
+fn copy_out(mut control_block: ControlBlock) {
+    control_block.copies = true;
+    let (me, own) = (control_block.me(), control_block.own.clone());
+    for call in 1..3 {
+        // SAFETY: the memory is the rank's own between calls.
+        let memory = unsafe { own.mapping().lend_mut(ORDINARY, LONG) };
+        memory.fill((16 * call + me) as u8);
+        if call == 2 && me == 1 {
+            control_block.refuse_copies();
+        }
+        let brought = Brought { note: &[], memory, small: None, copied_from: Some(LONG) };
+        let copied = control_block.out_of_place(CALL, brought, &mut go_on, |operation| {
+            assert_eq!(operation.protocol(), Protocol::Copied);
+            let mut last = [0];
+            operation.copy(1 - me, LONG - 1, &mut last)?;
+            Ok(usize::from(last[0]))
+        });
+        assert_eq!(copied, Ok((call == 1).then_some(16 * call + 1 - me)));
+    }
+    assert!(!control_block.copies());
+    // SAFETY: as above.
+    unsafe { own.mapping().lend_mut(ORDINARY, LONG) }.fill(0);
+}
+
+#[test]
+fn loom_memory_stays_until_all_have_copied_it_and_all_know_of_one_that_cannot() {
+    model(2, Some(2), copy_out);
 }
 
 /// Fills the window with this number: a different byte for each rank and window.

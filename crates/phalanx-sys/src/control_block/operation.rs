@@ -20,7 +20,7 @@ use crate::arena::{Arena, Mapping};
 use crate::sync::{Ordering, fence};
 
 /// Bytes that are copied at once out of another process. Between two copies this rank looks whether to go on.
-const COPIED: usize = 32 << 20;
+pub(super) const COPIED: usize = 32 << 20;
 
 /// The memory that this rank gives to the call.
 pub(super) enum Memory<'a> {
@@ -57,7 +57,9 @@ pub struct SharedOperation<'a, 'w, E> {
     pub(super) memory: Memory<'a>,
     pub(super) protocol: Protocol,
     /// Whether all members have given the same division.
-    pub(super) divides_alike: bool,
+    divides_alike: bool,
+    /// Whether all members read windows, and none writes into them.
+    pub(super) reads_windows: bool,
     pub(super) windows: Windows,
     /// Whether the windows of this call are to take turns with all buffers.
     pub(super) rotates: bool,
@@ -104,8 +106,8 @@ impl Drop for Lent {
 }
 
 impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
-    /// Waits for all ranks' headers, does the `work`, and waits until all ranks are done. If members have offered their memory, they copy
-    /// it if one brings `copied_from` bytes and more.
+    /// Waits for all ranks' headers, does the `work`, and waits until all ranks are done. If members have offered their memory, and divide
+    /// alike, they copy it if one brings `copied_from` bytes and more.
     pub(super) fn hold<R>(
         control_block: &'a mut ControlBlock,
         (memory, copied_from): (Memory<'a>, Option<usize>),
@@ -115,7 +117,7 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
     ) -> Result<R, E> {
         control_block.wait_for_all(&mut *watch)?;
         control_block.free_windows_before(windows.first);
-        let divides_alike = control_block.divides_alike();
+        let (divides_alike, reads_windows) = (control_block.divides_alike(), control_block.reads_windows());
         let out_of_place = matches!(memory, Memory::OutOfPlace(_));
         let small = |member| control_block.memory_kind(member) == MemoryKind::InSlot as u64;
         let direct = |member| match &memory {
@@ -135,7 +137,10 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
         let protocol = match all(&small) {
             true => Protocol::Small,
             false if all(&direct) => Protocol::Direct,
-            false if is_long && all(&|member| control_block.offered(member) != 0) => Protocol::Copied,
+            // Members may make one call in place and not in place: then the same block is elsewhere in their memory.
+            false if is_long && divides_alike && all(&|member| control_block.offered(member) != 0) => {
+                Protocol::Copied
+            }
             false => Protocol::Staged,
         };
         let refuses = control_block.refuses;
@@ -144,6 +149,7 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
             memory,
             protocol,
             divides_alike,
+            reads_windows,
             windows,
             rotates: false,
             refuses,
@@ -344,6 +350,12 @@ impl ControlBlock {
     fn divides_alike(&self) -> bool {
         let division = |member| self.field(member, 2) & Division::MASK;
         (0..self.members()).all(|member| division(member) == division(self.me))
+    }
+
+    /// Whether no member combines windows. It does not matter whether they make the call in place.
+    fn reads_windows(&self) -> bool {
+        let reads = |division: Division| !division.combines_windows;
+        (0..self.members()).all(|member| Division::of(self.field(member, 2)).is_none_or(reads))
     }
 
     /// Whether all members have passed the same number of windows before this call.

@@ -1,9 +1,11 @@
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::AtomicBool;
 use std::sync::{OnceLock, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use super::operation::COPIED;
 use super::*;
 use crate::arena::{OWNER, OWNER_ADDRESS, Region};
 
@@ -252,6 +254,88 @@ fn if_one_member_cannot_copy_from_another_all_know_it_and_nobody_tries_again() {
             assert_eq!(protocol(control_block, &own), Protocol::Staged);
         });
     }
+}
+
+/// A block is elsewhere in memory that a rank gives in place.
+#[test]
+fn what_some_bring_in_place_and_others_do_not_is_staged() {
+    run(3, |control_block, _| {
+        let mut memory = vec![1; MUCH];
+        let read = |operation: &mut SharedOperation<'_, '_, String>| -> Result<Protocol, String> {
+            let take = |operation: &mut SharedOperation<'_, '_, String>, _| {
+                operation.take(|windows, _| {
+                    assert!(windows.iter().enumerate().all(|(member, window)| window[0] == member as u8));
+                    Ok(())
+                })
+            };
+            let me = operation.me() as u8;
+            let fill = |_, _: &[u8], window: &mut [u8]| {
+                window[0] = me;
+                Ok(())
+            };
+            operation.pass(1, fill, take, None)?;
+            Ok(operation.protocol())
+        };
+        let protocol = if control_block.me() == 1 {
+            control_block.offered_in_place(CALL, &mut memory, SHARES, &mut go_on, read)
+        } else {
+            let brought = Brought { copied_from: Some(MUCH), ..brought(&[], &memory, None) };
+            control_block.out_of_place(CALL, brought, &mut go_on, read)
+        };
+        assert_eq!(protocol, Ok(Some(Protocol::Staged)));
+        // They do not count as ranks that could not copy.
+        let protocol = control_block
+            .offered_in_place(CALL, &mut memory, SHARES, &mut go_on, |operation| Ok(operation.protocol()));
+        assert_eq!(protocol, Ok(Some(Protocol::Copied)));
+    });
+}
+
+/// In two pieces. Between them a rank looks whether to go on, and in the second call it does not.
+#[test]
+fn a_rank_that_gives_up_between_two_pieces_has_no_result_and_nor_has_the_other() {
+    const LONG: usize = COPIED + 5;
+    let mut long = vec![1u8; LONG];
+    (long[COPIED - 1], long[COPIED], long[COPIED + 2], long[LONG - 1]) = (2, 3, 4, 5);
+    let (long, has_given_up) = (&*long, &AtomicBool::new(false));
+    run(2, |control_block, _| {
+        let copies = control_block.me() == 1;
+        let memory = if copies { &[][..] } else { long };
+        for gives_up in [false, true] {
+            let (is_between, looks) = (Cell::new(false), Cell::new(0));
+            let mut watch = |missing| {
+                if is_between.get() {
+                    looks.set(looks.get() + 1);
+                }
+                match () {
+                    () if is_between.get() && gives_up => Err("enough".to_owned()),
+                    () if has_given_up.load(Ordering::Relaxed) => Err("told".to_owned()),
+                    () => go_on(missing),
+                }
+            };
+            let outcome =
+                control_block.out_of_place(CALL, offered_from_much(memory), &mut watch, |operation| {
+                    assert_eq!(operation.protocol(), Protocol::Copied);
+                    let mut into = vec![0; if copies { LONG - 3 } else { 0 }];
+                    if copies {
+                        is_between.set(true);
+                        let copied = operation.copy(0, 3, &mut into);
+                        is_between.set(false);
+                        copied?;
+                    }
+                    Ok(into)
+                });
+            match (copies, gives_up) {
+                (true, false) => assert!(outcome.unwrap().unwrap() == long[3..]),
+                (false, false) => assert_eq!(outcome, Ok(Some(Vec::new()))),
+                (true, true) => {
+                    assert_eq!(outcome, Err("enough".to_owned()));
+                    has_given_up.store(true, Ordering::Relaxed);
+                }
+                (false, true) => assert_eq!(outcome, Err("told".to_owned())),
+            }
+            assert_eq!(looks.get(), usize::from(copies));
+        }
+    });
 }
 
 #[test]
@@ -927,7 +1011,7 @@ fn shares_cover_everything_once() {
     }
 }
 
-/// Those of the members have other shares.
+/// Those of the members have other shares. Whole windows all may read, unless one of them combines windows.
 #[test]
 fn memory_that_is_divided_otherwise_is_not_lent() {
     let other = Division { owners: 2, ..SHARES };
@@ -937,20 +1021,33 @@ fn memory_that_is_divided_otherwise_is_not_lent() {
             let division = if control_block.me() == 0 { mine } else { theirs };
             let mut region = filled(arena, 10_000, 1);
             let memory = region.as_mut_slice();
+            let reads = !mine.combines_windows && !theirs.combines_windows;
             let passes = |operation: &mut SharedOperation<'_, '_, String>| {
                 let mut refuses = |work: &mut dyn FnMut(&mut SharedOperation<'_, '_, String>)| {
                     catch_unwind(AssertUnwindSafe(|| work(operation))).is_err()
                 };
                 let refused = [
                     refuses(&mut |operation| operation.combine(|_| ())),
-                    refuses(&mut |operation| operation.take(|_, _| Ok(())).unwrap()),
                     refuses(&mut |operation| operation.combine_staged(64, |_, _| Ok(())).unwrap()),
+                    refuses(&mut |operation| {
+                        let take = |operation: &mut SharedOperation<'_, '_, String>, _| {
+                            operation.take(|windows, _| {
+                                assert!(windows[0][0] == 7 && windows[1][0] == 7);
+                                Ok(())
+                            })
+                        };
+                        let fill = |_, _: &[u8], window: &mut [u8]| {
+                            window[0] = 7;
+                            Ok(())
+                        };
+                        operation.pass(1, fill, take, None).unwrap();
+                    }),
                 ];
                 Ok((operation.protocol(), refused))
             };
             let seen =
                 control_block.in_place(CALL, memory, (division, Unregistered::Later), &mut go_on, passes);
-            assert_eq!(seen, Ok((Protocol::Staged, [true; 3])));
+            assert_eq!(seen, Ok((Protocol::Staged, [true, true, !reads])));
         });
     }
 }

@@ -190,9 +190,9 @@ impl<E> SharedOperation<'_, '_, E> {
     /// Lends all members' next window, in the order of the members, together with this rank's memory.
     ///
     /// # Panics
-    /// If the call's [`Division`](super::Division) combines windows, or the members have given different ones.
+    /// If a member's [`Division`](super::Division) combines windows.
     pub fn take(&mut self, work: impl FnOnce(&[&[u8]], &mut [u8]) -> Result<(), E>) -> Result<(), E> {
-        assert!(self.reads_windows(), "the others write into the windows");
+        assert!(self.reads_windows, "the others write into the windows");
         self.await_staged()?;
         let (control_block, number) = (&*self.control_block, self.control_block.staging.taken);
         // The windows do not overlap this rank's memory.
@@ -219,7 +219,7 @@ impl<E> SharedOperation<'_, '_, E> {
         &mut self,
         work: impl FnOnce(&mut [u8], &mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
-        assert!(self.reads_windows() && self.members() == 2, "somebody else may use the window");
+        assert!(self.reads_windows && self.members() == 2, "somebody else may use the window");
         self.await_staged()?;
         let (control_block, other) = (&*self.control_block, 1 - self.control_block.me);
         let window = control_block.window(other, control_block.staging.taken);
@@ -288,11 +288,6 @@ impl<E> SharedOperation<'_, '_, E> {
         work(window, self.memory.as_mut_slice().unwrap_or_default())?;
         self.control_block.staging.free += 1;
         Ok(())
-    }
-
-    /// Whether all members read windows, and none writes into them.
-    fn reads_windows(&self) -> bool {
-        self.divides_alike && self.division().is_none_or(|division| !division.combines_windows)
     }
 
     /// Polls for a while whether all members have staged the next window.

@@ -75,7 +75,8 @@ impl Producer {
     pub fn offer(&mut self, bytes: &[u8]) -> Offer {
         self.offers += 1;
         let (segment, ring) = (self.segment.clone(), self.ring);
-        segment.of_offer(ring, ADDRESS).store(bytes.as_ptr().addr() as u64, Ordering::Relaxed);
+        // Exposed: the reader reads it, though no code of this process lends it.
+        segment.of_offer(ring, ADDRESS).store(bytes.as_ptr().expose_provenance() as u64, Ordering::Relaxed);
         segment.of_offer(ring, NONCE_ADDRESS).store(segment.memory.address(8), Ordering::Relaxed);
         Offer { segment, ring, number: self.offers }
     }

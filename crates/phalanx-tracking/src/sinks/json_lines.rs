@@ -34,16 +34,17 @@ const MAX_NAME: usize = 150;
 pub struct JsonLines {
     file: AppendFile,
     directory: PathBuf,
-    pictures: Pictures,
-    /// As it was at the last flush: what has come since comes again after an error.
-    flushed: Pictures,
+    /// The last picture of each tag.
+    pictures: HashMap<String, Numbered>,
+    /// What the pictures since the last flush have replaced there: they come again after an error.
+    replaced: Vec<(String, Option<Numbered>)>,
 }
 
-/// How many pictures each tag has at the step of the last one.
-#[derive(Clone, Default)]
-struct Pictures {
+/// The step of a picture, and its number among those of one tag and step, from 1 on.
+#[derive(Clone, Copy)]
+struct Numbered {
     step: Option<u64>,
-    of_tags: HashMap<String, u64>,
+    number: u64,
 }
 
 #[derive(Serialize)]
@@ -78,14 +79,19 @@ impl JsonLines {
     /// If the file cannot be opened.
     pub fn open(directory: &Path) -> io::Result<Self> {
         let file = AppendFile::open_lines(directory.join("metrics.jsonl"))?;
-        let (pictures, flushed) = Default::default();
-        Ok(Self { file, directory: directory.to_owned(), pictures, flushed })
+        let (pictures, replaced) = Default::default();
+        Ok(Self { file, directory: directory.to_owned(), pictures, replaced })
     }
 
     /// What has come since the last flush comes again.
     fn forget(&mut self) {
         self.file.buffer().clear();
-        self.pictures.clone_from(&self.flushed);
+        while let Some((tag, before)) = self.replaced.pop() {
+            match before {
+                Some(before) => self.pictures.insert(tag, before),
+                None => self.pictures.remove(&tag),
+            };
+        }
     }
 
     fn add(&mut self, record: &Record) -> io::Result<()> {
@@ -106,12 +112,11 @@ impl JsonLines {
 
     /// Writes a picture's file; gives its path within the directory.
     fn save(&mut self, record: &Record, picture: &Picture) -> io::Result<String> {
-        if self.pictures.step != record.step {
-            self.pictures = Pictures { step: record.step, ..Pictures::default() };
-        }
-        let number = self.pictures.of_tags.entry(record.tag.clone()).or_default();
-        *number += 1;
-        let number = if *number == 1 { String::new() } else { format!("-{number}") };
+        let before = self.pictures.get(&record.tag).copied();
+        let number = before.filter(|before| before.step == record.step).map_or(1, |before| before.number + 1);
+        self.pictures.insert(record.tag.clone(), Numbered { step: record.step, number });
+        self.replaced.push((record.tag.clone(), before));
+        let number = if number == 1 { String::new() } else { format!("-{number}") };
         let (tag, step) = (file_name(&record.tag), record.step.unwrap_or_default());
         let name = format!("media/{tag}-{step:08}{number}.png");
         std::fs::create_dir_all(self.directory.join("media"))?;
@@ -144,7 +149,7 @@ impl Sink for JsonLines {
 
     fn flush(&mut self) -> io::Result<()> {
         self.file.flush().inspect_err(|_| self.forget())?;
-        self.flushed.clone_from(&self.pictures);
+        self.replaced.clear();
         Ok(())
     }
 
@@ -202,8 +207,9 @@ mod tests {
             Record { step: Some(step), time: 0.0, tag: tag.to_owned(), value: Value::Picture(picture) }
         };
         for again in [true, false] {
-            for tag in ["digits", "letters", "digits"] {
-                sink.write(&record(7, tag)).unwrap();
+            // Those of another tag may count something else, such as epochs.
+            for (step, tag) in [(7, "digits"), (2, "letters"), (7, "digits")] {
+                sink.write(&record(step, tag)).unwrap();
             }
             if again {
                 sink.forget();
@@ -216,7 +222,7 @@ mod tests {
         let text = std::fs::read_to_string(folder.path().join("metrics.jsonl")).unwrap();
         let lines = text.lines().map(|line| serde_json::from_str::<Json>(line).unwrap());
         let pictures: Vec<String> = lines.map(|line| line["picture"].as_str().unwrap().to_owned()).collect();
-        let expected = ["digits-00000007", "letters-00000007", "digits-00000007-2", "digits-00000007-3"];
+        let expected = ["digits-00000007", "letters-00000002", "digits-00000007-2", "digits-00000007-3"];
         let expected = expected.iter().chain(&["digits-00000008"]).map(|name| format!("media/{name}.png"));
         assert_eq!(pictures, expected.collect::<Vec<_>>());
         assert_eq!(std::fs::read_dir(folder.path().join("media")).unwrap().count(), 5);

@@ -292,6 +292,42 @@ fn broadcast_from_every_root() {
 }
 
 #[test]
+fn a_blocking_call_meets_asynchronous_ones() {
+    for fabric in Fabric::ALL {
+        for world in [2, 3] {
+            run(world, fabric, |group| {
+                let (rank, world) = (group.rank().index(), group.world_size().count());
+                for (number, length) in [1, 1_000, 20_000, 70_000].into_iter().enumerate() {
+                    let (own, mut gathered) = (input::<i32>(rank, length), vec![0i32; length * world]);
+                    let expected: Vec<i32> = (0..world).flat_map(|rank| input::<i32>(rank, length)).collect();
+                    let is_blocking = rank == number % world;
+                    if is_blocking {
+                        group.all_gather(&own, &mut gathered).unwrap();
+                    } else {
+                        let work = group.all_gather_async(Buffer::from_slice(&own)).unwrap();
+                        gathered.copy_from_slice(work.wait().unwrap().as_slice::<i32>().unwrap());
+                    }
+                    assert_eq!(gathered, expected);
+
+                    let (whole, mut share) = (input::<f64>(rank, length * world), vec![0f64; length]);
+                    let expected: Vec<f64> = (rank * length..(rank + 1) * length)
+                        .map(|index| f64::from(reference(ReduceOp::Sum, world, index)))
+                        .collect();
+                    if is_blocking {
+                        group.reduce_scatter(&whole, &mut share, ReduceOp::Sum).unwrap();
+                    } else {
+                        let work = group.reduce_scatter_async(Buffer::from_slice(&whole), ReduceOp::Sum);
+                        let sums = work.unwrap().wait().unwrap();
+                        share.copy_from_slice(sums.as_slice::<f64>().unwrap());
+                    }
+                    assert_eq!(share, expected);
+                }
+            });
+        }
+    }
+}
+
+#[test]
 fn all_gather_and_reduce_scatter_keep_the_order_of_the_ranks() {
     for fabric in Fabric::ALL {
         for world in WORLDS {

@@ -30,6 +30,10 @@ pub const TESTS: &[(&str, fn())] = &[
     ("a_late_replacement_is_taken_in_at_a_commit", a_late_replacement_is_taken_in_at_a_commit),
     ("a_frozen_worker_is_left_behind_and_comes_back", a_frozen_worker_is_left_behind),
     ("an_error_of_its_own_ends_one_worker", an_error_of_its_own_ends_one_worker),
+    (
+        "an_error_of_its_own_ends_one_worker_of_a_sub_group",
+        an_error_of_its_own_ends_one_worker_of_a_sub_group,
+    ),
     ("a_save_that_failed_is_never_taken_for_a_commit", a_save_that_failed_is_never_taken_for_a_commit),
     ("too_few_workers_end_the_job_with_the_first_failure", too_few_workers_end_the_job),
     ("the_reset_limit_ends_the_job", the_reset_limit_ends_the_job),
@@ -81,7 +85,12 @@ fn work(scenario: &str) -> phalanx::Result<()> {
     }
     let mishap = if place == "1" { scenario } else { "" };
     let steps = elastic::run_with(&options, &mut training, |context: &mut Context<'_, Training>, group| {
-        train(context, group, mishap)
+        // As Fsdp has groups of its own.
+        let part = match scenario {
+            "part" => group.new_group(&group.world_size().ranks().collect::<Vec<_>>())?,
+            _ => None,
+        };
+        train(context, (group, part.as_ref().unwrap_or(group)), mishap)
     })?;
     println!("done {steps} {:?}", hash(&training.0.1));
     Ok(())
@@ -96,8 +105,12 @@ fn hash(weights: &[f32]) -> u64 {
     weights.iter().fold(0xCBF2_9CE4_8422_2325, mix)
 }
 
-/// Each rank's gradient depends on its samples, so the weights show who took part in which step.
-fn train(context: &mut Context<'_, Training>, group: &ProcessGroup, mishap: &str) -> phalanx::Result<u64> {
+/// Each rank's gradient depends on its samples, so the weights show who took part in which step. Gradients are averaged in `part`.
+fn train(
+    context: &mut Context<'_, Training>,
+    (group, part): (&ProcessGroup, &ProcessGroup),
+    mishap: &str,
+) -> phalanx::Result<u64> {
     let (rank, world) = (group.rank(), group.world_size());
     let state: String =
         postcard::to_stdvec(&context.state.0).unwrap().iter().map(|byte| format!("{byte:02x}")).collect();
@@ -117,14 +130,17 @@ fn train(context: &mut Context<'_, Training>, group: &ProcessGroup, mishap: &str
             let feature = (index % FEATURES, (index as f32).sin());
             gradients[feature.0] += (weights[feature.0] - feature.1) * feature.1;
         }
-        group.all_reduce(&mut gradients, ReduceOp::Avg)?;
+        part.all_reduce(&mut gradients, ReduceOp::Avg)?;
         weights.iter_mut().zip(&gradients).for_each(|(weight, gradient)| *weight -= 0.1 * gradient);
         *step += 1;
         std::thread::sleep(Duration::from_millis(2));
-        if *step == 50 && round == 1 {
-            match mishap {
-                "unlucky" => return Err(Error::invalid_argument("a sample that cannot be read")),
-                "torn" => return Err(torn(context, group)),
+        if round == 1 {
+            match (mishap, *step) {
+                // The others are in a commit, or in the next step.
+                ("unlucky", 50) | ("part", 48) => {
+                    return Err(Error::invalid_argument("a sample that cannot be read"));
+                }
+                ("torn", 50) => return Err(torn(context, group)),
                 _ => {}
             }
         }
@@ -398,7 +414,16 @@ fn a_frozen_worker_is_left_behind() {
 }
 
 fn an_error_of_its_own_ends_one_worker() {
-    let (report, seen) = watch(elastic("unlucky", 3, 2, 1), |seen| seen.all_are_in([1, 2, 1]));
+    one_worker_ends("unlucky");
+}
+
+/// Which it leaves before the others learn that it is gone.
+fn an_error_of_its_own_ends_one_worker_of_a_sub_group() {
+    one_worker_ends("part");
+}
+
+fn one_worker_ends(scenario: &str) {
+    let (report, seen) = watch(elastic(scenario, 3, 2, 1), |seen| seen.all_are_in([1, 2, 1]));
     succeeded(&report, &seen);
     assert_eq!(seen.lost.len(), 1);
     assert!(seen.stderr.contains("a sample that cannot be read"), "{}", seen.stderr);

@@ -14,17 +14,12 @@ use crate::alike;
 use crate::optimizer::on_small;
 use crate::parameters::Parameter;
 
-/// An error if `optimizer` or its `rates` have a group for one of the ids in `wholes`, which are those of the parameters of `pieces` in their order, and
-/// none for the id of the piece. An optimizer that panics with small parameters is not asked.
-pub(super) fn check(
-    optimizer: &ModuleOptimizer,
-    rates: &ModuleLearningRate,
-    pieces: &[Parameter],
-    wholes: &[ParamId],
-) -> Result<()> {
+/// An error if `optimizer` has a group for one of the ids in `wholes`, which are those of the parameters of `pieces` in their order, and none for the id
+/// of the piece. An optimizer that panics with small parameters is not asked.
+pub(super) fn check(optimizer: &ModuleOptimizer, pieces: &[Parameter], wholes: &[ParamId]) -> Result<()> {
     let own: Vec<ParamId> = pieces.iter().map(|piece| piece.id).collect();
     let unknown: Vec<ParamId> = pieces.iter().map(|_| ParamId::new()).collect();
-    let of = |ids: &[ParamId]| asked(optimizer, rates, pieces, ids);
+    let of = |ids: &[ParamId]| asked(optimizer, pieces, ids);
     let all = on_small(|| Ok([of(wholes)?, of(&own)?, of(&unknown)?]))?;
     let Some([of_wholes, of_pieces, of_unknown]) = all else { return Ok(()) };
     let is_missed = |index: &usize| {
@@ -32,25 +27,37 @@ pub(super) fn check(
         *of_whole != of_pieces[*index] && *of_whole != of_unknown[*index]
     };
     let missed = (0..pieces.len()).find(is_missed).and_then(|index| pieces.get(index));
-    missed.map_or(Ok(()), |piece| {
-        Err(Error::invalid_argument(format!(
-            "a group of the optimizer's parameters, or of its learning rates, has the ParamId that `{}` had before it was sharded: its pieces have \
-             ids of their own, and would be in no group",
-            piece.name
-        ))
-        .with_remedy(
-            "tell the group by names, as ParamGroup::from_regex does, or by ParamGroup::ids_from_module of a unit of Fsdp::model",
-        ))
-    })
+    missed.map_or(Ok(()), |piece| Err(missing(piece, "the optimizer's parameters")))
 }
 
-/// What `optimizer` and `rates` make of each of `pieces`, if it has the id in `ids`: as bits, so that what is no number equals itself.
-fn asked(
-    optimizer: &ModuleOptimizer,
+/// The same of the `rates` of a step. They are asked in each: at the beginning of a warm-up all of them may be 0.
+pub(super) fn check_rates(
     rates: &ModuleLearningRate,
     pieces: &[Parameter],
-    ids: &[ParamId],
-) -> Result<Vec<Vec<u64>>> {
+    wholes: &[ParamId],
+) -> Result<()> {
+    let is_missed = |(piece, whole): &(&Parameter, &ParamId)| {
+        let of = |id: ParamId| rates.lr_from_param(id, Some(&piece.name)).to_bits();
+        let of_whole = of(**whole);
+        of_whole != of(piece.id) && of_whole != of(ParamId::new())
+    };
+    let missed = pieces.iter().zip(wholes).find(is_missed);
+    missed.map_or(Ok(()), |(piece, _)| Err(missing(piece, "the learning rates")))
+}
+
+/// The error for a group of `what` that does not reach this piece.
+fn missing(piece: &Parameter, what: &str) -> Error {
+    Error::invalid_argument(format!(
+        "a group of {what} has the ParamId that `{}` had before it was sharded: its pieces have ids of their own, and would be in no group",
+        piece.name
+    ))
+    .with_remedy(
+        "tell the group by names, as ParamGroup::from_regex does, or by ParamGroup::ids_from_module of a unit of Fsdp::model",
+    )
+}
+
+/// What `optimizer` makes of each of `pieces`, if it has the id in `ids`: as bits, so that what is no number equals itself.
+fn asked(optimizer: &ModuleOptimizer, pieces: &[Parameter], ids: &[ParamId]) -> Result<Vec<Vec<u32>>> {
     let named = pieces.iter().zip(ids).map(|(piece, id)| Parameter { id: *id, ..piece.clone() });
     let parameters: Vec<Parameter> = named.collect();
     let device = Device::flex().autodiff();
@@ -61,11 +68,9 @@ fn asked(
     let made = alike::trained(optimizer, (&model, &parameters))?;
     // Of each step, that of one parameter after the other.
     let each = made.len() / alike::STEPS / parameters.len().max(1);
-    let of = |(index, parameter): (usize, &Parameter)| {
-        let rate = rates.lr_from_param(parameter.id, Some(&parameter.name)).to_bits();
+    let of = |index: usize| {
         let numbers = made.chunks(each.max(1)).skip(index).step_by(parameters.len());
-        let numbers = numbers.flatten().map(|number| u64::from(number.to_bits()));
-        numbers.chain([rate]).collect::<Vec<u64>>()
+        numbers.flatten().map(|number| number.to_bits()).collect::<Vec<u32>>()
     };
-    Ok(parameters.iter().enumerate().map(of).collect())
+    Ok((0..parameters.len()).map(of).collect())
 }

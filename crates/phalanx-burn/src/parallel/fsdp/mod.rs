@@ -442,10 +442,11 @@ impl<M: Module> Fsdp<M> {
     /// and which states each rank has [loaded](Self::load).
     ///
     /// # Errors
-    /// If an exchange has failed, or the gradients are those of another model. In the first step and every 32 steps, on every rank:
+    /// If an exchange has failed, or the gradients are those of another model. If a group of learning rates goes by the ids that parameters had before they
+    /// were sharded. In the first step and every 32 steps, on every rank:
     ///
     /// * if there are several shards, and the optimizer does not treat each element by itself, as LAMB and Burn's clipping by norm do not;
-    /// * in the first step, if a group of parameters, or of learning rates, goes by the ids that parameters had before they were sharded;
+    /// * in the first step, if a group of the optimizer's parameters goes by such ids;
     /// * if the ranks' optimizers are of several kinds, or their betas, decay or momentum differ;
     /// * every 32 steps, if learning rates differ, only some ranks have loaded a state, or ranks have loaded those of different steps or runs.
     ///
@@ -471,13 +472,14 @@ impl<M: Module> Fsdp<M> {
         let rates: ModuleLearningRate = learning_rate.into();
         let pieces = (self.ddp.model(), self.ddp.parameters());
         let is_first = !self.optimizers.is_compared();
+        groups::check_rates(&rates, self.ddp.parameters(), &self.wholes)?;
         // The piece of a single rank is the whole parameter.
         if self.exchanges.ranks() > 1 && (is_first || self.optimizers.is_due()) {
             check_elementwise(optimizer, pieces, &HashMap::new(), "Fsdp::clip_grad_norm")?;
         }
         // Replicas compare in the step of their Ddp.
         if is_first {
-            groups::check(optimizer, &rates, self.ddp.parameters(), &self.wholes)?;
+            groups::check(optimizer, self.ddp.parameters(), &self.wholes)?;
             self.optimizers.compare(optimizer, pieces, Some(&rates), &self.exchanges.group)?;
         } else {
             self.optimizers.step(optimizer, pieces, &self.exchanges.group)?;

@@ -36,7 +36,7 @@ pub struct TiedParameter {
 impl TiedParameter {
     /// Among the ranks of `group`, a pipeline's, that give a parameter. Returns it with the values of the first of these ranks, and with an
     /// id of its own on each, in which [`Pipeline::train`](super::Pipeline::train) sees that the copies are not trained apart: put it into
-    /// all its places in this rank's stages. All ranks of the group call it together.
+    /// all its places in this rank's stages, and make groups of an optimizer's parameters that go by ids after that. All ranks of the group call it together.
     ///
     /// # Errors
     /// If the ranks' parameters differ in shape or type, or the exchange fails.

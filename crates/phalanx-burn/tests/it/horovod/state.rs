@@ -45,12 +45,16 @@ fn a_tensor_that_is_part_of_a_graph_is_not_combined() {
     run(2, |group| {
         let hvd = horovod(&group);
         let leaf = Tensor::<1>::ones([2], &device()).require_grad();
-        for tracked in [leaf.clone(), leaf.clone() * 2.0] {
+        let twice = leaf.clone() * 2.0;
+        for (tracked, remedy) in [(leaf.clone(), "set_require_grad(false)"), (twice.clone(), "detach()")] {
             let error = allreduce(&hvd, "sum", tracked, Op::Sum).unwrap_err();
             assert!(error.is_invalid_argument() && error.to_string().contains("part of a graph"), "{error}");
+            assert!(error.remedy().unwrap().contains(remedy), "{error}");
         }
-        let sum = allreduce(&hvd, "sum", leaf.detach(), Op::Sum).unwrap();
-        assert_eq!(sum.into_data().try_to_vec::<f32>().unwrap(), [2.0, 2.0]);
+        for (value, expected) in [(leaf.set_require_grad(false), 2.0), (twice.detach(), 4.0)] {
+            let sum = allreduce(&hvd, "sum", value, Op::Sum).unwrap();
+            assert_eq!(sum.into_data().try_to_vec::<f32>().unwrap(), [expected; 2]);
+        }
         hvd.barrier().unwrap();
     });
 }

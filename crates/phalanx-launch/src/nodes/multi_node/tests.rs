@@ -206,6 +206,8 @@ fn a_signal_while_other_nodes_are_waited_for_does_not_hide_the_failure() {
     node.view.state = state;
     let outcome = node.leave_at(Signal::INT);
     assert!(matches!(&outcome, Outcome::Failed(failure) if failure.rank.get() == 1), "{outcome:?}");
+    // It is a first signal all the same, and the next one ends the wait for those who have not heard of the end.
+    assert!(node.was_interrupted);
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::sync::Barrier;
 
 use burn::grad_clipping::GradientClippingConfig;
-use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
+use burn::lr_scheduler::module_lr_scheduler::{ModuleLearningRate, ModuleLrScheduler};
 use burn::module::{Module, ParamGroup};
 use burn::nn::{BatchNormConfig, DropoutConfig, Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
@@ -479,13 +479,30 @@ fn optimizers_that_differ_are_an_error_on_every_rank() {
     all_say(&errors(outcomes), "of `layers.0.weight`, of which each rank has a piece");
 }
 
-/// A step of a model whose first layer has no learning rate, or whose optimizer leaves it alone, by its ids before it was sharded, or by its pieces'.
-fn frozen_by_ids(group: &ProcessGroup, by_rate: bool, of_pieces: bool) -> Result<[bool; 2]> {
+/// A model of units, and the group of its first layer by the ids before it was sharded.
+fn with_ids(group: &ProcessGroup) -> Result<(Fsdp<Layers>, ParamGroup)> {
     let sharding = ShardingGroup::new(group)?;
     let whole = Mlp::new(&[4, 4, 4]);
     let ids = ParamGroup::ids_from_module(whole.layers[0].clone());
     let layers = whole.layers.into_iter().map(|layer| FullySharded::new(layer, &sharding));
-    let mut fsdp = Fsdp::new(Layers { layers: layers.collect::<Result<_>>()? }, &sharding)?;
+    Ok((Fsdp::new(Layers { layers: layers.collect::<Result<_>>()? }, &sharding)?, ids))
+}
+
+/// A step with these rates.
+fn step_of_ones(
+    fsdp: &mut Fsdp<Layers>,
+    optimizer: &mut ModuleOptimizer,
+    rates: impl Into<ModuleLearningRate>,
+) -> Result<()> {
+    let x = Tensor::<2>::ones([2, 4], &device());
+    let loss = fsdp.forward(|model| model.forward(x).mean())?;
+    let gradients = fsdp.backward(&loss)?;
+    fsdp.step(optimizer, rates, gradients)
+}
+
+/// A step of a model whose first layer has no learning rate, or whose optimizer leaves it alone, by its ids before it was sharded, or by its pieces'.
+fn frozen_by_ids(group: &ProcessGroup, by_rate: bool, of_pieces: bool) -> Result<[bool; 2]> {
+    let (mut fsdp, ids) = with_ids(group)?;
     let ids = if of_pieces { ParamGroup::ids_from_module(fsdp.model().layers[0].clone()) } else { ids };
     let (mut optimizer, mut rates) = (SgdConfig::new().init(), ModuleLrScheduler::new(0.1_f64));
     if by_rate {
@@ -495,10 +512,7 @@ fn frozen_by_ids(group: &ProcessGroup, by_rate: bool, of_pieces: bool) -> Result
         optimizer = optimizer.with_group(ids, SgdConfig::new().build(), Some(clipping));
     }
     let before = [0, 1].map(|layer| floats(&fsdp.model().layers[layer]));
-    let x = Tensor::<2>::ones([2, 4], &device());
-    let loss = fsdp.forward(|model| model.forward(x).mean())?;
-    let gradients = fsdp.backward(&loss)?;
-    fsdp.step(&mut optimizer, rates.step(), gradients)?;
+    step_of_ones(&mut fsdp, &mut optimizer, rates.step())?;
     Ok([0, 1].map(|layer| floats(&fsdp.model().layers[layer]) == before[layer]))
 }
 
@@ -510,6 +524,21 @@ fn a_group_by_the_ids_of_whole_parameters_is_refused() {
             all_say(&refused, "has the ParamId that `layers.0.weight` had before it was sharded");
             run(ranks, |group| assert_eq!(frozen_by_ids(&group, by_rate, true).unwrap(), [true, false]));
         }
+    }
+}
+
+/// All rates are 0 at the beginning of a warm-up.
+#[test]
+fn a_group_of_learning_rates_by_the_ids_of_whole_parameters_is_refused_also_in_a_later_step() {
+    for ranks in [1, 2] {
+        let refused = errors(run(ranks, |group| {
+            let (mut fsdp, ids) = with_ids(&group)?;
+            let mut optimizer = SgdConfig::new().init();
+            let rates = |base: f64| ModuleLrScheduler::new(base).with_group(ids.clone(), 0.0_f64).step();
+            step_of_ones(&mut fsdp, &mut optimizer, rates(0.0)).unwrap();
+            step_of_ones(&mut fsdp, &mut optimizer, rates(0.1))
+        }));
+        all_say(&refused, "a group of the learning rates has the ParamId that `layers.0.weight` had");
     }
 }
 
