@@ -511,8 +511,11 @@ fn prepare(
         if group.world_size() == WorldSize::ONE {
             return Ok((inventory, None));
         }
-        let contract = inventory.contract(options.broadcast_buffers);
-        verify_state_on(&group.in_call(Caller::DdpNew), inventory.device_kind(), contract)?;
+        let (kind, contract) = (inventory.device_kind(), inventory.contract());
+        // To give all ranks rank 0's buffers is a call of all of them.
+        let broadcast = || ("broadcast_buffers", options.broadcast_buffers.to_string());
+        let option = (!inventory.buffers.is_empty()).then(broadcast);
+        verify_state_on(&group.in_call(Caller::DdpNew), kind, contract, option.as_slice())?;
         let specs = Inventory::specs(&inventory.parameters);
         let (communicator, reducer) = (Arc::new(group.clone()), options.reducer.clone());
         let sink = match nccl {

@@ -101,18 +101,12 @@ impl Inventory {
         Ok(Self { parameters, state, buffers })
     }
 
-    /// What the ranks compare of all tensors: also which of them share memory, or the same variables would not be the same model; and whether
-    /// buffers become rank 0's, which is a call of all ranks.
-    pub fn contract(&self, broadcast_buffers: bool) -> Vec<ParameterSpec> {
+    /// What the ranks compare of all tensors: also which of them share memory, or the same variables would not be the same model.
+    pub fn contract(&self) -> Vec<ParameterSpec> {
         let mut contract = Self::specs(&self.state);
         for (index, first) in sharing(&handles(&self.state)).into_iter().enumerate() {
             if let Some(first) = first.and_then(|first| self.state.get(first)) {
                 contract[index].name += &format!(" (in the memory of {})", first.spec.name);
-            }
-        }
-        if !broadcast_buffers {
-            for &index in &self.buffers {
-                contract[index].name += " (broadcast_buffers: false)";
             }
         }
         contract

@@ -83,7 +83,7 @@ impl Ddp {
         let Some(sink) = &self.sink else { return Ok(()) };
         let Some(on_device) = sink.on_device() else { return Ok(()) };
         let group = self.group.in_call(Caller::DdpRegisterCommHook);
-        sink.call(|_| verify_state_on(&group, &on_device.device_name()?, Vec::new()))
+        sink.call(|_| verify_state_on(&group, &on_device.device_name()?, Vec::new(), &[]))
     }
 
     /// Drops the state of a communication hook that was loaded and that no hook has taken, so that training continues with another hook,

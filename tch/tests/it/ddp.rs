@@ -611,7 +611,7 @@ fn a_rank_that_alone_would_keep_its_buffers_is_named_on_every_rank() {
         options.broadcast_buffers = group.rank().is_main();
         Ddp::with_options(&store, &group, options).unwrap_err().to_string()
     });
-    let said = "`running_mean (broadcast_buffers: false)` (f32 [8]) on rank 1";
+    let said = "the option broadcast_buffers is true on rank 0 and false on rank 1";
     assert!(errors.iter().all(|text| text.contains(said)), "{errors:?}");
 }
 

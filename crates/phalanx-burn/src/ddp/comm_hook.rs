@@ -97,7 +97,7 @@ impl<M: Module> Ddp<M> {
             return Ok(());
         };
         let group = self.group.in_call(Caller::DdpRegisterCommHook);
-        sink.call(|_| verify_state_on(&group, &on_device.device_name()?, Vec::new()))
+        sink.call(|_| verify_state_on(&group, &on_device.device_name()?, Vec::new(), &[]))
     }
 
     /// Drops the state of a communication hook that was loaded and that no hook has taken, so that training continues with another hook,

@@ -55,14 +55,11 @@ impl<M> Engine<M> {
             return Ok(Self::Alone { held: None });
         }
         let kind = device::kind_of(&inventory.device)?;
-        let mut compared = specs(&inventory.compared())?;
-        if !options.broadcast_buffers {
-            // To give all ranks rank 0's is a call of all of them. The tensors come first in what is compared.
-            let tensors = compared.iter_mut().zip(&inventory.state);
-            let buffers = tensors.filter(|(_, tensor)| inventory.buffers.contains(&tensor.id));
-            buffers.for_each(|(spec, _)| spec.name += " (broadcast_buffers: false)");
-        }
-        let same = verify_state_on(&group.in_call(Caller::DdpNew), kind, compared);
+        // To give all ranks rank 0's buffers is a call of all of them.
+        let broadcast = || ("broadcast_buffers", options.broadcast_buffers.to_string());
+        let option = (!inventory.buffers.is_empty()).then(broadcast);
+        let tensors = specs(&inventory.compared())?;
+        let same = verify_state_on(&group.in_call(Caller::DdpNew), kind, tensors, option.as_slice());
         same.map_err(|error| match inventory.is_divided() && error.is_mismatch() {
             true => error.with_remedy(
                 "build the same model on every rank; ranks that divide layers among themselves are no replicas of each other: give Ddp the \

@@ -247,8 +247,9 @@ fn a_rank_that_alone_would_keep_its_buffers_is_named_on_every_rank() {
         options.broadcast_buffers = group.rank().is_main();
         Ddp::with_options(Normed::new(), &group, options).unwrap_err()
     }) {
-        let said = "`norm.running_mean (broadcast_buffers: false)` (f32 [4]) on rank 1";
+        let said = "the option broadcast_buffers is true on rank 0 and false on rank 1";
         assert!(error.is_mismatch() && error.to_string().contains(said), "{error}");
+        assert!(error.remedy().unwrap().contains("give every rank the same options"), "{error}");
     }
 }
 

@@ -79,14 +79,20 @@ pub fn verify_state(group: &dyn Communicator, tensors: Vec<ParameterSpec>) -> Re
 }
 
 /// As [`verify_state`], and compares the kind of `device` on which the models are, such as `cuda`: an adapter whose gradients come
-/// from one kind in another order than from another calls it, or they would be averaged with others' gradients.
+/// from one kind in another order than from another calls it, or they would be averaged with others' gradients. It also compares the adapter's own
+/// `options`, by name.
 ///
 /// # Errors
-/// On every rank, if a kind differs or a tensor does, with both sides. A difference in kind is named before one in tensors, of
+/// On every rank, if a kind, a tensor or an option differs, with both sides. A difference in kind is named before one in tensors, of
 /// which it may be the cause.
-pub fn verify_state_on(group: &dyn Communicator, device: &str, tensors: Vec<ParameterSpec>) -> Result<()> {
-    let device = Some(device.to_owned());
-    verify(group, &Contract { parameters: tensors, options: Vec::new(), device, plan_hash: 0 })
+pub fn verify_state_on(
+    group: &dyn Communicator,
+    device: &str,
+    tensors: Vec<ParameterSpec>,
+    options: &[(&str, String)],
+) -> Result<()> {
+    let options = options.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect();
+    verify(group, &Contract { parameters: tensors, options, device: Some(device.to_owned()), plan_hash: 0 })
 }
 
 /// Compares `mine`, which describes this rank's `what`, such as its optimizer, with rank 0's.
@@ -270,8 +276,7 @@ impl Difference {
             Self::Option { name, mine } => {
                 let theirs = main.options.iter().find(|(other, _)| other == name);
                 let theirs = theirs.map_or("unset", |(_, value)| value);
-                let cause =
-                    format!("the reducer's option {name} is {theirs} on rank 0 and {mine} on rank {rank}");
+                let cause = format!("the option {name} is {theirs} on rank 0 and {mine} on rank {rank}");
                 return Error::mismatch(cause).with_peer(rank).with_remedy(
                     "give every rank the same options and the same hook, and load the same state on every rank, or on none",
                 );

@@ -43,13 +43,14 @@ fn kinds_of_devices_that_differ_are_named_on_every_rank() {
         let device = if group.rank().get() == 2 { "wgpu" } else { "flex" };
         // What a device has another type for is not the cause that is named.
         let bool_size = if device == "flex" { DType::U8 } else { DType::I32 };
-        verify_state_on(&*group, device, vec![ParameterSpec::new("mask", [2], bool_size)]).unwrap_err()
+        let mask = vec![ParameterSpec::new("mask", [2], bool_size)];
+        verify_state_on(&*group, device, mask, &[]).unwrap_err()
     });
     for error in errors {
         assert!(error.is_mismatch(), "{error}");
         assert!(error.to_string().contains("flex on rank 0 and wgpu on rank 2"), "{error}");
     }
-    run(3, |group| verify_state_on(&*group, "flex", parameters(&[3])).unwrap());
+    run(3, |group| verify_state_on(&*group, "flex", parameters(&[3]), &[]).unwrap());
 }
 
 #[test]
