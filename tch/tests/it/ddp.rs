@@ -887,9 +887,11 @@ fn a_handle_that_leads_to_another_group_by_now_is_refused() {
     });
 }
 
+type Call = fn(&mut Ddp) -> Result<()>;
+
 #[test]
 fn what_needs_the_same_models_is_refused_in_a_group_whose_models_are_not_compared() {
-    let calls: [fn(&mut Ddp) -> Result<()>; 2] = [Ddp::average_parameters, |ddp| ddp.evaluate(|| ())];
+    let calls: [Call; 2] = [Ddp::average_parameters, |ddp| ddp.evaluate(|| ())];
     for call in calls {
         run(2, |group| {
             let handle = GroupHandle::new(group.clone());
