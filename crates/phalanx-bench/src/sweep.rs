@@ -353,7 +353,7 @@ mod tests {
         let options = Cli::try_parse_from(["bench", "broadcast"]).unwrap().collective.unwrap();
         let algorithms = tune::algorithms(options.collective).unwrap();
         let usual = options.curve(&groups[0], None);
-        assert_eq!(options.curves(&groups[0], None), [usual.clone()]);
+        assert_eq!(options.curves(&groups[0], None), std::slice::from_ref(&usual));
         let curves = options.curves(&groups[0], Some(&algorithms));
         assert_eq!(curves, [format!("{usual}, tree"), format!("{usual}, ring")]);
     }
