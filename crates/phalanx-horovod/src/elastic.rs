@@ -52,6 +52,8 @@ use crate::{Horovod, Options};
 
 /// How long a rank that has left a process set may take to leave the job: it first looks by itself whether another one has failed.
 const LEAVING_TIMEOUT: Duration = Duration::from_secs(10);
+/// Between two looks whether it has.
+const LOOK_INTERVAL: Duration = Duration::from_millis(1);
 
 /// What a program does when the workers have changed.
 pub type ResetCallback<S> = Box<dyn FnMut(&mut S, &Horovod) -> Result<()>>;
@@ -226,7 +228,7 @@ fn end_with_set(group: &ProcessGroup, cause: &Error) {
     }
     let deadline = Deadline::after(LEAVING_TIMEOUT);
     while group.failure().is_none() && !deadline.has_passed() {
-        std::thread::sleep(Duration::from_millis(1));
+        std::thread::sleep(LOOK_INTERVAL);
     }
 }
 

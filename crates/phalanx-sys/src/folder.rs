@@ -11,7 +11,7 @@ use std::time::Duration;
 use rustix::fs::{Mode, OFlags, statfs};
 
 /// How long the server of a network file system may keep the locks of a host that was lost: a lease of 90 s, unless it is told otherwise.
-const LEASE: Duration = Duration::from_secs(120);
+const LEASE_LIMIT: Duration = Duration::from_secs(120);
 
 /// Returns when the names in `folder` survive a loss of power, if its file system can promise that. An empty path is the current folder.
 ///
@@ -54,7 +54,7 @@ pub fn own_disk(folder: &Path) -> Option<&'static str> {
 /// How long to wait for a lock of a file in `folder`: `usual`, which is enough for a process that is just ending; or longer, if the process that
 /// holds it is on another host, which may have been lost, and a network lies between.
 pub fn lock_timeout(folder: &Path, is_elsewhere: bool, usual: Duration) -> Duration {
-    if is_elsewhere && own_disk(folder).is_none() { usual.max(LEASE) } else { usual }
+    if is_elsewhere && own_disk(folder).is_none() { usual.max(LEASE_LIMIT) } else { usual }
 }
 
 /// Some file systems, such as those of networks and of user space, write names at once or never, and know no sync of a folder.
@@ -127,7 +127,7 @@ mod tests {
         }
         let waits =
             |folder: &str, is_elsewhere| lock_timeout(Path::new(folder), is_elsewhere, Duration::ZERO);
-        assert_eq!((waits("/proc", true), waits("/proc", false)), (LEASE, Duration::ZERO));
+        assert_eq!((waits("/proc", true), waits("/proc", false)), (LEASE_LIMIT, Duration::ZERO));
         assert_eq!(waits("/dev/shm", true).is_zero(), Path::new("/dev/shm").is_dir());
     }
 
