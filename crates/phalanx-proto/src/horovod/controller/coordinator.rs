@@ -213,11 +213,12 @@ impl Coordinator {
     /// Why everything ends, if a tensor or a rank that has joined has waited for too long.
     pub fn expired(&self, now: Instant) -> Option<String> {
         let (end, seconds) = (self.stall.end, self.stall.end.as_secs_f64());
-        let stalled = self.stalled(end, now);
-        if stalled.is_empty() {
+        if self.stalled(end, now).is_empty() {
             let waiting = self.waiting_for_joins(end, now)?;
             return Some(format!("nothing was carried out within {seconds} s: {waiting}"));
         }
+        // What was submitted together has times that differ a little, and is one cause.
+        let stalled = self.stalled(end - end / 10, now);
         Some(format!(
             "tensors were not submitted by all ranks within {seconds} s: {}",
             self.described(&stalled)
