@@ -20,7 +20,7 @@
 //! All ranks of the control block make the same calls. At the start of a call each rank writes its slot header,
 //! publishes it with the sequence number, and waits for the headers of all ranks. Then every rank knows what all ranks
 //! call, and which memory they give. If the data is small, it is in the slots, and the call is complete
-//! ([`ControlBlock::small`], [`SharedOperation::slots`]). Two slots are enough: a rank that writes call n+2 has seen
+//! ([`SmallCall::slots`], [`SharedOperation::slots`]). Two slots are enough: a rank that writes call n+2 has seen
 //! all ranks' headers of call n+1, and a rank publishes that header only when it has finished call n. A rank does not
 //! read its own slot, but a copy: the slot's cache lines have moved to the processors of its readers.
 //!
@@ -91,6 +91,9 @@ pub(crate) const END: usize = STAGING + BUFFERS * WINDOW;
 /// The end of what has memory from the beginning.
 pub(crate) const ALLOCATED: usize = STAGING + USUAL * WINDOW;
 
+/// The number of a call that no rank makes.
+const NEVER: u64 = u64::MAX / 2;
+
 /// A call as the ranks compare it: a number, whose halves stay in registers.
 pub type Call = u128;
 
@@ -142,6 +145,46 @@ pub struct Brought<'a> {
     pub copied_from: Option<usize>,
 }
 
+/// A call with little data that this rank has begun.
+#[must_use = "without its slots this rank does not know that the others have made the call"]
+pub struct SmallCall<'a> {
+    control_block: &'a mut ControlBlock,
+}
+
+impl<'a> SmallCall<'a> {
+    /// All members' slots, when all have been published.
+    pub fn slots<E>(self, watch: Watch<'_, E>) -> Result<Slots<'a>, E> {
+        self.control_block.wait_for_all(watch)?;
+        Ok(Slots { control_block: self.control_block })
+    }
+}
+
+/// A call out of place that this rank has begun. If it is dropped, the others wait for this rank in vain.
+#[must_use = "the others wait until this rank has finished the call"]
+pub struct CallOutOfPlace<'a> {
+    control_block: &'a mut ControlBlock,
+    memory: &'a [u8],
+    copied_from: Option<usize>,
+    windows: Windows,
+}
+
+impl CallOutOfPlace<'_> {
+    /// Waits for the others, does the `work`, and returns when all ranks have done theirs.
+    ///
+    /// Returns None on every rank if one of them could not copy: then all must make the call again.
+    pub fn finish<R, E>(
+        self,
+        watch: Watch<'_, E>,
+        work: impl FnOnce(&mut SharedOperation<'_, '_, E>) -> Result<R, E>,
+    ) -> Result<Option<R>, E> {
+        let Self { control_block, memory, copied_from, windows } = self;
+        let copied = control_block.copies;
+        let given = (operation::Memory::OutOfPlace(memory), copied_from);
+        let outcome = SharedOperation::hold(&mut *control_block, given, windows, watch, work)?;
+        Ok((copied == control_block.copies).then_some(outcome))
+    }
+}
+
 /// A slot header without the sequence number: the call, the memory, and its length.
 type Fields = [u64; 4];
 
@@ -158,6 +201,9 @@ pub struct ControlBlock {
     /// The processor that this rank has published.
     processor: Processor,
     sequence: u64,
+    /// The last call in which this rank has seen all ranks' headers. If that is not the one before the next, a late rank may read this rank's slot of
+    /// that one at any time: then this rank writes to its slots no more.
+    seen: u64,
     /// A copy of this rank's own slot header and data of this call. Reading the slot would have to wait for cache lines
     /// that a peer's processor is reading.
     own_header: Fields,
@@ -196,6 +242,7 @@ impl ControlBlock {
             members,
             processor: 0,
             sequence: 0,
+            seen: 0,
             own_header: Fields::default(),
             own_data: Box::new(SlotData([0; SMALL])),
             note: 0,
@@ -218,12 +265,14 @@ impl ControlBlock {
         self.members.len()
     }
 
-    /// A call with `bytes` in the slot, at most [`SMALL`]. Returns all members' slots when all have been published.
-    pub fn small<E>(&mut self, call: Call, bytes: &[u8], watch: Watch<'_, E>) -> Result<Slots<'_>, E> {
+    /// Begins a call with `bytes` in the slot, at most [`SMALL`].
+    ///
+    /// The others know of it at once. What this rank does before it looks at the [slots](SmallCall::slots), it does while they come.
+    #[inline]
+    pub fn small(&mut self, call: Call, bytes: &[u8]) -> SmallCall<'_> {
         let header = Announcement { call, division: 0, first: self.staging.staged() };
         self.begin(header, &[], bytes, None, Some(0..bytes.len()));
-        self.wait_for_all(watch)?;
-        Ok(Slots { control_block: self })
+        SmallCall { control_block: self }
     }
 
     /// The members that have not published their header of this rank's latest call.
@@ -319,18 +368,12 @@ impl ControlBlock {
         self.refuses = true;
     }
 
-    /// A call in which other ranks may read what is `brought`, if all ranks' memory is a whole region, or if it is so much that they
-    /// copy it out of each other's processes. Otherwise as [`in_place`](Self::in_place). A rank without data does not affect which
+    /// Begins a call in which other ranks may read what is `brought`, if all ranks' memory is a whole region, or if it is so much that
+    /// they copy it out of each other's processes. Otherwise as [`in_place`](Self::in_place). A rank without data does not affect which
     /// protocol is used.
     ///
-    /// Returns None on every rank if one of them could not copy: then all must make the call again.
-    pub fn out_of_place<R, E>(
-        &mut self,
-        call: Call,
-        brought: Brought<'_>,
-        watch: Watch<'_, E>,
-        work: impl FnOnce(&mut SharedOperation<'_, '_, E>) -> Result<R, E>,
-    ) -> Result<Option<R>, E> {
+    /// The others know of it at once. What this rank does before it [finishes](CallOutOfPlace::finish) the call, it does while they come.
+    pub fn out_of_place<'a>(&'a mut self, call: Call, brought: Brought<'a>) -> CallOutOfPlace<'a> {
         let Brought { note, memory, small, copied_from } = brought;
         let copied_from = copied_from.filter(|_| self.copies);
         let region = self.own.find(memory);
@@ -339,11 +382,15 @@ impl ControlBlock {
         if copied_from.is_some() {
             self.offer(memory);
         }
+        let is_small = small.is_some();
         self.begin(header, note, memory, region.map(|offset| (MemoryKind::Shown, offset)), small);
+        if !is_small {
+            // Before what this rank does next, which may take long.
+            fence(Ordering::SeqCst);
+            self.wake();
+        }
         let windows = Windows { ahead: false, first, patience: Patience::new() };
-        let given = (operation::Memory::OutOfPlace(memory), copied_from);
-        let outcome = SharedOperation::hold(self, given, windows, watch, work)?;
-        Ok((copied_from.is_none() || self.copies).then_some(outcome))
+        CallOutOfPlace { control_block: self, memory, copied_from, windows }
     }
 
     /// Says where the others may copy this `memory` of the next call out of this process. Nowhere, if it is so little that it fits into a slot:
@@ -365,6 +412,10 @@ impl ControlBlock {
         region: Option<(MemoryKind, usize)>,
         small: Option<Range<usize>>,
     ) {
+        if self.seen != self.sequence {
+            self.sequence = NEVER;
+            return;
+        }
         self.sequence += 1;
         self.publish_processor();
         let bytes = small.filter(|_| region.is_none()).map(|part| &memory[part]);
@@ -431,6 +482,7 @@ impl ControlBlock {
             self.await_members(watch)?;
         }
         self.is_joined = true;
+        self.seen = self.sequence;
         self.ready_next_slot();
         Ok(())
     }

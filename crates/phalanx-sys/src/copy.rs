@@ -69,7 +69,7 @@ pub fn copy_part(from: &[u8], to: &mut [u8], whole: usize) {
     if goes_around(whole) {
         around(from, to);
     } else {
-        to.copy_from_slice(from);
+        copy(from, to);
     }
 }
 

@@ -91,7 +91,7 @@ fn a_rank_does_not_meet_one_that_has_other_members() {
                 let start = Instant::now();
                 let mut watch =
                     |_| if start.elapsed() > Duration::from_millis(200) { Err("enough") } else { Ok(()) };
-                control_block.small(CALL, &[], &mut watch).map(|_| ())
+                control_block.small(CALL, &[]).slots(&mut watch).map(|_| ())
             })
         });
         threads.map(|thread| thread.join().unwrap())

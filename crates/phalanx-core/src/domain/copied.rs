@@ -4,7 +4,6 @@
 use std::ops::Range;
 
 use phalanx_sys::control_block::{SMALL, SharedOperation};
-use phalanx_sys::copy::copy_part;
 
 use super::routes::Routes;
 use super::{InPlace, Job, short};
@@ -74,7 +73,7 @@ pub(super) fn collect(
     job: Job<'_>,
     share: impl Fn(usize) -> Range<usize>,
 ) -> Result<()> {
-    others(job).try_for_each(|from| part(operation, from, share(from)))
+    job.others().try_for_each(|from| part(operation, from, share(from)))
 }
 
 fn part(operation: &mut SharedOperation<'_, '_, Error>, from: usize, part: Range<usize>) -> Result<()> {
@@ -85,33 +84,19 @@ fn part(operation: &mut SharedOperation<'_, '_, Error>, from: usize, part: Range
     }
 }
 
-/// Copies this rank's blocks to their places in `output`.
+/// Copies this rank's blocks of the others to their places in `output`.
 ///
 /// # Errors
 /// If an input is too short.
 pub(super) fn out_of_place(
     operation: &mut SharedOperation<'_, '_, Error>,
-    job: Job<'_>,
     routes: &Routes<'_>,
-    input: &[u8],
     output: &mut [u8],
 ) -> Result<()> {
-    let (own, whole) = (routes.output_range(job.me), output.len());
-    copy_part(&input[routes.given(job.me)], &mut output[own], whole);
-    for from in others(job) {
-        let (start, into) = (routes.taken(from), &mut output[routes.output_range(from)]);
-        if into.is_empty() {
-            continue;
-        }
+    routes.take(output, |from, start, into| {
         if start.checked_add(into.len()).is_none_or(|end| end > operation.length(from)) {
             return Err(short());
         }
-        operation.copy(from, start, into)?;
-    }
-    Ok(())
-}
-
-/// The other ranks. Each rank begins with another one.
-fn others(job: Job<'_>) -> impl Iterator<Item = usize> {
-    (job.me + 1..job.ranks).chain(0..job.me)
+        operation.copy(from, start, into)
+    })
 }

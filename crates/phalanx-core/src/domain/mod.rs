@@ -206,7 +206,7 @@ impl Domain {
         let mut watch = |missing| call.watch(missing);
         let small = small::part(job, data.len(), 0);
         if let Some(own) = small.clone().filter(|_| small::always(job)) {
-            let slots = self.control_block.small(call.encoded, &data[own], &mut watch)?;
+            let slots = self.control_block.small(call.encoded, &data[own]).slots(&mut watch)?;
             call.check(|index| slots.call(index))?;
             return small::in_place(job, kind, &slots, data);
         }
@@ -258,23 +258,29 @@ impl Domain {
         };
         let note = copying.map_or_else(Vec::new, |copying| routes::note(job, copying, uneven));
         let small = small::part(job, brought.len(), note.len());
+        let routes = copying.map(|copying| Routes::new((job, copying), uneven));
+        // While the others come: it needs none of them.
+        let keep = |output: &mut [u8]| routes.iter().for_each(|routes| routes.keep(input, output));
         if small::always(job) {
-            let slots = self.control_block.small(call.encoded, brought, &mut watch)?;
+            let begun = self.control_block.small(call.encoded, brought);
+            keep(output);
+            let slots = begun.slots(&mut watch)?;
             call.check(|index| slots.call(index))?;
-            let Some(copying) = copying else {
-                return small::fold(job, &slots, job.chunk(job.me), input.len(), output);
+            return match routes {
+                Some(routes) => routes.copy(|from| slots.bytes(from), output),
+                None => small::fold(job, &slots, job.chunk(job.me), input.len(), output),
             };
-            let routes = Routes::new((job, copying), None, members, |_| &[])?;
-            return routes.copy(input, |from| slots.bytes(from), output);
         }
         self.take_windows()?;
         let copied_from = copying.filter(|_| self.may_copy());
         let copied_from = copied_from.and_then(|copying| copied::least(job, copying, uneven.is_some()));
         let mut once = |copied_from| {
             let brought = Brought { note: &note, memory: brought, small: small.clone(), copied_from };
-            self.control_block.out_of_place(call.encoded, brought, &mut watch, |operation| {
+            let begun = self.control_block.out_of_place(call.encoded, brought);
+            keep(output);
+            begun.finish(&mut watch, |operation| {
                 call.check(|index| operation.call(index))?;
-                let Some(copying) = copying else {
+                let Some(routes) = &routes else {
                     return match operation.protocol() {
                         Protocol::Direct => direct::reduce_out_of_place(operation, job, output),
                         Protocol::Small => operation.slots(|slots, _| {
@@ -285,16 +291,14 @@ impl Domain {
                         }
                     };
                 };
-                let routes = Routes::new((job, copying), uneven, members, |index| operation.note(index))?;
+                let routes = routes.among(members, |index| operation.note(index))?;
                 match operation.protocol() {
-                    Protocol::Direct => {
-                        operation.read(|inputs| routes.copy(input, |from| inputs[from], output))
-                    }
+                    Protocol::Direct => operation.read(|inputs| routes.copy(|from| inputs[from], output)),
                     Protocol::Small => {
-                        operation.slots(|slots, _| routes.copy(input, |from| slots.bytes(from), output))
+                        operation.slots(|slots, _| routes.copy(|from| slots.bytes(from), output))
                     }
-                    Protocol::Copied => copied::out_of_place(operation, job, &routes, input, output),
-                    Protocol::Staged => staged::copy(operation, job, &routes, input, output),
+                    Protocol::Copied => copied::out_of_place(operation, &routes, output),
+                    Protocol::Staged => staged::copy(operation, job, &routes, output),
                 }
             })
         };
@@ -395,6 +399,11 @@ impl Job<'_> {
         let scatters = self.call.operation == Operation::ReduceScatter;
         let bytes = if scatters { self.bytes() / self.ranks } else { self.bytes() };
         index * bytes..(index + 1) * bytes
+    }
+
+    /// The other ranks. Each rank begins with another one.
+    fn others(&self) -> impl Iterator<Item = usize> {
+        (self.me + 1..self.ranks).chain(0..self.me)
     }
 
     fn fold(&self) -> Fold {

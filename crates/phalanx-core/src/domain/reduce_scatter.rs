@@ -16,7 +16,7 @@ impl Domain {
     /// Checks that all members make the same call, before it runs between ranks over the transport.
     pub(crate) fn agree(&mut self, call: Call, sequence: Sequence, timeout: &Timeout) -> Result<()> {
         let call = self.peers.call(&call, sequence, timeout);
-        let slots = self.control_block.small(call.encoded, &[], &mut |missing| call.watch(missing))?;
+        let slots = self.control_block.small(call.encoded, &[]).slots(&mut |missing| call.watch(missing))?;
         call.check(|index| slots.call(index))
     }
 

@@ -3,6 +3,8 @@
 
 use std::ops::Range;
 
+use phalanx_sys::copy::{copy, copy_part};
+
 use super::{Job, short};
 use crate::collective::Counts;
 use crate::error::{Error, Result};
@@ -36,38 +38,52 @@ pub(super) fn note(job: Job<'_>, copying: Copying, uneven: Uneven<'_>) -> Vec<u8
 }
 
 impl<'a> Routes<'a> {
-    /// # Errors
-    /// If the ranks' notes contradict each other. Every rank returns this error.
-    pub(super) fn new<'n>(
-        (job, copying): (Job<'a>, Copying),
-        uneven: Uneven<'a>,
-        members: &[Rank],
-        note: impl Fn(usize) -> &'n [u8],
-    ) -> Result<Self> {
+    /// As far as this rank knows them by its own call.
+    pub(super) fn new((job, copying): (Job<'a>, Copying), uneven: Uneven<'a>) -> Self {
         let longest = match copying {
             Copying::AllToAll => job.bytes() / job.ranks,
             Copying::AllGather | Copying::Gather | Copying::Scatter => job.bytes(),
         };
-        let mut routes = Self { job, copying, uneven, starts: Vec::new(), longest };
-        if uneven.is_some() {
-            routes.longest = 0;
-            for from in 0..job.ranks {
-                let mut end = 0usize;
-                for to in 0..job.ranks {
-                    let (sent, expected) = (count(note(from), to), count(note(to), job.ranks + from));
-                    if sent != expected {
-                        let peer = members[if from == job.me { to } else { from }];
-                        let (from, to) = (members[from], members[to]);
-                        return Err(differ(from, to, sent, expected).with_peer(peer));
-                    }
-                    if to == job.me {
-                        routes.starts.push(end);
-                    }
-                    // A peer's numbers may be wrong; the length is checked when its bytes are read.
-                    let bytes = sent.saturating_mul(job.call.dtype.size());
-                    routes.longest = routes.longest.max(bytes);
-                    end = end.saturating_add(bytes);
+        Self { job, copying, uneven, starts: Vec::new(), longest }
+    }
+
+    /// Copies this rank's block for itself, for which it needs no other rank.
+    pub(super) fn keep(&self, input: &[u8], output: &mut [u8]) {
+        let (given, own) = (self.given(self.job.me), self.output_range(self.job.me));
+        // Otherwise the counts contradict each other.
+        if given.len() == own.len() {
+            let whole = output.len();
+            copy_part(&input[given], &mut output[own], whole);
+        }
+    }
+
+    /// With what the ranks say of their counts.
+    ///
+    /// # Errors
+    /// If the ranks' notes contradict each other. Every rank returns this error.
+    pub(super) fn among<'n>(&self, members: &[Rank], note: impl Fn(usize) -> &'n [u8]) -> Result<Self> {
+        let job = self.job;
+        let mut routes = Self { starts: Vec::new(), ..*self };
+        if self.uneven.is_none() {
+            return Ok(routes);
+        }
+        routes.longest = 0;
+        for from in 0..job.ranks {
+            let mut end = 0usize;
+            for to in 0..job.ranks {
+                let (sent, expected) = (count(note(from), to), count(note(to), job.ranks + from));
+                if sent != expected {
+                    let peer = members[if from == job.me { to } else { from }];
+                    let (from, to) = (members[from], members[to]);
+                    return Err(differ(from, to, sent, expected).with_peer(peer));
                 }
+                if to == job.me {
+                    routes.starts.push(end);
+                }
+                // A peer's numbers may be wrong; the length is checked when its bytes are read.
+                let bytes = sent.saturating_mul(job.call.dtype.size());
+                routes.longest = routes.longest.max(bytes);
+                end = end.saturating_add(bytes);
             }
         }
         Ok(routes)
@@ -106,30 +122,36 @@ impl<'a> Routes<'a> {
         }
     }
 
-    /// Copies this rank's blocks from its own input and those of the others.
+    /// Copies this rank's blocks from the inputs of the others.
     ///
     /// # Errors
     /// If an input is too short.
-    pub(super) fn copy<'i>(
+    pub(super) fn copy<'i>(&self, inputs: impl Fn(usize) -> &'i [u8], output: &mut [u8]) -> Result<()> {
+        self.take(output, |from, start, into| {
+            let block = start.checked_add(into.len()).and_then(|end| inputs(from).get(start..end));
+            copy(block.ok_or_else(short)?, into);
+            Ok(())
+        })
+    }
+
+    /// Has each block that is not empty put where it belongs: `put` gets the other rank that brings it, where it begins in that one's input,
+    /// and its place. Each rank begins with another one.
+    pub(super) fn take(
         &self,
-        own: &'i [u8],
-        others: impl Fn(usize) -> &'i [u8],
         output: &mut [u8],
+        mut put: impl FnMut(usize, usize, &mut [u8]) -> Result<()>,
     ) -> Result<()> {
-        for from in 0..self.job.ranks {
+        for from in self.job.others() {
             let into = &mut output[self.output_range(from)];
-            if into.is_empty() {
-                continue;
+            if !into.is_empty() {
+                put(from, self.taken(from), into)?;
             }
-            let (start, input) = (self.taken(from), if from == self.job.me { own } else { others(from) });
-            let block = start.checked_add(into.len()).and_then(|end| input.get(start..end));
-            into.copy_from_slice(block.ok_or_else(short)?);
         }
         Ok(())
     }
 
     /// Where this rank's block begins in the input of `from`.
-    pub(super) fn taken(&self, from: usize) -> usize {
+    fn taken(&self, from: usize) -> usize {
         match (self.uneven, self.copying) {
             (None, _) => self.even(from, self.job.me).start,
             (Some(_), Copying::AllGather | Copying::Gather) => 0,

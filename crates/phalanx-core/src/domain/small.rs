@@ -127,7 +127,7 @@ pub(super) fn in_place(job: Job<'_>, kind: InPlace, slots: &Slots<'_>, data: &mu
             copy(whole(slots, job.root, length)?, data);
             Ok(())
         }
-        InPlace::AllGather => (0..job.ranks).try_for_each(|index| {
+        InPlace::AllGather => job.others().try_for_each(|index| {
             let chunk = job.chunk(index);
             copy(whole(slots, index, chunk.len())?, &mut data[chunk]);
             Ok(())

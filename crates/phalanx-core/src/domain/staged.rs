@@ -162,15 +162,13 @@ pub(super) fn reduce_out_of_place(
     })
 }
 
-/// Copies each rank's blocks to their receivers.
+/// Copies each rank's blocks to the others.
 pub(super) fn copy(
     operation: &mut Staging<'_, '_>,
     job: Job<'_>,
     routes: &Routes<'_>,
-    input: &[u8],
     output: &mut [u8],
 ) -> Result<()> {
-    output[routes.output_range(job.me)].copy_from_slice(&input[routes.given(job.me)]);
     let layout =
         WindowLayout::of_blocks((job.ranks, routes.blocks()), routes.longest(), |to| routes.given(to));
     let (destination, whole) = (|from| routes.output_range(from), output.len());

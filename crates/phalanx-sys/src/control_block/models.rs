@@ -75,7 +75,7 @@ fn go_on(_: usize) -> Result<(), Infallible> {
 fn small_calls(mut control_block: ControlBlock) {
     for call in 0..3 {
         let bytes = [call * 16 + control_block.me() as u8; FEW];
-        let slots = control_block.small(CALL, &bytes, &mut go_on).unwrap();
+        let slots = control_block.small(CALL, &bytes).slots(&mut go_on).unwrap();
         for member in 0..slots.control_block.members() {
             assert_eq!(slots.call(member), CALL);
             assert_eq!(slots.bytes(member), [call * 16 + member as u8; FEW]);
@@ -93,7 +93,7 @@ fn calls_of_two_lengths(mut control_block: ControlBlock) {
     for call in 0..4 {
         let length = |member: usize| if (call + member).is_multiple_of(3) { FEW } else { MORE };
         let bytes = vec![(call * 16 + control_block.me()) as u8; length(control_block.me())];
-        let slots = control_block.small(CALL, &bytes, &mut go_on).unwrap();
+        let slots = control_block.small(CALL, &bytes).slots(&mut go_on).unwrap();
         for member in 0..2 {
             assert_eq!(slots.bytes(member), vec![(call * 16 + member) as u8; length(member)]);
         }
@@ -147,7 +147,7 @@ fn read(mut control_block: ControlBlock) {
     let region = unsafe { own.mapping().lend_mut(REGION, ranks * SHARE) };
     region.fill(1 + control_block.me() as u8);
     let brought = Brought { note: &[], memory: region, small: None, copied_from: None };
-    let sum = control_block.out_of_place(CALL, brought, &mut go_on, |operation| {
+    let sum = control_block.out_of_place(CALL, brought).finish(&mut go_on, |operation| {
         Ok(operation.read(|regions| regions.iter().map(|region| region[SHARE]).sum::<u8>()))
     });
     assert_eq!(sum, Ok(Some((1..=ranks as u8).sum())));
@@ -172,7 +172,7 @@ fn copy_out(mut control_block: ControlBlock) {
             control_block.refuse_copies();
         }
         let brought = Brought { note: &[], memory, small: None, copied_from: Some(LONG) };
-        let copied = control_block.out_of_place(CALL, brought, &mut go_on, |operation| {
+        let copied = control_block.out_of_place(CALL, brought).finish(&mut go_on, |operation| {
             assert_eq!(operation.protocol(), Protocol::Copied);
             let mut last = [0];
             operation.copy(1 - me, LONG - 1, &mut last)?;

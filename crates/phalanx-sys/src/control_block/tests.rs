@@ -69,7 +69,7 @@ fn few_bytes_travel_in_the_slots() {
             let call = CALL ^ u128::from(round);
             let length = 1 + round as usize % 100;
             let bytes = vec![(control_block.me() as u8).wrapping_add(round as u8); length];
-            let slots = control_block.small(call, &bytes, &mut go_on).unwrap();
+            let slots = control_block.small(call, &bytes).slots(&mut go_on).unwrap();
             for member in 0..3 {
                 assert_eq!(slots.call(member), call);
                 assert_eq!(slots.bytes(member), vec![(member as u8).wrapping_add(round as u8); length]);
@@ -89,9 +89,7 @@ fn data_of_every_length_is_whole_in_either_slot_beside_a_note() {
                 let noted = |member: usize| vec![(note + member) as u8; note];
                 let (memory, own_note) = (bytes(control_block.me()), noted(control_block.me()));
                 let small = Some(0..memory.len());
-                let outcome = control_block.out_of_place(
-                    CALL,
-                    brought(&own_note, &memory, small),
+                let outcome = control_block.out_of_place(CALL, brought(&own_note, &memory, small)).finish(
                     &mut go_on,
                     |operation| {
                         for member in 0..2 {
@@ -150,7 +148,8 @@ fn regions_are_read_where_they_are() {
         let region = filled(arena, 10_000, control_block.me() as u8);
         let mut sum = 0;
         control_block
-            .out_of_place(CALL, brought(&[], region.as_slice(), None), &mut go_on, |operation| {
+            .out_of_place(CALL, brought(&[], region.as_slice(), None))
+            .finish(&mut go_on, |operation| {
                 sum = operation.read(|regions| regions.iter().map(|region| u32::from(region[9_999])).sum());
                 Ok(())
             })
@@ -174,7 +173,7 @@ fn copied(
     lengths: &[usize],
     prepare: impl FnOnce(&Mapping),
 ) -> Option<Vec<Vec<u8>>> {
-    let outcome = control_block.out_of_place(CALL, offered_from_much(own), &mut go_on, |operation| {
+    let outcome = control_block.out_of_place(CALL, offered_from_much(own)).finish(&mut go_on, |operation| {
         assert_eq!(operation.protocol(), Protocol::Copied);
         assert!((0..lengths.len()).all(|member| operation.note(member) == [7; 8]));
         assert!((0..lengths.len()).all(|member| operation.length(member) == lengths[member]));
@@ -190,7 +189,7 @@ fn copied(
 
 fn protocol(control_block: &mut ControlBlock, memory: &[u8]) -> Protocol {
     let read = |operation: &mut SharedOperation<'_, '_, String>| Ok(operation.protocol());
-    control_block.out_of_place(CALL, offered_from_much(memory), &mut go_on, read).unwrap().unwrap()
+    control_block.out_of_place(CALL, offered_from_much(memory)).finish(&mut go_on, read).unwrap().unwrap()
 }
 
 #[test]
@@ -280,7 +279,7 @@ fn what_some_bring_in_place_and_others_do_not_is_staged() {
             control_block.offered_in_place(CALL, &mut memory, SHARES, &mut go_on, read)
         } else {
             let brought = Brought { copied_from: Some(MUCH), ..brought(&[], &memory, None) };
-            control_block.out_of_place(CALL, brought, &mut go_on, read)
+            control_block.out_of_place(CALL, brought).finish(&mut go_on, read)
         };
         assert_eq!(protocol, Ok(Some(Protocol::Staged)));
         // They do not count as ranks that could not copy.
@@ -313,7 +312,7 @@ fn a_rank_that_gives_up_between_two_pieces_has_no_result_and_nor_has_the_other()
                 }
             };
             let outcome =
-                control_block.out_of_place(CALL, offered_from_much(memory), &mut watch, |operation| {
+                control_block.out_of_place(CALL, offered_from_much(memory)).finish(&mut watch, |operation| {
                     assert_eq!(operation.protocol(), Protocol::Copied);
                     let mut into = vec![0; if copies { LONG - 3 } else { 0 }];
                     if copies {
@@ -368,12 +367,9 @@ fn what_is_no_whole_region_on_every_rank_is_staged() {
             |operation| Ok(operation.protocol()),
         );
         assert_eq!(lent, Ok(Protocol::Staged), "they differ in length");
-        let shown = control_block.out_of_place(
-            CALL,
-            brought(&[], shorter.as_slice(), None),
-            &mut go_on,
-            |operation| Ok(operation.protocol()),
-        );
+        let shown = control_block
+            .out_of_place(CALL, brought(&[], shorter.as_slice(), None))
+            .finish(&mut go_on, |operation| Ok(operation.protocol()));
         assert_eq!(shown, Ok(Some(Protocol::Direct)));
     });
 }
@@ -419,9 +415,7 @@ fn who_brings_nothing_goes_along_and_notes_reach_everybody() {
             (&[], None, Protocol::Small),
         ] {
             let (memory, small) = if me == 1 { (memory, small) } else { (&[][..], None) };
-            let outcome = control_block.out_of_place(
-                CALL,
-                brought(&[me as u8; 24], memory, small),
+            let outcome = control_block.out_of_place(CALL, brought(&[me as u8; 24], memory, small)).finish(
                 &mut go_on,
                 |operation| {
                     assert!((0..3).all(|member| operation.note(member) == [member as u8; 24]));
@@ -446,10 +440,10 @@ fn who_brings_nothing_goes_along_and_notes_reach_everybody() {
 fn who_has_not_come_is_known() {
     let mut blocks = blocks(4);
     let (mut control_block, _) = blocks.swap_remove(2);
-    assert_eq!(control_block.small(CALL, &[], &mut |_| Err("enough")).map(|_| ()), Err("enough"));
+    assert_eq!(control_block.small(CALL, &[]).slots(&mut |_| Err("enough")).map(|_| ()), Err("enough"));
     assert_eq!(control_block.missing().collect::<Vec<_>>(), [0, 1, 3]);
     let (mut other, _) = blocks.swap_remove(1);
-    assert_eq!(other.small(CALL, &[], &mut |_| Err("enough")).map(|_| ()), Err("enough"));
+    assert_eq!(other.small(CALL, &[]).slots(&mut |_| Err("enough")).map(|_| ()), Err("enough"));
     assert_eq!(control_block.missing().collect::<Vec<_>>(), [0, 3]);
 }
 
@@ -597,7 +591,8 @@ fn slots_of_two_are_whole_in_each_call() {
             let data = |rank: usize| vec![(2 * call + rank) as u8 | 1; bytes];
             let (note, own) = ([call as u8; 8], data(me));
             control_block
-                .out_of_place(CALL, brought(&note, &own, Some(0..bytes)), &mut go_on, |operation| {
+                .out_of_place(CALL, brought(&note, &own, Some(0..bytes)))
+                .finish(&mut go_on, |operation| {
                     assert_eq!((operation.note(0), operation.note(1)), (&note[..], &note[..]));
                     operation.slots(|slots, _| {
                         assert!(slots.bytes(me) == own && slots.bytes(other) == data(other));
@@ -789,7 +784,7 @@ fn sleepers_are_woken() {
                 thread::sleep(Duration::from_millis(2));
             }
             let start = Instant::now();
-            control_block.small(CALL, &[], &mut go_on).unwrap();
+            control_block.small(CALL, &[]).slots(&mut go_on).unwrap();
             assert!(start.elapsed() < Duration::from_secs(30));
         }
     });
@@ -799,7 +794,27 @@ fn sleepers_are_woken() {
 fn a_watch_ends_the_wait_and_says_for_whom_it_was() {
     let (mut control_block, _) = blocks(3).swap_remove(1);
     let mut give_up = |missing: usize| if missing == 0 { Err("enough") } else { Ok(()) };
-    assert_eq!(control_block.small(CALL, &[], &mut give_up).map(|_| ()), Err("enough"));
+    assert_eq!(control_block.small(CALL, &[]).slots(&mut give_up).map(|_| ()), Err("enough"));
+}
+
+/// A late peer may read the slot of the call that was given up at any time.
+#[test]
+fn who_has_given_up_a_call_writes_to_its_slots_no_more() {
+    for is_dropped in [false, true] {
+        let mut blocks = blocks(2);
+        let ((mut late, _), (mut control_block, _)) = (blocks.swap_remove(1), blocks.swap_remove(0));
+        for (number, bytes) in [[1; 8], [2; 8], [3; 8]].iter().enumerate() {
+            let begun = control_block.small(CALL, bytes);
+            if is_dropped && number == 0 {
+                continue;
+            }
+            assert_eq!(begun.slots(&mut |_| Err("enough")).map(|_| ()), Err("enough"));
+        }
+        let slots = late.small(CALL, &[4; 8]).slots(&mut go_on).unwrap();
+        assert_eq!((slots.bytes(0), slots.bytes(1)), (&[1; 8][..], &[4; 8][..]));
+        // Nor does it make the next one.
+        assert_eq!(late.small(CALL, &[]).slots(&mut |_| Err("enough")).map(|_| ()), Err("enough"));
+    }
 }
 
 /// The peer has published its header, and its window with it, and dies before it reads this rank's.
@@ -824,7 +839,7 @@ fn a_peer_that_ends_between_its_flag_and_its_reading_is_waited_for_by_name() {
         assert_eq!(outcome, Err(if dies { "killed" } else { "member 1 is dead" }.to_owned()));
         if !dies {
             // Nor does the peer make the next call.
-            let next = control_block.small(CALL, &[1; 600], &mut &watch).map(|_| ());
+            let next = control_block.small(CALL, &[1; 600]).slots(&mut &watch).map(|_| ());
             assert_eq!(next, Err("member 1 is dead".to_owned()));
         }
     });
@@ -871,7 +886,7 @@ fn what_a_late_peer_reads_after_a_failed_call_is_no_result() {
                 let own = if expected == Protocol::Direct { region.as_slice() } else { &ordinary };
                 let read = Cell::new(false);
                 let mut watch = |_| if read.get() { Err("somebody is not done") } else { Ok(()) };
-                let late = late.out_of_place(CALL, offered_from_much(own), &mut watch, |operation| {
+                let late = late.out_of_place(CALL, offered_from_much(own)).finish(&mut watch, |operation| {
                     assert_eq!(operation.protocol(), expected);
                     working.send(()).unwrap();
                     failure.recv().unwrap();
@@ -894,7 +909,8 @@ fn what_a_late_peer_reads_after_a_failed_call_is_no_result() {
                 enough.set(enough.get() || worked.try_recv().is_ok());
                 if enough.get() { Err("enough") } else { Ok(()) }
             };
-            let outcome = control_block.out_of_place(CALL, offered_from_much(own), &mut watch, |_| Ok(()));
+            let outcome =
+                control_block.out_of_place(CALL, offered_from_much(own)).finish(&mut watch, |_| Ok(()));
             assert_eq!(outcome, Err("enough"));
             drop((region, ordinary));
             failed.send(()).unwrap();
