@@ -181,7 +181,7 @@ impl<const D: usize, K: Basic + 'static> Collectives for Tensor<D, K> {
         if !has_room(bytes) {
             let cause =
                 format!("all_gather of tensors: there is no memory for the {bytes} bytes of all ranks' rows");
-            let error = Error::invalid_argument(cause).with_remedy("gather fewer rows at once");
+            let error = Error::out_of_memory(cause).with_remedy("gather fewer rows at once");
             // Others may have it, and would wait for this rank's rows.
             group.abort(error.clone());
             return Err(error);

@@ -363,7 +363,10 @@ impl Held {
 
     pub fn add(&mut self, gradient: &[u8]) -> Result<()> {
         let (dtype, elements) = (self.dtype, self.elements);
-        let sum = self.sum.get_or_insert_with(|| Buffer::zeroed(dtype, elements));
+        let sum = match &mut self.sum {
+            Some(sum) => sum,
+            none => none.insert(Buffer::try_zeroed(dtype, elements)?),
+        };
         if std::mem::replace(&mut self.any, true) {
             elements::add(dtype, sum.as_bytes_mut(), gradient)
         } else {

@@ -442,6 +442,12 @@ impl Layout {
             if options.error_feedback {
                 let loss = memory.losses.entry(matrix.parameter).or_default();
                 loss.clear();
+                loss.try_reserve_exact(m.len()).map_err(|error| {
+                    let lost = format!("no memory for what {} elements lose by PowerSGD", m.len());
+                    Error::out_of_memory(lost).with_source(error).with_remedy(
+                        "make less of it, or start fewer ranks on this host; without PowerSgdOptions::error_feedback nothing is kept",
+                    )
+                })?;
                 loss.extend_from_slice(m);
                 outer(p, q, matrix.columns, m);
                 loss.iter_mut().zip(&*m).for_each(|(loss, m)| *loss -= m);
