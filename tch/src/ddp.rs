@@ -12,7 +12,9 @@ use std::time::Instant;
 
 use phalanx::join::JoinGroup;
 use phalanx::reducer::hooks::{LoadedHook, Replica};
-use phalanx::reducer::{LoadedStates, Reducer, ReducerOptions, StepTime, verify_state_on};
+use phalanx::reducer::{
+    LoadedStates, Reducer, ReducerOptions, StepTime, verify_description, verify_state_on,
+};
 use phalanx::trace::Track;
 use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, WorldSize, adapter};
 use tch::nn::VarStore;
@@ -267,11 +269,19 @@ impl Ddp {
     /// If a collective fails, or one of NCCL's has failed from which this rank's parameters were computed; if the group is a `GroupHandle` that leads to
     /// another group than when this `Ddp` was made; if ranks made other numbers of steps with this one in a `join` of another `Ddp`.
     pub fn average_parameters(&mut self) -> Result<()> {
+        self.average_by(None)
+    }
+
+    /// As [`average_parameters`](Self::average_parameters). What asks for it may describe itself: the ranks compare that first.
+    fn average_by(&mut self, averager: Option<&str>) -> Result<()> {
         let Some(sink) = &self.sink else { return self.check_world() };
         sink.call(Reducer::check_joined)?;
         let (count, group) = (self.group.active_ranks(), self.group.in_call(Caller::DdpAverageParameters));
         let all = count == self.group.world_size().count();
         let begin = Instant::now();
+        if let Some(averager) = averager {
+            self.or_end(verify_description(&group, "model averager", averager))?;
+        }
         let op = if all { ReduceOp::Avg } else { ReduceOp::PreMulSum(1.0 / count as f64) };
         let outcome = tensors::with_elements(&tensors::handles(&self.inventory.parameters), |parts| {
             // What was read is computed: no call of NCCL's that it comes from fails later. One within a smaller group ends only that.
@@ -444,9 +454,8 @@ impl Ddp {
 }
 
 impl Replica for Ddp {
-    fn average_parameters(&mut self) -> Result<()> {
-        // The method of its own.
-        Self::average_parameters(self)
+    fn average_parameters(&mut self, averager: &str) -> Result<()> {
+        self.average_by(Some(averager))
     }
 }
 
