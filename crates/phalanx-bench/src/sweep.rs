@@ -81,7 +81,7 @@ fn sweep<T: Value>(options: &Bench, groups: &[ProcessGroup], algorithms: Option<
         return Err(Error::aborted(format!("{wrong} elements came out wrong")));
     }
     if let (Some(path), Some(algorithms), true) = (&options.tune, algorithms, group.rank().is_main()) {
-        tune::write(path, algorithms, world, &sizes, &times)?;
+        tune::write(path, algorithms, (options.collective, T::DTYPE), world, &sizes, &times)?;
     }
     Ok(())
 }
