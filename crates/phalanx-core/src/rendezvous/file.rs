@@ -16,6 +16,7 @@ use super::arrival::{arrive, nonce, reserve};
 use super::{Held, KeepAlive, RankConfig, Rendezvous};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::interrupt;
 use crate::rank::Rank;
 use crate::store::{FileStore, SharedStore, Store};
 use crate::world_size::WorldSize;
@@ -71,6 +72,7 @@ fn welcome_all(store: FileStore, world_size: WorldSize, deadline: Deadline) -> R
                 .in_operation("rendezvous", None)
                 .with_remedy("does another job use the same path, or are there two processes with rank 0?"));
         }
+        interrupt::check()?;
         std::thread::sleep(POLL_INTERVAL.min(until.remaining()));
     }
     Ok(store)

@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use super::{FileStore, MAX_KEY, MAX_VALUE, MemoryStore, PrefixStore, SharedStore, TcpStore, TcpStoreServer};
 use crate::deadline::Deadline;
-use crate::error::Error;
+use crate::error::{Error, Result};
+use crate::interrupt::interruptible;
 
 fn soon() -> Deadline {
     Deadline::after(Duration::from_secs(20))
@@ -27,7 +28,7 @@ fn conforms(another: &Another) {
 
 /// All checks except those of the caps.
 fn behaves(another: &Another) {
-    let checks: [fn(&Another); 8] = [
+    let checks: [fn(&Another); 9] = [
         values_are_read_back,
         counters_add_and_refuse_text,
         compare_set_is_pytorchs,
@@ -35,6 +36,7 @@ fn behaves(another: &Another) {
         keys_are_counted_and_deleted,
         many_at_once,
         waits_end_when_the_key_comes,
+        waits_are_ended_by_the_check_of_their_thread,
         deadlines_are_obeyed_and_errors_name_the_key,
     ];
     for check in checks {
@@ -203,6 +205,22 @@ fn waits_end_when_the_key_comes(another: &Another) {
         store.set("awaited/last", b"now", soon()).unwrap();
         assert_eq!(reader.join().unwrap(), b"now");
     });
+}
+
+fn waits_are_ended_by_the_check_of_their_thread(another: &Another) {
+    fn ends() -> Result<()> {
+        Err(Error::aborted("enough"))
+    }
+    let store = another();
+    let waits: [fn(&SharedStore) -> Result<()>; 3] = [
+        |store| store.get("set by nobody", soon()).map(drop),
+        |store| store.wait(&["set by nobody"], soon()),
+        |store| store.set_and_get(&[], &["set by nobody"], soon(), &mut || Ok(())).map(drop),
+    ];
+    for wait in waits {
+        let error = interruptible(ends, || wait(&store)).unwrap_err();
+        assert!(error.is_aborted() && error.to_string().contains("enough"), "{error}");
+    }
 }
 
 fn deadlines_are_obeyed_and_errors_name_the_key(another: &Another) {
