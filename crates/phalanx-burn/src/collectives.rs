@@ -264,7 +264,8 @@ fn local<const D: usize, K: Basic>(
     // The others wait for this rank's tensor.
     let data = read_back::data(tensor).inspect_err(|error| group.abort(error.clone()))?;
     let data = if host_dtype(local.dtype) == local.dtype { data } else { data.convert::<bool>() };
-    let mut buffer = group.alloc(dtype, data.num_elements())?;
+    let buffer = group.alloc(dtype, data.num_elements());
+    let mut buffer = buffer.inspect_err(|error| group.abort(error.clone()))?;
     buffer.as_bytes_mut().copy_from_slice(data.as_bytes());
     Ok((local, buffer))
 }
