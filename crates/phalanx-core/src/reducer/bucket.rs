@@ -133,7 +133,7 @@ impl Bucket {
         }
         if let BucketMemory::None = self.memory {
             self.memory = BucketMemory::Here(match self.elsewhere {
-                true => Buffer::zeroed(self.dtype, length),
+                true => Buffer::try_zeroed(self.dtype, length)?,
                 false => group.alloc(self.dtype, length)?,
             });
         }
