@@ -41,7 +41,7 @@ impl Algorithms {
 
 /// Those of `collective`; an error if it has one alone.
 pub(crate) fn algorithms(collective: Collective) -> Result<Algorithms> {
-    const LAST: fn(&Sizes<'_>, usize) -> usize = |sizes, _| sizes.last(1);
+    const LAST: fn(&Sizes<'_>, usize) -> usize = |sizes, _| sizes.last();
     const NEXT: fn(&Sizes<'_>, usize) -> usize = |sizes, _| sizes.next();
     const ALL_REDUCE: &[Border] = &[
         Border { field: |row| &mut row.doubling_max, value: LAST },
@@ -50,7 +50,7 @@ pub(crate) fn algorithms(collective: Collective) -> Result<Algorithms> {
     const BROADCAST: &[Border] = &[Border { field: |row| &mut row.broadcast_ring_min, value: NEXT }];
     const REDUCE: &[Border] = &[Border { field: |row| &mut row.reduce_ring_min, value: NEXT }];
     const TREE: &[Border] =
-        &[Border { field: |row| &mut row.tree_max, value: |sizes, ranks| sizes.last(ranks) }];
+        &[Border { field: |row| &mut row.tree_max, value: |sizes, ranks| sizes.last_measured() / ranks }];
     let (names, borders): (&[_], _) = match collective {
         Collective::AllReduce => (&["doubling", "halving", "ring"], ALL_REDUCE),
         Collective::Broadcast => (&["tree", "ring"], BROADCAST),
@@ -210,13 +210,15 @@ struct Sizes<'a> {
 }
 
 impl Sizes<'_> {
-    /// The last of them, divided into so many shares; without end, if no other algorithm has won at any size.
-    fn last(&self, shares: usize) -> usize {
-        match self.end {
-            0 => 0,
-            end if end == self.sizes.len() => usize::MAX,
-            end => self.sizes[end - 1] / shares,
-        }
+    /// The last of them; without end, if no other algorithm has won at any size.
+    fn last(&self) -> usize {
+        let is_best_everywhere = self.end > 0 && self.end == self.sizes.len();
+        if is_best_everywhere { usize::MAX } else { self.last_measured() }
+    }
+
+    /// The last of them, and never beyond what was measured: in a tree each rank takes memory for the blocks of all.
+    fn last_measured(&self) -> usize {
+        self.end.checked_sub(1).map_or(0, |last| self.sizes[last])
     }
 
     /// The first size at which another is better.
@@ -363,6 +365,10 @@ mod tests {
         let rows: Vec<_> = tuning.rows.iter().filter(|row| row.world_max == 4).collect();
         let [row] = rows[..] else { panic!("{tuning:?}") };
         assert_eq!((row.doubling_max, row.halving_max, row.tree_max), (4096, 4096, 256));
+        // Where it has won at each size, too.
+        note(Collective::Scatter, &[vec![1.0; 3], vec![2.0; 3]]);
+        let longest = read(&path).unwrap().rows.iter().find(|row| row.world_max == 4).unwrap().tree_max;
+        assert_eq!(longest, 16384 / 4);
         assert_eq!(row.reduce_ring_min, usize::MAX);
         let noted = ["all_reduce", "gather", "reduce"].map(|name| (name.to_owned(), "bf16".to_owned()));
         assert_eq!(row.measured_with, BTreeMap::from(noted));
