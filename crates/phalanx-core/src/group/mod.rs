@@ -115,6 +115,12 @@ pub trait Communicator: Send + Sync {
         self.world_size().count()
     }
 
+    /// By what an average over all ranks is multiplied to be that over the [ranks with data](Self::active_ranks), if the others give zeros: world size /
+    /// active ranks.
+    fn active_scale(&self) -> f64 {
+        self.world_size().count() as f64 / self.active_ranks() as f64
+    }
+
     /// How many times a `join` has ended in which some ranks had data for longer than others. The same on every rank.
     fn uneven_joins(&self) -> u64 {
         0
