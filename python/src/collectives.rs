@@ -70,7 +70,7 @@ impl Group {
         let dtype = seen.dtype;
         self.reduction(py, how, (reduction, seen), move |group| {
             // One after the other: they may share memory, and then there is no slice of each at the same time.
-            let mut packed = pack(dtype, &memories);
+            let mut packed = pack(dtype, &memories)?;
             with_element!(dtype, T => {
                 let (mut slices, mut rest) = (Vec::with_capacity(memories.len()), packed.as_mut_slice::<T>()?);
                 for memory in &memories {
@@ -102,7 +102,7 @@ impl Group {
             with_element!(memory.dtype(), T => match is_root {
                 true => group.reduce(memory.as_mut_slice::<T>(), Rank::new(root), op),
                 false => {
-                    let mut copy = Buffer::from_slice(memory.as_slice::<T>());
+                    let mut copy = Buffer::try_from_slice(memory.as_slice::<T>())?;
                     group.reduce(copy.as_mut_slice::<T>()?, Rank::new(root), op)
                 }
             })
@@ -122,7 +122,7 @@ impl Group {
                 true => group.broadcast(memory.as_mut_slice::<T>(), Rank::new(root)),
                 // The root's is only read, but the core wants memory that it could write.
                 false => {
-                    let mut copy = Buffer::from_slice(memory.as_slice::<T>());
+                    let mut copy = Buffer::try_from_slice(memory.as_slice::<T>())?;
                     group.broadcast(copy.as_mut_slice::<T>()?, Rank::new(root))
                 }
             })
@@ -186,7 +186,7 @@ impl Group {
         let (mut output, input) = pair(output, input, Meaning::Bytes)?;
         self.moving(py, how, input.seen(), move |group| {
             with_element!(input.dtype(), T => {
-                let input = Sent::<T>::beside(&input, &output);
+                let input = Sent::<T>::beside(&input, &output)?;
                 group.all_gather(input.as_slice()?, output.as_mut_slice::<T>())
             })
         })
@@ -223,7 +223,7 @@ impl Group {
         let elements = outputs.iter().map(Memory::len).sum();
         self.moving(py, how, seen, move |group| {
             with_element!(dtype, T => {
-                let mut packed = Buffer::zeroed(dtype, elements);
+                let mut packed = Buffer::try_zeroed(dtype, elements)?;
                 group.gather(input.as_slice::<T>(), packed.as_mut_slice()?, Rank::new(root))?;
                 unpack(packed.as_bytes(), &mut outputs);
                 Ok(())
@@ -249,7 +249,7 @@ impl Group {
         let dtype = seen.dtype;
         self.moving(py, how, seen, move |group| {
             with_element!(dtype, T => {
-                let packed = pack(dtype, &inputs);
+                let packed = pack(dtype, &inputs)?;
                 group.scatter(packed.as_slice::<T>()?, output.as_mut_slice(), Rank::new(root))
             })
         })
@@ -268,7 +268,7 @@ impl Group {
         let (mut output, input) = pair(output, input, reduction.meaning())?;
         self.reduction(py, how, (reduction, input.seen()), move |group| {
             with_element!(input.dtype(), T => {
-                let input = Sent::<T>::beside(&input, &output);
+                let input = Sent::<T>::beside(&input, &output)?;
                 group.reduce_scatter(input.as_slice()?, output.as_mut_slice::<T>(), op)
             })
         })
@@ -292,7 +292,7 @@ impl Group {
         let dtype = seen.dtype;
         let counts: Vec<usize> = inputs.iter().map(Memory::len).collect();
         self.reduction(py, how, (reduction, seen), move |group| {
-            let packed = pack(dtype, &inputs);
+            let packed = pack(dtype, &inputs)?;
             if are_even(&counts) {
                 return with_element!(dtype, T => {
                     group.reduce_scatter(packed.as_slice::<T>()?, output.as_mut_slice::<T>(), op)
@@ -333,7 +333,7 @@ impl Group {
             self.has_equal_parts("all_to_all: the input", input.len() / each)?;
             return self.moving(py, how, input.seen(), move |group| {
                 with_element!(input.dtype(), T => {
-                    let input = Sent::<T>::beside(&input, &output);
+                    let input = Sent::<T>::beside(&input, &output)?;
                     group.all_to_all(input.as_slice()?, output.as_mut_slice::<T>())
                 })
             });
@@ -347,7 +347,7 @@ impl Group {
         let (received, sent) = (in_elements(received)?, in_elements(sent)?);
         self.moving(py, how, input.seen(), move |group| {
             with_element!(input.dtype(), T => {
-                let input = Sent::<T>::beside(&input, &output);
+                let input = Sent::<T>::beside(&input, &output)?;
                 group.all_to_all_v(input.as_slice()?, &sent, output.as_mut_slice::<T>(), &received)
             })
         })
@@ -371,7 +371,8 @@ impl Group {
         let sent: Vec<usize> = inputs.iter().map(Memory::len).collect();
         self.moving(py, how, seen, move |group| {
             with_element!(dtype, T => {
-                let (packed, mut into) = (pack(dtype, &inputs), Buffer::zeroed(dtype, received.iter().sum()));
+                let packed = pack(dtype, &inputs)?;
+                let mut into = Buffer::try_zeroed(dtype, received.iter().sum())?;
                 group.all_to_all_v(packed.as_slice::<T>()?, &sent, into.as_mut_slice()?, &received)?;
                 unpack(into.as_bytes(), &mut outputs);
                 Ok(())
@@ -395,7 +396,7 @@ impl Group {
         let counts: Vec<usize> = outputs.iter().map(Memory::len).collect();
         self.moving(py, how, seen, move |group| {
             with_element!(dtype, T => {
-                let mut packed = Buffer::zeroed(dtype, counts.iter().sum());
+                let mut packed = Buffer::try_zeroed(dtype, counts.iter().sum())?;
                 match are_even(&counts) {
                     true => group.all_gather(input.as_slice::<T>(), packed.as_mut_slice()?)?,
                     false => group.all_gather_v(input.as_slice::<T>(), packed.as_mut_slice()?, &counts)?,
@@ -484,11 +485,11 @@ enum Sent<'a, T> {
 }
 
 impl<'a, T: Element> Sent<'a, T> {
-    fn beside(input: &'a Memory, output: &Memory) -> Self {
-        match input.overlaps(output) {
-            true => Self::Copied(Buffer::from_slice(input.as_slice::<T>())),
+    fn beside(input: &'a Memory, output: &Memory) -> Result<Self> {
+        Ok(match input.overlaps(output) {
+            true => Self::Copied(Buffer::try_from_slice(input.as_slice::<T>())?),
             false => Self::Lent(input.as_slice()),
-        }
+        })
     }
 
     fn as_slice(&self) -> Result<&[T]> {
@@ -527,15 +528,15 @@ fn are_even(counts: &[usize]) -> bool {
     counts.windows(2).all(|pair| pair[0] == pair[1])
 }
 
-fn pack(dtype: DType, memories: &[Memory]) -> Buffer {
-    let mut packed = Buffer::zeroed(dtype, memories.iter().map(Memory::len).sum());
+fn pack(dtype: DType, memories: &[Memory]) -> Result<Buffer> {
+    let mut packed = Buffer::try_zeroed(dtype, memories.iter().map(Memory::len).sum())?;
     let mut rest = packed.as_bytes_mut();
     for memory in memories {
         let (head, tail) = rest.split_at_mut(memory.as_bytes().len());
         head.copy_from_slice(memory.as_bytes());
         rest = tail;
     }
-    packed
+    Ok(packed)
 }
 
 fn unpack(mut rest: &[u8], memories: &mut [Memory]) {

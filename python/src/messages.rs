@@ -233,6 +233,24 @@ impl Messages {
     }
 }
 
+/// The error of a receive from any rank, if all others have left the group and nothing of theirs is left to receive.
+fn all_ended(group: &ProcessGroup) -> Result<Option<Error>, Error> {
+    let is_other = |rank: &Rank| *rank != group.rank();
+    for peer in group.world_size().ranks().filter(is_other) {
+        if !group.has_ended(peer)? {
+            return Ok(None);
+        }
+    }
+    let left = group.left_by(|rank| is_other(&rank));
+    Ok(left.map(|error| {
+        error
+            .adding(
+                "; recv from any source: no other rank is left, and none has sent a message with this tag",
+            )
+            .with_remedy("let a rank leave when its messages have been received")
+    }))
+}
+
 impl Received {
     fn awaits(&self, number: u64) -> bool {
         self.table.lock().waiting.iter().any(|waiting| waiting.number == number)
@@ -271,6 +289,9 @@ impl Received {
             }
             if moved {
                 pause = PAUSES.0;
+            } else if let Some(error) = all_ended(group)? {
+                group.abort(error.clone());
+                return Err(error);
             } else if Instant::now() >= deadline {
                 let error =
                     Error::timeout("recv from any source: no rank has sent a message with this tag in time")
@@ -309,7 +330,10 @@ impl Received {
         self.table.lock().admit(peer, head).inspect_err(|error| group.abort(error.clone()))?;
         let mut bytes = Vec::new();
         let received = bytes.try_reserve_exact(head.bytes).map_err(|error| {
-            let error = Error::other(error).with_remedy("receive messages sooner, or send smaller ones");
+            let cause = format!("no memory for the {} bytes of a message from rank {peer}", head.bytes);
+            let error = Error::out_of_memory(cause)
+                .with_source(error)
+                .with_remedy("receive messages sooner, or send smaller ones");
             // Its content would be taken for the next message's head.
             group.abort(error.clone());
             error

@@ -117,6 +117,21 @@ def test_a_message_to_a_rank_that_has_left_is_refused(ranks):
     assert ranks(2, to_one_that_has_left)[0] is not None
 
 
+def from_nobody(rank, world):
+    if rank > 0:
+        if rank == 1:
+            dist.send(torch.ones(1), 0, tag=5)
+        return dist.destroy_process_group()
+    with pytest.raises(phalanx_torch.Error, match="no other rank is left, and none has sent a message with this tag") as caught:
+        dist.recv(torch.zeros(1), tag=6)
+    assert caught.value.kind == "peer_left"
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_receive_from_any_rank_ends_when_all_others_have_left(ranks, world):
+    ranks(world, from_nobody, world)
+
+
 def unlike(rank):
     if rank == 0:
         with pytest.raises(phalanx_torch.Error):

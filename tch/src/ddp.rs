@@ -12,7 +12,9 @@ use std::time::Instant;
 
 use phalanx::join::JoinGroup;
 use phalanx::reducer::hooks::{LoadedHook, Replica};
-use phalanx::reducer::{LoadedStates, Reducer, ReducerOptions, StepTime, verify_state_on};
+use phalanx::reducer::{
+    LoadedStates, Reducer, ReducerOptions, StepTime, verify_description, verify_state_on,
+};
 use phalanx::trace::Track;
 use phalanx::{Buffer, Caller, Communicator, Error, Rank, ReduceOp, Result, WorldSize, adapter};
 use tch::nn::VarStore;
@@ -68,6 +70,7 @@ impl Default for DdpOptions {
 /// | communication hooks and their settings | [`register_comm_hook`](Self::register_comm_hook) |
 /// | an optimizer's rules and groups, the number of steps, the state that was loaded last, and the model averager | [`TrainState::with_group`](crate::TrainState::with_group) and its relatives |
 /// | rules, groups and learning rates of all steps, norms of [`clip_grad_norm`](Self::clip_grad_norm), whether one rank alone has a new optimizer, and the steps and runs of the checkpoints that each rank has loaded | after the first [`TrainState::step`](crate::TrainState::step), and every 32 steps; the error comes in a later [`backward`](Self::backward), and they may differ by rounding |
+/// | a [model averager](crate::PeriodicModelAverager)'s settings, and its number of steps | each of its averages |
 /// | everything that is saved | each commit of an elastic job |
 /// | the parameters themselves | [`replicas_identical`](Self::replicas_identical) |
 ///
@@ -267,11 +270,19 @@ impl Ddp {
     /// If a collective fails, or one of NCCL's has failed from which this rank's parameters were computed; if the group is a `GroupHandle` that leads to
     /// another group than when this `Ddp` was made; if ranks made other numbers of steps with this one in a `join` of another `Ddp`.
     pub fn average_parameters(&mut self) -> Result<()> {
+        self.average_by(None)
+    }
+
+    /// As [`average_parameters`](Self::average_parameters). What asks for it may describe itself: the ranks compare that first.
+    fn average_by(&mut self, averager: Option<&str>) -> Result<()> {
         let Some(sink) = &self.sink else { return self.check_world() };
         sink.call(Reducer::check_joined)?;
         let (count, group) = (self.group.active_ranks(), self.group.in_call(Caller::DdpAverageParameters));
         let all = count == self.group.world_size().count();
         let begin = Instant::now();
+        if let Some(averager) = averager {
+            self.or_end(verify_description(&group, "model averager", averager))?;
+        }
         let op = if all { ReduceOp::Avg } else { ReduceOp::PreMulSum(1.0 / count as f64) };
         let outcome = tensors::with_elements(&tensors::handles(&self.inventory.parameters), |parts| {
             // What was read is computed: no call of NCCL's that it comes from fails later. One within a smaller group ends only that.
@@ -444,9 +455,8 @@ impl Ddp {
 }
 
 impl Replica for Ddp {
-    fn average_parameters(&mut self) -> Result<()> {
-        // The method of its own.
-        Self::average_parameters(self)
+    fn average_parameters(&mut self, averager: &str) -> Result<()> {
+        self.average_by(Some(averager))
     }
 }
 

@@ -28,6 +28,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use half::{bf16, f16};
+use phalanx::Communicator as _;
 use phalanx::adapter::{ComparedCalls, Comparison, Elsewhere, ElsewhereCall, ElsewhereOp, JoinGroup};
 use phalanx::reducer::hooks::{GradBucket, GradientPlace, HookState, Pending, PowerSgdOptions};
 use phalanx::{Caller, DType, Deadline, Error, ProcessGroup, ReduceOp, Result};
@@ -633,9 +634,10 @@ impl OnDevice {
                 let (all, here) = (this.clone(), this.stream_of_thread()?);
                 let work = this.call::<f32>(&this.nccl.connect()?, &here, second, ReduceOp::Avg)?;
                 Ok(this.behind(work, None, move || {
+                    let scale = all.group.active_scale();
                     let State { buckets, low_rank, .. } = &mut *lock(&all.state);
                     if let (Some(low_rank), Some(of_bucket)) = (low_rank, of(buckets, number)) {
-                        low_rank.finish(of_bucket)?;
+                        low_rank.finish(of_bucket, scale)?;
                     }
                     Ok(Pending::ready(bucket.buffer))
                 }))

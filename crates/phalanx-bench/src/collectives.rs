@@ -180,7 +180,7 @@ impl<'a> Case<'a> {
     pub(crate) fn buffers<T: Value>(&self, memory: Memory) -> Result<Buffers<T>> {
         let (input, output) = self.lengths();
         let alloc = |elements| match memory {
-            Memory::Ordinary => Ok(Buffer::zeroed(T::DTYPE, elements)),
+            Memory::Ordinary => Buffer::try_zeroed(T::DTYPE, elements),
             Memory::Registered => self.group.alloc(T::DTYPE, elements),
         };
         let device = self.nccl.map(|nccl| DeviceBuffers::new(nccl, input, output)).transpose()?;

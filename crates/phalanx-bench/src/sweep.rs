@@ -81,7 +81,7 @@ fn sweep<T: Value>(options: &Bench, groups: &[ProcessGroup], algorithms: Option<
         return Err(Error::aborted(format!("{wrong} elements came out wrong")));
     }
     if let (Some(path), Some(algorithms), true) = (&options.tune, algorithms, group.rank().is_main()) {
-        tune::write(path, algorithms, world, &sizes, &times)?;
+        tune::write(path, algorithms, (options.collective, T::DTYPE), world, &sizes, &times)?;
     }
     Ok(())
 }
@@ -301,15 +301,26 @@ impl Bench {
         sizes
     }
 
-    /// The name of these measurements' curve in a plot.
+    /// The name of these measurements' curve in a plot: times of other types and operations are no times of the same curve.
     fn curve(&self, group: &ProcessGroup, algorithm: Option<&str>) -> String {
+        let mut name = self.path(group);
+        if self.collective.has_data() && self.dtype != DType::F32 {
+            name += &format!(", {}", self.dtype);
+        }
+        if let Some(op) = self.op.filter(|op| self.collective.reduces() && *op != ReduceOp::Sum) {
+            name += &format!(", {op}");
+        }
+        name + &algorithm.map_or(String::new(), |algorithm| format!(", {algorithm}"))
+    }
+
+    /// Over what the data goes.
+    fn path(&self, group: &ProcessGroup) -> String {
         let transport = match self.device {
             DeviceKind::Cpu => group.transport().map_or("alone".to_owned(), |kind| kind.to_string()),
             DeviceKind::Cuda => "cuda".to_owned(),
         };
         let memory = if self.memory == Memory::Registered { ", registered" } else { "" };
-        let algorithm = algorithm.map_or(String::new(), |name| format!(", {name}"));
-        format!("Phalanx, {transport}{memory}{algorithm}")
+        format!("Phalanx, {transport}{memory}")
     }
 
     /// The names of all curves that are measured.
@@ -331,7 +342,7 @@ impl Bench {
         if collective.has_root() {
             what += &format!(", root {}", self.root.unwrap_or(0));
         }
-        format!("{}: {collective}{what}, {} ranks", self.curve(group, None), group.world_size())
+        format!("{}: {collective}{what}, {} ranks", self.path(group), group.world_size())
     }
 }
 
@@ -356,6 +367,23 @@ mod tests {
         assert_eq!(options.curves(&groups[0], None), std::slice::from_ref(&usual));
         let curves = options.curves(&groups[0], Some(&algorithms));
         assert_eq!(curves, [format!("{usual}, tree"), format!("{usual}, ring")]);
+    }
+
+    #[test]
+    fn times_of_another_type_or_operation_are_another_curve() {
+        let groups = ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap();
+        let curve = |arguments: &[&str]| {
+            let arguments = [&["bench", "all_reduce"][..], arguments].concat();
+            let options = Cli::try_parse_from(arguments).unwrap().collective.unwrap();
+            (options.curve(&groups[0], None), options.title(&groups[0]))
+        };
+        let (usual, title) = curve(&[]);
+        assert_eq!(
+            (curve(&["--dtype", "f32", "--op", "sum"]).0, title.matches("f32").count()),
+            (usual.clone(), 1)
+        );
+        let (other, title) = curve(&["--dtype", "bf16", "--op", "avg"]);
+        assert_eq!((other, title.matches("bf16").count()), (format!("{usual}, bf16, avg"), 1));
     }
 
     #[test]

@@ -1,16 +1,20 @@
 //! `--tune`: times each algorithm of a collective, and notes at which sizes one gives way to the next.
 
 use std::fmt::Display;
-use std::fs::{self, OpenOptions};
-use std::io::ErrorKind;
-use std::path::Path;
+use std::fs::{self, File};
+use std::io::{self, ErrorKind, Read, Write};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use phalanx::rendezvous::{self, KeepAlive, Rendezvous};
 use phalanx::store::PrefixStore;
-use phalanx::{Error, GroupOptions, ProcessGroup, Result, TransportKind, Tuning, TuningRow};
+use phalanx::{DType, Error, GroupOptions, ProcessGroup, Result, TransportKind, Tuning, TuningRow};
+use phalanx_sys::open;
 
 use crate::collectives::Collective;
+
+/// The longest table that is read.
+const LONGEST: u64 = 16 << 20;
 
 /// A collective's algorithms, from the one with the fewest steps to the one that sends least.
 pub(crate) struct Algorithms {
@@ -37,7 +41,7 @@ impl Algorithms {
 
 /// Those of `collective`; an error if it has one alone.
 pub(crate) fn algorithms(collective: Collective) -> Result<Algorithms> {
-    const LAST: fn(&Sizes<'_>, usize) -> usize = |sizes, _| sizes.last(1);
+    const LAST: fn(&Sizes<'_>, usize) -> usize = |sizes, _| sizes.last();
     const NEXT: fn(&Sizes<'_>, usize) -> usize = |sizes, _| sizes.next();
     const ALL_REDUCE: &[Border] = &[
         Border { field: |row| &mut row.doubling_max, value: LAST },
@@ -46,7 +50,7 @@ pub(crate) fn algorithms(collective: Collective) -> Result<Algorithms> {
     const BROADCAST: &[Border] = &[Border { field: |row| &mut row.broadcast_ring_min, value: NEXT }];
     const REDUCE: &[Border] = &[Border { field: |row| &mut row.reduce_ring_min, value: NEXT }];
     const TREE: &[Border] =
-        &[Border { field: |row| &mut row.tree_max, value: |sizes, ranks| sizes.last(ranks) }];
+        &[Border { field: |row| &mut row.tree_max, value: |sizes, ranks| sizes.last_measured() / ranks }];
     let (names, borders): (&[_], _) = match collective {
         Collective::AllReduce => (&["doubling", "halving", "ring"], ALL_REDUCE),
         Collective::Broadcast => (&["tree", "ring"], BROADCAST),
@@ -116,38 +120,66 @@ pub(crate) fn are_forced(groups: &[ProcessGroup], algorithms: &Algorithms) -> Re
     Ok(())
 }
 
-/// An error if the table in `path` cannot be read, or not be written.
+/// An error if the table in `path` cannot be read, or not be written. It does not change it.
 pub(crate) fn check_file(path: &Path) -> Result<()> {
     read(path)?;
-    // Neither changes the file.
-    let opened = match OpenOptions::new().append(true).open(path) {
-        Err(error) if error.kind() == ErrorKind::NotFound => {
-            let made = OpenOptions::new().write(true).create_new(true).open(path);
-            made.and_then(|_| fs::remove_file(path))
-        }
-        opened => opened.map(drop),
-    };
-    opened.map_err(|error| refused(path, &error))
+    let (_, beside) = places(path);
+    let made = File::create(&beside).and_then(|_| fs::remove_file(&beside));
+    made.map_err(|error| refused(path, &format!("a file beside it cannot be written: {error}")))
 }
 
 /// The table in `path`; the defaults, if there is none yet.
 fn read(path: &Path) -> Result<Tuning> {
-    match fs::read_to_string(path) {
-        Ok(text) => Tuning::from_json(&text).map_err(|error| refused(path, &error)),
+    let read = open::regular(path, File::options().read(true))
+        .and_then(|file| io::read_to_string(file.take(LONGEST)));
+    match read {
+        Ok(text) => Tuning::from_json(&text).map_err(|error| {
+            refused(path, &error.full_cause()).with_remedy("name another file, or remove this one")
+        }),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(Tuning::default()),
         Err(error) => Err(refused(path, &error)),
     }
+}
+
+/// Where the table is, also if a link leads there, and where the next one is until it is whole.
+fn places(path: &Path) -> (PathBuf, PathBuf) {
+    let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    let mut beside = path.clone().into_os_string();
+    beside.push(format!(".{}.new", std::process::id()));
+    (path, PathBuf::from(beside))
+}
+
+/// Puts `table` in the place of the one in `path`. A run that ends in the middle leaves that as it was.
+fn replace(path: &Path, table: &str) -> Result<()> {
+    let (path, beside) = places(path);
+    let write = || {
+        let mut file = File::create(&beside)?;
+        if let Ok(about) = fs::metadata(&path) {
+            file.set_permissions(about.permissions())?;
+        }
+        file.write_all(table.as_bytes())?;
+        file.sync_all()
+    };
+    write().map_err(|error| {
+        // What is left of it is of no use.
+        let _ = fs::remove_file(&beside);
+        refused(&path, &error)
+    })?;
+    fs::rename(&beside, &path).map_err(|error| {
+        refused(&path, &error).with_remedy(format!("the new table is in {}: move it there", beside.display()))
+    })
 }
 
 fn refused(path: &Path, cause: &dyn Display) -> Error {
     Error::invalid_argument(format!("--tune {}: {cause}", path.display()))
 }
 
-/// Notes in the table in `path`, for worlds of `world` ranks, what the times of the algorithms say. A table that is not
+/// Notes in the table in `path`, for worlds of `world` ranks, what the times of the algorithms say, and the type with which they were measured. A table that is not
 /// there yet begins with the defaults; what other worlds and collectives have in it stays.
 pub(crate) fn write(
     path: &Path,
     algorithms: &Algorithms,
+    (collective, dtype): (Collective, DType),
     world: u32,
     sizes: &[usize],
     times: &[Vec<f64>],
@@ -157,7 +189,8 @@ pub(crate) fn write(
     for (Border { field, value }, end) in algorithms.borders.iter().zip(crossovers(times)) {
         *field(row) = value(&Sizes { sizes, end }, world as usize);
     }
-    fs::write(path, tuning.to_json() + "\n").map_err(|error| refused(path, &error))
+    row.measured_with.insert(collective.to_string(), dtype.to_string());
+    replace(path, &(tuning.to_json() + "\n"))
 }
 
 /// The row that holds for `world` and no larger one; if there is none, one like that which has held so far.
@@ -177,13 +210,15 @@ struct Sizes<'a> {
 }
 
 impl Sizes<'_> {
-    /// The last of them, divided into so many shares; without end, if no other algorithm has won at any size.
-    fn last(&self, shares: usize) -> usize {
-        match self.end {
-            0 => 0,
-            end if end == self.sizes.len() => usize::MAX,
-            end => self.sizes[end - 1] / shares,
-        }
+    /// The last of them; without end, if no other algorithm has won at any size.
+    fn last(&self) -> usize {
+        let is_best_everywhere = self.end > 0 && self.end == self.sizes.len();
+        if is_best_everywhere { usize::MAX } else { self.last_measured() }
+    }
+
+    /// The last of them, and never beyond what was measured: in a tree each rank takes memory for the blocks of all.
+    fn last_measured(&self) -> usize {
+        self.end.checked_sub(1).map_or(0, |last| self.sizes[last])
     }
 
     /// The first size at which another is better.
@@ -220,6 +255,8 @@ fn crossovers(times: &[Vec<f64>]) -> Vec<usize> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use phalanx::WorldSize;
 
     use super::*;
@@ -276,13 +313,49 @@ mod tests {
     }
 
     #[test]
+    fn a_table_is_replaced_as_a_whole_and_a_link_to_it_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let [path, link] = ["tuning.json", "link.json"].map(|name| folder.path().join(name));
+        fs::write(&path, Tuning::default().to_json()).unwrap();
+        std::os::unix::fs::symlink(&path, &link).unwrap();
+        // Who has it open reads the old one to its end: it is not written over.
+        let mut old = File::open(&path).unwrap();
+        let times = [vec![1.0, 9.0], vec![9.0; 2], vec![2.0; 2]];
+        let what = (Collective::AllReduce, DType::F32);
+        check_file(&link).unwrap();
+        write(&link, &algorithms(what.0).unwrap(), what, 5, &[1024, 4096], &times).unwrap();
+        let mut text = String::new();
+        old.read_to_string(&mut text).unwrap();
+        assert_eq!(Tuning::from_json(&text).unwrap(), Tuning::default());
+        assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
+        assert!(read(&path).unwrap().rows.iter().any(|row| row.world_max == 5));
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2, "nothing is left beside it");
+    }
+
+    #[test]
+    fn a_table_that_cannot_be_read_is_refused_and_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tuning.json");
+        let table = Tuning::default().to_json();
+        let half = &table[..100];
+        fs::write(&path, half).unwrap();
+        let error = check_file(&path).unwrap_err();
+        assert!(error.to_string().contains("not a tuning table") && error.remedy().is_some(), "{error}");
+        assert_eq!(fs::read_to_string(&path).unwrap(), half);
+        let pipe = folder.path().join("pipe");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RWXU).unwrap();
+        assert!(check_file(&pipe).unwrap_err().to_string().contains("not a regular file"));
+    }
+
+    #[test]
     fn a_row_is_for_its_world_and_the_others_stay() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("tuning.json");
         let sizes = [1024, 4096, 16384];
         let times = [vec![1.0, 1.0, 9.0], vec![9.0; 3], vec![2.0; 3]];
         let note = |collective, times: &[Vec<f64>]| {
-            write(&path, &algorithms(collective).unwrap(), 4, &sizes, times).unwrap();
+            let what = (collective, DType::BF16);
+            write(&path, &algorithms(collective).unwrap(), what, 4, &sizes, times).unwrap();
         };
         note(Collective::AllReduce, &times);
         note(Collective::Gather, &[vec![1.0, 3.0, 3.0], vec![2.0; 3]]);
@@ -292,7 +365,13 @@ mod tests {
         let rows: Vec<_> = tuning.rows.iter().filter(|row| row.world_max == 4).collect();
         let [row] = rows[..] else { panic!("{tuning:?}") };
         assert_eq!((row.doubling_max, row.halving_max, row.tree_max), (4096, 4096, 256));
+        // Where it has won at each size, too.
+        note(Collective::Scatter, &[vec![1.0; 3], vec![2.0; 3]]);
+        let longest = read(&path).unwrap().rows.iter().find(|row| row.world_max == 4).unwrap().tree_max;
+        assert_eq!(longest, 16384 / 4);
         assert_eq!(row.reduce_ring_min, usize::MAX);
+        let noted = ["all_reduce", "gather", "reduce"].map(|name| (name.to_owned(), "bf16".to_owned()));
+        assert_eq!(row.measured_with, BTreeMap::from(noted));
         let others = tuning.rows.iter().filter(|row| row.world_max != 4);
         assert!(others.eq(&Tuning::default().rows));
     }

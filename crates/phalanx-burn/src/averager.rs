@@ -7,8 +7,7 @@ use phalanx::reducer::hooks::Replica;
 use crate::Ddp;
 
 impl<M: Module> Replica for Ddp<M> {
-    fn average_parameters(&mut self) -> Result<()> {
-        // The method of its own.
-        Self::average_parameters(self)
+    fn average_parameters(&mut self, averager: &str) -> Result<()> {
+        self.average_by(Some(averager))
     }
 }

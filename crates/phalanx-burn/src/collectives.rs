@@ -181,7 +181,7 @@ impl<const D: usize, K: Basic + 'static> Collectives for Tensor<D, K> {
         if !has_room(bytes) {
             let cause =
                 format!("all_gather of tensors: there is no memory for the {bytes} bytes of all ranks' rows");
-            let error = Error::invalid_argument(cause).with_remedy("gather fewer rows at once");
+            let error = Error::out_of_memory(cause).with_remedy("gather fewer rows at once");
             // Others may have it, and would wait for this rank's rows.
             group.abort(error.clone());
             return Err(error);
@@ -264,7 +264,8 @@ fn local<const D: usize, K: Basic>(
     // The others wait for this rank's tensor.
     let data = read_back::data(tensor).inspect_err(|error| group.abort(error.clone()))?;
     let data = if host_dtype(local.dtype) == local.dtype { data } else { data.convert::<bool>() };
-    let mut buffer = group.alloc(dtype, data.num_elements())?;
+    let buffer = group.alloc(dtype, data.num_elements());
+    let mut buffer = buffer.inspect_err(|error| group.abort(error.clone()))?;
     buffer.as_bytes_mut().copy_from_slice(data.as_bytes());
     Ok((local, buffer))
 }

@@ -39,6 +39,7 @@ use burn::tensor::{DType as BurnDType, Device, FloatDType, Shape, bf16, f16};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 use parking_lot::Mutex;
+use phalanx::Communicator as _;
 use phalanx::adapter::{ComparedCalls, Elsewhere, ElsewhereCall, ElsewhereOp, JoinGroup};
 use phalanx::reducer::hooks::{GradBucket, GradientPlace, Pending, PowerSgdOptions};
 use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions};
@@ -289,8 +290,11 @@ impl OnDevice {
             let stage = this.send::<f32>(nccl, &second, ReduceOp::Avg)?;
             let all = this.clone();
             Ok(stage.then(timeout, None, move || {
-                let averages =
-                    all.low_rank(|low_rank| low_rank.finish(matrices, &bucket.gradients, (&first, &second)))?;
+                let scale = all.group.active_scale();
+                let finish = |low_rank: &mut LowRank| {
+                    low_rank.finish(matrices, &bucket.gradients, scale, (&first, &second))
+                };
+                let averages = all.low_rank(finish)?;
                 let mut state = all.state.lock();
                 for (parameter, average) in averages {
                     state.gradients[parameter] = Some(average);

@@ -363,7 +363,8 @@ impl Held {
 
     pub fn add(&mut self, gradient: &[u8]) -> Result<()> {
         let (dtype, elements) = (self.dtype, self.elements);
-        let sum = self.sum.get_or_insert_with(|| Buffer::zeroed(dtype, elements));
+        let sum = self.sum.take().map_or_else(|| Buffer::try_zeroed(dtype, elements), Ok)?;
+        let sum = self.sum.insert(sum);
         if std::mem::replace(&mut self.any, true) {
             elements::add(dtype, sum.as_bytes_mut(), gradient)
         } else {

@@ -11,6 +11,9 @@ use phalanx_sys::parts::{Keeper, Part};
 use crate::dtype::{DType, Element};
 use crate::error::{Error, Result};
 
+/// What to do where there is no memory for what a call needs.
+pub(crate) const MEMORY_REMEDY: &str = "make less of it, or start fewer ranks on this host";
+
 /// A cache line: the unit in which buffers are allocated, so that every element type is aligned in them.
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C, align(64))]
@@ -24,16 +27,19 @@ pub(crate) struct AlignedBytes {
 }
 
 impl AlignedBytes {
-    pub(crate) fn zeroed(len: usize) -> Self {
+    fn zeroed(len: usize) -> Self {
         Self { lines: vec![Line::zeroed(); len.div_ceil(64)], len }
     }
 
-    /// As [`zeroed`](Self::zeroed); None if there is no memory for it.
-    fn try_zeroed(len: usize) -> Option<Self> {
-        let (mut lines, count) = (Vec::new(), len.div_ceil(64));
-        lines.try_reserve_exact(count).ok()?;
-        lines.resize(count, Line::zeroed());
-        Some(Self { lines, len })
+    /// A copy of `bytes`.
+    ///
+    /// # Errors
+    /// If there is no memory for it.
+    pub(crate) fn copy_of(bytes: &[u8]) -> Result<Self> {
+        let mut copy = Self::default();
+        copy.reserve_len(bytes.len())?;
+        copy.as_mut_slice().copy_from_slice(bytes);
+        Ok(copy)
     }
 
     /// The bytes that its memory can hold.
@@ -42,11 +48,21 @@ impl AlignedBytes {
     }
 
     /// Grows to at least `len` bytes; the new ones are zero.
-    pub(crate) fn reserve_len(&mut self, len: usize) {
+    ///
+    /// # Errors
+    /// If there is no memory for them. Nothing has changed then.
+    pub(crate) fn reserve_len(&mut self, len: usize) -> Result<()> {
         if len > self.len {
-            self.lines.resize(len.div_ceil(64), Line::zeroed());
+            let count = len.div_ceil(64);
+            self.lines.try_reserve_exact(count.saturating_sub(self.lines.len())).map_err(|error| {
+                Error::out_of_memory(format!("no memory for {len} bytes"))
+                    .with_source(error)
+                    .with_remedy(MEMORY_REMEDY)
+            })?;
+            self.lines.resize(count, Line::zeroed());
             self.len = len;
         }
+        Ok(())
     }
 
     pub(crate) fn as_slice(&self) -> &[u8] {
@@ -103,12 +119,17 @@ impl Buffer {
         Self { storage: Storage::Unregistered(bytes), dtype }
     }
 
-    /// As [`zeroed`](Self::zeroed); None if there is no memory for so many. For lengths that a peer announces, where several threads ask at the same
-    /// time: what [`has_room`] has seen may be another thread's by now.
+    /// As [`zeroed`](Self::zeroed), for lengths that a peer announces, and for what a call of all ranks needs: without memory
+    /// [`zeroed`](Self::zeroed) ends the process. Unlike [`has_room`], it takes what it has seen, so that no other thread does.
+    ///
+    /// # Errors
+    /// If there is no memory for so many.
     #[doc(hidden)]
-    pub fn try_zeroed(dtype: DType, elements: usize) -> Option<Self> {
-        let bytes = AlignedBytes::try_zeroed(elements.saturating_mul(dtype.size()))?;
-        Some(Self { storage: Storage::Unregistered(bytes), dtype })
+    pub fn try_zeroed(dtype: DType, elements: usize) -> Result<Self> {
+        let mut bytes = AlignedBytes::default();
+        // If it wrapped around, a short buffer would be taken for a long one.
+        bytes.reserve_len(elements.saturating_mul(dtype.size()))?;
+        Ok(Self { storage: Storage::Unregistered(bytes), dtype })
     }
 
     /// A copy of `elements`.
@@ -116,6 +137,16 @@ impl Buffer {
         let mut buffer = Self::zeroed(T::DTYPE, elements.len());
         buffer.as_bytes_mut().copy_from_slice(bytemuck::cast_slice(elements));
         buffer
+    }
+
+    /// As [`from_slice`](Self::from_slice).
+    ///
+    /// # Errors
+    /// If there is no memory for the copy.
+    #[doc(hidden)]
+    pub fn try_from_slice<T: Element>(elements: &[T]) -> Result<Self> {
+        let bytes = AlignedBytes::copy_of(bytemuck::cast_slice(elements))?;
+        Ok(Self { storage: Storage::Unregistered(bytes), dtype: T::DTYPE })
     }
 
     /// A buffer of `elements`, in this one's memory if that is long enough; their values are then those of earlier use. For memory that is
@@ -365,13 +396,26 @@ mod tests {
     }
 
     #[test]
-    fn a_buffer_for_which_there_is_no_memory_is_none() {
+    fn a_buffer_for_which_there_is_no_memory_is_an_error() {
         let buffer = Buffer::try_zeroed(DType::F64, 9).unwrap();
         assert_eq!(buffer.as_slice::<f64>().unwrap(), [0.0; 9]);
         // More than processors can address, and more than a `usize` counts.
         for elements in [1 << 58, usize::MAX / 8 + 2] {
-            assert!(black_box(Buffer::try_zeroed(DType::F64, elements)).is_none());
+            let error = Buffer::try_zeroed(DType::F64, elements).unwrap_err();
+            assert!(error.is_out_of_memory() && error.remedy().is_some(), "{error}");
         }
+    }
+
+    #[test]
+    fn memory_that_cannot_grow_is_an_error_and_stays_as_it_is() {
+        let mut bytes = AlignedBytes::copy_of(&[7; 65]).unwrap();
+        for length in [1 << 60, usize::MAX] {
+            let error = bytes.reserve_len(length).unwrap_err();
+            assert!(error.is_out_of_memory() && error.remedy().is_some(), "{error}");
+        }
+        assert_eq!(bytes.as_slice(), [7; 65]);
+        bytes.reserve_len(66).unwrap();
+        assert_eq!((bytes.as_slice().len(), bytes.as_slice()[64..].to_vec()), (66, vec![7, 0]));
     }
 
     #[test]

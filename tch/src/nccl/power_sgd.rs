@@ -164,12 +164,12 @@ impl LowRank {
         Ok(bucket.second.shallow_clone())
     }
 
-    /// The bucket has its averages, when the second message is averaged.
-    pub fn finish(&mut self, bucket: &LowRankBucket) -> Result<()> {
+    /// The bucket has its averages, when the second message is averaged. Those over ranks with data are `scale` times as large.
+    pub fn finish(&mut self, bucket: &LowRankBucket, scale: f64) -> Result<()> {
         let _guard = tch::no_grad_guard();
         bucket.used_here()?;
         let options = &self.options;
-        bucket.groups.iter().try_for_each(|group| group.finish(options)).map_err(torch)?;
+        bucket.groups.iter().try_for_each(|group| group.finish(options, scale)).map_err(torch)?;
         shim::copy_all(&bucket.others.1, &bucket.others.0)?;
         for (index, _) in bucket.groups.iter().flat_map(|group| &group.places) {
             if let Some(kept) = self.kept.get_mut(index) {
@@ -280,7 +280,7 @@ impl Group {
         self.q.shallow_clone().f_copy_(&p.f_bmm(&self.losses)?)
     }
 
-    fn finish(&self, options: &PowerSgdOptions) -> Torch<()> {
+    fn finish(&self, options: &PowerSgdOptions, scale: f64) -> Torch<()> {
         for (number, (_, place)) in self.places.iter().enumerate() {
             let (p, q) = (self.p.f_select(0, number as i64)?, self.q.f_select(0, number as i64)?);
             let mut place = place.shallow_clone();
@@ -290,7 +290,8 @@ impl Group {
                 let (p, q) = (p.f_select(0, column)?.f_unsqueeze(1)?, q.f_narrow(0, column, 1)?);
                 drop(place.f_addcmul_(&p, &q)?);
             }
-            drop(self.losses.f_select(0, number as i64)?.f_sub_(&place)?);
+            let sent = if scale == 1.0 { place } else { place.f_mul_scalar(scale)? };
+            drop(self.losses.f_select(0, number as i64)?.f_sub_(&sent)?);
         }
         // Every rank sees this. A NaN would stay in every later step.
         let is_finite = |all: &Tensor| all.f_isfinite()?.f_all_dims([1i64, 2].as_slice(), true);

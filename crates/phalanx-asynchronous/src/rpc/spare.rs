@@ -35,7 +35,7 @@ impl Spare {
                 return Some(buffer.reused(length));
             }
         }
-        Buffer::try_zeroed(DType::U8, length)
+        Buffer::try_zeroed(DType::U8, length).ok()
     }
 
     /// A copy of these parts, one after the other; None if there is no memory for it.

@@ -6,7 +6,7 @@ use std::time::Instant;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ParamId};
 use burn::optim::ModuleOptimizer;
-use phalanx::reducer::Reducer;
+use phalanx::reducer::{Reducer, verify_description};
 use phalanx::{Caller, Communicator, Rank, Result};
 
 use super::{Ddp, held};
@@ -22,11 +22,19 @@ impl<M: Module> Ddp<M> {
     /// If a collective fails; if the group is a [`GroupHandle`](phalanx::GroupHandle) that leads to another group than when this `Ddp` was made; if ranks
     /// made other numbers of steps with this one in a `join` of another `Ddp`.
     pub fn average_parameters(&mut self) -> Result<()> {
+        self.average_by(None)
+    }
+
+    /// As [`average_parameters`](Self::average_parameters). What asks for it may describe itself: the ranks compare that first.
+    pub(crate) fn average_by(&mut self, averager: Option<&str>) -> Result<()> {
         let Some(sink) = self.engine.sink() else { return self.check_world() };
         sink.call(Reducer::check_joined)?;
         // The average of equal numbers may be another one: a third of three times a number is, for some.
         let (ranks, weights) = (self.group.active_ranks(), Select::Trained(&self.inventory.indices));
         let (group, begin) = (self.group.in_call(Caller::DdpAverageParameters), Instant::now());
+        if let Some(averager) = averager {
+            verify_description(&group, "model averager", averager)?;
+        }
         self.packed_weights.average(held(&self.model), &group, ranks, weights)?;
         self.waited_since(begin);
         // Moved and not cloned, so that parameters are written in place.

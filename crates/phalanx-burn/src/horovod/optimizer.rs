@@ -460,7 +460,7 @@ impl ModuleVisitor for Finder<'_> {
 /// A copy.
 fn buffer(values: TensorBytes<'_>) -> Result<Buffer> {
     let dtype = tensor_bytes::dtype(values.dtype)?;
-    let mut copy = Buffer::zeroed(dtype, values.bytes.len() / dtype.size());
+    let mut copy = Buffer::try_zeroed(dtype, values.bytes.len() / dtype.size())?;
     copy.as_bytes_mut().copy_from_slice(values.bytes);
     Ok(copy)
 }
@@ -492,7 +492,7 @@ impl ModuleVisitor for Landed<'_> {
 
 /// `from -= other`, element by element.
 fn subtract(from: &mut Buffer, other: &Buffer) -> Result<()> {
-    let mut minus = Buffer::zeroed(other.dtype(), other.len());
+    let mut minus = Buffer::try_zeroed(other.dtype(), other.len())?;
     minus.as_bytes_mut().copy_from_slice(other.as_bytes());
     elements::scale(minus.dtype(), minus.as_bytes_mut(), -1.0)?;
     elements::add(from.dtype(), from.as_bytes_mut(), minus.as_bytes())

@@ -169,7 +169,7 @@ fn or_shut_down<T>(hvd: &Horovod, read: Result<T>) -> Result<T> {
 
 /// A copy.
 fn named(bytes: &[u8], shape: &[usize], dtype: phalanx::DType) -> Result<Named> {
-    let mut buffer = Buffer::zeroed(dtype, shape.iter().product());
+    let mut buffer = Buffer::try_zeroed(dtype, shape.iter().product())?;
     let target = buffer.as_bytes_mut();
     if target.len() != bytes.len() {
         return Err(Error::invalid_argument(format!(

@@ -108,11 +108,13 @@ impl LowRank {
         Ok(BucketMemory::of(message, device, BurnDType::F32))
     }
 
-    /// The averages of the bucket's `gradients`, with their parameters, when the second message is averaged, too.
+    /// The averages of the bucket's `gradients`, with their parameters, when the second message is averaged, too. That over ranks with data is `scale`
+    /// times as large.
     pub fn finish(
         &mut self,
         matrices: Vec<Matrix>,
         gradients: &[GradientPlace],
+        scale: f64,
         (first, second): (&BucketMemory, &BucketMemory),
     ) -> Result<Vec<(usize, CubeTensor)>> {
         let averaged = read(second, matrices.len())?;
@@ -132,7 +134,10 @@ impl LowRank {
                 self.losses.remove(&parameter);
             } else {
                 if self.options.has_error_feedback() {
-                    let loss = CubeBackend::float_sub(sum, product.clone());
+                    let sent = product.clone();
+                    let sent =
+                        if scale == 1.0 { sent } else { CubeBackend::float_mul_scalar(sent, scale.into()) };
+                    let loss = CubeBackend::float_sub(sum, sent);
                     self.losses.insert(parameter, loss);
                 }
                 if self.options.has_warm_start() {

@@ -142,7 +142,7 @@ impl Step {
                 let first: usize = counts[..group.rank().index()].iter().sum();
                 let scatter = |buffer| {
                     let summed = group.reduce_scatter_v_async(buffer, &counts, ReduceOp::Sum)?.wait()?;
-                    let mut own = Buffer::zeroed(summed.dtype(), shape.num_elements());
+                    let mut own = Buffer::try_zeroed(summed.dtype(), shape.num_elements())?;
                     let from = first * summed.dtype().size();
                     let to = from + own.as_bytes().len();
                     own.as_bytes_mut().copy_from_slice(&summed.as_bytes()[from..to]);

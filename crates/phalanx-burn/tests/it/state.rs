@@ -435,6 +435,25 @@ fn ranks_with_disks_of_their_own_load_the_state_of_one_run() {
 }
 
 #[test]
+fn an_averager_that_is_given_after_the_group_is_compared_by_its_averages() {
+    for (other, expected) in [(4, false), (5, true)] {
+        let errors = run(2, |group| {
+            let period = if group.rank().is_main() { 4 } else { other };
+            let training = fresh(&SgdConfig::new().init()).with_group(&group).unwrap();
+            let mut training = training.with_averager(PeriodicModelAverager::new(period).unwrap());
+            let loss = training.model.forward(|model| model.loss(samples(0, 4))).unwrap();
+            let gradients = training.model.backward(&loss).unwrap();
+            training.step(0.05, gradients).err()
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), expected, "{error:?}");
+            let said = |said: &str| said.contains("period: 4") && said.contains("period: 5");
+            assert!(error.is_none_or(|error| error.is_mismatch() && said(&error.to_string())));
+        }
+    }
+}
+
+#[test]
 fn ranks_that_average_their_models_after_other_numbers_of_steps_are_refused() {
     let errors = run(2, |group| {
         let period = if group.rank().is_main() { 4 } else { 5 };

@@ -1,7 +1,7 @@
 //! `all_to_all`, of blocks of the same length and of different lengths.
 
 use super::blocking::out_of_place;
-use super::{ProcessGroup, Work, ordinary};
+use super::{ProcessGroup, Work};
 use crate::buffer::Buffer;
 use crate::collective::Counts;
 use crate::collective::Memory;
@@ -27,7 +27,7 @@ impl ProcessGroup {
     /// At once if the group has failed, the buffer cannot be divided evenly or there is too little memory; otherwise from [`Work::wait`].
     pub fn all_to_all_async(&self, buffer: Buffer) -> Result<Work> {
         self.check_all_to_all(buffer.len(), buffer.len())?;
-        let output = ordinary(buffer.dtype(), buffer.len())?;
+        let output = Buffer::try_zeroed(buffer.dtype(), buffer.len())?;
         let call = self.call(Operation::AllToAll, buffer.dtype(), buffer.len());
         self.start_out_of_place(call, buffer, output)
     }
@@ -64,7 +64,7 @@ impl ProcessGroup {
         let world = self.world_size();
         let (sent, received) = (Counts::new(sent, world)?, Counts::new(received, world)?);
         self.check_all_to_all_v((buffer.len(), &sent), (received.total(), &received))?;
-        let output = ordinary(buffer.dtype(), received.total())?;
+        let output = Buffer::try_zeroed(buffer.dtype(), received.total())?;
         let call = self.call(Operation::AllToAllV, buffer.dtype(), 0);
         self.start_out_of_place_v(call, buffer, output, (sent, received))
     }

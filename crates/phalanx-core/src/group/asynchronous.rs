@@ -4,7 +4,7 @@
 use std::time::Instant;
 
 use super::engine::Engine;
-use super::{ProcessGroup, Work, ordinary};
+use super::{ProcessGroup, Work};
 use crate::buffer::Buffer;
 use crate::collective::Memory;
 use crate::collective::{self, Counts, ReduceOp};
@@ -62,7 +62,7 @@ impl ProcessGroup {
         let own = collective::chunk(elements, world, self.rank().index());
         let call = self.call(Operation::ReduceScatter, dtype, elements).reducing(op);
         call.prepare(op, buffer.as_bytes_mut())?;
-        let mut chunk = ordinary(dtype, own.len())?;
+        let mut chunk = Buffer::try_zeroed(dtype, own.len())?;
         self.start_then(call, buffer, move |buffer| {
             let bytes = own.start * dtype.size()..own.end * dtype.size();
             chunk.as_bytes_mut().copy_from_slice(&buffer.as_bytes()[bytes]);

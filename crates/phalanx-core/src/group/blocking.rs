@@ -54,7 +54,8 @@ impl ProcessGroup {
     /// Combines `input` with the other ranks' `input`. Rank r gets the elements from r·len on, in `output`.
     ///
     /// # Errors
-    /// As [`all_reduce`](Self::all_reduce), and if `input` is not `world_size` times as long as `output`.
+    /// As [`all_reduce`](Self::all_reduce), if `input` is not `world_size` times as long as `output`, and if there is too little memory for a copy of
+    /// `input`.
     #[doc(alias("reducescatter", "reduce_scatter_tensor"))]
     pub fn reduce_scatter<T: Element>(&self, input: &[T], output: &mut [T], op: ReduceOp) -> Result<()> {
         self.check_length("reduce_scatter", "input", input.len(), "output", output.len())?;
@@ -63,7 +64,7 @@ impl ProcessGroup {
         if op.factor().is_none() {
             return self.run(call, out_of_place(input, output));
         }
-        let mut scaled = Buffer::from_slice(input);
+        let mut scaled = Buffer::try_from_slice(input)?;
         call.prepare(op, scaled.as_bytes_mut())?;
         let output = bytemuck::cast_slice_mut(output);
         self.run(call, Memory::OutOfPlace { input: scaled.as_bytes(), output })

@@ -212,7 +212,7 @@ impl Engine {
         output: &mut [u8],
         deadline: Deadline,
     ) -> Result<()> {
-        self.with_workspace(input.len(), |engine, data| {
+        self.with_workspace((call, sequence), input.len(), |engine, data| {
             data.copy_from_slice(input);
             engine.in_place(call, sequence, data, deadline)?;
             let start = engine.rank.index() * output.len();
@@ -221,15 +221,18 @@ impl Engine {
         })
     }
 
-    /// Lends `bytes` bytes of scratch memory.
+    /// Lends `bytes` bytes of scratch memory. If there are none, the group fails: the other ranks would wait for this one.
     fn with_workspace(
         &mut self,
+        (call, sequence): (Call, Sequence),
         bytes: usize,
         work: impl FnOnce(&mut Self, &mut [u8]) -> Result<()>,
     ) -> Result<()> {
         let mut workspace = std::mem::take(&mut self.workspace);
-        workspace.reserve_len(bytes);
-        let outcome = work(self, &mut workspace.as_mut_slice()[..bytes]);
+        let outcome = match workspace.reserve_len(bytes) {
+            Ok(()) => work(self, &mut workspace.as_mut_slice()[..bytes]),
+            Err(error) => Err(self.health.fail_operation(error, call, sequence)),
+        };
         self.workspace = workspace;
         outcome
     }
@@ -345,7 +348,7 @@ impl Engine {
         let snapshot = &mut self.snapshot;
         let (from, to) = (send.as_ref().map(|send| &send.1), recv.as_ref().map(|recv| &recv.1));
         let (payload, into) = match space {
-            Space::One(data) => borrow(data, from, to, snapshot),
+            Space::One(data) => borrow(data, from, to, snapshot)?,
             Space::Two(input, output) => (
                 from.map_or(&[][..], |range| &input[range.clone()]),
                 to.map_or(&mut [][..], |range| &mut output[range.clone()]),
@@ -382,8 +385,8 @@ fn borrow<'a>(
     send: Option<&Range<usize>>,
     recv: Option<&Range<usize>>,
     snapshot: &'a mut AlignedBytes,
-) -> (&'a [u8], &'a mut [u8]) {
-    match (send, recv) {
+) -> Result<(&'a [u8], &'a mut [u8])> {
+    Ok(match (send, recv) {
         (None, None) => (&[], &mut []),
         (Some(send), None) => (&data[send.clone()], &mut []),
         (None, Some(recv)) => (&[], &mut data[recv.clone()]),
@@ -396,10 +399,40 @@ fn borrow<'a>(
             (&high[..send.len()], &mut low[recv.clone()])
         }
         (Some(send), Some(recv)) => {
-            snapshot.reserve_len(send.len());
+            snapshot.reserve_len(send.len())?;
             let copy = &mut snapshot.as_mut_slice()[..send.len()];
             copy.copy_from_slice(&data[send.clone()]);
             (copy, &mut data[recv.clone()])
+        }
+    })
+}
+
+#[cfg(all(test, feature = "testing"))]
+#[allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+mod tests {
+    use super::*;
+    use crate::dtype::DType;
+    use crate::testing::{Fabric, run};
+
+    #[test]
+    fn a_rank_without_scratch_memory_fails_the_group_and_nobody_waits_for_it() {
+        for fabric in [Fabric::InProcess, Fabric::Tcp] {
+            let errors = run(2, fabric, |group| {
+                if group.rank().is_main() {
+                    return group.barrier().unwrap_err();
+                }
+                let call = Call::new(Operation::ReduceScatter, DType::U8, 0);
+                // More bytes than processors can address.
+                let lacking = |engine: &mut Engine| {
+                    engine.with_workspace((call, Sequence::default()), 1 << 60, |_, _| Ok(()))
+                };
+                group.run_in_turn(&group.operation_timeout(), lacking).unwrap_err()
+            });
+            assert!(errors.iter().all(Error::is_out_of_memory), "{fabric:?}: {errors:?}");
+            assert!(
+                errors[1].operation().is_some_and(|call| call.starts_with("reduce_scatter")),
+                "{errors:?}"
+            );
         }
     }
 }

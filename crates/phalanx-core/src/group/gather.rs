@@ -2,7 +2,7 @@
 
 use super::arguments::same_type;
 use super::blocking::out_of_place;
-use super::{ProcessGroup, Work, ordinary};
+use super::{ProcessGroup, Work};
 use crate::buffer::Buffer;
 use crate::collective::Counts;
 use crate::collective::Memory;
@@ -39,7 +39,7 @@ impl ProcessGroup {
         let (dtype, elements) = (buffer.dtype(), buffer.len());
         let whole = if self.rank() == root { elements * self.world_size().count() } else { 0 };
         let call = self.call(Operation::Gather, dtype, elements).rooted_at(root);
-        self.start_out_of_place(call, buffer, ordinary(dtype, whole)?)
+        self.start_out_of_place(call, buffer, Buffer::try_zeroed(dtype, whole)?)
     }
 
     /// Distributes the root's `input`: rank r gets the elements from r·len on in `output`, of the same length on every
@@ -105,7 +105,7 @@ impl ProcessGroup {
     pub fn all_gather_v_async(&self, buffer: Buffer, counts: &[usize]) -> Result<Work> {
         let counts = Counts::new(counts, self.world_size())?;
         self.check_all_gather_v(buffer.len(), counts.total(), &counts)?;
-        let output = ordinary(buffer.dtype(), counts.total())?;
+        let output = Buffer::try_zeroed(buffer.dtype(), counts.total())?;
         let call = self.call(Operation::AllGatherV, buffer.dtype(), counts.total());
         self.start_out_of_place_v(call, buffer, output, (counts.clone(), counts))
     }

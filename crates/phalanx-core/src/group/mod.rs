@@ -56,7 +56,7 @@ use self::work_queue::WorkQueue;
 pub use crate::wire::MAX_OBJECT_BYTES;
 use parking_lot::Mutex;
 
-use crate::buffer::Buffer;
+use crate::buffer::{Buffer, MEMORY_REMEDY};
 use crate::caller::Caller;
 use crate::collective::ReduceOp;
 use crate::deadline::Timeout;
@@ -113,6 +113,12 @@ pub trait Communicator: Send + Sync {
     /// How many ranks have data: fewer than all inside of a `join` whose first ranks are done.
     fn active_ranks(&self) -> usize {
         self.world_size().count()
+    }
+
+    /// By what an average over all ranks is multiplied to be that over the [ranks with data](Self::active_ranks), if the others give zeros: world size /
+    /// active ranks.
+    fn active_scale(&self) -> f64 {
+        self.world_size().count() as f64 / self.active_ranks() as f64
     }
 
     /// How many times a `join` has ended in which some ranks had data for longer than others. The same on every rank.
@@ -481,12 +487,12 @@ impl ProcessGroup {
     /// If there is too little memory.
     pub fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer> {
         let Some(arena) = self.inner.arena.as_ref().filter(|_| elements > 0) else {
-            return ordinary(dtype, elements);
+            return Buffer::try_zeroed(dtype, elements);
         };
         let region = arena.alloc(elements.saturating_mul(dtype.size())).map_err(|error| {
             Error::out_of_memory(format!("no shared memory for {elements} x {dtype}"))
                 .with_source(error)
-                .with_remedy("make less of it, or start fewer ranks on this host")
+                .with_remedy(MEMORY_REMEDY)
         })?;
         Ok(Buffer::registered(dtype, region))
     }
@@ -546,14 +552,6 @@ impl ProcessGroup {
             None => cause.with_remedy("the group has failed; start a new one"),
         })
     }
-}
-
-/// Zeroed memory that other ranks do not reach. An error if there is too little.
-fn ordinary(dtype: DType, elements: usize) -> Result<Buffer> {
-    Buffer::try_zeroed(dtype, elements).ok_or_else(|| {
-        Error::out_of_memory(format!("no memory for {elements} x {dtype}"))
-            .with_remedy("make less of it, or start fewer ranks on this host")
-    })
 }
 
 impl Drop for Inner {

@@ -6,6 +6,7 @@ use serde::de::DeserializeOwned;
 
 use super::ProcessGroup;
 use super::engine::Engine;
+use crate::buffer::Buffer;
 use crate::caller::Caller;
 use crate::collective::{Counts, Memory};
 use crate::deadline::Timeout;
@@ -46,13 +47,17 @@ impl ProcessGroup {
             let call = group.call(Operation::Broadcast, DType::I64, 1).rooted_at(root);
             engine.collective(call, Memory::InPlace(bytemuck::cast_slice_mut(&mut length)), timeout)?;
             let length = checked(&length, |_| root).map_err(|error| own.clone().err().unwrap_or(error))?[0];
-            let mut bytes = own.clone().unwrap_or_default();
-            bytes.resize(length, 0);
+            let mut bytes = room(engine, length)?;
+            if let Ok(own) = own.as_deref()
+                && own.len() == length
+            {
+                bytes.as_bytes_mut().copy_from_slice(own);
+            }
             let call = group.call(Operation::Broadcast, DType::U8, length).rooted_at(root);
-            engine.collective(call, Memory::InPlace(&mut bytes), timeout)?;
+            engine.collective(call, Memory::InPlace(bytes.as_bytes_mut()), timeout)?;
             Ok(bytes)
         })?;
-        read(&bytes, root)
+        read(bytes.as_bytes(), root)
     }
 
     /// Returns all ranks' values on every rank, by rank.
@@ -66,14 +71,14 @@ impl ProcessGroup {
         let own = written(Some(value));
         let (bytes, counts) = group.on_queue(|engine, timeout| {
             let counts = group.lengths(engine, &own, timeout)?;
-            let mut bytes = vec![0; counts.total()];
-            let input = own.as_deref().unwrap_or_default();
+            let mut bytes = room(engine, counts.total())?;
+            let (input, output) = (own.as_deref().unwrap_or_default(), bytes.as_bytes_mut());
             let call = group.call(Operation::AllGatherV, DType::U8, counts.total());
-            let memory = Memory::OutOfPlaceV { input, output: &mut bytes, sent: &counts, received: &counts };
+            let memory = Memory::OutOfPlaceV { input, output, sent: &counts, received: &counts };
             engine.collective(call, memory, timeout)?;
             Ok((bytes, counts))
         })?;
-        self.read_all(&bytes, &counts)
+        self.read_all(bytes.as_bytes(), &counts)
     }
 
     /// Returns all ranks' values on the root, by rank, and `None` on the others.
@@ -93,14 +98,14 @@ impl ProcessGroup {
             let counts = group.lengths(engine, &own, timeout)?;
             let received = if self.rank() == root { counts.clone() } else { self.nothing() };
             let sent = self.only(root, counts.of(self.rank().index()).len())?;
-            let mut bytes = vec![0; received.total()];
-            let input = own.as_deref().unwrap_or_default();
+            let mut bytes = room(engine, received.total())?;
+            let (input, output) = (own.as_deref().unwrap_or_default(), bytes.as_bytes_mut());
             let call = group.call(Operation::AllToAllV, DType::U8, 0);
-            let memory = Memory::OutOfPlaceV { input, output: &mut bytes, sent: &sent, received: &received };
+            let memory = Memory::OutOfPlaceV { input, output, sent: &sent, received: &received };
             engine.collective(call, memory, timeout)?;
             Ok((bytes, counts))
         })?;
-        if self.rank() == root { self.read_all(&bytes, &counts).map(Some) } else { Ok(None) }
+        if self.rank() == root { self.read_all(bytes.as_bytes(), &counts).map(Some) } else { Ok(None) }
     }
 
     /// Returns the r-th of the root's `values` on rank r. The other ranks' values are not read, and may be `None`.
@@ -139,14 +144,20 @@ impl ProcessGroup {
             let lengths = checked(&lengths, |_| root).map_err(|error| own.clone().err().unwrap_or(error))?;
             let sent = if self.rank() == root { Counts::new(&lengths, world)? } else { self.nothing() };
             let received = self.only(root, lengths[self.rank().index()])?;
-            let (input, mut bytes) = (own.clone().unwrap_or_default().concat(), vec![0; received.total()]);
+            let (mut joined, mut bytes) = (room(engine, sent.total())?, room(engine, received.total())?);
+            let mut rest = joined.as_bytes_mut();
+            for object in own.iter().flatten() {
+                let (here, behind) = rest.split_at_mut(object.len());
+                here.copy_from_slice(object);
+                rest = behind;
+            }
+            let (input, output) = (joined.as_bytes(), bytes.as_bytes_mut());
             let call = group.call(Operation::AllToAllV, DType::U8, 0);
-            let memory =
-                Memory::OutOfPlaceV { input: &input, output: &mut bytes, sent: &sent, received: &received };
+            let memory = Memory::OutOfPlaceV { input, output, sent: &sent, received: &received };
             engine.collective(call, memory, timeout)?;
             Ok(bytes)
         })?;
-        read(&bytes, root)
+        read(bytes.as_bytes(), root)
     }
 
     /// Runs the collectives of one call, without any other in between.
@@ -184,6 +195,11 @@ impl ProcessGroup {
         counts[rank.index()] = length;
         Counts::new(&counts, self.world_size())
     }
+}
+
+/// Memory for bytes that other ranks send or wait for. If there is none, the group fails: they would wait for this rank.
+fn room(engine: &Engine, length: usize) -> Result<Buffer> {
+    Buffer::try_zeroed(DType::U8, length).map_err(|error| engine.health().fail(error))
 }
 
 fn written<T: Serialize>(value: Option<&T>) -> Result<Vec<u8>> {
@@ -235,5 +251,26 @@ fn read<T: DeserializeOwned>(bytes: &[u8], origin: Rank) -> Result<T> {
         Ok((value, [])) => Ok(value),
         Ok((_, rest)) => Err(unreadable(&format!("{} bytes are left over", rest.len()))),
         Err(error) => Err(unreadable(&error.to_string())),
+    }
+}
+
+#[cfg(all(test, feature = "testing"))]
+#[allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+mod tests {
+    use super::*;
+    use crate::testing::{Fabric, run};
+
+    #[test]
+    fn a_rank_without_memory_for_objects_fails_the_group_and_nobody_waits_for_it() {
+        for fabric in [Fabric::InProcess, Fabric::Tcp, Fabric::SharedMemory] {
+            let errors = run(2, fabric, |group| match group.rank().is_main() {
+                true => group.broadcast_object(Some(&7), Rank::MAIN).and_then(|_: i32| group.barrier()),
+                // More bytes than processors can address.
+                false => group.on_queue(|engine, _| room(engine, 1 << 60).map(drop)),
+            });
+            for error in errors.into_iter().map(Result::unwrap_err) {
+                assert!(error.is_out_of_memory() && error.remedy().is_some(), "{fabric:?}: {error}");
+            }
+        }
     }
 }

@@ -98,7 +98,7 @@ impl ProcessGroup {
 
     /// Has a message from `from` arrived that no call receives yet? Then [`recv`](Self::recv) does not wait for the
     /// sender's call. For programs that receive from the rank that sends first. A rank that has left the group sends nothing more, which is no
-    /// error here: [`recv`](Self::recv) gives it.
+    /// error here: [`recv`](Self::recv) gives it, and [`has_ended`](Self::has_ended) says so.
     ///
     /// ```
     /// use phalanx::{ProcessGroup, Rank, WorldSize};
@@ -120,6 +120,17 @@ impl ProcessGroup {
         let from = self.peer(from)?;
         self.failure().map_or(Ok(()), Err)?;
         self.inner.messages.has_arrived(from)
+    }
+
+    /// Has `from` left the group, and has each of its messages been received? A program that waits with [`probe`](Self::probe) for the rank that sends
+    /// first ends its wait when this is so of all other ranks.
+    ///
+    /// # Errors
+    /// As [`probe`](Self::probe).
+    pub fn has_ended(&self, from: Rank) -> Result<bool> {
+        let from = self.peer(from)?;
+        self.failure().map_or(Ok(()), Err)?;
+        self.inner.messages.has_ended(from)
     }
 
     /// Starts to send `buffer` to `to`; [`Work::wait`] returns the buffer when all of it has been sent.

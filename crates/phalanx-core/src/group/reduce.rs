@@ -1,7 +1,7 @@
 //! Reductions to one rank, to shards of different lengths, and of several buffers at once.
 
 use super::arguments::same_type;
-use super::{ProcessGroup, Work, ordinary};
+use super::{ProcessGroup, Work};
 use crate::buffer::Buffer;
 use crate::collective::Memory;
 use crate::collective::ReduceOp;
@@ -72,7 +72,7 @@ impl ProcessGroup {
     /// their order, also if the lengths have the same sum.
     #[doc(alias = "grouped_allreduce")]
     pub fn all_reduce_coalesced<T: Element>(&self, data: &mut [&mut [T]], op: ReduceOp) -> Result<()> {
-        let mut packed = ordinary(T::DTYPE, data.iter().map(|slice| slice.len()).sum())?;
+        let mut packed = Buffer::try_zeroed(T::DTYPE, data.iter().map(|slice| slice.len()).sum())?;
         let call = self.call_of::<T>(Operation::AllReduceCoalesced, packed.len()).reducing(op);
         let call = call.in_parts(data.iter().map(|slice| slice.len()));
         let mut rest = packed.as_mut_slice::<T>()?;
@@ -107,7 +107,7 @@ impl ProcessGroup {
         for buffer in buffers {
             same_type("all_reduce_coalesced", first, buffer)?;
         }
-        let mut packed = ordinary(dtype, buffers.iter().map(Buffer::len).sum())?;
+        let mut packed = Buffer::try_zeroed(dtype, buffers.iter().map(Buffer::len).sum())?;
         let mut rest = packed.as_bytes_mut();
         for buffer in buffers {
             let (head, tail) = rest.split_at_mut(buffer.as_bytes().len());

@@ -74,13 +74,15 @@ impl ProcessGroup {
     /// ```
     ///
     /// # Errors
-    /// At once, on this rank only, if the list is empty, or has a rank twice or one that is not in this group. On every
-    /// rank if the lists differ; the error shows two of them, and this group stays usable. On members, if they
-    /// cannot be connected. If this group fails.
+    /// On every rank if the lists differ: the error shows two of them. Also if the list is empty, or has a rank twice or one that is not in this
+    /// group. This group stays usable then. On members, if they cannot be connected. If this group fails.
     #[doc(alias("process_set", "add_process_set"))]
     pub fn new_group(&self, ranks: &[Rank]) -> Result<Option<Self>> {
-        let ranks = self.checked(ranks)?;
+        let mut ranks = ranks.to_vec();
+        ranks.sort_unstable();
         let name = self.agree_on(&ranks)?;
+        // All ranks have the same list: where one alone had another, the others would wait for it.
+        self.check_list(&ranks)?;
         self.join_part(&name, &ranks, Caller::NewGroup)
     }
 
@@ -109,7 +111,7 @@ impl ProcessGroup {
     pub fn part(&self, store: SharedStore, name: &str, members: &[Rank], timeout: Duration) -> Result<Self> {
         let mut sorted = members.to_vec();
         sorted.sort_unstable();
-        self.checked(&sorted)?;
+        self.check_list(&sorted)?;
         let place = members.iter().position(|member| *member == self.rank());
         let place = place
             .ok_or_else(|| Error::invalid_argument("this rank is not among the members of the new group"))?;
@@ -237,10 +239,8 @@ impl ProcessGroup {
         self.world_size().ranks().find(|rank| self.inner.config.global(*rank) == global)
     }
 
-    /// The sorted list of members, if it is valid.
-    fn checked(&self, ranks: &[Rank]) -> Result<Vec<Rank>> {
-        let mut sorted = ranks.to_vec();
-        sorted.sort_unstable();
+    /// An error if a sorted list is not one of members.
+    fn check_list(&self, sorted: &[Rank]) -> Result<()> {
         if sorted.is_empty() {
             return Err(Error::invalid_argument("the list of the new group's ranks is empty")
                 .with_remedy("name at least one rank"));
@@ -249,8 +249,7 @@ impl ProcessGroup {
             return Err(Error::invalid_argument(format!("rank {} is in the list twice", pair[0]))
                 .with_remedy("name each rank once"));
         }
-        sorted.iter().try_for_each(|rank| self.member(*rank).map(drop))?;
-        Ok(sorted)
+        sorted.iter().try_for_each(|rank| self.member(*rank).map(drop))
     }
 
     /// The name of a new sub-group of these `ranks`, after a comparison of all ranks' lists.

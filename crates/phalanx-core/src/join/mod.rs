@@ -254,9 +254,7 @@ impl JoinGroup {
     /// the sum of weights, whoever took part: 1.
     pub fn average_scale(&self, is_weighted: bool) -> f64 {
         match self.running() {
-            Some(options) if !is_weighted && !options.divide_by_initial_world_size => {
-                self.world_size().count() as f64 / self.active_ranks() as f64
-            }
+            Some(options) if !is_weighted && !options.divide_by_initial_world_size => self.active_scale(),
             Some(_) | None => 1.0,
         }
     }

@@ -133,7 +133,7 @@ impl Bucket {
         }
         if let BucketMemory::None = self.memory {
             self.memory = BucketMemory::Here(match self.elsewhere {
-                true => Buffer::zeroed(self.dtype, length),
+                true => Buffer::try_zeroed(self.dtype, length)?,
                 false => group.alloc(self.dtype, length)?,
             });
         }
@@ -162,17 +162,21 @@ impl Bucket {
 
     /// Gives the parts of its memory at `places` away, until all of them are dropped; nothing if it has none. If they often
     /// are not when the next step needs it, this gives copies.
-    pub(crate) fn lend(&mut self, places: &[Range<usize>]) -> Vec<BufferPart> {
+    ///
+    /// # Errors
+    /// If there is no memory for them.
+    pub(crate) fn lend(&mut self, places: &[Range<usize>]) -> Result<Vec<BufferPart>> {
         if self.kept >= KEPT {
             let bytes = self.bytes().unwrap_or_default();
-            let copies = places.iter().filter_map(|place| bytes.get(place.clone()));
-            return copies
-                .flat_map(|bytes| Buffer::from_slice(bytes).split(iter::once(0..bytes.len())))
-                .collect();
+            let mut copies = Vec::with_capacity(places.len());
+            for bytes in places.iter().filter_map(|place| bytes.get(place.clone())) {
+                copies.extend(Buffer::try_from_slice(bytes)?.split(iter::once(0..bytes.len())));
+            }
+            return Ok(copies);
         }
-        let Some(mut buffer) = self.take() else { return Vec::new() };
+        let Some(mut buffer) = self.take() else { return Ok(Vec::new()) };
         self.memory = BucketMemory::Lent(buffer.keeper());
-        buffer.split(places.iter().cloned())
+        Ok(buffer.split(places.iter().cloned()))
     }
 
     /// Memory that was lent is this bucket's again if it is free; otherwise it is left to its borrower.

@@ -504,7 +504,7 @@ impl Reducer {
     /// # Errors
     /// As [`gradient`](Self::gradient).
     pub fn take_gradients(&mut self) -> Result<Vec<Option<BufferPart>>> {
-        self.hand_out(|bucket, places| bucket.take().map_or_else(Vec::new, |memory| memory.split(places)))
+        self.hand_out(|bucket, places| Ok(bucket.take().map_or_else(Vec::new, |memory| memory.split(places))))
     }
 
     /// Like [`take_gradients`](Self::take_gradients), but a bucket uses its memory again when all gradients in it are
@@ -512,7 +512,7 @@ impl Reducer {
     /// times, it gives copies.
     ///
     /// # Errors
-    /// As [`gradient`](Self::gradient).
+    /// As [`gradient`](Self::gradient). If there is no memory for the copies, which ends the reducer.
     pub fn lend_gradients(&mut self) -> Result<Vec<Option<BufferPart>>> {
         self.hand_out(|bucket, places| bucket.lend(&places))
     }
@@ -520,7 +520,7 @@ impl Reducer {
     /// `parts` gives those of a bucket at the places of its gradients, or nothing.
     fn hand_out(
         &mut self,
-        parts: impl Fn(&mut Bucket, Vec<Range<usize>>) -> Vec<BufferPart>,
+        parts: impl Fn(&mut Bucket, Vec<Range<usize>>) -> Result<Vec<BufferPart>>,
     ) -> Result<Vec<Option<BufferPart>>> {
         self.check_here("take_gradients and lend_gradients")?;
         let present = (0..self.parameters().len()).map(|index| Ok(self.state.average(index)?.is_some()));
@@ -529,8 +529,10 @@ impl Reducer {
         for (bucket, plan) in self.buckets.iter_mut().zip(&self.state.plan().buckets) {
             let members = || plan.parameters.iter().copied().filter(|&member| present[member]);
             let places = members().map(|member| self.state.slice_of(member).1).collect();
-            for (member, part) in members().zip(parts(bucket, places)) {
-                gradients[member] = Some(part);
+            match parts(bucket, places) {
+                Ok(parts) => members().zip(parts).for_each(|(member, part)| gradients[member] = Some(part)),
+                // The other ranks have their averages, and would wait for this rank in the next step.
+                Err(error) => return Err(self.abort(error)),
             }
         }
         self.state.emptied();

@@ -130,7 +130,7 @@ pub(super) fn verify_parts(group: &dyn Communicator, part: &ProcessGroup) -> Res
     let Some(whole) = group.process_group() else { return Ok(()) };
     let members = members_of(part, &whole);
     let digest = fnv1a(encode(&members)?) as i64;
-    let mut digests = group.alloc(DType::I64, group.world_size().count())?;
+    let mut digests = alloc_or_abort(group, DType::I64, group.world_size().count())?;
     let own = digests.as_mut_slice::<i64>()?.get_mut(group.rank().index());
     own.into_iter().for_each(|own| *own = digest);
     let digests = group.all_gather_v_in_place_async(digests, &vec![1; group.world_size().count()])?.wait()?;

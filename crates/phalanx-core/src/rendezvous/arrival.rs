@@ -326,7 +326,7 @@ fn fail(roll_call: &PrefixStore, error: ArrivalError, deadline: Deadline) -> Err
 
 /// If the program of this rank has ended its wait, tells the others why this rank does not come: in the roll-call, and in the group's store, in which
 /// they may wait for it already. With any other error it is the store that is lost.
-fn report_aborted(roll_call: &PrefixStore, config: &RankConfig, error: Error) -> Error {
+pub(super) fn report_aborted(roll_call: &PrefixStore, config: &RankConfig, error: Error) -> Error {
     if !error.is_aborted() {
         return error;
     }

@@ -12,12 +12,13 @@ use std::time::Duration;
 
 use phalanx_proto::rendezvous::Identity;
 
-use super::arrival::{arrive, nonce, reserve};
+use super::arrival::{arrive, nonce, report_aborted, reserve};
 use super::{Held, KeepAlive, RankConfig, Rendezvous};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::interrupt;
 use crate::rank::Rank;
-use crate::store::{FileStore, SharedStore, Store};
+use crate::store::{FileStore, PrefixStore, SharedStore, Store};
 use crate::world_size::WorldSize;
 
 /// All hellos: one line each, rank and number.
@@ -35,17 +36,20 @@ pub(super) fn join(
         return Ok(config.alone());
     }
     let file = match config.rank.is_main() {
-        true => welcome_all(FileStore::create(path)?, config.world_size, deadline)?,
+        true => {
+            let file = Arc::new(FileStore::create(path)?);
+            welcome_all(&file, config.world_size, deadline).map_err(|error| tell(&file, config, error))?;
+            file
+        }
         false => greet(path, config, deadline)?,
     };
-    let file = Arc::new(file);
     let store: SharedStore = Arc::<FileStore>::clone(&file);
     let arrived = arrive(&store, None, config, me, deadline)?.met()?;
     config.met(arrived, Ipv4Addr::LOCALHOST.into(), KeepAlive(Held::File { _store: file }), deadline)
 }
 
 /// Rank 0: answers every hello, until each other rank has sent one, or the time is almost up.
-fn welcome_all(store: FileStore, world_size: WorldSize, deadline: Deadline) -> Result<FileStore> {
+fn welcome_all(store: &FileStore, world_size: WorldSize, deadline: Deadline) -> Result<()> {
     let mut seen = vec![false; world_size.count()];
     seen[0] = true;
     let mut answered = 0;
@@ -71,22 +75,23 @@ fn welcome_all(store: FileStore, world_size: WorldSize, deadline: Deadline) -> R
                 .in_operation("rendezvous", None)
                 .with_remedy("does another job use the same path, or are there two processes with rank 0?"));
         }
+        interrupt::check()?;
         std::thread::sleep(POLL_INTERVAL.min(until.remaining()));
     }
-    Ok(store)
+    Ok(())
 }
 
 /// Another rank: finds the file of this job.
-fn greet(path: &Path, config: &RankConfig, deadline: Deadline) -> Result<FileStore> {
+fn greet(path: &Path, config: &RankConfig, deadline: Deadline) -> Result<Arc<FileStore>> {
     let number = nonce()?;
     loop {
-        let store = FileStore::open(path, deadline)?;
+        let store = Arc::new(FileStore::open(path, deadline)?);
         store.append(HELLOS, format!("{} {number}\n", config.rank).as_bytes(), deadline)?;
         let welcome = format!("welcome/{number}");
         loop {
             match store.wait(&[&welcome], deadline.at_most(POLL_INTERVAL)) {
                 Ok(()) => return Ok(store),
-                Err(error) if !error.is_timeout() => return Err(error),
+                Err(error) if !error.is_timeout() => return Err(tell(&store, config, error)),
                 Err(_) if deadline.has_passed() => {
                     return Err(Error::timeout(format!(
                         "rank 0 has not answered in the file {}",
@@ -100,9 +105,20 @@ fn greet(path: &Path, config: &RankConfig, deadline: Deadline) -> Result<FileSto
                         config.rank
                     )));
                 }
-                Err(_) if !store.is_current() => break,
+                // Rank 0 may have left after it has answered: then it has told why.
+                Err(_) if !store.is_current() => match store.check(&[&welcome], deadline)? {
+                    true => return Ok(store),
+                    false => break,
+                },
                 Err(_) => {}
             }
         }
     }
+}
+
+/// If the program of this rank has ended its wait, tells the ranks that have been answered, or will be.
+fn tell(file: &Arc<FileStore>, config: &RankConfig, error: Error) -> Error {
+    let store: SharedStore = Arc::<FileStore>::clone(file);
+    // A file is that of one start.
+    report_aborted(&PrefixStore::new(format!("{}/0", config.scope), store), config, error)
 }

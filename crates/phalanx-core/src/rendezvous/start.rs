@@ -21,6 +21,7 @@ use super::RankConfig;
 use super::arrival::{nonce, reserve};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::interrupt;
 use crate::notice::while_waiting;
 use crate::rank::{Generation, Rank};
 use crate::store::{PrefixStore, SharedStore, Store};
@@ -198,6 +199,7 @@ fn next(starts: &PrefixStore, earlier: &Start, rank: Rank, deadline: Deadline) -
                 NEXT_START_LIMIT.as_secs()
             )));
         }
+        interrupt::check()?;
         std::thread::sleep(POLL_INTERVAL.min(until.remaining()));
     }
 }

@@ -1,4 +1,6 @@
+use std::cell::RefCell;
 use std::net::{Ipv4Addr, TcpListener};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::thread;
 use std::time::Instant;
@@ -8,6 +10,7 @@ use phalanx_proto::rendezvous::Identity;
 use super::*;
 use crate::env::RendezvousEndpoint;
 use crate::group::{GroupOptions, ProcessGroup};
+use crate::interrupt::interruptible;
 use crate::store::Store;
 
 const RANK_0: tcp::Host = tcp::Host::Rank0 { bind: None };
@@ -356,6 +359,42 @@ fn a_stale_file_alone_is_not_taken_for_a_world() {
     let deadline = Deadline::after(Duration::from_secs(3));
     let error = file::join(&path, &config(0, 2), &identity(0, "a"), deadline).unwrap_err();
     assert!(error.is_timeout() && error.to_string().contains("rank 1 of 2 has not arrived"), "{error}");
+}
+
+thread_local! {
+    /// The file at which this thread's checks look.
+    static WATCHED: RefCell<PathBuf> = RefCell::default();
+}
+
+/// Ends the wait when there is something of this name in the file.
+fn ends_with(name: &[u8]) -> Result<()> {
+    let content = std::fs::read(WATCHED.with_borrow(PathBuf::clone)).unwrap_or_default();
+    match content.windows(name.len()).any(|part| part == name) {
+        true => Err(Error::aborted("enough")),
+        false => Ok(()),
+    }
+}
+
+#[test]
+fn who_ends_its_wait_before_all_have_met_in_a_file_tells_the_others() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("meet");
+    let join = |rank: u32| file::join(&path, &config(rank, 3), &identity(rank, "a"), soon()).unwrap_err();
+    WATCHED.set(path.clone());
+    // Rank 0 has answered rank 1, and rank 2 never comes.
+    let (own, told) = thread::scope(|scope| {
+        let other = scope.spawn(|| join(1));
+        let own = interruptible(|| ends_with(b"welcome/"), || join(0));
+        (own, other.join().unwrap())
+    });
+    assert!(own.is_aborted() && own.to_string().contains("enough"), "{own}");
+    assert!(told.is_aborted() && told.to_string().contains("rank 0 has left the start"), "{told}");
+    // Rank 2 has not been answered yet.
+    let store = FileStore::create(&path).unwrap();
+    let own = interruptible(|| ends_with(b"hellos"), || join(2));
+    assert!(own.is_aborted() && own.to_string().contains("enough"), "{own}");
+    let verdict = store.get("phalanx/0/verdict", soon()).unwrap();
+    assert!(String::from_utf8_lossy(&verdict).contains("rank 2 has left the start"), "{verdict:?}");
 }
 
 /// Waits until rank 1 has come for the second time to the store at `address`.

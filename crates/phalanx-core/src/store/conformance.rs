@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use super::{FileStore, MAX_KEY, MAX_VALUE, MemoryStore, PrefixStore, SharedStore, TcpStore, TcpStoreServer};
 use crate::deadline::Deadline;
-use crate::error::Error;
+use crate::error::{Error, Result};
+use crate::interrupt::interruptible;
 
 fn soon() -> Deadline {
     Deadline::after(Duration::from_secs(20))
@@ -27,7 +28,7 @@ fn conforms(another: &Another) {
 
 /// All checks except those of the caps.
 fn behaves(another: &Another) {
-    let checks: [fn(&Another); 8] = [
+    let checks: [fn(&Another); 10] = [
         values_are_read_back,
         counters_add_and_refuse_text,
         compare_set_is_pytorchs,
@@ -35,6 +36,8 @@ fn behaves(another: &Another) {
         keys_are_counted_and_deleted,
         many_at_once,
         waits_end_when_the_key_comes,
+        values_are_those_of_keys_that_are_there_together,
+        waits_are_ended_by_the_check_of_their_thread,
         deadlines_are_obeyed_and_errors_name_the_key,
     ];
     for check in checks {
@@ -203,6 +206,34 @@ fn waits_end_when_the_key_comes(another: &Another) {
         store.set("awaited/last", b"now", soon()).unwrap();
         assert_eq!(reader.join().unwrap(), b"now");
     });
+}
+
+fn values_are_those_of_keys_that_are_there_together(another: &Another) {
+    let (store, other) = (another(), another());
+    let waiting = thread::spawn(move || other.multi_get(&["removed", "later"], soon()).unwrap());
+    // The two are never there together, until the first is set again.
+    store.set("removed", b"1", soon()).unwrap();
+    store.delete_key("removed", soon()).unwrap();
+    store.set("later", b"2", soon()).unwrap();
+    store.set("removed", b"3", soon()).unwrap();
+    assert_eq!(waiting.join().unwrap(), [b"3", b"2"]);
+    store.delete_keys(&["removed", "later"], soon()).unwrap();
+}
+
+fn waits_are_ended_by_the_check_of_their_thread(another: &Another) {
+    fn ends() -> Result<()> {
+        Err(Error::aborted("enough"))
+    }
+    let store = another();
+    let waits: [fn(&SharedStore) -> Result<()>; 3] = [
+        |store| store.get("set by nobody", soon()).map(drop),
+        |store| store.wait(&["set by nobody"], soon()),
+        |store| store.set_and_get(&[], &["set by nobody"], soon(), &mut || Ok(())).map(drop),
+    ];
+    for wait in waits {
+        let error = interruptible(ends, || wait(&store)).unwrap_err();
+        assert!(error.is_aborted() && error.to_string().contains("enough"), "{error}");
+    }
 }
 
 fn deadlines_are_obeyed_and_errors_name_the_key(another: &Another) {

@@ -23,6 +23,7 @@ use super::call::Call;
 use super::table::{Refusal, Table};
 use crate::deadline::{Backoff, Deadline};
 use crate::error::{Error, Result};
+use crate::interrupt;
 use crate::random;
 
 /// The pause between two reads of the file grows from the first to the second.
@@ -84,6 +85,7 @@ impl FileStore {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => "does not exist",
                 Err(error) => return Err(unusable(&path, "open", error)),
             };
+            interrupt::check()?;
             if !backoff.pause() {
                 let cause = format!("the file {} {why}", path.display());
                 return Err(Error::timeout(cause).in_operation("store open", None).with_remedy(
@@ -202,6 +204,7 @@ impl FileStore {
                 return Ok(read(&log.table));
             }
             drop(log);
+            interrupt::check()?;
             if !backoff.pause() {
                 return Err(call.timed_out());
             }

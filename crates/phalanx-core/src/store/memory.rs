@@ -2,13 +2,14 @@
 
 use std::slice::from_ref;
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::Store;
 use super::call::Call;
 use super::table::{Refusal, Table};
 use crate::deadline::Deadline;
 use crate::error::Result;
+use crate::interrupt;
 
 const NAME: &str = "the in-process store";
 
@@ -56,8 +57,11 @@ impl MemoryStore {
             if late {
                 return Err(call.timed_out());
             }
+            self.changed.wait_for(&mut table, interrupt::at_most(call.deadline.remaining()));
+            // It may run code of the program, which may use the store.
+            MutexGuard::unlocked(&mut table, interrupt::check)?;
             // A key that was set just before the deadline is still seen.
-            late = self.changed.wait_until(&mut table, call.deadline.instant()).timed_out();
+            late = call.deadline.has_passed();
         }
     }
 }

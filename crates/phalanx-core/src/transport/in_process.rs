@@ -112,8 +112,7 @@ impl Transport for InProcess {
         deadline: Deadline,
     ) -> Result<()> {
         if let Some(Outgoing { to, header, payload }) = send {
-            let mut copy = AlignedBytes::zeroed(payload.len());
-            copy.as_mut_slice().copy_from_slice(payload);
+            let copy = AlignedBytes::copy_of(payload)?;
             let mailbox = &self.hub.mailboxes[to.index()];
             mailbox.frames.lock()[self.rank.index()].push_back((header, copy));
             mailbox.arrived.notify_all();

@@ -1,5 +1,7 @@
 //! Chooses the algorithm for a size. The choice depends only on values that are the same on every rank.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
 use super::{Plan, doubling, halving, ring, tree};
@@ -50,6 +52,10 @@ pub struct TuningRow {
     /// Between hosts whose ranks share memory, `all_reduce` of at least this is divided into as many stripes as every
     /// host has ranks for; below, one leader of each host exchanges for all.
     pub stripes_min: usize,
+    /// With elements of which type the sizes of a collective were measured, by its name, such as `f32` for `all_reduce`: a note for readers. Where elements
+    /// are combined, other types may have other best sizes. What is not measured is not in it.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub measured_with: BTreeMap<String, String>,
 }
 
 impl Default for TuningRow {
@@ -62,6 +68,7 @@ impl Default for TuningRow {
             reduce_ring_min: 2 * 1024 * 1024,
             tree_max: 256,
             stripes_min: 64 * 1024,
+            measured_with: BTreeMap::new(),
         }
     }
 }
@@ -146,6 +153,7 @@ fn fingerprint(row: &TuningRow) -> u32 {
         reduce_ring_min,
         tree_max,
         stripes_min,
+        measured_with: _,
     } = row;
     let sizes = [doubling_max, halving_max, broadcast_ring_min, reduce_ring_min, tree_max, stripes_min];
     fnv1a_32(sizes.into_iter().flat_map(|size| (*size as u64).to_le_bytes())).max(1)
@@ -272,6 +280,18 @@ mod tests {
                 });
             }
         }
+    }
+
+    #[test]
+    fn a_note_of_what_a_size_was_measured_with_is_kept_and_changes_no_choice() {
+        let text = r#"{"rows": [{"world_max": 65536, "measured_with": {"all_reduce": "bf16"}}]}"#;
+        let noted = Tuning::from_json(text).unwrap();
+        assert_eq!(noted.rows[0].measured_with["all_reduce"], "bf16");
+        assert_eq!(Tuning::from_json(&noted.to_json()).unwrap(), noted);
+        let plain = Tuning { rows: vec![TuningRow::default()] };
+        assert!(!plain.to_json().contains("measured_with"));
+        let world = WorldSize::new(4).unwrap();
+        assert_eq!(noted.choice(world).fingerprint, plain.choice(world).fingerprint);
     }
 
     #[test]

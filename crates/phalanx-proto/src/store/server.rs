@@ -37,6 +37,15 @@ pub enum Then {
     CompareSet(Vec<Vec<u8>>),
 }
 
+/// What follows a wait that is over.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Finished {
+    /// The client gets these.
+    Values(Vec<Arc<[u8]>>),
+    /// A key has been removed again before its value was read: the client waits on, as this wait.
+    Again(WaitId),
+}
+
 /// The result of a request.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Answer {
@@ -106,9 +115,7 @@ impl StoreServer {
                 Answer::Bytes(vec![if is_ready { CHECK_READY } else { CHECK_NOT_READY }])
             }
             (Op::Wait | Op::WaitGet, keys) => {
-                let mut missing: Vec<_> = keys.iter().filter(|key| !self.has(key)).cloned().collect();
-                missing.sort_unstable();
-                missing.dedup();
+                let missing = self.missing(keys);
                 match (op == Op::WaitGet, missing.is_empty()) {
                     (true, true) => Answer::Waited(self.values(keys)),
                     (false, true) => Answer::Bytes(vec![WAIT_DONE]),
@@ -167,15 +174,30 @@ impl StoreServer {
         if wait.is_barrier { &mut self.barriers } else { &mut self.waiters }.remove(wait.number);
     }
 
-    /// Does what follows a wait that is over. Returns what the client gets.
+    /// Does what follows a wait that is over.
     ///
     /// # Errors
     /// A refusal closes the connection.
-    pub fn finish(&mut self, then: &Then) -> Result<Vec<Arc<[u8]>>, Refusal> {
+    pub fn finish(&mut self, then: &Then) -> Result<Finished, Refusal> {
         match then {
-            Then::Get(keys) => Ok(self.values(keys)),
-            Then::CompareSet(changes) => self.compare_set(changes),
+            Then::Get(keys) => {
+                let missing = self.missing(keys);
+                if missing.is_empty() {
+                    return Ok(Finished::Values(self.values(keys)));
+                }
+                // An absent key reads as empty, which nobody has set.
+                Ok(Finished::Again(WaitId { is_barrier: false, number: self.waiters.add(missing) }))
+            }
+            Then::CompareSet(changes) => self.compare_set(changes).map(Finished::Values),
         }
+    }
+
+    /// Those of `keys` that are not there, each once.
+    fn missing(&self, keys: &[Vec<u8>]) -> Vec<Vec<u8>> {
+        let mut missing: Vec<_> = keys.iter().filter(|key| !self.has(key)).cloned().collect();
+        missing.sort_unstable();
+        missing.dedup();
+        missing
     }
 
     /// Makes the changes, each a key, the expected value and the desired one, and returns their values.
@@ -304,8 +326,8 @@ mod tests {
         let second = wait(&mut server, Op::CompareSetAfter, &["2", "3", "", "c"], 0);
         ask(&mut server, Op::CompareSet, &["1", "", "a"], 0);
         assert_eq!(server.take_over(), [first]);
-        let values = server.finish(&then).unwrap();
-        assert_eq!(values, [&b"b"[..], b"a"].map(Arc::<[u8]>::from));
+        let values = [&b"b"[..], b"a"].map(Arc::<[u8]>::from).to_vec();
+        assert_eq!(server.finish(&then).unwrap(), Finished::Values(values));
         // The change is one on which others wait.
         assert_eq!(server.take_over(), [second]);
         // What is there is not waited for, and a place that is taken stays so.
@@ -329,6 +351,34 @@ mod tests {
         server.forget(waiting);
         ask(&mut server, Op::Set, &["a", "1"], 0);
         assert!(server.take_over().is_empty(), "a wait that was forgotten is over");
+    }
+
+    #[test]
+    fn who_waits_for_values_waits_on_if_one_is_removed_before_it_is_read() {
+        let mut server = StoreServer::default();
+        let Answer::Wait { id, then } = ask(&mut server, Op::WaitGet, &["a", "b"], 0) else {
+            panic!("nobody has set them")
+        };
+        // The first is removed before the second comes.
+        ask(&mut server, Op::Set, &["a", "1"], 0);
+        ask(&mut server, Op::Delete, &["a"], 0);
+        ask(&mut server, Op::Set, &["b", "2"], 0);
+        assert_eq!(server.take_over(), [id]);
+        let Finished::Again(again) = server.finish(&then).unwrap() else { panic!("there is no value of a") };
+        ask(&mut server, Op::Set, &["a", "3"], 0);
+        assert_eq!(server.take_over(), [again]);
+        // And once more, between the end of the wait and its answer.
+        ask(&mut server, Op::Delete, &["b"], 0);
+        let Finished::Again(last) = server.finish(&then).unwrap() else { panic!("there is no value of b") };
+        ask(&mut server, Op::Set, &["b", ""], 0);
+        assert_eq!(server.take_over(), [last]);
+        let values = [&b"3"[..], b""].map(Arc::<[u8]>::from).to_vec();
+        assert_eq!(server.finish(&then).unwrap(), Finished::Values(values));
+        // Who only waits for a key has what it has waited for.
+        let Answer::Wait { then, .. } = ask(&mut server, Op::Wait, &["c"], 0) else { panic!("it is there") };
+        ask(&mut server, Op::Set, &["c", "1"], 0);
+        ask(&mut server, Op::Delete, &["c"], 0);
+        assert_eq!(server.finish(&then).unwrap(), Finished::Values(Vec::new()));
     }
 
     #[test]

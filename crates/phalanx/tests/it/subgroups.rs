@@ -121,6 +121,23 @@ fn lists_that_differ_are_shown_to_every_rank() {
 }
 
 #[test]
+fn a_list_that_is_bad_on_one_rank_alone_is_shown_to_every_rank() {
+    for fabric in Fabric::ALL {
+        run(2, fabric, |group| {
+            let group = patient(&group);
+            for (bad, shown) in [(&[][..], "[]"), (&[0, 1, 1], "[0, 1, 1]"), (&[0, 2], "[0, 2]")] {
+                let list = if group.rank().is_main() { &[0, 1][..] } else { bad };
+                let error = group.new_group(&ranks(list)).unwrap_err();
+                assert!(error.is_mismatch(), "{fabric:?}: {error}");
+                let said = format!("rank 0 asks for [0, 1], rank 1 for {shown}");
+                assert!(error.to_string().contains(&said), "{fabric:?}: {error}");
+            }
+            group.barrier().unwrap();
+        });
+    }
+}
+
+#[test]
 fn bad_lists_are_refused_at_the_call() {
     run(2, Fabric::Tcp, |group| {
         for (list, reason) in

@@ -287,3 +287,20 @@ fn ranks_whose_optimizers_have_other_parameters_are_refused() {
         assert!(error.contains("`0.bias`") && error.contains("on rank 1"), "{error}");
     }
 }
+
+#[test]
+fn an_averager_that_is_given_after_the_group_is_compared_by_its_averages() {
+    for (other, expected) in [(4, false), (5, true)] {
+        let errors = run(2, |group| {
+            let mut training = Training::new(Rule::sgd(0.9)).with_group(&group);
+            let period = if group.rank().is_main() { 4 } else { other };
+            training.state.averager = Some(PeriodicModelAverager::new(period).unwrap());
+            error_of_steps(&mut training, |_, _| Ok(0.01))
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), expected, "{error:?}");
+            let said = |said: &str| said.contains("period: 4") && said.contains("period: 5");
+            assert!(error.is_none_or(|error| said(&error)));
+        }
+    }
+}

@@ -113,7 +113,7 @@ impl GradientTarget for ToStage {
             self.arrived.lock().insert(self.needed_by, data);
             return Ok(());
         };
-        self.outbox.send(Buffer::from_slice::<u8>(gradient.bytes), to)
+        self.outbox.send(Buffer::try_from_slice::<u8>(gradient.bytes)?, to)
     }
 
     fn fail(&self, error: Error) {
@@ -124,7 +124,7 @@ impl GradientTarget for ToStage {
 /// `bytes` in memory that is sent, if they are of `expected`.
 fn message(bytes: TensorBytes<'_>, shape: &[usize], expected: &Layout, stage: usize) -> Result<Buffer> {
     check(&Layout::of(bytes, shape), expected, stage)?;
-    Ok(Buffer::from_slice::<u8>(bytes.bytes))
+    Buffer::try_from_slice::<u8>(bytes.bytes)
 }
 
 /// An error if a stage's output is another one than in the first micro-batch: the mean over micro-batches would be another one than that over

@@ -84,7 +84,7 @@ impl Engine {
             return self.execute(call, sequence, &plan, Space::Two(input, output), deadline);
         }
         let plan = collective::gather_tree(self.rank, self.world, root, call.elements as usize);
-        self.through_tree(block, |engine, tree| {
+        self.through_tree((call, sequence), block, |engine, tree| {
             let index = engine.tree_index(root);
             tree[index * block..][..block].copy_from_slice(input);
             engine.execute(call, sequence, &plan, Space::One(tree), deadline)?;
@@ -113,7 +113,7 @@ impl Engine {
             return self.execute(call, sequence, &plan, Space::Two(input, output), deadline);
         }
         let plan = collective::scatter_tree(self.rank, self.world, root, call.elements as usize);
-        self.through_tree(block, |engine, tree| {
+        self.through_tree((call, sequence), block, |engine, tree| {
             if engine.rank == root {
                 copy_rotated(tree, input, tree.len() - root.index() * block);
             }
@@ -132,10 +132,11 @@ impl Engine {
     /// Lends scratch memory of `block` bytes for each rank: in a tree a rank also holds others' blocks.
     fn through_tree(
         &mut self,
+        call: (Call, Sequence),
         block: usize,
         work: impl FnOnce(&mut Self, &mut [u8]) -> Result<()>,
     ) -> Result<()> {
-        self.with_workspace(block * self.world.count(), work)
+        self.with_workspace(call, block * self.world.count(), work)
     }
 }
 

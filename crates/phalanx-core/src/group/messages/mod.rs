@@ -129,6 +129,14 @@ impl Messages {
         Ok(self.shared.unexpected(from).is_some())
     }
 
+    /// Whether `from` has left, and each message that it has sent has been received.
+    pub(super) fn has_ended(&self, from: Rank) -> Result<bool> {
+        let line = line(&self.shared.inbound, from)?;
+        // In this order: what it has sent before it left is there by then, or on a connection that stands by then.
+        let has_left = self.shared.health.has_left(from);
+        Ok(has_left && line.idle_end().is_some_and(|mut end| end.has_ended()))
+    }
+
     /// Passes `ops`, whose ranks have been checked, to the worker.
     pub(super) fn start(&self, ops: Vec<P2pOp>, deadline: Deadline) -> Result<Vec<Work>> {
         self.start_worker()?;

@@ -489,6 +489,38 @@ fn nothing_counts_as_sent_to_a_rank_that_has_left() {
 }
 
 #[test]
+fn a_rank_that_has_left_has_ended_when_its_messages_are_received() {
+    let until = |what: &dyn Fn() -> bool| {
+        let start = Instant::now();
+        while !what() {
+            assert!(start.elapsed() < LIMIT);
+            std::thread::yield_now();
+        }
+    };
+    for fabric in Fabric::ALL {
+        for sends in [false, true] {
+            let mut groups = testing::groups(2, fabric).unwrap();
+            let other = groups.pop().unwrap();
+            let (group, from) = (groups.pop().unwrap().with_timeout(LIMIT), other.rank());
+            assert!(!group.has_ended(from).unwrap());
+            if sends {
+                other.send(&[7u8], group.rank()).unwrap();
+            }
+            drop(other);
+            until(&|| group.health().has_left(from));
+            if sends {
+                assert!(!group.has_ended(from).unwrap(), "{fabric:?}: a message is there");
+                group.recv(&mut [0u8], from).unwrap();
+            }
+            until(&|| group.has_ended(from).unwrap());
+            let error = group.recv(&mut [0u8], from).unwrap_err();
+            assert!(error.is_peer_left() && error.peer() == Some(from), "{fabric:?}: {error}");
+            assert!(group.has_ended(group.rank()).unwrap_err().is_invalid_argument());
+        }
+    }
+}
+
+#[test]
 fn a_peer_that_leaves_within_a_line_is_noticed() {
     for error in received_from(LIMIT, |line, _| line.push_raw(&[1; 100])) {
         assert!(error.is_peer_left() && error.peer() == Some(Rank::new(1)), "{error}");

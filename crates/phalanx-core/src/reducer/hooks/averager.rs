@@ -4,11 +4,12 @@ use crate::error::{Error, Result};
 
 /// A replica of a model: the `Ddp` of an adapter.
 pub trait Replica {
-    /// Replaces the parameters of all replicas by their average. All ranks call it together.
+    /// Replaces the parameters of all replicas by their average. All ranks call it together, and first compare what averages them: `averager`
+    /// describes it.
     ///
     /// # Errors
-    /// If a collective fails.
-    fn average_parameters(&mut self) -> Result<()>;
+    /// On every rank, if `averager` differs, with [`verify_description`](crate::reducer::verify_description). If a collective fails.
+    fn average_parameters(&mut self, averager: &str) -> Result<()>;
 }
 
 /// Averages the parameters of all replicas every few steps: PyTorch's `PeriodicModelAverager`.
@@ -32,6 +33,9 @@ pub trait Replica {
 /// ```
 ///
 /// The optimizer's state and buffers are not averaged, as in PyTorch.
+///
+/// Each average compares the period, the first steps that are left out, and the number of steps over the ranks: those of ranks that differ would be of
+/// models after other numbers of steps, without an error.
 ///
 /// How many steps there have been decides when the next average is due. `TrainState::with_averager` of an adapter makes that a part of
 /// checkpoints.
@@ -74,14 +78,15 @@ impl PeriodicModelAverager {
     /// Call it after a step of the optimizer. Returns whether the model was averaged. All ranks call it together.
     ///
     /// # Errors
-    /// As [`Replica::average_parameters`].
+    /// As [`Replica::average_parameters`]. On every rank of an average, if their averagers have other settings, or have made other numbers of steps, as
+    /// after an uneven [`join`](crate::join) whose ranks did not take over a number with [`resume_at`](Self::resume_at).
     pub fn step(&mut self, replica: &mut impl Replica) -> Result<bool> {
         let after = self.step.checked_sub(self.warmup_steps);
         // A saved number may be any.
         self.step = self.step.saturating_add(1);
         let due = after.is_some_and(|after| after.is_multiple_of(self.period));
         if due {
-            replica.average_parameters()?;
+            replica.average_parameters(&format!("{self:?}"))?;
         }
         Ok(due)
     }
@@ -90,13 +95,46 @@ impl PeriodicModelAverager {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::group::ProcessGroup;
+    use crate::reducer::verify_description;
+    use crate::testing::{Fabric, run};
 
     struct Counted(u32);
 
     impl Replica for Counted {
-        fn average_parameters(&mut self) -> Result<()> {
+        fn average_parameters(&mut self, _: &str) -> Result<()> {
             self.0 += 1;
             Ok(())
+        }
+    }
+
+    /// Only compares.
+    impl Replica for ProcessGroup {
+        fn average_parameters(&mut self, averager: &str) -> Result<()> {
+            verify_description(&*self, "model averager", averager)
+        }
+    }
+
+    #[test]
+    fn averagers_that_differ_at_an_average_are_an_error_on_every_rank() {
+        let averager = |period, warmup| PeriodicModelAverager::new(period).unwrap().warmup_steps(warmup);
+        let mut late = averager(2, 0);
+        late.resume_at(1);
+        for (other, expected) in [
+            (averager(2, 0), false),
+            // The first average of one would be that of other steps of the other.
+            (averager(4, 0), true),
+            (averager(2, 2), true),
+            (late, true),
+        ] {
+            let errors = run(2, Fabric::InProcess, |mut group| {
+                let mut own = if group.rank().is_main() { averager(2, 0) } else { other.clone() };
+                (0..8).find_map(|_| own.step(&mut group).err())
+            });
+            for error in errors {
+                assert_eq!(error.is_some(), expected, "{other:?}: {error:?}");
+                assert!(error.is_none_or(|error| error.is_mismatch() && error.remedy().is_some()));
+            }
         }
     }
 

@@ -201,6 +201,9 @@ impl LowRankMatrix {
 /// A checkpoint of a training has the step, the factors and every rank's losses, and a run that continues from it with as many ranks has
 /// the same bits as one that was never interrupted. With another number of ranks the losses begin anew, as PyTorch's do.
 ///
+/// Inside a [`join`](crate::join) in which some ranks are done, the error is `M − s·P·Qᵀ`, where `s` is world size / ranks with data: together it is what
+/// the sum of all gradients has lost. What a rank has not yet made up for when it is done is left out.
+///
 /// It takes memory for the losses (as much as the gradients), for the factors, and for what it sends.
 #[doc(alias("PowerSGD", "powerSGD_hook"))]
 pub struct PowerSgd {
@@ -300,8 +303,9 @@ impl CommHook for PowerSgd {
                 transposed_times(m, matrix.columns, p, &mut right[matrix.right()]);
             }
             let work = group.all_reduce_async(second, ReduceOp::Avg)?;
-            Ok(Pending::then(work, move |second, _| {
-                layout.finish(&first, &second, &mut buffer, &options, &mut memory.lock())?;
+            Ok(Pending::then(work, move |second, group| {
+                let scale = group.active_scale() as f32;
+                layout.finish((&first, &second), &mut buffer, scale, &options, &mut memory.lock())?;
                 messages.keep((index, 0), first);
                 messages.keep((index, 1), second);
                 Ok(Pending::ready(buffer))
@@ -419,12 +423,13 @@ impl Layout {
         }
     }
 
-    /// Puts the products of the averaged factors in the place of the gradients, and keeps what was lost.
+    /// Puts the products of the averaged factors in the place of the gradients, and keeps what was lost: the difference from the average over the ranks
+    /// with data, which is `scale` times as large.
     fn finish(
         &self,
-        first: &Buffer,
-        second: &Buffer,
+        (first, second): (&Buffer, &Buffer),
         buffer: &mut Buffer,
+        scale: f32,
         options: &PowerSgdOptions,
         memory: &mut PowerSgdState,
     ) -> Result<()> {
@@ -442,9 +447,15 @@ impl Layout {
             if options.error_feedback {
                 let loss = memory.losses.entry(matrix.parameter).or_default();
                 loss.clear();
+                loss.try_reserve_exact(m.len()).map_err(|error| {
+                    let lost = format!("no memory for what {} elements lose by PowerSGD", m.len());
+                    Error::out_of_memory(lost).with_source(error).with_remedy(
+                        "make less of it, or start fewer ranks on this host; without PowerSgdOptions::error_feedback nothing is kept",
+                    )
+                })?;
                 loss.extend_from_slice(m);
                 outer(p, q, matrix.columns, m);
-                loss.iter_mut().zip(&*m).for_each(|(loss, m)| *loss -= m);
+                loss.iter_mut().zip(&*m).for_each(|(loss, m)| *loss -= scale * m);
             } else {
                 outer(p, q, matrix.columns, m);
             }

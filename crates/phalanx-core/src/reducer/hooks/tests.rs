@@ -7,12 +7,15 @@ use super::super::{HookedReducer, ParameterSpec, Reducer, ReducerOptions};
 use super::*;
 use crate::dtype::DType;
 use crate::error::Error;
+use crate::group::ProcessGroup;
+use crate::join::{JoinGroup, JoinOptions};
+use crate::world_size::WorldSize;
 
 const ROWS: usize = 12;
 const COLUMNS: usize = 40;
 
 /// A matrix, a vector, and a tensor of a type that hooks leave alone.
-fn reducer(group: Arc<FakeGroup>, hook: impl CommHook + 'static) -> Reducer {
+fn reducer(group: Arc<dyn Communicator>, hook: impl CommHook + 'static) -> Reducer {
     let parameters = vec![
         ParameterSpec::new("matrix", [ROWS, 5, COLUMNS / 5], DType::F32),
         ParameterSpec::new("vector", [9], DType::F32),
@@ -124,6 +127,36 @@ fn power_sgd_makes_up_for_what_it_loses() {
     assert!(remaining(true, true, 1) < 0.1, "{}", remaining(true, true, 1));
     assert!(remaining(true, false, 2) < 0.1);
     assert!(remaining(false, true, 1) > 0.3);
+}
+
+#[test]
+fn power_sgd_makes_up_for_no_more_than_it_loses_when_a_rank_is_done() {
+    let is_done = |rank: Rank| rank.index() == 2;
+    let mean_on = |group: ProcessGroup| {
+        let (rank, group) = (group.rank(), Arc::new(JoinGroup::new(group)));
+        let hook = PowerSgd::new(PowerSgdOptions::default().start_iter(1)).unwrap();
+        let mut reducer = reducer(group.clone(), hook);
+        let mut mean = vec![0.0; ROWS * COLUMNS];
+        let steps = if is_done(rank) { 0 } else { 400 };
+        let joined = group.join(JoinOptions::default(), || {
+            for _ in 0..steps {
+                group.step()?;
+                let ours = step(&mut reducer, &full_rank(rank));
+                mean.iter_mut().zip(ours).for_each(|(mean, x)| *mean += x / 400.0);
+            }
+            Ok(())
+        });
+        assert!(joined.unwrap().uneven);
+        mean
+    };
+    let groups = ProcessGroup::in_process(WorldSize::new(3).unwrap()).unwrap();
+    let means: Vec<Vec<f32>> = std::thread::scope(|scope| {
+        let ranks: Vec<_> = groups.into_iter().map(|group| scope.spawn(move || mean_on(group))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    let expected = average(3, |rank| if is_done(rank) { vec![0.0; ROWS * COLUMNS] } else { full_rank(rank) });
+    assert_eq!(means[0], means[1], "the same bits on every rank");
+    assert!(farthest(&means[0], &expected) < 0.1, "{:e}", farthest(&means[0], &expected));
 }
 
 #[test]

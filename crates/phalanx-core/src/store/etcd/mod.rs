@@ -18,6 +18,7 @@ use super::table::Refusal;
 use super::{Store, WATCH_INTERVAL};
 use crate::deadline::{Backoff, Deadline};
 use crate::error::Result;
+use crate::interrupt;
 use crate::network::Network;
 
 /// The pause between two reads of a key that is waited for grows from the first to the second.
@@ -133,6 +134,7 @@ impl EtcdStore {
             if let Some(found) = look()? {
                 return Ok(found);
             }
+            interrupt::check()?;
             if !backoff.pause() {
                 return Err(call.timed_out());
             }

@@ -7,7 +7,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use phalanx_proto::store::server::{Answer, StoreServer, Then, WaitId};
+use phalanx_proto::store::server::{Answer, Finished, StoreServer, Then, WaitId};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::sync::oneshot;
 use tokio::time::timeout;
@@ -184,28 +184,37 @@ impl Connection {
 
     async fn wait(&mut self, mut parked: Parked) -> io::Result<()> {
         self.send_answers().await?;
-        let next = tokio::select! {
-            _ = &mut parked.woken => None,
-            bytes = self.stream.fill_buf() => Some(bytes?.first().copied()),
-        };
-        match next {
-            None => {
-                let values = {
-                    let mut shared = self.shared.borrow_mut();
-                    let values = shared.server.finish(&parked.then);
-                    // What was changed may be what others wait for.
-                    shared.wake();
-                    values.map_err(|refusal| invalid(refusal.to_string()))?
-                };
-                self.write_values(vec![WAIT_DONE], values).await
-            }
-            Some(Some(byte)) if byte == Op::CancelWait as u8 => {
-                drop(parked);
-                self.stream.consume(1);
-                self.write(&[WAIT_CANCELLED]).await
-            }
-            Some(None) => Ok(()),
-            Some(Some(byte)) => Err(invalid(format!("operation {byte} while it waits"))),
+        loop {
+            let next = tokio::select! {
+                _ = &mut parked.woken => None,
+                bytes = self.stream.fill_buf() => Some(bytes?.first().copied()),
+            };
+            return match next {
+                None => {
+                    let finished = {
+                        let mut shared = self.shared.borrow_mut();
+                        let finished = shared.server.finish(&parked.then);
+                        // What was changed may be what others wait for.
+                        shared.wake();
+                        finished.map_err(|refusal| invalid(refusal.to_string()))?
+                    };
+                    match finished {
+                        Finished::Values(values) => self.write_values(vec![WAIT_DONE], values).await,
+                        Finished::Again(id) => {
+                            let then = std::mem::replace(&mut parked.then, Then::Get(Vec::new()));
+                            parked = Parked::new(&self.shared, id, then);
+                            continue;
+                        }
+                    }
+                }
+                Some(Some(byte)) if byte == Op::CancelWait as u8 => {
+                    drop(parked);
+                    self.stream.consume(1);
+                    self.write(&[WAIT_CANCELLED]).await
+                }
+                Some(None) => Ok(()),
+                Some(Some(byte)) => Err(invalid(format!("operation {byte} while it waits"))),
+            };
         }
     }
 

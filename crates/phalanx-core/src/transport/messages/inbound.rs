@@ -124,6 +124,24 @@ impl Inbound {
     }
 }
 
+impl Inbound {
+    /// Whether nothing more comes from a peer that has left. Call it only between frames.
+    pub(crate) fn has_ended(&mut self) -> bool {
+        if let Medium::Stream(stream) = &self.medium {
+            return match stream.get() {
+                Ok(Some(connection)) => match connection.peek(&mut [0]) {
+                    Ok(count) => count == 0,
+                    // What is on the way comes before the end of a connection.
+                    Err(error) => !matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted),
+                },
+                Ok(None) => !stream.may_come(),
+                Err(_) => true,
+            };
+        }
+        !self.is_ready()
+    }
+}
+
 fn pull_from_stream(stream: &Stream, frame: &mut Receiving, into: &mut [u8]) -> Result<()> {
     // The payload may be read before its header is checked, because its length is this rank's own.
     let room = &mut into[frame.received..];

@@ -149,7 +149,8 @@ impl Outbound {
                 ring_bytes(length)
             }
             Medium::Mailbox { mailbox, peer } => {
-                let mut copy = AlignedBytes::zeroed(length);
+                let mut copy = AlignedBytes::default();
+                copy.reserve_len(length)?;
                 copy_parts(parts, copy.as_mut_slice());
                 mailbox.lock().push_back((frame.header, copy));
                 peer.notify();

@@ -178,8 +178,10 @@ impl Transport for Tcp {
         let broken = |peer: Rank, error: std::io::Error| health.broken(peer, error);
 
         let mut sending = send.map(|frame| (frame.to, stream(frame.to), Sending::new(&frame)));
-        let mut receiving =
-            recv.map(|frame| (frame.from, stream(frame.from), Receiving::new(*rank, frame, scratch)));
+        let mut receiving = match recv {
+            Some(frame) => Some((frame.from, stream(frame.from), Receiving::new(*rank, frame, scratch)?)),
+            None => None,
+        };
         if let Some((to, None, _)) = &sending {
             connections.ask(Channel::Data, *to);
         }

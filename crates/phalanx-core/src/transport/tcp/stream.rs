@@ -73,11 +73,11 @@ pub(super) struct Receiving<'a> {
 }
 
 impl<'a> Receiving<'a> {
-    pub(super) fn new(rank: Rank, frame: Incoming<'a>, scratch: &'a mut AlignedBytes) -> Self {
+    pub(super) fn new(rank: Rank, frame: Incoming<'a>, scratch: &'a mut AlignedBytes) -> Result<Self> {
         if frame.kernel.combine != Combine::Replace {
-            scratch.reserve_len(frame.into.len().min(SEGMENT));
+            scratch.reserve_len(frame.into.len().min(SEGMENT))?;
         }
-        Self {
+        Ok(Self {
             rank,
             from: frame.from,
             expect: frame.expect,
@@ -88,7 +88,7 @@ impl<'a> Receiving<'a> {
             scratch,
             received: 0,
             combined: 0,
-        }
+        })
     }
 
     pub(super) fn is_done(&self) -> bool {
