@@ -271,21 +271,31 @@ impl Received {
             }
             if moved {
                 pause = PAUSES.0;
-            } else if Instant::now() >= deadline {
-                let error =
-                    Error::timeout("recv from any source: no rank has sent a message with this tag in time")
-                        .with_remedy(
-                            "does a rank send to this one? A longer time-out can be set on the group",
-                        );
+                continue;
+            }
+            let late = || (Instant::now() >= deadline).then(late_from_any);
+            if let Some(error) = self.none_is_left(group, number).or_else(late) {
                 group.abort(error.clone());
                 return Err(error);
-            } else {
-                looks.look_if_due()?;
-                std::thread::sleep(pause);
-                pause = (pause * 2).min(PAUSES.1);
             }
+            looks.look_if_due()?;
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(PAUSES.1);
         }
         Ok(None)
+    }
+
+    /// The error if nothing can come any more for the receive `number`, which takes what any rank sends.
+    fn none_is_left(&self, group: &ProcessGroup, number: u64) -> Option<Error> {
+        let error = group.left_by_all()?;
+        // Whoever holds a line may be delivering the last message, which may be for this receive.
+        let lines: Option<Vec<_>> = self.lines.iter().map(|line| line.try_lock()).collect();
+        let is_over = lines.is_some() && self.awaits(number);
+        is_over.then(|| {
+            error
+                .in_operation("recv from any source", None)
+                .with_remedy("does a rank send to this one, and with this tag, before it leaves?")
+        })
     }
 
     /// Receives the next message of a line, which the caller has locked.
@@ -504,6 +514,11 @@ fn deliver_kept(group: &ProcessGroup, message: Message, mut waiting: Waiting) {
         })
     });
     waiting.pending.complete(outcome.map(|()| Some(from.get())));
+}
+
+fn late_from_any() -> Error {
+    Error::timeout("recv from any source: no rank has sent a message with this tag in time")
+        .with_remedy("does a rank send to this one? A longer time-out can be set on the group")
 }
 
 fn no_rank(rank: Rank) -> Error {

@@ -3,7 +3,7 @@
 use super::{ProcessGroup, Work};
 use crate::buffer::Buffer;
 use crate::dtype::{DType, Element};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::transport::messages::length;
 use crate::wire::frame::{Call, Operation};
@@ -122,6 +122,14 @@ impl ProcessGroup {
         self.inner.messages.has_arrived(from)
     }
 
+    /// The error of a receive from the rank that sends first, if none can send any more: every other rank has left, and all that they sent has
+    /// been received. For adapters.
+    #[doc(hidden)]
+    pub fn left_by_all(&self) -> Option<Error> {
+        let is_at_end = |peer| peer == self.rank() || self.inner.messages.is_at_end(peer);
+        self.inner.world.ranks().all(is_at_end).then(|| self.inner.health.all_left())
+    }
+
     /// Starts to send `buffer` to `to`; [`Work::wait`] returns the buffer when all of it has been sent.
     ///
     /// Any number of messages may be in flight; all of them move at the same time.
@@ -208,6 +216,6 @@ impl ProcessGroup {
 
     fn start_one(&self, op: P2pOp) -> Result<Work> {
         let mut works = self.batch_isend_irecv(vec![op])?;
-        works.pop().ok_or_else(|| crate::error::Error::invalid_argument("no message was started"))
+        works.pop().ok_or_else(|| Error::invalid_argument("no message was started"))
     }
 }

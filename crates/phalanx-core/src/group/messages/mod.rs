@@ -129,6 +129,14 @@ impl Messages {
         Ok(self.shared.unexpected(from).is_some())
     }
 
+    /// Whether `from` has left, and all that it sent has been received. Not while a call receives it.
+    pub(super) fn is_at_end(&self, from: Rank) -> bool {
+        // In this order: what it sent before it left counts.
+        self.shared.health.has_left(from)
+            && line(&self.shared.inbound, from)
+                .is_ok_and(|line| line.idle_end().is_some_and(|mut end| end.is_at_end()))
+    }
+
     /// Passes `ops`, whose ranks have been checked, to the worker.
     pub(super) fn start(&self, ops: Vec<P2pOp>, deadline: Deadline) -> Result<Vec<Work>> {
         self.start_worker()?;

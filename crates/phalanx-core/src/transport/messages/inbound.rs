@@ -122,6 +122,19 @@ impl Inbound {
         }
         Header::decode(&bytes).ok()
     }
+
+    /// Whether nothing is left to receive, of a peer that has left. Call it only between frames.
+    pub(crate) fn is_at_end(&mut self) -> bool {
+        let Medium::Stream(stream) = &mut self.medium else { return !self.is_ready() };
+        match stream.get() {
+            Ok(Some(connection)) => match connection.peek(&mut [0]) {
+                Ok(count) => count == 0,
+                Err(error) => error.kind() != ErrorKind::WouldBlock,
+            },
+            Ok(None) => !stream.may_come(),
+            Err(_) => true,
+        }
+    }
 }
 
 fn pull_from_stream(stream: &Stream, frame: &mut Receiving, into: &mut [u8]) -> Result<()> {
