@@ -429,6 +429,29 @@ def called_back(recv, send, barrier):
     return future.done()
 
 
+def leaves_before_its_child(rank, transport):
+    assert dist.group.WORLD.transport == transport
+    dist.all_reduce(torch.ones(1))
+    parent, child = os.getpid(), os.fork()
+    if child == 0:
+        # As a loader's worker, which has the descriptors of its parent.
+        while os.getppid() == parent:
+            time.sleep(0.05)
+        os._exit(0)
+    try:
+        dist.destroy_process_group()
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_group_is_left_while_a_forked_process_lives(ranks, transport, monkeypatch):
+    monkeypatch.setenv("PHALANX_TRANSPORT", transport)
+    ranks(2, leaves_before_its_child, transport)
+
+
 def forks_and_joins(rank, folder):
     other = 1 - rank
     assert called_back(lambda tensor: dist.irecv(tensor, other), lambda tensor: dist.isend(tensor, other), dist.barrier)

@@ -111,7 +111,7 @@ impl<'a> Watch<'a> {
         Ok(Self { rank, world, connections, health, heartbeat, process, liveness, peers, epoll, beat })
     }
 
-    /// Watches until `stopped` is closed at its other end. Returns what it has read of messages that are not complete, by rank.
+    /// Watches until `stopped` is shut down at its other end. Returns what it has read of messages that are not complete, by rank.
     pub(super) fn run(mut self) -> Result<Vec<Vec<u8>>> {
         let step = self.heartbeat.step();
         let mut beats = step.map(|step| Instant::now() + step);
