@@ -582,7 +582,7 @@ impl Drop for Inner {
             self.messages.close_later();
         } else {
             // Its threads and connections are the parent's: they may neither be waited for nor said goodbye to.
-            std::mem::forget(group);
+            std::mem::forget((group, std::mem::take(&mut self.connection)));
         }
     }
 }
