@@ -126,7 +126,7 @@ impl ProcessGroup {
     /// been received. For adapters.
     #[doc(hidden)]
     pub fn left_by_all(&self) -> Option<Error> {
-        let is_at_end = |peer| peer == self.rank() || self.inner.messages.is_at_end(peer);
+        let is_at_end = |peer: Rank| peer == self.rank() || self.inner.messages.is_at_end(peer);
         self.inner.world.ranks().all(is_at_end).then(|| self.inner.health.all_left())
     }
 
