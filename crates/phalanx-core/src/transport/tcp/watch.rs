@@ -388,6 +388,12 @@ impl<'a> Watch<'a> {
         let failed: Vec<(Silence, ProcessState)> =
             seen.into_iter().filter(|(silence, state)| silence.is_failure(*state)).collect();
         let Some((silence, state)) = failed.first() else { return };
+        if *state == ProcessState::Gone {
+            // Its connections would have ended with it.
+            let reason = "and a process that it has forked keeps its connections open";
+            self.health.lost(silence.peer, reason, *state);
+            return;
+        }
         let network = self.network(silence);
         self.health.silent(silence.peer, silence.lasted, (*state, network), failed.len() - 1);
     }
