@@ -66,6 +66,21 @@ def _is_by_ddp() -> bool:
     return is_by_ddp and passes <= 1
 
 
+# PyTorch's hooks that make calls in a callback of an earlier one.
+_CALLING_AGAIN = {f"torch.distributed.algorithms.ddp_comm_hooks.{name}" for name in ("ddp_zero_hook", "powerSGD_hook", "quantization_hooks")}
+
+
+def calls_again() -> bool:
+    """Whether one of these hooks has called the caller. Callbacks run on threads of their own: with several buckets, ranks would make the calls in
+    different orders, in each other's place if they are of one length."""
+    frame: types.FrameType | None = sys._getframe(1) if _hook.runs else None
+    while frame is not None and frame.f_code is not _ENGINE:
+        if frame.f_globals.get("__name__") in _CALLING_AGAIN:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _wait_for(group: "ProcessGroup", calls: list[_native.Work]) -> None:
     try:
         for call in calls:

@@ -1,5 +1,6 @@
 """Operations in flight, as PyTorch sees them."""
 
+import contextlib
 import datetime
 import threading
 import time
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx_torch import _native
+from phalanx_torch import _ddp, _native
 from phalanx_torch._errors import Error
 
 _NO_SOURCE = "source_rank: this operation has received from no rank"
@@ -199,6 +200,10 @@ class Work(dist.Work):
         return self._tensors
 
     def get_future(self) -> "torch.futures.Future[Any]":
+        if self._native is not None and _ddp.calls_again():
+            # Its callbacks then run in the hook. Its error is for them.
+            with contextlib.suppress(Error):
+                self._native.wait()
         with self._lock:
             if self._future is not None:
                 return self._future

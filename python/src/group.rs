@@ -218,8 +218,19 @@ impl Group {
         Ok(())
     }
 
+    /// An error of a receive for which there is no rank that could send.
+    fn check_source(&self, from: Option<u32>) -> PyResult<()> {
+        if from.is_none() && self.0.world.count() == 1 {
+            return Err(PyValueError::new_err(
+                "recv from any source: this group has one rank, and no rank sends to itself (start more ranks, or copy the data)",
+            ));
+        }
+        Ok(())
+    }
+
     /// Receives a parcel of objects from the rank `from`, or from any. Returns from which, and the parcel.
     pub fn recv_parcel(&self, py: Python<'_>, from: Option<Rank>) -> PyResult<(Rank, Vec<u8>)> {
+        self.check_source(from.map(Rank::get))?;
         let (call, work) = self.message((None, true))?;
         let parcel = Arc::new(Mutex::new(Vec::new()));
         let place = Place::Parcel(parcel.clone());
@@ -552,6 +563,7 @@ impl Group {
         how: How,
     ) -> PyResult<Work> {
         check_tag("recv", tag)?;
+        self.check_source(from)?;
         let memory = Memory::of(tensor, Meaning::Bytes, true)?;
         let (call, work) = self.message(how)?;
         let place = Place::Elements(memory);
@@ -570,7 +582,7 @@ impl Drop for Inner {
             self.messages.close_later();
         } else {
             // Its threads and connections are the parent's: they may neither be waited for nor said goodbye to.
-            std::mem::forget(group);
+            std::mem::forget((group, std::mem::take(&mut self.connection)));
         }
     }
 }

@@ -233,24 +233,6 @@ impl Messages {
     }
 }
 
-/// The error of a receive from any rank, if all others have left the group and nothing of theirs is left to receive.
-fn all_ended(group: &ProcessGroup) -> Result<Option<Error>, Error> {
-    let is_other = |rank: &Rank| *rank != group.rank();
-    for peer in group.world_size().ranks().filter(is_other) {
-        if !group.has_ended(peer)? {
-            return Ok(None);
-        }
-    }
-    let left = group.left_by(|rank| is_other(&rank));
-    Ok(left.map(|error| {
-        error
-            .adding(
-                "; recv from any source: no other rank is left, and none has sent a message with this tag",
-            )
-            .with_remedy("let a rank leave when its messages have been received")
-    }))
-}
-
 impl Received {
     fn awaits(&self, number: u64) -> bool {
         self.table.lock().waiting.iter().any(|waiting| waiting.number == number)
@@ -289,24 +271,31 @@ impl Received {
             }
             if moved {
                 pause = PAUSES.0;
-            } else if let Some(error) = all_ended(group)? {
-                group.abort(error.clone());
-                return Err(error);
-            } else if Instant::now() >= deadline {
-                let error =
-                    Error::timeout("recv from any source: no rank has sent a message with this tag in time")
-                        .with_remedy(
-                            "does a rank send to this one? A longer time-out can be set on the group",
-                        );
-                group.abort(error.clone());
-                return Err(error);
-            } else {
-                looks.look_if_due()?;
-                std::thread::sleep(pause);
-                pause = (pause * 2).min(PAUSES.1);
+                continue;
             }
+            let late = || (Instant::now() >= deadline).then(late_from_any);
+            if let Some(error) = self.none_is_left(group, number).or_else(late) {
+                group.abort(error.clone());
+                return Err(error);
+            }
+            looks.look_if_due()?;
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(PAUSES.1);
         }
         Ok(None)
+    }
+
+    /// The error if nothing can come any more for the receive `number`, which takes what any rank sends.
+    fn none_is_left(&self, group: &ProcessGroup, number: u64) -> Option<Error> {
+        let error = group.left_by_all()?;
+        // Whoever holds a line may be delivering the last message, which may be for this receive.
+        let lines: Option<Vec<_>> = self.lines.iter().map(|line| line.try_lock()).collect();
+        let is_over = lines.is_some() && self.awaits(number);
+        is_over.then(|| {
+            error
+                .in_operation("recv from any source", None)
+                .with_remedy("does a rank send to this one, and with this tag, before it leaves?")
+        })
     }
 
     /// Receives the next message of a line, which the caller has locked.
@@ -528,6 +517,11 @@ fn deliver_kept(group: &ProcessGroup, message: Message, mut waiting: Waiting) {
         })
     });
     waiting.pending.complete(outcome.map(|()| Some(from.get())));
+}
+
+fn late_from_any() -> Error {
+    Error::timeout("recv from any source: no rank has sent a message with this tag in time")
+        .with_remedy("does a rank send to this one? A longer time-out can be set on the group")
 }
 
 fn no_rank(rank: Rank) -> Error {

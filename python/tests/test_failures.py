@@ -429,6 +429,52 @@ def called_back(recv, send, barrier):
     return future.done()
 
 
+def leaves_before_its_child(rank, transport):
+    assert dist.group.WORLD.transport == transport
+    dist.all_reduce(torch.ones(1))
+    parent, child = os.getpid(), os.fork()
+    if child == 0:
+        # As a loader's worker, which has the descriptors of its parent.
+        while os.getppid() == parent:
+            time.sleep(0.05)
+        os._exit(0)
+    try:
+        dist.destroy_process_group()
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_group_is_left_while_a_forked_process_lives(ranks, transport, monkeypatch):
+    monkeypatch.setenv("PHALANX_TRANSPORT", transport)
+    ranks(2, leaves_before_its_child, transport)
+
+
+def dies_before_its_child(rank, seen):
+    dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        parent, limit = os.getpid(), time.monotonic() + 60
+        if os.fork() == 0:
+            # As a loader's worker, which has the descriptors of its parent: these are not closed when that dies.
+            while (os.getppid() == parent or not os.path.exists(seen)) and time.monotonic() < limit:
+                time.sleep(0.05)
+            os._exit(0)
+        os.kill(parent, signal.SIGKILL)
+    try:
+        with pytest.raises(phalanx_torch.Error, match="rank 1 .*died: its process has ended, and a process that it has forked") as caught:
+            dist.barrier()
+        assert (caught.value.kind, caught.value.peer) == ("peer_failed", 1)
+    finally:
+        with open(seen, "w"):
+            pass
+
+
+def test_a_rank_that_has_died_is_named_so_while_a_forked_process_lives(ranks, tmp_path):
+    ranks(2, dies_before_its_child, tmp_path / "seen", dies=(1,))
+
+
 def forks_and_joins(rank, folder):
     other = 1 - rank
     assert called_back(lambda tensor: dist.irecv(tensor, other), lambda tensor: dist.isend(tensor, other), dist.barrier)

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import gc
+import math
 import os
 import resource
 import threading
@@ -195,7 +196,7 @@ def trained(rank, hook):
 
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
-    ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=None if "power" in str(hook) else 0.0001)
+    ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.0001)
     if hook == "powerSGD":
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -215,6 +216,38 @@ def trained(rank, hook):
 def test_ddp_and_its_hooks_keep_replicas_equal(ranks, hook):
     first, second = ranks(2, trained, hook)
     assert first == second
+
+
+def trained_in_buckets(rank, hook):
+    """Several buckets of one length, whose hooks make calls in callbacks."""
+    from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook, default_hooks, powerSGD_hook, quantization_hooks
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[layer for _ in range(6) for layer in (torch.nn.Linear(16, 16), torch.nn.Tanh())])
+    ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001, static_graph=hook == "ZeRO")
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    if hook == "quantization":
+        ddp.register_comm_hook(dist.group.WORLD, quantization_hooks.quantization_pertensor_hook)
+    elif hook == "ZeRO":
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optimizer_class=torch.optim.SGD, lr=0.01, overlap_with_ddp=True)
+        ddp.register_comm_hook(None, ddp_zero_hook.hook_with_zero_step_interleaved(default_hooks.allreduce_hook, ddp, optimizer))
+    else:
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        inner = powerSGD_hook.powerSGD_hook
+        ddp.register_comm_hook(state, default_hooks.fp16_compress_wrapper(inner) if hook == "wrapped" else inner)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(8):
+        optimizer.zero_grad()
+        ddp(torch.randn(5, 16, generator=generator)).square().sum().backward()
+        optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+
+
+@pytest.mark.parametrize("hook", ["powerSGD", "wrapped", "quantization", "ZeRO"])
+def test_hooks_that_make_calls_in_callbacks_keep_replicas_equal(ranks, hook):
+    first, second = ranks(2, trained_in_buckets, hook)
+    assert first == second and all(map(math.isfinite, first))
 
 
 def test_a_builtin_hook_of_ddp_is_the_one_of_its_name(ranks):

@@ -117,19 +117,44 @@ def test_a_message_to_a_rank_that_has_left_is_refused(ranks):
     assert ranks(2, to_one_that_has_left)[0] is not None
 
 
-def from_nobody(rank, world):
-    if rank > 0:
+def from_nobody(rank):
+    if rank != 0:
         if rank == 1:
-            dist.send(torch.ones(1), 0, tag=5)
+            dist.send(torch.ones(1), 0)
         return dist.destroy_process_group()
-    with pytest.raises(phalanx_torch.Error, match="no other rank is left, and none has sent a message with this tag") as caught:
-        dist.recv(torch.zeros(1), tag=6)
+    got = torch.zeros(1)
+    assert dist.recv(got) == 1 and got.item() == 1.0
+    with pytest.raises(phalanx_torch.Error, match="recv from any source: all other ranks have left the group: rank 1 .*, rank 2 ") as caught:
+        dist.recv(got)
+    assert caught.value.kind == "peer_left" and caught.value.peer == 1
+
+
+def test_a_receive_from_any_rank_ends_when_all_others_have_left(ranks):
+    ranks(3, from_nobody)
+
+
+def objects_from_nobody(rank):
+    if rank == 1:
+        return dist.destroy_process_group()
+    with pytest.raises(phalanx_torch.Error, match="all other ranks have left the group: rank 1 ") as caught:
+        phalanx_torch.recv_object_list([None])
     assert caught.value.kind == "peer_left"
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_receive_from_any_rank_ends_when_all_others_have_left(ranks, world):
-    ranks(world, from_nobody, world)
+def test_a_receive_of_objects_from_any_rank_ends_when_all_others_have_left(ranks):
+    ranks(2, objects_from_nobody)
+
+
+def alone(rank):
+    match = "this group has one rank"
+    for call in (dist.recv, dist.irecv, lambda tensor: phalanx_torch.recv_object_list([None])):
+        with pytest.raises(ValueError, match=match):
+            call(torch.zeros(1))
+    assert dist.group.WORLD.failure() is None
+
+
+def test_a_receive_from_any_of_one_rank_is_refused(ranks):
+    ranks(1, alone)
 
 
 def unlike(rank):

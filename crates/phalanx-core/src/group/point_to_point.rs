@@ -3,7 +3,7 @@
 use super::{ProcessGroup, Work};
 use crate::buffer::Buffer;
 use crate::dtype::{DType, Element};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::transport::messages::length;
 use crate::wire::frame::{Call, Operation};
@@ -130,7 +130,15 @@ impl ProcessGroup {
     pub fn has_ended(&self, from: Rank) -> Result<bool> {
         let from = self.peer(from)?;
         self.failure().map_or(Ok(()), Err)?;
-        self.inner.messages.has_ended(from)
+        Ok(self.inner.messages.is_at_end(from))
+    }
+
+    /// The error of a receive from the rank that sends first, if none can send any more: every other rank has left, and all that they sent has
+    /// been received. For adapters.
+    #[doc(hidden)]
+    pub fn left_by_all(&self) -> Option<Error> {
+        let is_at_end = |peer: Rank| peer == self.rank() || self.inner.messages.is_at_end(peer);
+        self.inner.world.ranks().all(is_at_end).then(|| self.inner.health.all_left())
     }
 
     /// Starts to send `buffer` to `to`; [`Work::wait`] returns the buffer when all of it has been sent.
@@ -219,6 +227,6 @@ impl ProcessGroup {
 
     fn start_one(&self, op: P2pOp) -> Result<Work> {
         let mut works = self.batch_isend_irecv(vec![op])?;
-        works.pop().ok_or_else(|| crate::error::Error::invalid_argument("no message was started"))
+        works.pop().ok_or_else(|| Error::invalid_argument("no message was started"))
     }
 }

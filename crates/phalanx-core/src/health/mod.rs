@@ -34,6 +34,8 @@ pub use phalanx_proto::health::heartbeat::Heartbeat;
 /// How long a broken data connection waits for the control connections to report the cause. They see a dead process at
 /// once, but the thread that watches them may have to wait for a processor.
 const EXPLANATION_TIMEOUT: Duration = Duration::from_secs(1);
+/// Ranks that an error names, if it is about all.
+const NAMED: usize = 8;
 /// How long a rank waits for the others to find in which call they differ. They are told at the next look.
 const DIFFERENCE_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -468,6 +470,18 @@ impl Health {
         let host = self.host(peer);
         let cause = format!("rank {peer} ({host}) has left the group, so it takes no part in this operation");
         Error::new(Kind::PeerLeft, cause).with_peer(peer)
+    }
+
+    /// The error of an operation in which any other rank could take part, when all have sent a goodbye.
+    pub(crate) fn all_left(&self) -> Error {
+        let others = (0..).zip(&self.hosts).map(|(rank, host)| (Rank::new(rank), host));
+        let mut others = others.filter(|(rank, _)| *rank != self.rank).peekable();
+        let first = others.peek().map(|(rank, _)| *rank);
+        let named = others.by_ref().take(NAMED).map(|(rank, host)| format!("rank {rank} ({host})"));
+        let named = named.collect::<Vec<String>>().join(", ");
+        let more = if others.next().is_some() { " and more" } else { "" };
+        let error = Error::new(Kind::PeerLeft, format!("all other ranks have left the group: {named}{more}"));
+        first.into_iter().fold(error, Error::with_peer)
     }
 
     /// Fails the group with the error of an operation. A broken connection may be a consequence of another failure, so

@@ -129,12 +129,12 @@ impl Messages {
         Ok(self.shared.unexpected(from).is_some())
     }
 
-    /// Whether `from` has left, and each message that it has sent has been received.
-    pub(super) fn has_ended(&self, from: Rank) -> Result<bool> {
-        let line = line(&self.shared.inbound, from)?;
-        // In this order: what it has sent before it left is there by then, or on a connection that stands by then.
-        let has_left = self.shared.health.has_left(from);
-        Ok(has_left && line.idle_end().is_some_and(|mut end| end.has_ended()))
+    /// Whether `from` has left, and all that it sent has been received. Not while a call receives it.
+    pub(super) fn is_at_end(&self, from: Rank) -> bool {
+        // In this order: what it sent before it left counts.
+        self.shared.health.has_left(from)
+            && line(&self.shared.inbound, from)
+                .is_ok_and(|line| line.idle_end().is_some_and(|mut end| end.is_at_end()))
     }
 
     /// Passes `ops`, whose ranks have been checked, to the worker.

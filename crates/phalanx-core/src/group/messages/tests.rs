@@ -521,6 +521,43 @@ fn a_rank_that_has_left_has_ended_when_its_messages_are_received() {
 }
 
 #[test]
+fn nothing_comes_any_more_when_all_others_have_left_and_what_they_sent_has_been_received() {
+    let wait = |what: &dyn Fn() -> bool, of: Fabric| {
+        let start = Instant::now();
+        while !what() {
+            assert!(start.elapsed() < LIMIT, "{of:?}");
+            std::thread::yield_now();
+        }
+    };
+    for fabric in Fabric::ALL {
+        let mut groups = testing::groups(3, fabric).unwrap();
+        let (last, middle) = (groups.pop().unwrap(), groups.pop().unwrap());
+        let group = groups.pop().unwrap().with_timeout(LIMIT);
+        let peers = [middle.rank(), last.rank()];
+        std::thread::scope(|scope| {
+            // Ranks that leave wait for each other in some of the fabrics.
+            scope.spawn(move || {
+                middle.with_timeout(LIMIT).send(&[7u8], Rank::MAIN).unwrap();
+                drop(middle);
+            });
+            wait(&|| group.health().has_left(peers[0]), fabric);
+            assert!(group.left_by_all().is_none(), "{fabric:?}: one is there");
+            scope.spawn(move || drop(last));
+            wait(&|| group.health().has_left(peers[1]), fabric);
+            assert!(group.left_by_all().is_none(), "{fabric:?}: a message is there");
+            let mut got = [0u8];
+            group.recv(&mut got, peers[0]).unwrap();
+            assert_eq!(got, [7]);
+            wait(&|| group.left_by_all().is_some(), fabric);
+        });
+        let error = group.left_by_all().unwrap();
+        assert!(error.is_peer_left() && error.peer() == Some(peers[0]), "{fabric:?}: {error}");
+        assert!(peers.iter().all(|peer| error.to_string().contains(&format!("rank {peer} ("))), "{error}");
+        assert!(group.failure().is_none(), "{fabric:?}");
+    }
+}
+
+#[test]
 fn a_peer_that_leaves_within_a_line_is_noticed() {
     for error in received_from(LIMIT, |line, _| line.push_raw(&[1; 100])) {
         assert!(error.is_peer_left() && error.peer() == Some(Rank::new(1)), "{error}");

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::fmt::Display;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
-use std::net::{IpAddr, SocketAddr, TcpStream};
+use std::net::{IpAddr, Shutdown, SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -77,6 +77,8 @@ impl Drop for Link {
             let reads = (0..MOST).take_while(|_| self.stream.read(&mut unread).is_ok_and(|count| count > 0));
             reads.for_each(drop);
         }
+        // To close it is not enough: the server waits for the end, and a process that was forked from this one has the connection open, too.
+        let _ = self.stream.shutdown(Shutdown::Write);
     }
 }
 
@@ -717,7 +719,6 @@ fn retry(error: io::Error) -> io::Result<()> {
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 #[doc(hidden)]
 pub fn fuzz(bytes: &[u8]) -> bool {
-    use std::net::Shutdown;
     use std::os::fd::OwnedFd;
     use std::os::unix::net::UnixStream;
 
@@ -743,7 +744,21 @@ pub fn fuzz(bytes: &[u8]) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::net::TcpListener;
+
     use super::*;
+
+    /// A process that was forked from this one has a copy of the descriptor, which stays open when this one closes its own.
+    #[test]
+    fn a_server_sees_the_end_of_a_connection_that_a_forked_process_has_too() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let _copy = stream.try_clone().unwrap();
+        let mut server = listener.accept().unwrap().0;
+        server.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        drop(Link::over(stream, Deadline::after(Duration::from_secs(20))));
+        assert_eq!(server.read(&mut [0]).unwrap(), 0);
+    }
 
     #[test]
     fn nobody_looks_away_from_an_answer_that_is_on_its_way() {

@@ -122,23 +122,19 @@ impl Inbound {
         }
         Header::decode(&bytes).ok()
     }
-}
 
-impl Inbound {
-    /// Whether nothing more comes from a peer that has left. Call it only between frames.
-    pub(crate) fn has_ended(&mut self) -> bool {
-        if let Medium::Stream(stream) = &self.medium {
-            return match stream.get() {
-                Ok(Some(connection)) => match connection.peek(&mut [0]) {
-                    Ok(count) => count == 0,
-                    // What is on the way comes before the end of a connection.
-                    Err(error) => !matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted),
-                },
-                Ok(None) => !stream.may_come(),
-                Err(_) => true,
-            };
+    /// Whether nothing is left to receive, of a peer that has left. Call it only between frames.
+    pub(crate) fn is_at_end(&mut self) -> bool {
+        let Medium::Stream(stream) = &mut self.medium else { return !self.is_ready() };
+        match stream.get() {
+            Ok(Some(connection)) => match connection.peek(&mut [0]) {
+                Ok(count) => count == 0,
+                // What is on the way comes before the end of a connection.
+                Err(error) => !matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted),
+            },
+            Ok(None) => !stream.may_come(),
+            Err(_) => true,
         }
-        !self.is_ready()
     }
 }
 

@@ -76,7 +76,7 @@ impl Pair {
 }
 
 /// Accepts the start's connections of every higher rank into `pairs`, and reports which ranks are missing. Stops when
-/// `stopped` is closed at its other end, if there is one. Calls `meanwhile` now and then, whose error ends it, too. A foreign connection is dropped, and does not delay the ranks. If some connections are made
+/// `stopped` is shut down at its other end, if there is one. Calls `meanwhile` now and then, whose error ends it, too. A foreign connection is dropped, and does not delay the ranks. If some connections are made
 /// [on demand](super::on_demand), ranks that are ready earlier may make theirs already.
 pub(super) fn accept(
     listener: &TcpListener,
@@ -216,7 +216,7 @@ enum Woken {
 }
 
 /// Waits until a connection or data arrives, a pending connection's time is over, it is time for a check, or `stopped`
-/// is closed at its other end. If there is no descriptor for another connection, the listener is not polled: it would
+/// is shut down at its other end. If there is no descriptor for another connection, the listener is not polled: it would
 /// be ready again and again.
 fn wait_for_arrivals(
     listener: &TcpListener,

@@ -1,7 +1,7 @@
 //! Builds the mesh: every rank listens, connects to the lower ranks, and accepts the higher ones.
 
 use std::io;
-use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{OnceLock, mpsc};
@@ -226,7 +226,8 @@ fn accept_beside(
             Ok(addresses)
         });
         if connecting.is_err() {
-            drop(stop);
+            // To close it is not enough: a process that is forked from this one meanwhile has it open, too.
+            let _ = stop.shutdown(Shutdown::Both);
         }
         let accepting = accepting.map_or_else(
             || Ok(Accepted::default()),

@@ -8,7 +8,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::io::{self, IoSlice};
-use std::net::IpAddr;
+use std::net::{IpAddr, Shutdown};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -40,7 +40,7 @@ use crate::world_size::WorldSize;
 
 /// Watches the control connections until it is dropped; then it sends a goodbye.
 pub(crate) struct Monitor {
-    /// Closing this end wakes the thread, which holds the other.
+    /// Shutting this end down wakes the thread, which holds the other.
     stop: Option<UnixStream>,
     /// It leaves what it has read of messages that were not complete, by rank.
     thread: Option<JoinHandle<Vec<Vec<u8>>>>,
@@ -157,7 +157,7 @@ impl Monitor {
     }
 }
 
-/// Starts the thread that watches the control connections. Returns what ends it when that is dropped, and the thread.
+/// Starts the thread that watches the control connections. Returns what ends it when that is shut down, and the thread.
 fn watch(
     (rank, world): (Rank, WorldSize),
     connections: &Arc<Connections>,
@@ -197,7 +197,10 @@ impl Drop for Monitor {
         }
         // As below; from here on no connection comes.
         let _ = self.caller.take().map(JoinHandle::join);
-        drop(self.stop.take());
+        if let Some(stop) = self.stop.take() {
+            // To close it is not enough: a process that was forked from this one, such as a loader's worker, has it open, too.
+            let _ = stop.shutdown(Shutdown::Both);
+        }
         // The thread catches no panics, and none is expected; if there was one, there is no caller to report it to.
         let unread = self.thread.take().and_then(|thread| thread.join().ok()).unwrap_or_default();
         self.health.compare_calls();
@@ -453,6 +456,24 @@ pub(super) mod tests {
         let thread = std::thread::spawn(move || drop(failing.fail(Error::mismatch("the calls differ"))));
         begins.recv().unwrap();
         thread
+    }
+
+    /// A process that was forked from this one has copies of its descriptors, which stay open when this one closes its own.
+    #[test]
+    fn a_rank_leaves_while_a_process_that_was_forked_from_it_lives() {
+        let (own, _peer) = pair();
+        let connections = Arc::new(Connections { control: vec![Some(own), None], ..Connections::default() });
+        let health = Health::new(Rank::new(1), vec!["a".into(), "b".into()]);
+        let identity = (Rank::new(1), WorldSize::new(2).unwrap());
+        let monitor =
+            Monitor::start(identity, connections, health, Heartbeat::default(), Arc::default()).unwrap();
+        let _copy = monitor.stop.as_ref().unwrap().try_clone().unwrap();
+        let (left, leaves) = mpsc::channel();
+        std::thread::spawn(move || {
+            drop(monitor);
+            left.send(()).unwrap();
+        });
+        leaves.recv_timeout(Duration::from_secs(20)).unwrap();
     }
 
     #[test]

@@ -111,7 +111,7 @@ impl<'a> Watch<'a> {
         Ok(Self { rank, world, connections, health, heartbeat, process, liveness, peers, epoll, beat })
     }
 
-    /// Watches until `stopped` is closed at its other end. Returns what it has read of messages that are not complete, by rank.
+    /// Watches until `stopped` is shut down at its other end. Returns what it has read of messages that are not complete, by rank.
     pub(super) fn run(mut self) -> Result<Vec<Vec<u8>>> {
         let step = self.heartbeat.step();
         let mut beats = step.map(|step| Instant::now() + step);
@@ -388,6 +388,12 @@ impl<'a> Watch<'a> {
         let failed: Vec<(Silence, ProcessState)> =
             seen.into_iter().filter(|(silence, state)| silence.is_failure(*state)).collect();
         let Some((silence, state)) = failed.first() else { return };
+        if *state == ProcessState::Gone {
+            // Its connections would have ended with it.
+            let reason = "and a process that it has forked keeps its connections open";
+            self.health.lost(silence.peer, reason, *state);
+            return;
+        }
         let network = self.network(silence);
         self.health.silent(silence.peer, silence.lasted, (*state, network), failed.len() - 1);
     }
