@@ -71,8 +71,6 @@ pub(super) struct Connection {
     untaken: Arc<AtomicUsize>,
     /// When something of it was taken last.
     taken_at: Option<Instant>,
-    /// Whether what has come and was not taken yet is lost when it has ended.
-    is_hurried: bool,
     kill_at: Option<Instant>,
 }
 
@@ -97,7 +95,6 @@ impl Connection {
             stderr_is_closed: false,
             untaken: Arc::clone(&incoming.untaken),
             taken_at: None,
-            is_hurried: false,
             kill_at: None,
         };
         if let (Some(stdin), Some(stdout), Some(stderr)) = pipes {
@@ -125,18 +122,6 @@ impl Connection {
     /// It may run so much longer, and is then killed.
     pub(super) fn must_end_by(&mut self, at: Instant) {
         self.kill_at = Some(self.kill_at.map_or(at, |earlier| earlier.min(at)));
-    }
-
-    /// A signal has come: whoever has sent it does not wait until the observer takes what has come.
-    pub(super) fn hurry(&mut self) {
-        self.is_hurried = true;
-    }
-
-    /// For so long the observer took nothing. A process cannot end meanwhile that has more to say, so that this time does not count.
-    pub(super) fn was_paused(&mut self, pause: Duration) {
-        if !self.is_hurried {
-            self.kill_at = self.kill_at.map(|at| at.checked_add(pause).unwrap_or(at));
-        }
     }
 
     #[cfg(test)]
@@ -184,13 +169,13 @@ impl Connection {
         }
     }
 
-    /// Whether it has ended, and all its output has been read. What has come waits as long as the observer takes nothing.
+    /// Whether it has ended, and all its output has been read. What has come waits as long as others' messages are taken.
     pub(super) fn is_over(&self) -> bool {
         let Some((_, ended)) = self.ended else { return false };
         let silent_since = self.taken_at.map_or(ended, |taken| taken.max(ended));
         let is_silent = || silent_since.elapsed() > LAST_MESSAGE_TIMEOUT;
         let all_came = self.stdout_is_closed && self.stderr_is_closed;
-        let waits = self.untaken.load(Ordering::Relaxed) > 0 && !self.is_hurried;
+        let waits = self.untaken.load(Ordering::Relaxed) > 0;
         all_came || !waits && is_silent()
     }
 
@@ -291,9 +276,6 @@ mod tests {
         }
         let long_ago = Instant::now().checked_sub(2 * LAST_MESSAGE_TIMEOUT).unwrap();
         connection.ended = connection.ended.map(|(status, _)| (status, long_ago));
-        connection.is_hurried = true;
-        assert!(connection.is_over());
-        connection.is_hurried = false;
         for expected in ["first", "last"] {
             assert!(!connection.is_over());
             let next = incoming.recv_timeout(Duration::from_secs(60)).unwrap();
