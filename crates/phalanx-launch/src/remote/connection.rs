@@ -1,6 +1,6 @@
 //! One launcher on one host, and the threads that exchange messages with it.
 
-use std::io::{self, BufRead, BufReader, PipeWriter, Read, Write};
+use std::io::{self, BufRead, BufReader, ErrorKind, PipeWriter, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
@@ -81,8 +81,10 @@ impl Connection {
         command.process_group(0);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().map_err(|error| {
-            let program = command.get_program().to_string_lossy().into_owned();
-            Error::io(format!("cannot start {program}"), error).with_remedy(remedy)
+            let is_missing = error.kind() == ErrorKind::NotFound;
+            let cause = format!("cannot start {}", command.get_program().display());
+            let error = Error::not_started(cause, error);
+            if is_missing { error.with_remedy(remedy) } else { error }
         })?;
         let (outgoing, inbox) = channel();
         let pipes = (child.stdin.take(), child.stdout.take(), child.stderr.take());
@@ -205,7 +207,7 @@ impl Drop for Connection {
 
 fn thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
     let started = std::thread::Builder::new().name(format!("phalanx-{name}")).spawn(run);
-    started.map(drop).map_err(|error| Error::io("cannot start a thread for another host", error))
+    started.map(drop).map_err(|error| Error::not_started("cannot start a thread for another host", error))
 }
 
 /// Until there are no more messages, or the launcher does not read them.
@@ -258,6 +260,22 @@ mod tests {
     use super::*;
     use crate::deadline::Deadline;
     use crate::poll::wake_pipe;
+
+    #[test]
+    fn only_of_a_program_that_is_missing_it_is_said_how_to_get_it() {
+        let refused = |program: &str, argument: String| {
+            let (sender, _incoming) = sync_channel(1);
+            let (_notice, wake) = wake_pipe().unwrap();
+            let sender = IncomingSender { host: 0, sender, wake: Arc::new(wake), untaken: Arc::default() };
+            let mut command = Command::new(program);
+            command.arg(argument);
+            Connection::start(command, "install it", sender).unwrap_err()
+        };
+        assert_eq!(refused("/does/not/exist", String::new()).remedy(), Some("install it"));
+        // The system takes no argument of this length.
+        let error = refused("true", "x".repeat(1 << 20));
+        assert!(error.to_string().starts_with("cannot start true: ") && error.remedy().is_none(), "{error}");
+    }
 
     #[test]
     fn what_was_not_taken_yet_is_not_lost_with_the_process() {

@@ -82,7 +82,9 @@ impl RemoteNode {
         std::thread::Builder::new()
             .name("phalanx-driver".into())
             .spawn(move || then_end(|| follow(messages, follower.as_ref(), &opened), end_job))
-            .map_err(|error| Error::io("cannot start a thread for the signals of another host", error))?;
+            .map_err(|error| {
+                Error::not_started("cannot start a thread for the signals of another host", error)
+            })?;
         let arguments = arguments.into_iter().map(OsString::from_vec).collect();
         Ok(Some(Self { arguments, config, agent, window }))
     }

@@ -173,7 +173,10 @@ impl ElasticPlan {
 
     /// Serves the store, once its address is known, and tells the launchers to start that have waited for it.
     fn start_those_who_wait(&mut self, launchers: &mut Launchers<'_>) -> Result<()> {
+        // Where nobody has answered, as before a script has printed a host, nothing shows at which address the hosts reach this machine.
+        let is_waiting = |peer: &Peer| peer.hello.is_some() && !peer.was_told_to_start && !peer.leaves;
         if self.store.is_none()
+            && launchers.peers.iter().any(is_waiting)
             && let Some(address) = self.address(launchers)
         {
             let known = launchers.known(|peer| peer.host.name());
@@ -187,8 +190,7 @@ impl ElasticPlan {
         if let Some(store) = &self.store {
             let (host, port) = (store.host.clone(), store.server.local_addr().port());
             for index in 0..launchers.peers.len() {
-                let peer = &launchers.peers[index];
-                if peer.hello.is_some() && !peer.was_told_to_start && !peer.leaves {
+                if is_waiting(&launchers.peers[index]) {
                     self.tell_to_start(launchers, index, &host, port);
                 }
             }
@@ -274,6 +276,14 @@ impl ElasticPlan {
     fn handle_discovery(&mut self, launchers: &mut Launchers<'_>) -> Result<()> {
         while let Some(answer) = self.discovery.as_ref().and_then(Discovery::next) {
             match answer {
+                // As where machines are still to be made, or the script has lost sight of them all: the last list stays valid.
+                Ok(hosts) if hosts.hosts().is_empty() => {
+                    self.failures_before_list = self.failures_before_list.map(|_| 0);
+                    self.tell_of_script(launchers, match self.failures_before_list {
+                        Some(_) => "--host-discovery-script prints no host yet: hosts are waited for, at most for --elastic-timeout",
+                        None => "--host-discovery-script prints no host: the last list stays in use",
+                    });
+                }
                 Ok(hosts) => {
                     self.discovery_failures.end();
                     self.failures_before_list = None;
@@ -285,13 +295,17 @@ impl ElasticPlan {
                         return Err(error);
                     }
                     // The last list stays valid.
-                    if self.discovery_failures.is_worth_telling(Instant::now()) {
-                        launchers.control.tell(Event::Warning { text: &error.to_string() });
-                    }
+                    self.tell_of_script(launchers, &error.to_string());
                 }
             }
         }
         Ok(())
+    }
+
+    fn tell_of_script(&mut self, launchers: &mut Launchers<'_>, text: &str) {
+        if self.discovery_failures.is_worth_telling(Instant::now()) {
+            launchers.control.tell(Event::Warning { text });
+        }
     }
 
     /// A worker has failed, and its launcher waits for a decision about the slot.
@@ -479,6 +493,7 @@ fn seconds(pause: Duration) -> String {
 mod tests {
     use super::*;
     use crate::rank::Rank;
+    use crate::remote::HostDiscovery;
     use crate::remote::driver::{Driver, tests::silent_job};
 
     #[test]
@@ -578,10 +593,30 @@ mod tests {
             let mut plan = elastic.plan(launchers)?;
             plan.act(launchers)?;
             assert_eq!((launchers.peers.len(), plan.store.is_some()), (2, false));
-            launchers.peers[0].end = Some(LauncherEnd::Failed(Error::timeout("it has not answered")));
-            launchers.peers.iter_mut().for_each(|peer| peer.leaves = true);
+            // It does not say from where it was reached; the other one may.
+            launchers.peers[0].hello = Some(None);
+            plan.act(launchers)?;
+            assert!(plan.store.is_none());
+            launchers.peers[1].end = Some(LauncherEnd::Failed(Error::timeout("it has not answered")));
+            launchers.peers[1].leaves = true;
             plan.act(launchers)?;
             assert!(plan.store.is_some(), "nobody is waited for any more");
+            Ok(Box::new(plan) as _)
+        });
+        drop(driver.unwrap());
+    }
+
+    #[test]
+    fn before_a_script_has_printed_a_host_no_address_is_guessed() {
+        let (_folder, mut job) = silent_job("node1");
+        job.hosts = HostList::default();
+        let job = job.bind(IpAddr::from([127, 0, 0, 1]));
+        let elastic = ElasticHosts::new(WorldSize::ONE).discovery(HostDiscovery::new("exec sleep 600"));
+        let mut observer = |_: Event<'_>| std::ops::ControlFlow::Continue(());
+        let driver = Driver::start(&job, &mut observer, |launchers| {
+            let mut plan = elastic.plan(launchers)?;
+            plan.act(launchers)?;
+            assert!(plan.store.is_none());
             Ok(Box::new(plan) as _)
         });
         drop(driver.unwrap());
