@@ -399,10 +399,12 @@ impl Plan for ElasticPlan {
     fn handle_failure(&mut self, _launchers: &mut Launchers<'_>) {}
 
     fn handle_loss(&mut self, launchers: &mut Launchers<'_>, peer: Peer) {
-        if let Some(store) = &self.store {
-            for (number, process) in &peer.processes {
-                store.publisher.exited(number.get(), *process);
+        // They have ended with their launcher, or will, and nobody sees how.
+        for (&rank, &pid) in &peer.processes {
+            if let Some(store) = &self.store {
+                store.publisher.exited(rank.get(), pid);
             }
+            launchers.control.tell(Event::Exited { rank, pid, exit: Exit::Lost });
         }
         let (host, leaves) = (peer.index, peer.leaves);
         let has_succeeded = matches!(
@@ -536,6 +538,35 @@ mod tests {
         assert_eq!(outcome_of(Some(Outcome::Succeeded)), Outcome::Succeeded);
         assert_eq!(outcome_of(Some(interrupted.clone())), interrupted);
         assert_eq!(outcome_of(None), interrupted);
+    }
+
+    #[test]
+    fn of_each_worker_of_a_host_that_is_lost_it_is_said_that_it_is_gone() {
+        let (_folder, job) = silent_job("node1:2,node2");
+        let job = job.bind(IpAddr::from([127, 0, 0, 1]));
+        let elastic = ElasticHosts::new(WorldSize::new(1).unwrap());
+        let mut told = Vec::new();
+        let mut observer = |event: Event<'_>| {
+            if let Event::Exited { rank, pid, exit } = event {
+                told.push((rank.get(), pid, exit));
+            }
+            std::ops::ControlFlow::Continue(())
+        };
+        let driver = Driver::start(&job, &mut observer, |launchers| {
+            let mut plan = elastic.plan(launchers)?;
+            plan.act(launchers)?;
+            for local_rank in [0, 1] {
+                let (rank, pid) = (Rank::new(local_rank), 70 + local_rank);
+                plan.handle_event(launchers, 0, &RemoteEvent::Started { rank, local_rank, pid });
+            }
+            let (rank, pid) = (Rank::new(0), 70);
+            plan.handle_event(launchers, 0, &RemoteEvent::Exited { rank, pid, exit: Exit::Code(0) });
+            let lost = launchers.peers.remove(0);
+            plan.handle_loss(launchers, lost);
+            Ok(Box::new(plan) as _)
+        });
+        drop(driver.unwrap());
+        assert_eq!(told, [(0, 70, Exit::Code(0)), (1, 71, Exit::Lost)]);
     }
 
     #[test]
