@@ -16,6 +16,7 @@ use rustix::process::{Pid, Signal as Raw};
 
 use super::agent::Instruction;
 use super::attempts::Control;
+use super::descriptors;
 use super::event::Event;
 use super::exit::{Exit, Signal};
 use super::job::Job;
@@ -57,6 +58,7 @@ pub(super) fn run(
     control: &mut Control<'_>,
 ) -> Result<Attempt> {
     let count = job.workers.count();
+    descriptors::allow(count, placement.world_size.get().into());
     let mut processes = JobProcesses::new(job.subreaper)?;
     let guard = Guard::start(count, processes.tag())
         .map_err(|error| Error::not_started("cannot start the workers' guard", error))?;

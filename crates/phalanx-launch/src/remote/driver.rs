@@ -22,6 +22,7 @@ use super::protocol::{FromLauncher, LauncherConfig, RemoteEvent, SentKey, ToLaun
 use crate::agent::AgentConfig;
 use crate::attempts::Control;
 use crate::deadline::Deadline;
+use crate::descriptors;
 use crate::error::{Error, Result};
 use crate::event::{Event, Observer};
 use crate::exit::{Report, Signal};
@@ -199,6 +200,9 @@ impl Launchers<'_> {
     /// Starts a launcher for `host`, whose number is `index`, and whose first worker has the number `first`.
     pub(super) fn launch(&mut self, index: usize, host: Host, first: u32) -> Result<()> {
         let id = self.started_peers;
+        let ranks =
+            self.peers.iter().map(|peer| u64::from(peer.slots)).sum::<u64>() + u64::from(host.slots());
+        descriptors::allow(self.peers.len() + 1, ranks);
         let (command, remedy) = (self.job.command(&host)?, self.job.shell.remedy_if_missing());
         let connection = Connection::start(command, remedy, self.inbox.incoming_sender(id))?;
         self.started_peers += 1;
