@@ -8,7 +8,7 @@
 //! own children, which distinguishes one long stop from many short ones and names the signal; `/proc` does neither.
 
 use std::collections::HashSet;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use phalanx_sys::guard::Guard;
@@ -158,12 +158,10 @@ impl Supervisor<'_, '_> {
                 break;
             }
             let reads = self.control.observer.is_ready() && self.logs.is_none_or(JobLogs::is_ready);
-            self.wait(reads)?;
+            let written = self.wait(reads)?;
             // Signals first: a sender may signal this process and the workers at the same time.
             self.handle_signals();
-            if reads {
-                self.handle_output();
-            }
+            written.into_iter().for_each(|worker| self.read_output(worker));
             self.handle_stop();
             self.handle_ends();
             self.handle_nodes();
@@ -179,7 +177,8 @@ impl Supervisor<'_, '_> {
         Ok(())
     }
 
-    fn wait(&self, reads: bool) -> Result<()> {
+    /// Waits until there is something to do. Returns the workers that have written, if it `reads`.
+    fn wait(&self, reads: bool) -> Result<Vec<usize>> {
         let now = Instant::now();
         let due = self.replacements.as_ref().and_then(Replacements::wake_at);
         let look_at = self.frozen.look_at().filter(|_| self.is_ending());
@@ -190,13 +189,23 @@ impl Supervisor<'_, '_> {
             timeout = Some(timeout.map_or(POLL_INTERVAL, |timeout| timeout.min(POLL_INTERVAL)));
         }
         let signals = self.control.signals.iter().map(AsFd::as_fd);
-        let output = self.workers.iter().filter(|_| reads).flat_map(Worker::open_output);
-        let descriptors = signals
+        let workers = self.workers.iter().enumerate().filter(|_| reads);
+        let output = workers.flat_map(|(index, worker)| worker.open_output().map(move |pipe| (index, pipe)));
+        let output: Vec<(usize, BorrowedFd<'_>)> = output.collect();
+        let descriptors = output
+            .iter()
+            .map(|(_, pipe)| *pipe)
+            .chain(signals)
             .chain(self.nodes.notice())
             .chain(self.control.refused.notice())
-            .chain(self.workers.iter().filter_map(Worker::end_notice))
-            .chain(output);
-        poll_readable(descriptors, timeout).map_err(|error| Error::io("cannot wait for the workers", error))
+            .chain(self.workers.iter().filter_map(Worker::end_notice));
+        let is_ready = poll_readable(descriptors, timeout)
+            .map_err(|error| Error::io("cannot wait for the workers", error))?;
+        // Of many workers, each of which writes a line now and then, only those are looked at.
+        let ready = output.iter().zip(is_ready).filter(|(_, is_ready)| *is_ready);
+        let mut written: Vec<usize> = ready.map(|((worker, _), _)| *worker).collect();
+        written.dedup();
+        Ok(written)
     }
 
     fn handle_signals(&mut self) {
@@ -212,12 +221,6 @@ impl Supervisor<'_, '_> {
                     self.deliver(signal);
                 }
             }
-        }
-    }
-
-    fn handle_output(&mut self) {
-        for worker in 0..self.workers.len() {
-            self.read_output(worker);
         }
     }
 
