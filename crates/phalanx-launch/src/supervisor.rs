@@ -117,6 +117,14 @@ struct Supervisor<'a, 'b> {
     empty_since: Option<Instant>,
 }
 
+/// What a wait has shown.
+struct Ready {
+    /// The workers that have written.
+    written: Vec<usize>,
+    /// Whether some worker may have ended.
+    has_any_ended: bool,
+}
+
 /// The state shared with the other nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Reported {
@@ -158,12 +166,14 @@ impl Supervisor<'_, '_> {
                 break;
             }
             let reads = self.control.observer.is_ready() && self.logs.is_none_or(JobLogs::is_ready);
-            let written = self.wait(reads)?;
+            let Ready { written, has_any_ended } = self.wait(reads)?;
             // Signals first: a sender may signal this process and the workers at the same time.
             self.handle_signals();
             written.into_iter().for_each(|worker| self.read_output(worker));
             self.handle_stop();
-            self.handle_ends();
+            if has_any_ended {
+                self.handle_ends();
+            }
             self.handle_nodes();
             self.handle_time();
             self.handle_instructions();
@@ -177,8 +187,8 @@ impl Supervisor<'_, '_> {
         Ok(())
     }
 
-    /// Waits until there is something to do. Returns the workers that have written, if it `reads`.
-    fn wait(&self, reads: bool) -> Result<Vec<usize>> {
+    /// Waits until there is something to do. Of many workers, each of which writes a line now and then, only those are looked at.
+    fn wait(&self, reads: bool) -> Result<Ready> {
         let now = Instant::now();
         let due = self.replacements.as_ref().and_then(Replacements::wake_at);
         let look_at = self.frozen.look_at().filter(|_| self.is_ending());
@@ -192,20 +202,21 @@ impl Supervisor<'_, '_> {
         let workers = self.workers.iter().enumerate().filter(|_| reads);
         let output = workers.flat_map(|(index, worker)| worker.open_output().map(move |pipe| (index, pipe)));
         let output: Vec<(usize, BorrowedFd<'_>)> = output.collect();
-        let descriptors = output
-            .iter()
-            .map(|(_, pipe)| *pipe)
+        let ends: Vec<BorrowedFd<'_>> = self.workers.iter().filter_map(Worker::end_notice).collect();
+        let pipes = output.iter().map(|(_, pipe)| *pipe);
+        let descriptors = pipes
+            .chain(ends.iter().copied())
             .chain(signals)
             .chain(self.nodes.notice())
-            .chain(self.control.refused.notice())
-            .chain(self.workers.iter().filter_map(Worker::end_notice));
+            .chain(self.control.refused.notice());
         let is_ready = poll_readable(descriptors, timeout)
             .map_err(|error| Error::io("cannot wait for the workers", error))?;
-        // Of many workers, each of which writes a line now and then, only those are looked at.
-        let ready = output.iter().zip(is_ready).filter(|(_, is_ready)| *is_ready);
+        let mut is_ready = is_ready.into_iter();
+        let ready = output.iter().zip(is_ready.by_ref()).filter(|(_, is_ready)| *is_ready);
         let mut written: Vec<usize> = ready.map(|((worker, _), _)| *worker).collect();
         written.dedup();
-        Ok(written)
+        let is_seen = is_ready.take(ends.len()).any(|is_ready| is_ready);
+        Ok(Ready { written, has_any_ended: is_seen || self.workers.iter().any(Worker::must_be_polled) })
     }
 
     fn handle_signals(&mut self) {
