@@ -17,7 +17,6 @@ use crate::host;
 use crate::host_manager::{Action, HostDecision, HostManager, Limits};
 use crate::interfaces;
 use crate::job::random_name;
-use crate::notice::warn;
 use crate::own_address::own_address;
 use crate::remote::address;
 use crate::remote::driver::{DriverEnd, Launchers, Plan};
@@ -220,7 +219,7 @@ impl ElasticPlan {
 
     /// The address at which the hosts reach this machine, according to those that have answered; none, if another
     /// answer is worth waiting for.
-    fn address(&self, launchers: &Launchers<'_>) -> Option<String> {
+    fn address(&self, launchers: &mut Launchers<'_>) -> Option<String> {
         let known = launchers.known(|peer| peer.host.name());
         if let Some(address) = address::seen_by_others(&known, interfaces::is_own) {
             return Some(address.to_string());
@@ -236,14 +235,17 @@ impl ElasticPlan {
         }
         let stays_here = self.discovery.is_none()
             && launchers.job.hosts.hosts().iter().all(|host| launchers.job.is_this_machine(host));
+        let loopback = IpAddr::from([127, 0, 0, 1]);
+        let address = if stays_here { Ok(loopback) } else { own_address() };
         // Hosts on other networks may come later.
-        let unknown = |error: &Error| {
-            warn(format_args!(
+        let address = address.unwrap_or_else(|error| {
+            let text = format!(
                 "{error}; hosts that come later are told the loopback, at which they do not reach this one"
-            ));
-        };
-        let address = if stays_here { None } else { own_address().inspect_err(unknown).ok() };
-        Some(address.unwrap_or_else(|| IpAddr::from([127, 0, 0, 1])).to_string())
+            );
+            launchers.control.tell(Event::Warning { text: &text });
+            loopback
+        });
+        Some(address.to_string())
     }
 
     fn tell_to_start(&self, launchers: &mut Launchers<'_>, index: usize, host: &str, port: u16) {
