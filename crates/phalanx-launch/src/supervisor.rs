@@ -58,6 +58,7 @@ pub(super) fn run(
     control: &mut Control<'_>,
 ) -> Result<Attempt> {
     let count = job.workers.count();
+    // The workers inherit it, and have more peers where there are several nodes.
     descriptors::allow(count, placement.world_size.get().into());
     let mut processes = JobProcesses::new(job.subreaper)?;
     let guard = Guard::start(count, processes.tag())
