@@ -18,7 +18,7 @@ use super::event::Stream;
 use super::exit::{Exit, Failure, Signal};
 use super::job::Job;
 use super::job_processes::TAG_VARIABLE;
-use super::lines::Lines;
+use super::lines::{Lines, character_end};
 use super::logs::{Sink, WorkerLogs};
 use super::placement::Placement;
 use super::program::Program;
@@ -342,7 +342,8 @@ fn keep(tail: &mut VecDeque<Vec<u8>>, stream: Stream, line: &[u8]) {
         if tail.len() == TAIL_LINES {
             tail.pop_front();
         }
-        tail.push_back(line[..line.len().min(TAIL_WIDTH)].to_vec());
+        let (piece, rest) = line.split_at(line.len().min(TAIL_WIDTH));
+        tail.push_back(piece[..character_end(piece, rest)].to_vec());
     }
 }
 
