@@ -38,6 +38,8 @@ pub(in crate::remote) struct ElasticPlan {
     discovery_failures: Failures,
     /// How many answers were unusable before the first list; None once there was one.
     failures_before_list: Option<u32>,
+    /// Why the last answer was no list.
+    script_trouble: Option<String>,
     run_id: String,
     host_manager: HostManager,
     max_workers: u32,
@@ -99,6 +101,7 @@ impl ElasticPlan {
             discovery,
             discovery_failures: Failures::default(),
             failures_before_list: Some(0),
+            script_trouble: None,
             run_id: elastic.run_id.clone().map_or_else(random_name, Ok)?,
             host_manager: HostManager::new(limits),
             max_workers: limits.max,
@@ -281,14 +284,16 @@ impl ElasticPlan {
                 // As where machines are still to be made, or the script has lost sight of them all: the last list stays valid.
                 Ok(hosts) if hosts.hosts().is_empty() => {
                     self.failures_before_list = self.failures_before_list.map(|_| 0);
-                    self.tell_of_script(launchers, match self.failures_before_list {
-                        Some(_) => "--host-discovery-script prints no host yet: hosts are waited for, at most for --elastic-timeout",
-                        None => "--host-discovery-script prints no host: the last list stays in use",
-                    });
+                    let what = match self.failures_before_list {
+                        Some(_) => "no host yet: hosts are waited for, at most for --elastic-timeout",
+                        None => "no host: the last list stays in use",
+                    };
+                    self.tell_of_script(launchers, &format!("--host-discovery-script prints {what}"));
+                    self.script_trouble = Some("--host-discovery-script prints no host".to_owned());
                 }
                 Ok(hosts) => {
                     self.discovery_failures.end();
-                    self.failures_before_list = None;
+                    (self.failures_before_list, self.script_trouble) = (None, None);
                     self.list(&hosts);
                 }
                 Err(error) => {
@@ -298,6 +303,7 @@ impl ElasticPlan {
                     }
                     // The last list stays valid.
                     self.tell_of_script(launchers, &error.to_string());
+                    self.script_trouble = Some(error.without_remedy().to_string());
                 }
             }
         }
@@ -456,8 +462,9 @@ impl Plan for ElasticPlan {
                 (None, Some(error)) => return Err(error),
                 (None, None) => {
                     let there = self.too_few.unwrap_or(0);
+                    let trouble = self.script_trouble.map_or_else(String::new, |why| format!(": {why}"));
                     return Err(Error::timeout(format!(
-                        "{there} workers run, and no others have come in time"
+                        "{there} workers run, and no others have come in time{trouble}"
                     ))
                     .with_remedy("does the host list name enough hosts? --elastic-timeout waits longer"));
                 }

@@ -159,3 +159,26 @@ fn before_a_script_has_printed_a_host_no_address_is_guessed() {
     });
     drop(driver.unwrap());
 }
+
+#[test]
+fn where_no_host_comes_in_time_it_is_said_what_is_wrong_with_the_script() {
+    for (script, trouble) in [("true", "prints no host"), ("exit 3", "it ended with exit status: 3")] {
+        let (_folder, mut job) = silent_job("node1");
+        job.hosts = HostList::default();
+        let elastic = ElasticHosts::new(WorldSize::ONE).discovery(HostDiscovery::new(script));
+        let mut observer = |_: Event<'_>| std::ops::ControlFlow::Continue(());
+        let driver = Driver::start(&job, &mut observer, |launchers| {
+            let mut plan = elastic.plan(launchers)?;
+            let deadline = Deadline::after(Duration::from_secs(60));
+            while plan.script_trouble.is_none() {
+                assert!(!deadline.has_passed(), "the script has not answered");
+                plan.act(launchers)?;
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            launchers.end = Some(DriverEnd::Planned);
+            Ok(Box::new(plan) as _)
+        });
+        let error = driver.unwrap().run().unwrap_err();
+        assert!(error.is_timeout() && error.to_string().contains(trouble), "{error}");
+    }
+}
