@@ -55,6 +55,8 @@ pub(in crate::remote) struct ElasticPlan {
     /// What was said of how the workers are ended.
     endings: Vec<RemoteEvent>,
     workers: u32,
+    /// How many hosts have had a launcher, however often.
+    nodes: u32,
 }
 
 /// Which unusable answers of the discovery script a person hears of: one of each row, but not of each of many short rows. A script is asked
@@ -113,6 +115,7 @@ impl ElasticPlan {
             is_cut_short: false,
             endings: Vec::new(),
             workers: 0,
+            nodes: 0,
         };
         if let Some(address) = &job.master_addr {
             plan.serve(launchers, address)?;
@@ -133,6 +136,7 @@ impl ElasticPlan {
                 Action::Launch { host, first, slots } => {
                     let named = Host::named(self.host_manager.name(host), slots);
                     launchers.launch(host, named, first)?;
+                    self.nodes = self.nodes.max(u32::try_from(host).unwrap_or(u32::MAX).saturating_add(1));
                 }
                 Action::Replace { host, slot } => instruct(launchers, host, Instruction::Replace(slot)),
                 Action::LeaveEmpty { host, slot } => instruct(launchers, host, Instruction::LeaveEmpty(slot)),
@@ -475,7 +479,7 @@ impl Plan for ElasticPlan {
             outcome,
             exits: self.exits,
             world_size: WorldSize::new(self.workers).ok(),
-            nodes: u32::try_from(launchers.started_peers).unwrap_or(u32::MAX),
+            nodes: self.nodes,
             restarts: 0,
             replacements: self.host_manager.restarts().0,
             elapsed: launchers.started.elapsed(),

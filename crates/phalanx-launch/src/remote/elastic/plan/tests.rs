@@ -182,3 +182,20 @@ fn where_no_host_comes_in_time_it_is_said_what_is_wrong_with_the_script() {
         assert!(error.is_timeout() && error.to_string().contains(trouble), "{error}");
     }
 }
+
+#[test]
+fn a_host_that_was_started_again_is_one_node() {
+    let (_folder, job) = silent_job("node1,node2");
+    let job = job.bind(IpAddr::from([127, 0, 0, 1]));
+    let elastic = ElasticHosts::new(WorldSize::ONE);
+    let mut observer = |_: Event<'_>| std::ops::ControlFlow::Continue(());
+    let driver = Driver::start(&job, &mut observer, |launchers| {
+        let mut plan = elastic.plan(launchers)?;
+        plan.act(launchers)?;
+        launchers.launch(0, Host::named("node1", 1), 0)?;
+        launchers.peers.clear();
+        launchers.end = Some(DriverEnd::Interrupted(Signal::INT));
+        Ok(Box::new(plan) as _)
+    });
+    assert_eq!(driver.unwrap().run().unwrap().nodes, 2);
+}
