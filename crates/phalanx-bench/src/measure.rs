@@ -41,14 +41,15 @@ impl Times {
     ) -> Result<Self> {
         let each = warm_up(group, counts.warm_up, &mut call)?;
         let calls = (SAMPLE / each).ceil().clamp(1.0, 1000.0);
-        let samples = match counts.timed {
-            Some(timed) => (f64::from(timed) / calls).ceil(),
-            None => (TIMED / (each * calls)).clamp(*SAMPLES.start(), *SAMPLES.end()),
-        };
-        let mut times = Vec::with_capacity(samples as usize);
+        let samples = (TIMED / (each * calls)).clamp(*SAMPLES.start(), *SAMPLES.end());
+        let calls = calls as u32;
+        let mut left = counts.timed.unwrap_or(samples as u32 * calls);
+        let mut times = Vec::with_capacity(left.div_ceil(calls) as usize);
         group.barrier()?;
-        for _ in 0..samples as usize {
-            times.push(run(calls as u32, &mut call)? / calls);
+        while left > 0 {
+            let sample = calls.min(left);
+            times.push(run(sample, &mut call)? / f64::from(sample));
+            left -= sample;
         }
         times.sort_by(f64::total_cmp);
         let mut slowest = [50, 0, 99].map(|percent| percentile(&times, percent));
@@ -108,7 +109,25 @@ fn run(calls: u32, call: &mut impl FnMut() -> Result<()>) -> Result<f64> {
 
 #[cfg(test)]
 mod tests {
+    use phalanx::WorldSize;
+
     use super::*;
+
+    #[test]
+    fn as_many_calls_are_timed_as_were_asked_for_however_short_they_are() {
+        let groups = ProcessGroup::in_process(WorldSize::ONE).unwrap();
+        for timed in [1, 7] {
+            let mut calls = 0;
+            let counts = Counts { warm_up: Some(3), timed: Some(timed) };
+            let call = || {
+                calls += 1;
+                Ok(())
+            };
+            Times::of(&groups[0], counts, call).unwrap();
+            // One more says how long a call takes.
+            assert_eq!(calls, 3 + 1 + timed);
+        }
+    }
 
     #[test]
     fn so_many_times_are_not_exceeded() {

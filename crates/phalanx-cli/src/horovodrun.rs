@@ -9,7 +9,7 @@ use std::process::{Command, ExitCode};
 use clap::{ArgAction, Args, CommandFactory};
 use phalanx::launch::ElasticHosts;
 
-use crate::cli::Cli;
+use crate::cli::{Cli, seconds};
 use crate::output::print;
 
 /// The name of the subcommand, and of links to this program.
@@ -61,7 +61,7 @@ pub(crate) struct Horovodrun {
     #[arg(short = 'i', long, value_name = "FILE")]
     ssh_identity_file: Option<OsString>,
 
-    /// How long the hosts may take to answer, and then their launchers to find each other
+    /// How long the hosts may take to answer, and then their launchers to find each other [default: HOROVOD_START_TIMEOUT, or 30]
     #[arg(long, value_name = "SECONDS")]
     start_timeout: Option<OsString>,
 
@@ -129,7 +129,7 @@ pub(crate) struct Horovodrun {
     #[arg(long, alias = "slots-per-host", value_name = "N")]
     slots: Option<OsString>,
 
-    /// How long the job may have fewer workers than --min-np while it waits for new ones
+    /// How long the job may have fewer workers than --min-np while it waits for new ones [default: HOROVOD_ELASTIC_TIMEOUT, or 600]
     #[arg(long, value_name = "SECONDS")]
     elastic_timeout: Option<OsString>,
 
@@ -242,6 +242,26 @@ impl Horovodrun {
             .any(Option::is_some)
     }
 
+    /// With the times that variables give in place of options, as Horovod reads them.
+    fn with_variables(mut self, variable: impl Fn(&str) -> Option<OsString>) -> Result<Self, String> {
+        let given = |name: &str| {
+            let Some(value) = variable(name).filter(|value| !value.is_empty()) else { return Ok(None) };
+            let text = value.to_string_lossy().into_owned();
+            match seconds(&text) {
+                Ok(_) => Ok(Some(value)),
+                Err(why) => Err(format!("{name}={text}: {why}")),
+            }
+        };
+        if self.start_timeout.is_none() {
+            self.start_timeout = given("HOROVOD_START_TIMEOUT")?;
+        }
+        // Without it the job is not elastic, and the variable may be that of all jobs.
+        if self.elastic_timeout.is_none() && self.min_np.is_some() {
+            self.elastic_timeout = given("HOROVOD_ELASTIC_TIMEOUT")?;
+        }
+        Ok(self)
+    }
+
     /// The same for `phalanx run`: its arguments, and what the environment has besides.
     fn translated(self) -> Result<(Vec<OsString>, Variables), String> {
         if let Some((option, instead)) = self.refused.given() {
@@ -310,7 +330,8 @@ pub(crate) fn run(options: Horovodrun) -> ExitCode {
     // A Slurm job says it itself.
     let says_how_many =
         options.says_how_many() || std::env::var_os("SLURM_JOB_ID").is_some_and(|job| !job.is_empty());
-    let (arguments, variables) = match options.translated() {
+    let options = options.with_variables(|name| std::env::var_os(name));
+    let (arguments, variables) = match options.and_then(Horovodrun::translated) {
         Ok(translated) => translated,
         Err(message) => return refuse(message, 2),
     };
@@ -423,6 +444,27 @@ mod tests {
         let expected = "run --num-proc 8 --ssh-port 22 --min-np 4 --max-np 12 --reset-limit 3 --host-discovery-script ./h \
                         --slots 2 --log-dir out --tee 3 --blacklist-cooldown-range 1 9 --max-restarts 4294967295 -- x";
         assert_eq!(translated(elastic).0, expected);
+    }
+
+    #[test]
+    fn times_may_be_given_by_horovods_variables() {
+        let given = |line: &str, value: &str| {
+            let variable = |name: &str| {
+                let is_known = ["HOROVOD_START_TIMEOUT", "HOROVOD_ELASTIC_TIMEOUT"].contains(&name);
+                is_known.then(|| OsString::from(value))
+            };
+            let (arguments, _) = parse(line)?.with_variables(variable)?.translated()?;
+            Ok::<_, String>(arguments.join(OsStr::new(" ")).into_string().unwrap())
+        };
+        let [alone, elastic] = ["horovodrun -np 1 x", "horovodrun -np 2 --min-np 1 x"];
+        assert_eq!(given(alone, "90").unwrap(), "run --num-proc 1 --start-timeout 90 -- x");
+        let both = "run --num-proc 2 --start-timeout 90 --min-np 1 --elastic-timeout 90 -- x";
+        assert_eq!(given(elastic, "90").unwrap(), both);
+        assert_eq!(given(alone, "").unwrap(), "run --num-proc 1 -- x");
+        // What is typed goes before them.
+        let typed = "horovodrun -np 1 --start-timeout 5 x";
+        assert_eq!(given(typed, "soon").unwrap(), "run --num-proc 1 --start-timeout 5 -- x");
+        assert!(given(alone, "soon").unwrap_err().starts_with("HOROVOD_START_TIMEOUT=soon: "));
     }
 
     #[test]

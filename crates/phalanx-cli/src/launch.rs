@@ -5,7 +5,7 @@ use std::path::Path;
 
 use clap::Args;
 
-use crate::cli::Run;
+use crate::run_options::Run;
 
 const MANUAL: &str = "\
 This is `phalanx run` with the habits of `python -m torch.distributed.launch`: each worker gets its local rank as an option, \

@@ -22,6 +22,7 @@ mod processes;
 mod render;
 mod report;
 mod run;
+mod run_options;
 mod slurm;
 mod status;
 mod tls;

@@ -31,21 +31,20 @@ pub(crate) fn run(options: &Node) -> ExitCode {
         return ExitCode::FAILURE;
     }
     let Ok(output) = Output::start(Format::Text) else { return ExitCode::FAILURE };
-    let mut teller = Teller(output);
-    // The command reads no more while nobody reads its own output. A signal, and its end, end this process.
+    // The network may be slow. A signal, and the command's end, end this process.
     let mut timeout = Duration::MAX;
-    if let Some(result) = run_part(&mut teller).transpose() {
-        teller.0.push(Stream::Stdout, RemoteNode::final_message(&result));
+    if let Some(result) = run_part(&output).transpose() {
+        output.push(Stream::Stdout, RemoteNode::final_message(&result));
         if result.is_ok_and(|report| matches!(report.outcome, Outcome::Interrupted(_))) {
             timeout = LAST_MESSAGE_TIMEOUT;
         }
     }
-    teller.0.finish(timeout);
+    output.finish(timeout);
     ExitCode::SUCCESS
 }
 
 /// This host's part of the job; nothing if the job has ended.
-fn run_part(teller: &mut Teller) -> Result<Option<Report>> {
+fn run_part(output: &Output) -> Result<Option<Report>> {
     let Some(node) = RemoteNode::start()? else { return Ok(None) };
     let parsed = parse::parse(node.arguments().iter().cloned());
     let command = parsed.map_err(|error| Error::invalid_argument(error.to_string()))?.command;
@@ -58,20 +57,23 @@ fn run_part(teller: &mut Teller) -> Result<Option<Report>> {
     // The path is one of the host where the command was given.
     options.job_key_file = None;
     let job = job(options, node.workers()?, cluster).map_err(Error::invalid_argument)?;
-    node.part(job).run(teller).map(Some)
+    node.part(job).run(&mut Teller { output, node: &node }).map(Some)
 }
 
 /// Sends messages to the user's command.
 #[derive(Debug)]
-struct Teller(Output);
+struct Teller<'a> {
+    output: &'a Output,
+    node: &'a RemoteNode,
+}
 
-impl Observer for Teller {
+impl Observer for Teller<'_> {
     fn observe(&mut self, event: Event<'_>) -> ControlFlow<()> {
-        self.0.push(Stream::Stdout, RemoteNode::tell(&event));
-        if self.0.reader_is_gone() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        self.output.push(Stream::Stdout, self.node.tell(&event));
+        if self.output.reader_is_gone() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     }
 
     fn is_ready(&mut self) -> bool {
-        !self.0.is_full()
+        self.node.is_ready() && !self.output.is_full()
     }
 }

@@ -8,6 +8,9 @@ use std::{env, fs, thread};
 use phalanx::{MAX_WORLD_SIZE, WorldSize};
 
 const OTHER_VARIABLE: &str = "PET_N_PROC_PER_NODE";
+const VISIBLE_DEVICES: &str = "CUDA_VISIBLE_DEVICES";
+/// NVIDIA's driver has a folder for each device here.
+const DRIVER: &str = "proc/driver/nvidia/gpus";
 
 /// A number of workers, or the devices that get one worker each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,15 +59,18 @@ impl Processes {
 
     /// The number of workers on this machine.
     pub(crate) fn count(self) -> Result<WorldSize, String> {
-        let gpus = || gpus(Path::new("/dev"), env::var("CUDA_VISIBLE_DEVICES").ok().as_deref());
+        let visible = env::var_os(VISIBLE_DEVICES).map(|list| list.to_string_lossy().into_owned());
+        let gpus = || gpus(Path::new("/"), visible.as_deref());
         let count = match self {
             Self::Number(size) => return Ok(size),
             Self::Cpu => cpus()?,
             Self::Gpu => match gpus() {
                 0 => {
-                    return Err(
-                        "--nproc-per-node gpu: no NVIDIA GPU is visible; give a number, or `cpu`".to_owned()
-                    );
+                    let given = visible.as_deref().map(|list| format!(" with {VISIBLE_DEVICES}={list}"));
+                    return Err(format!(
+                        "--nproc-per-node gpu: no NVIDIA GPU is visible{}; give a number, or `cpu`",
+                        given.unwrap_or_default()
+                    ));
                 }
                 count => count,
             },
@@ -85,24 +91,69 @@ fn cpus() -> Result<usize, String> {
     }
 }
 
-/// `nvidia0`, `nvidia1`, .. in `devices`, if `CUDA_VISIBLE_DEVICES` makes them visible.
-fn gpus(devices: &Path, visible: Option<&str>) -> usize {
-    let is_gpu = |name: &str| {
+/// The devices below `root` that a program of CUDA sees: `dev/nvidia0`, `dev/nvidia1`, .., of which `CUDA_VISIBLE_DEVICES` may name some.
+fn gpus(root: &Path, visible: Option<&str>) -> usize {
+    let names = |folder: &str| {
+        let entries = fs::read_dir(root.join(folder)).into_iter().flatten().flatten();
+        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect::<Vec<_>>()
+    };
+    let is_gpu = |name: &&String| {
         name.strip_prefix("nvidia")
             .is_some_and(|number| !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit()))
     };
-    let present = fs::read_dir(devices).map_or(0, |entries| {
-        entries.flatten().filter(|entry| entry.file_name().to_str().is_some_and(is_gpu)).count()
-    });
-    match visible {
-        None => present,
-        // CUDA stops at the first invalid entry, usually -1.
-        Some(list) => {
-            let named =
-                list.split(',').map(str::trim).take_while(|entry| !entry.is_empty() && *entry != "-1");
-            named.count().min(present)
+    let present = names("dev").iter().filter(is_gpu).count();
+    let Some(list) = visible else { return present };
+    // The driver says the UUID of each device; where it does not, any is taken for that of one.
+    let uuids = || {
+        let files = names(DRIVER).into_iter().map(|gpu| root.join(DRIVER).join(gpu).join("information"));
+        files.filter_map(|file| uuid(&fs::read_to_string(file).ok()?)).collect::<Vec<_>>()
+    };
+    match list.trim_start().get(..4) {
+        // A program gets one instance, however many are named.
+        Some("MIG-") => present.min(1),
+        Some("GPU-") => {
+            let uuids = uuids();
+            let device = |entry: &str| match uuids.is_empty() {
+                _ if !entry.starts_with("GPU-") => None,
+                true => Some(entry.to_owned()),
+                false => only(uuids.iter().filter(|uuid| uuid.starts_with(entry))).cloned(),
+            };
+            seen(list, device).min(present)
+        }
+        _ => seen(list, |entry| number(entry).filter(|index| *index < present)),
+    }
+}
+
+/// How many devices a list names: as CUDA does, up to the first entry that is none of a device, and none if two entries are the same device.
+fn seen<D: PartialEq>(list: &str, device: impl Fn(&str) -> Option<D>) -> usize {
+    let mut devices = Vec::new();
+    for found in list.split(',').map(|entry| device(entry.trim())) {
+        match found {
+            None => break,
+            Some(found) if devices.contains(&found) => return 0,
+            Some(found) => devices.push(found),
         }
     }
+    devices.len()
+}
+
+/// The number with which an entry begins: CUDA ignores what follows it.
+fn number(entry: &str) -> Option<usize> {
+    let digits = entry.strip_prefix('+').unwrap_or(entry);
+    let end = digits.find(|letter: char| !letter.is_ascii_digit()).unwrap_or(digits.len());
+    digits[..end].parse().ok()
+}
+
+/// The UUID in what the driver says of a device.
+fn uuid(information: &str) -> Option<String> {
+    let line = information.lines().find_map(|line| line.strip_prefix("GPU UUID:"))?;
+    Some(line.trim().to_owned())
+}
+
+/// The only item, if there is just one: an abbreviated UUID may be that of several devices.
+fn only<T>(mut items: impl Iterator<Item = T>) -> Option<T> {
+    let first = items.next();
+    if items.next().is_some() { None } else { first }
 }
 
 #[cfg(test)]
@@ -133,16 +184,59 @@ mod tests {
         assert!(error.starts_with("PET_N_PROC_PER_NODE=many: it is neither a number"), "{error}");
     }
 
+    /// A machine with three GPUs; `uuids` are what its driver says.
+    fn machine(uuids: &[&str]) -> tempfile::TempDir {
+        let root = tempfile::tempdir().unwrap();
+        fs::create_dir(root.path().join("dev")).unwrap();
+        for name in ["nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "null"] {
+            fs::write(root.path().join("dev").join(name), "").unwrap();
+        }
+        for (bus, uuid) in uuids.iter().enumerate() {
+            let folder = root.path().join(DRIVER).join(format!("0000:0{bus}:00.0"));
+            fs::create_dir_all(&folder).unwrap();
+            let information =
+                format!("Model: \t\t NVIDIA H200\nGPU UUID: \t {uuid}\nDevice Minor: \t {bus}\n");
+            fs::write(folder.join("information"), information).unwrap();
+        }
+        root
+    }
+
     #[test]
     fn gpus_are_counted_as_cuda_sees_them() {
-        let folder = tempfile::tempdir().unwrap();
-        for name in ["nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "null"] {
-            fs::write(folder.path().join(name), "").unwrap();
-        }
-        assert_eq!(gpus(folder.path(), None), 3);
-        assert_eq!(gpus(folder.path(), Some("1,2")), 2);
-        assert_eq!(gpus(folder.path(), Some("")), 0);
-        assert_eq!(gpus(folder.path(), Some("0,-1,1")), 1);
+        let root = machine(&[]);
+        let seen = |visible| gpus(root.path(), visible);
+        assert_eq!((seen(None), seen(Some("1,2")), seen(Some(" 0 , 2 "))), (3, 2, 2));
+        assert_eq!((seen(Some("")), seen(Some("none")), seen(Some("-1"))), (0, 0, 0));
+        // Up to the first entry that is no device, also where enough others follow.
+        assert_eq!((seen(Some("0,-1,1")), seen(Some("0,3,1,2")), seen(Some("5,0,1"))), (1, 1, 0));
+        assert_eq!((seen(Some("0,1,")), seen(Some("0,,1")), seen(Some("0,99999999999999999999"))), (2, 1, 1));
+        // The same device twice is none.
+        assert_eq!(
+            (seen(Some("1,1")), seen(Some("0,1,0")), seen(Some("0,00")), seen(Some("0,-1,0"))),
+            (0, 0, 0, 1)
+        );
+        assert_eq!((seen(Some("1x,+2")), seen(Some("0,GPU-a"))), (2, 1));
         assert_eq!(gpus(Path::new("/nonexistent"), None), 0);
+        assert_eq!(gpus(Path::new("/nonexistent"), Some("0,1")), 0);
+    }
+
+    #[test]
+    fn gpus_are_counted_by_their_uuids() {
+        let root = machine(&["GPU-12ab-01", "GPU-12cd-02", "GPU-77ef-03"]);
+        let seen = |visible| gpus(root.path(), Some(visible));
+        assert_eq!((seen("GPU-77ef-03,GPU-12ab-01"), seen("GPU-77,GPU-12a")), (2, 2));
+        // An unknown one, one that may be two, and one that is named twice.
+        assert_eq!((seen("GPU-77,GPU-ff,GPU-12a"), seen("GPU-12"), seen("GPU-77,GPU-77ef-03")), (1, 0, 0));
+        assert_eq!((seen("GPU-77,0"), seen("MIG-a,MIG-b"), seen("MIG-GPU-12ab-01/1/0")), (1, 1, 1));
+        let one = machine(&["GPU-12ab-01"]);
+        assert_eq!(gpus(one.path(), Some("GPU-12ab-01,")), 1);
+        // Where the driver says nothing.
+        let root = machine(&[]);
+        let seen = |visible| gpus(root.path(), Some(visible));
+        assert_eq!(
+            (seen("GPU-a,GPU-b"), seen("GPU-a,GPU-a"), seen("GPU-a,0"), seen("GPU-a,GPU-b,GPU-c,GPU-d")),
+            (2, 0, 1, 3)
+        );
+        assert_eq!(gpus(Path::new("/nonexistent"), Some("MIG-a")), 0);
     }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use clap::ValueEnum;
 use phalanx::Rank;
-use phalanx::launch::{ElasticHosts, Event, Observer, Signal, Stream};
+use phalanx::launch::{ElasticHosts, Event, Exit, Observer, Signal, Stream};
 
 use crate::json;
 use crate::output::Output;
@@ -178,7 +178,8 @@ impl Renderer {
             }
             Event::Started { rank, local_rank, .. } => drop(self.local_ranks.insert(rank, local_rank)),
             Event::Exited { rank, pid, exit } if !exit.is_success() && !self.ending => {
-                self.ending = true;
+                // Of a host that is lost the others go on.
+                self.ending = exit != Exit::Lost;
                 self.note(&format!("rank {rank} (pid {pid}): {exit}"));
             }
             Event::Lost { failure, replaced_in, replacements, max_replacements } => {

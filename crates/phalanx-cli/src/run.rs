@@ -11,10 +11,11 @@ use phalanx::launch::{
 use phalanx::{Error, JobKey, WorldSize};
 use rustix::io::Errno;
 
-use crate::cli::{Keygen, Run, ranked, thread_note};
+use crate::cli::Keygen;
 use crate::processes::Processes;
 use crate::render::{self, Format, Prefix, Renderer, wants_colour};
 use crate::report::Look;
+use crate::run_options::{Run, ranked, thread_note};
 use crate::{json, launch, report, slurm};
 
 /// How long a reader may take to read the output of a job that a signal has ended. The sender of the signal will not

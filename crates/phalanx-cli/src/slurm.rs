@@ -2,9 +2,9 @@
 
 use phalanx::launch::{Host, RemoteShell, SlurmAllocation};
 
-use crate::cli::Run;
 use crate::processes::Processes;
 use crate::run::Started;
+use crate::run_options::Run;
 
 /// The nodes of the Slurm job, if this command is in one and no option says where to run.
 pub(crate) fn allocation(options: &Run) -> Result<Option<SlurmAllocation>, String> {

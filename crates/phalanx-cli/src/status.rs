@@ -27,7 +27,11 @@ impl Status {
                 (self.restarts, self.max_restarts) = (restarts, max_restarts);
                 (self.nodes, self.node, self.workers, self.running) = (nodes, node, world_size.get(), 0);
             }
-            Event::Started { .. } => self.running += 1,
+            Event::Started { .. } => {
+                self.running += 1;
+                // Hosts may be added to an elastic job.
+                self.workers = self.workers.max(self.running);
+            }
             Event::Exited { .. } => self.running = self.running.saturating_sub(1),
             Event::Lost { failure, replacements, max_replacements, .. } => {
                 (self.replacements, self.max_replacements) = (replacements, max_replacements);
@@ -67,6 +71,7 @@ impl fmt::Display for Status {
 
 #[cfg(test)]
 mod tests {
+    use phalanx::launch::Exit;
     use phalanx::{Rank, WorldSize};
 
     use super::*;
@@ -81,6 +86,19 @@ mod tests {
         assert!(status.observe(&Event::Started { rank: Rank::MAIN, local_rank: 0, pid: 7 }));
         assert!(!status.observe(&Event::Killing));
         assert_eq!(status.to_string(), "phalanx: node 0 of 2, 4 workers, 1 running here, 1 of 3 restarts");
+    }
+
+    #[test]
+    fn workers_that_are_added_are_counted() {
+        let mut status = Status::default();
+        let world_size = WorldSize::ONE;
+        status.observe(&Event::Starting { restarts: 0, max_restarts: 0, world_size, node: 0, nodes: 1 });
+        for pid in [7, 8] {
+            status.observe(&Event::Started { rank: Rank::MAIN, local_rank: 0, pid });
+        }
+        assert_eq!(status.to_string(), "phalanx: 2 workers, 2 running here");
+        status.observe(&Event::Exited { rank: Rank::MAIN, pid: 7, exit: Exit::Lost });
+        assert_eq!(status.to_string(), "phalanx: 2 workers, 1 running here");
     }
 
     #[test]

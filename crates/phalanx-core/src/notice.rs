@@ -67,11 +67,16 @@ impl Reminders {
 
     /// Reports `what` is waited for, if it is time.
     pub(crate) fn remind(&mut self, what: impl FnOnce() -> String) {
+        self.due(what).into_iter().for_each(warn);
+    }
+
+    /// What is to be reported now, if it is time.
+    fn due(&mut self, what: impl FnOnce() -> String) -> Option<String> {
         let waited = self.started.elapsed();
-        if waited >= self.next {
+        (waited >= self.next).then(|| {
             self.next = after(waited);
-            warn(format_args!("{} ({} s so far)", what(), waited.as_secs()));
-        }
+            format!("{} ({} s so far)", what(), waited.as_secs())
+        })
     }
 
     fn left(&self) -> Duration {
@@ -94,9 +99,10 @@ pub fn while_waiting<R>(what: impl Fn() -> String + Send, wait: impl FnOnce() ->
     let (done, ended) = channel::<()>();
     scope(|scope| {
         let remind = move || {
-            let mut reminders = Reminders::new();
+            let (mut reminders, aside) = (Reminders::new(), Aside::default());
             while ended.recv_timeout(reminders.left()) == Err(RecvTimeoutError::Timeout) {
-                reminders.remind(&what);
+                // This thread is waited for, and standard error may have no reader.
+                reminders.due(&what).into_iter().for_each(|text| aside.warn(text));
             }
         };
         // If the thread cannot be started, there are no reports.

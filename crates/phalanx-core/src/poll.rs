@@ -63,13 +63,15 @@ pub(crate) fn look_until(mut has_come: impl FnMut() -> bool) {
     }
 }
 
-/// Waits until one of `descriptors` can be read, as `poll` does.
+/// Waits until one of `descriptors` can be read, as `poll` does. Returns for each whether it can, or its other end is closed.
 pub fn poll_readable<'a>(
     descriptors: impl Iterator<Item = BorrowedFd<'a>>,
     timeout: Option<Duration>,
-) -> io::Result<()> {
+) -> io::Result<Vec<bool>> {
     let readable = |descriptor| PollFd::from_borrowed_fd(descriptor, PollFlags::IN);
-    poll(&mut descriptors.map(readable).collect::<Vec<_>>(), timeout).map(drop)
+    let mut descriptors: Vec<PollFd<'_>> = descriptors.map(readable).collect();
+    poll(&mut descriptors, timeout)?;
+    Ok(descriptors.iter().map(|descriptor| !descriptor.revents().is_empty()).collect())
 }
 
 /// A pipe with which one thread ends another's wait. Neither end blocks: if the pipe is full, the reader is awake
@@ -85,4 +87,21 @@ pub fn wake_pipe() -> io::Result<(PipeReader, PipeWriter)> {
 /// Empties a [`wake_pipe`].
 pub fn drain(mut pipe: &PipeReader) {
     while matches!(pipe.read(&mut [0; 64]), Ok(1..)) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn those_that_can_be_read_are_told_from_the_others() {
+        let [(written, mut writer), (empty, _held), (closed, end)] = [(); 3].map(|()| io::pipe().unwrap());
+        writer.write_all(&[0]).unwrap();
+        drop(end);
+        let all = || [&written, &empty, &closed].map(AsFd::as_fd).into_iter();
+        assert_eq!(poll_readable(all(), Some(Duration::from_secs(60))).unwrap(), [true, false, true]);
+        assert_eq!(poll_readable(all().skip(1).take(1), Some(Duration::ZERO)).unwrap(), [false]);
+    }
 }

@@ -7,6 +7,7 @@ use phalanx_sys::signal::{Catcher, ignore_file_size_signal, keep_exit_status_of_
 use rustix::process::Signal as Raw;
 
 use super::cluster::Cluster;
+use super::descriptors;
 use super::event::{Event, Observer};
 use super::exit::{Outcome, Report, Signal};
 use super::job::Job;
@@ -29,6 +30,8 @@ pub(super) fn run(job: &Job, observer: &mut dyn Observer) -> Result<Report> {
     if lent.is_none() {
         control.tell(Event::Warning { text: NO_KEY });
     }
+    // Before a store is served, which admits the fewer clients at a time the lower the limit is.
+    descriptors::allow(job.workers.count(), job.workers.get().into());
     let run_id = job.name_of_run()?;
     let logs = job.logs.as_ref().map(|logs| logs.open(&run_id)).transpose()?;
     if let Some(logs) = &logs {

@@ -45,6 +45,7 @@
 mod agent;
 mod attempts;
 mod cluster;
+mod descriptors;
 mod error_file;
 mod event;
 mod exit;

@@ -19,7 +19,8 @@ pub(super) struct Lines {
 }
 
 impl Lines {
-    /// Lines longer than `limit` bytes come in pieces of that length, and a mark behind each piece but the last.
+    /// Lines longer than `limit` bytes come in pieces of that length, or of up to three bytes less so that no character is cut, and a mark
+    /// behind each piece but the last.
     pub(super) fn new(limit: usize) -> Self {
         Self { limit, line: Vec::new(), returned: false, progress_at: None }
     }
@@ -70,13 +71,26 @@ impl Lines {
         while self.line.len() + bytes.len() > self.limit {
             let (fits, rest) = bytes.split_at(self.limit - self.line.len());
             self.line.extend_from_slice(fits);
+            let carried = self.line.split_off(character_end(&self.line, rest));
             self.line.extend_from_slice(CONTINUES);
             emit(&self.line);
-            self.line.clear();
+            self.line = carried;
             bytes = rest;
         }
         self.line.extend_from_slice(bytes);
     }
+}
+
+/// How much of `piece`, which `rest` follows, ends with a whole character of UTF-8: all of it, unless `rest` begins within one. What is not
+/// UTF-8 is cut anywhere.
+pub(super) fn character_end(piece: &[u8], rest: &[u8]) -> usize {
+    let is_within = |byte: &u8| byte & 0b1100_0000 == 0b1000_0000;
+    let whole = piece.len();
+    if !rest.first().is_some_and(is_within) {
+        return whole;
+    }
+    let first = piece.iter().rev().take(3).position(|byte| !is_within(byte)).map(|back| whole - 1 - back);
+    first.filter(|first| piece[*first] >= 0b1100_0000).unwrap_or(whole)
 }
 
 /// For `phalanx::fuzzing`: a worker's output, in pieces whose length is the first byte.
@@ -125,6 +139,16 @@ mod tests {
         let pieces = ["abcd [the line goes on]", "efgh [the line goes on]", "ij", "kl"];
         assert_eq!(lines(4, &["abcdefghij\nkl"]), pieces);
         assert_eq!(lines(4, &["abcd\n"]), ["abcd"]);
+    }
+
+    #[test]
+    fn no_character_is_cut_where_a_line_is() {
+        assert_eq!(lines(4, &["aéüx\n"]), ["aé [the line goes on]", "üx"]);
+        assert_eq!(lines(4, &["ab", "c", "😀😀"]), ["abc [the line goes on]", "😀 [the line goes on]", "😀"]);
+        // Of bytes that are no text, as many as there is room for.
+        assert_eq!(character_end(&[b'a', 0x80, 0x80, 0x80], &[0x80]), 4);
+        assert_eq!(character_end(b"abc", &[0x80]), 3);
+        assert_eq!((character_end("é".as_bytes(), b"x"), character_end("é".as_bytes(), b"")), (2, 2));
     }
 
     #[test]

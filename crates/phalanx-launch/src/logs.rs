@@ -341,7 +341,7 @@ impl Writer {
                 write_all(&chunks, &shared);
                 drop::<Sender<()>>(still_writing);
             })
-            .map_err(|error| Error::io("cannot start a thread for the logs", error))?;
+            .map_err(|error| Error::not_started("cannot start a thread for the logs", error))?;
         Ok(Self { queue, state, done })
     }
 

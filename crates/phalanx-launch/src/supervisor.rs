@@ -8,7 +8,7 @@
 //! own children, which distinguishes one long stop from many short ones and names the signal; `/proc` does neither.
 
 use std::collections::HashSet;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use phalanx_sys::guard::Guard;
@@ -16,6 +16,7 @@ use rustix::process::{Pid, Signal as Raw};
 
 use super::agent::Instruction;
 use super::attempts::Control;
+use super::descriptors;
 use super::event::Event;
 use super::exit::{Exit, Signal};
 use super::job::Job;
@@ -57,6 +58,8 @@ pub(super) fn run(
     control: &mut Control<'_>,
 ) -> Result<Attempt> {
     let count = job.workers.count();
+    // The workers inherit it, and have more peers where there are several nodes.
+    descriptors::allow(count, placement.world_size.get().into());
     let mut processes = JobProcesses::new(job.subreaper)?;
     let guard = Guard::start(count, processes.tag())
         .map_err(|error| Error::not_started("cannot start the workers' guard", error))?;
@@ -115,6 +118,14 @@ struct Supervisor<'a, 'b> {
     empty_since: Option<Instant>,
 }
 
+/// What a wait has shown.
+struct Ready {
+    /// The workers that have written.
+    written: Vec<usize>,
+    /// Whether some worker may have ended.
+    has_any_ended: bool,
+}
+
 /// The state shared with the other nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Reported {
@@ -156,14 +167,14 @@ impl Supervisor<'_, '_> {
                 break;
             }
             let reads = self.control.observer.is_ready() && self.logs.is_none_or(JobLogs::is_ready);
-            self.wait(reads)?;
+            let Ready { written, has_any_ended } = self.wait(reads)?;
             // Signals first: a sender may signal this process and the workers at the same time.
             self.handle_signals();
-            if reads {
-                self.handle_output();
-            }
+            written.into_iter().for_each(|worker| self.read_output(worker));
             self.handle_stop();
-            self.handle_ends();
+            if has_any_ended {
+                self.handle_ends();
+            }
             self.handle_nodes();
             self.handle_time();
             self.handle_instructions();
@@ -177,7 +188,8 @@ impl Supervisor<'_, '_> {
         Ok(())
     }
 
-    fn wait(&self, reads: bool) -> Result<()> {
+    /// Waits until there is something to do. Of many workers, each of which writes a line now and then, only those are looked at.
+    fn wait(&self, reads: bool) -> Result<Ready> {
         let now = Instant::now();
         let due = self.replacements.as_ref().and_then(Replacements::wake_at);
         let look_at = self.frozen.look_at().filter(|_| self.is_ending());
@@ -188,13 +200,24 @@ impl Supervisor<'_, '_> {
             timeout = Some(timeout.map_or(POLL_INTERVAL, |timeout| timeout.min(POLL_INTERVAL)));
         }
         let signals = self.control.signals.iter().map(AsFd::as_fd);
-        let output = self.workers.iter().filter(|_| reads).flat_map(Worker::open_output);
-        let descriptors = signals
+        let workers = self.workers.iter().enumerate().filter(|_| reads);
+        let output = workers.flat_map(|(index, worker)| worker.open_output().map(move |pipe| (index, pipe)));
+        let output: Vec<(usize, BorrowedFd<'_>)> = output.collect();
+        let ends: Vec<BorrowedFd<'_>> = self.workers.iter().filter_map(Worker::end_notice).collect();
+        let pipes = output.iter().map(|(_, pipe)| *pipe);
+        let descriptors = pipes
+            .chain(ends.iter().copied())
+            .chain(signals)
             .chain(self.nodes.notice())
-            .chain(self.control.refused.notice())
-            .chain(self.workers.iter().filter_map(Worker::end_notice))
-            .chain(output);
-        poll_readable(descriptors, timeout).map_err(|error| Error::io("cannot wait for the workers", error))
+            .chain(self.control.refused.notice());
+        let is_ready = poll_readable(descriptors, timeout)
+            .map_err(|error| Error::io("cannot wait for the workers", error))?;
+        let mut is_ready = is_ready.into_iter();
+        let ready = output.iter().zip(is_ready.by_ref()).filter(|(_, is_ready)| *is_ready);
+        let mut written: Vec<usize> = ready.map(|((worker, _), _)| *worker).collect();
+        written.dedup();
+        let is_seen = is_ready.take(ends.len()).any(|is_ready| is_ready);
+        Ok(Ready { written, has_any_ended: is_seen || self.workers.iter().any(Worker::must_be_polled) })
     }
 
     fn handle_signals(&mut self) {
@@ -210,12 +233,6 @@ impl Supervisor<'_, '_> {
                     self.deliver(signal);
                 }
             }
-        }
-    }
-
-    fn handle_output(&mut self) {
-        for worker in 0..self.workers.len() {
-            self.read_output(worker);
         }
     }
 

@@ -18,7 +18,7 @@ use super::event::Stream;
 use super::exit::{Exit, Failure, Signal};
 use super::job::Job;
 use super::job_processes::TAG_VARIABLE;
-use super::lines::Lines;
+use super::lines::{Lines, character_end};
 use super::logs::{Sink, WorkerLogs};
 use super::placement::Placement;
 use super::program::Program;
@@ -309,13 +309,14 @@ impl Capture {
         Ok((Self { stream, sink, pipe, lines: Lines::new(Job::MAX_LINE), open: true }, writer))
     }
 
-    /// A pipe holds 16 pages, of 4 KiB or 64, or as much as the worker has asked for.
+    /// A pipe holds 16 pages, of 4 KiB or 64, or as much as the worker has asked for. A last line that has no end comes when the pipe is closed:
+    /// an error that a worker ends with is often one, and other nodes hear of it as soon as the worker has ended.
     fn read(&mut self, now: Instant, mut emit: impl FnMut(&[u8])) {
         let mut buffer = [0; 16 * 1024];
         let mut left = fcntl_getpipe_size(&self.pipe).unwrap_or(USUAL_PIPE);
         while self.open && left > 0 {
             match self.pipe.read(&mut buffer) {
-                Ok(0) => self.open = false,
+                Ok(0) => self.close(&mut emit),
                 Ok(count) => {
                     left = left.saturating_sub(count);
                     if let Some(log) = &self.sink.log {
@@ -325,9 +326,14 @@ impl Capture {
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return,
-                Err(_) => self.open = false,
+                Err(_) => self.close(&mut emit),
             }
         }
+    }
+
+    fn close(&mut self, emit: impl FnMut(&[u8])) {
+        self.open = false;
+        self.lines.finish(emit);
     }
 }
 
@@ -336,7 +342,8 @@ fn keep(tail: &mut VecDeque<Vec<u8>>, stream: Stream, line: &[u8]) {
         if tail.len() == TAIL_LINES {
             tail.pop_front();
         }
-        tail.push_back(line[..line.len().min(TAIL_WIDTH)].to_vec());
+        let (piece, rest) = line.split_at(line.len().min(TAIL_WIDTH));
+        tail.push_back(piece[..character_end(piece, rest)].to_vec());
     }
 }
 
@@ -353,6 +360,20 @@ mod tests {
     use rustix::pipe::fcntl_setpipe_size;
 
     use super::*;
+
+    #[test]
+    fn a_last_line_without_an_end_comes_when_the_pipe_is_closed() {
+        let (mut capture, mut end) = Capture::open(Stream::Stderr, Sink::shown()).unwrap();
+        let mut lines = Vec::new();
+        end.write_all(b"first\nno data").unwrap();
+        capture.read(Instant::now(), |line| lines.push(line.to_vec()));
+        // What goes on may be the same line.
+        assert_eq!(lines, [b"first"]);
+        end.write_all(b" left").unwrap();
+        drop(end);
+        capture.read(Instant::now(), |line| lines.push(line.to_vec()));
+        assert_eq!(lines, [&b"first"[..], b"no data left"]);
+    }
 
     #[test]
     fn all_that_a_large_pipe_holds_is_read_at_once() {

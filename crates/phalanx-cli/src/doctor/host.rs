@@ -7,7 +7,7 @@ use std::path::Path;
 use std::thread::available_parallelism;
 
 use phalanx_sys::arena::memory_left_by_cgroups;
-use rustix::process::{Resource, getrlimit};
+use rustix::process::{Resource, Rlimit, getrlimit};
 
 use super::finding::Report;
 
@@ -31,7 +31,7 @@ pub(super) fn look(report: &mut Report, world: u32) {
     memory(report, &meminfo, memory_left_by_cgroups());
     address_space(report);
     cross_memory(report, ptrace_scope().as_deref());
-    descriptors(report, world);
+    descriptors(report, world, getrlimit(Resource::Nofile));
 }
 
 fn cores(report: &mut Report, usable: io::Result<usize>, cpuinfo: &str) {
@@ -108,10 +108,16 @@ fn cross_memory(report: &mut Report, scope: Option<&str>) {
     report.note("cross-memory copy", text);
 }
 
-fn descriptors(report: &mut Report, world: u32) {
-    let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+fn descriptors(report: &mut Report, world: u32, Rlimit { current, maximum }: Rlimit) {
+    let limit = current.unwrap_or(u64::MAX);
     let largest = largest_world(limit);
-    let text = format!("{limit}, for worlds of up to {largest} ranks ({PER_RANK} for each other rank)");
+    let more = match maximum {
+        Some(hard) if hard <= limit => String::new(),
+        Some(hard) => format!("; `phalanx run` raises it if its job needs more, up to {hard}"),
+        None if current.is_none() => String::new(),
+        None => "; `phalanx run` raises it if its job needs more".to_owned(),
+    };
+    let text = format!("{limit}, for worlds of up to {largest} ranks ({PER_RANK} for each other rank){more}");
     match largest < if world > 1 { u64::from(world) } else { SMALL } {
         true => report.bad("descriptors", text, "raise it: `ulimit -n 65536`, or LimitNOFILE of the service"),
         false => report.good("descriptors", text),
@@ -135,6 +141,21 @@ mod tests {
     fn worlds_are_as_large_as_descriptors_allow() {
         assert_eq!([0, 32, 35, 1024].map(largest_world), [1, 1, 2, 331]);
         assert_eq!(largest_world(u64::MAX), 65_536);
+    }
+
+    #[test]
+    fn a_soft_limit_of_descriptors_is_told_with_the_hard_one() {
+        let told = |current, maximum| {
+            let mut report = Report::new("here".to_owned());
+            descriptors(&mut report, 1, Rlimit { current, maximum });
+            report.findings.remove(0).text
+        };
+        let text = "1024, for worlds of up to 331 ranks (3 for each other rank)";
+        assert_eq!(told(Some(1024), Some(1024)), text);
+        let raised = format!("{text}; `phalanx run` raises it if its job needs more");
+        assert_eq!(told(Some(1024), Some(4096)), format!("{raised}, up to 4096"));
+        assert_eq!(told(Some(1024), None), raised);
+        assert!(told(None, None).ends_with("(3 for each other rank)"));
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! `phalanx run --min-np`: who is replaced, what is said about it, and what is refused. The training itself is tested with
 //! the library.
 
+use crate::support::stand_in::Hosts;
 use crate::support::{bare, output, output_with, phalanx, sorted_lines, text};
 
 /// Place 1 fails in its first life; a folder remembers it. All others end when there is a file `end`.
@@ -87,4 +88,16 @@ fn a_discovery_script_that_never_works_ends_the_job_with_what_it_says() {
     let said = text(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(said.contains("it ended with exit status: 3, and said: no such zone"), "{said}");
+}
+
+/// As where the machines are still to be made.
+#[test]
+fn a_discovery_script_that_prints_no_host_yet_is_asked_again() {
+    let hosts = Hosts::new();
+    hosts.name("");
+    let mut command = hosts.discovered(&["--min-np", "1"]);
+    command.args(["--", "sh", "-c", "echo up $RANK"]);
+    let output = output_with(command, "prints no host yet", || hosts.name("far1:1"));
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    assert_eq!(sorted_lines(&output.stdout), ["[0] up 0"]);
 }

@@ -67,6 +67,30 @@ fn a_reader_that_does_not_read_holds_up_no_signal() {
     wait_for_end_of(&pids);
 }
 
+/// The second worker fails when the first one, whose lines nobody reads, gets no further; then all are read.
+#[test]
+fn a_reader_that_does_not_read_holds_up_no_replacement() {
+    let hosts = Hosts::new();
+    let lines = 60_000;
+    let flood = format!(
+        "[ $RANK = 0 ] && {{ i=0; while [ $i -lt {lines} ]; do echo a line of a worker that has a lot to say, $i of them so far and more to come; \
+         i=$((i+1)); [ $((i % 100)) = 0 ] && echo $i > count; done; exit 0; }}; [ -e failed ] && {{ : > replaced; exit 0; }}; \
+         seen=; until now=$(cat count 2> /dev/null) && [ -n \"$now\" ] && [ \"$now\" = \"$seen\" ]; do seen=$now; sleep 0.3; done; : > failed; exit 3"
+    );
+    let options = ["--min-np", "1", "--max-restarts", "1"];
+    let mut child = hosts.script("far1:1,far2:1", &options, &flood).spawn().unwrap();
+    limit(&child);
+    let replaced = hosts.path().join("replaced");
+    while !replaced.exists() {
+        assert!(child.try_wait().unwrap().is_none(), "it has ended: {}", err(&mut child));
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    let mut out = Vec::new();
+    child.stdout.take().unwrap().read_to_end(&mut out).unwrap();
+    let read = out.iter().filter(|byte| **byte == b'\n').count();
+    assert_eq!((exit_code(&mut child), read), (Some(0), lines));
+}
+
 /// Each worker gets its rank on its own host, right behind the program, on every host.
 #[test]
 fn launch_on_several_hosts_passes_the_local_rank() {

@@ -1,11 +1,12 @@
 //! `phalanx run` on several nodes: launchers as processes of this machine, on the loopback and in network namespaces.
 
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
 use phalanx::Deadline;
 use phalanx::store::TcpStore;
+use rustix::pipe::fcntl_getpipe_size;
 use rustix::process::Signal;
 
 use crate::support::{LIMIT, SUM, exit_code, free_port, limit, node, phalanx, send, sorted_lines, text};
@@ -42,6 +43,28 @@ fn wait_for(child: &mut Child, words: &str) {
             return;
         }
     }
+}
+
+/// As in a terminal after Ctrl-S, or behind a pager: what a launcher says while it waits for the store stays unread.
+#[test]
+fn a_launcher_whose_standard_error_nobody_reads_joins_all_the_same() {
+    let port = free_port();
+    let (mut unread, mut full) = std::io::pipe().unwrap();
+    full.write_all(&vec![b'.'; fcntl_getpipe_size(&full).unwrap()]).unwrap();
+    let mut command = node("1", &port, &[], "echo joined");
+    let mut waiting = command.stderr(full).spawn().unwrap();
+    // It holds the pipe.
+    drop(command);
+    limit(&waiting);
+    // Until it has something to say of its wait.
+    std::thread::sleep(Duration::from_secs(7));
+    let first = end(node("0", &port, &[], "echo joined").spawn().unwrap());
+    assert_eq!((first.0, first.1.as_str()), (Some(0), "[0] joined\n"), "{}", first.2);
+    // Now somebody reads.
+    unread.read_to_end(&mut Vec::new()).unwrap();
+    let mut said = String::new();
+    waiting.stdout.take().unwrap().read_to_string(&mut said).unwrap();
+    assert_eq!((exit_code(&mut waiting), said.as_str()), (Some(0), "[1] joined\n"));
 }
 
 #[test]

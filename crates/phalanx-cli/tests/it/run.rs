@@ -379,16 +379,29 @@ fn a_limit_of_the_system_is_named() {
     for limit in [8, 14, 20] {
         let mut shell = bare();
         shell.args(["--nproc-per-node", "4", "--", "true"]);
-        let output = output(limited(&shell, limit));
+        let output = output(limited(&shell, "", limit));
         assert_eq!(output.status.code(), Some(1), "{limit}");
         assert!(text(&output.stderr).contains("raise `ulimit -n`"), "{limit}: {}", text(&output.stderr));
     }
 }
 
-/// The same command, with so few descriptors.
-fn limited(command: &Command, descriptors: u32) -> Command {
+/// A shell's usual limit is far below the hard one, and its workers would need more together.
+#[test]
+fn a_limit_of_descriptors_that_may_be_raised_is_no_obstacle() {
+    let mut command = bare();
+    command.args(["--nproc-per-node", "8", "--", "sh", "-c", "ulimit -n"]);
+    let output = output(limited(&command, "-S", 40));
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    // They have inherited what a rank needs.
+    let said = text(&output.stdout);
+    let limits: Vec<u32> = said.lines().map(|line| line["[0] ".len()..].parse().unwrap()).collect();
+    assert!(limits.len() == 8 && limits.iter().all(|limit| *limit > 40), "{said}");
+}
+
+/// The same command, with so few descriptors; `-S` limits them softly.
+fn limited(command: &Command, kind: &str, descriptors: u32) -> Command {
     let mut shell = Command::new("sh");
-    shell.args(["-c", &format!("ulimit -n {descriptors}; exec \"$0\" \"$@\"")]);
+    shell.args(["-c", &format!("ulimit {kind} -n {descriptors}; exec \"$0\" \"$@\"")]);
     shell.arg(command.get_program()).args(command.get_args());
     for (name, value) in command.get_envs() {
         match value {

@@ -90,8 +90,9 @@ impl RendezvousHandler {
             server
         };
         let writer = std::thread::Builder::new().name("phalanx-nodes".into()).spawn(run);
-        let writer =
-            writer.map_err(|error| Error::io("cannot start a thread for messages of other nodes", error))?;
+        let writer = writer.map_err(|error| {
+            Error::not_started("cannot start a thread for messages of other nodes", error)
+        })?;
         let drain_timeout = DRAIN_TIMEOUT.max(cluster.silence());
         Ok(Self { replica, reached, notice, proposals: Some(proposals), writer: Some(writer), drain_timeout })
     }

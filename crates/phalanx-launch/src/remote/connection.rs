@@ -1,6 +1,6 @@
 //! One launcher on one host, and the threads that exchange messages with it.
 
-use std::io::{self, BufRead, BufReader, PipeWriter, Read, Write};
+use std::io::{self, BufRead, BufReader, ErrorKind, PipeWriter, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
@@ -71,8 +71,6 @@ pub(super) struct Connection {
     untaken: Arc<AtomicUsize>,
     /// When something of it was taken last.
     taken_at: Option<Instant>,
-    /// Whether what has come and was not taken yet is lost when it has ended.
-    is_hurried: bool,
     kill_at: Option<Instant>,
 }
 
@@ -83,8 +81,10 @@ impl Connection {
         command.process_group(0);
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().map_err(|error| {
-            let program = command.get_program().to_string_lossy().into_owned();
-            Error::io(format!("cannot start {program}"), error).with_remedy(remedy)
+            let is_missing = error.kind() == ErrorKind::NotFound;
+            let cause = format!("cannot start {}", command.get_program().display());
+            let error = Error::not_started(cause, error);
+            if is_missing { error.with_remedy(remedy) } else { error }
         })?;
         let (outgoing, inbox) = channel();
         let pipes = (child.stdin.take(), child.stdout.take(), child.stderr.take());
@@ -97,7 +97,6 @@ impl Connection {
             stderr_is_closed: false,
             untaken: Arc::clone(&incoming.untaken),
             taken_at: None,
-            is_hurried: false,
             kill_at: None,
         };
         if let (Some(stdin), Some(stdout), Some(stderr)) = pipes {
@@ -125,18 +124,6 @@ impl Connection {
     /// It may run so much longer, and is then killed.
     pub(super) fn must_end_by(&mut self, at: Instant) {
         self.kill_at = Some(self.kill_at.map_or(at, |earlier| earlier.min(at)));
-    }
-
-    /// A signal has come: whoever has sent it does not wait until the observer takes what has come.
-    pub(super) fn hurry(&mut self) {
-        self.is_hurried = true;
-    }
-
-    /// For so long the observer took nothing. A process cannot end meanwhile that has more to say, so that this time does not count.
-    pub(super) fn was_paused(&mut self, pause: Duration) {
-        if !self.is_hurried {
-            self.kill_at = self.kill_at.map(|at| at.checked_add(pause).unwrap_or(at));
-        }
     }
 
     #[cfg(test)]
@@ -184,13 +171,13 @@ impl Connection {
         }
     }
 
-    /// Whether it has ended, and all its output has been read. What has come waits as long as the observer takes nothing.
+    /// Whether it has ended, and all its output has been read. What has come waits as long as others' messages are taken.
     pub(super) fn is_over(&self) -> bool {
         let Some((_, ended)) = self.ended else { return false };
         let silent_since = self.taken_at.map_or(ended, |taken| taken.max(ended));
         let is_silent = || silent_since.elapsed() > LAST_MESSAGE_TIMEOUT;
         let all_came = self.stdout_is_closed && self.stderr_is_closed;
-        let waits = self.untaken.load(Ordering::Relaxed) > 0 && !self.is_hurried;
+        let waits = self.untaken.load(Ordering::Relaxed) > 0;
         all_came || !waits && is_silent()
     }
 
@@ -220,7 +207,7 @@ impl Drop for Connection {
 
 fn thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<()> {
     let started = std::thread::Builder::new().name(format!("phalanx-{name}")).spawn(run);
-    started.map(drop).map_err(|error| Error::io("cannot start a thread for another host", error))
+    started.map(drop).map_err(|error| Error::not_started("cannot start a thread for another host", error))
 }
 
 /// Until there are no more messages, or the launcher does not read them.
@@ -275,6 +262,22 @@ mod tests {
     use crate::poll::wake_pipe;
 
     #[test]
+    fn only_of_a_program_that_is_missing_it_is_said_how_to_get_it() {
+        let refused = |program: &str, argument: String| {
+            let (sender, _incoming) = sync_channel(1);
+            let (_notice, wake) = wake_pipe().unwrap();
+            let sender = IncomingSender { host: 0, sender, wake: Arc::new(wake), untaken: Arc::default() };
+            let mut command = Command::new(program);
+            command.arg(argument);
+            Connection::start(command, "install it", sender).unwrap_err()
+        };
+        assert_eq!(refused("/does/not/exist", String::new()).remedy(), Some("install it"));
+        // The system takes no argument of this length.
+        let error = refused("true", "x".repeat(1 << 20));
+        assert!(error.to_string().starts_with("cannot start true: ") && error.remedy().is_none(), "{error}");
+    }
+
+    #[test]
     fn what_was_not_taken_yet_is_not_lost_with_the_process() {
         let limit = Deadline::after(Duration::from_secs(60));
         let (sender, incoming) = sync_channel(1);
@@ -291,9 +294,6 @@ mod tests {
         }
         let long_ago = Instant::now().checked_sub(2 * LAST_MESSAGE_TIMEOUT).unwrap();
         connection.ended = connection.ended.map(|(status, _)| (status, long_ago));
-        connection.is_hurried = true;
-        assert!(connection.is_over());
-        connection.is_hurried = false;
         for expected in ["first", "last"] {
             assert!(!connection.is_over());
             let next = incoming.recv_timeout(Duration::from_secs(60)).unwrap();

@@ -22,6 +22,7 @@ use super::protocol::{FromLauncher, LauncherConfig, RemoteEvent, SentKey, ToLaun
 use crate::agent::AgentConfig;
 use crate::attempts::Control;
 use crate::deadline::Deadline;
+use crate::descriptors;
 use crate::error::{Error, Result};
 use crate::event::{Event, Observer};
 use crate::exit::{Report, Signal};
@@ -123,11 +124,11 @@ impl<'a> Driver<'a> {
             launchers.handle_signals();
             // Not all, for hosts may write faster than this thread reads: signals, and what is due, must not wait for them.
             for _ in 0..WAITING {
-                let next = self.launchers.inbox.next(&mut self.launchers.control);
-                let Some((id, incoming)) = next else { break };
+                let Some((id, incoming)) = self.launchers.inbox.next() else { break };
                 self.handle(id, incoming);
             }
             let launchers = &mut self.launchers;
+            launchers.acknowledge_lines();
             launchers.control.tell_refusal();
             if std::mem::take(&mut launchers.control.stops) && !self.is_stopped {
                 self.is_stopped = true;
@@ -182,6 +183,7 @@ impl<'a> Driver<'a> {
             }
             FromLauncher::Serving { port } => peer.serves_at = Some(port),
             FromLauncher::Event(event) => {
+                peer.taken += event.room();
                 let event = event.at(peer.host.name());
                 self.plan.handle_event(&mut self.launchers, index, &event);
             }
@@ -198,6 +200,9 @@ impl Launchers<'_> {
     /// Starts a launcher for `host`, whose number is `index`, and whose first worker has the number `first`.
     pub(super) fn launch(&mut self, index: usize, host: Host, first: u32) -> Result<()> {
         let id = self.started_peers;
+        let ranks =
+            self.peers.iter().map(|peer| u64::from(peer.slots)).sum::<u64>() + u64::from(host.slots());
+        descriptors::allow(self.peers.len() + 1, ranks);
         let (command, remedy) = (self.job.command(&host)?, self.job.shell.remedy_if_missing());
         let connection = Connection::start(command, remedy, self.inbox.incoming_sender(id))?;
         self.started_peers += 1;
@@ -218,6 +223,7 @@ impl Launchers<'_> {
             end: None,
             processes: BTreeMap::new(),
             stderr: VecDeque::new(),
+            taken: 0,
         });
         Ok(())
     }
@@ -288,12 +294,14 @@ impl Launchers<'_> {
 
     fn wait(&mut self, wake_at: Option<Instant>) {
         let timeout = wake_at.map_or(Duration::MAX, |at| at.saturating_duration_since(Instant::now()));
-        let (began, is_paused) = (Instant::now(), !self.control.observer.is_ready());
         let connections = self.peers.iter().map(|peer| &peer.connection);
         self.inbox.wait(&mut self.control, connections, timeout);
-        if is_paused {
-            let pause = began.elapsed();
-            self.peers.iter_mut().for_each(|peer| peer.was_paused(pause));
+    }
+
+    /// Lets the launchers send more lines, unless the observer takes none now.
+    fn acknowledge_lines(&mut self) {
+        if self.control.observer.is_ready() {
+            self.peers.iter_mut().for_each(Peer::acknowledge);
         }
     }
 
@@ -308,7 +316,6 @@ impl Launchers<'_> {
                 _ => {
                     let signal = Signal::new(number);
                     self.end_all(DriverEnd::Interrupted(signal), signal);
-                    self.peers.iter_mut().for_each(|peer| peer.connection.hurry());
                 }
             }
         }
@@ -323,8 +330,11 @@ pub(super) mod tests {
 
     use super::*;
     use crate::exit::{Failure, NodeFailure, Outcome};
+    use crate::rank::Rank;
+    use crate::remote::connection::IncomingSender;
     use crate::remote::fixed::FixedHosts;
     use crate::remote::protocol::RemoteReport;
+    use crate::remote::window::ENOUGH_TAKEN;
     use crate::remote::{HostList, RemoteShell};
 
     /// A job on these hosts, none of which ever answers.
@@ -372,11 +382,15 @@ pub(super) mod tests {
         assert_eq!(driver.run().unwrap().outcome, lost("node2"));
     }
 
-    /// It takes nothing, as long as nobody reads.
-    struct Paused;
+    /// It takes no lines, as long as nobody reads.
+    #[derive(Default)]
+    struct Paused {
+        lines: usize,
+    }
 
     impl Observer for Paused {
-        fn observe(&mut self, _: Event<'_>) -> ControlFlow<()> {
+        fn observe(&mut self, event: Event<'_>) -> ControlFlow<()> {
+            self.lines += usize::from(matches!(event, Event::Line { .. }));
             ControlFlow::Continue(())
         }
 
@@ -386,27 +400,48 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_launcher_that_cannot_write_since_nobody_reads_is_given_the_time_unless_a_signal_comes() {
+    fn what_launchers_report_is_handled_though_nobody_reads_and_more_lines_are_not_asked_for() {
         let (_folder, job) = silent_job("node1,node2");
-        let mut observer = Paused;
-        let mut driver = Driver::start(&job, &mut observer, |launchers| {
+        let mut observer = Paused::default();
+        let driver = Driver::start(&job, &mut observer, |launchers| {
             Ok(Box::new(FixedHosts::start(launchers)?.running()) as _)
         })
         .unwrap();
-        let launchers = &mut driver.launchers;
-        let at = Instant::now() + Duration::from_secs(3600);
-        launchers.peers[0].connection.must_end_by(at);
-        let answer_by = launchers.peers[0].answer_by;
-        launchers.wait(Some(Instant::now()));
-        // Nor is its answer taken.
-        assert!(launchers.peers[0].answer_by > answer_by);
-        let later = launchers.peers[0].connection.limit().unwrap();
-        assert!(later > at);
-        // No limit was set.
-        assert_eq!(launchers.peers[1].connection.limit(), None);
-        launchers.peers[0].connection.hurry();
-        launchers.wait(Some(Instant::now()));
-        assert_eq!(launchers.peers[0].connection.limit(), Some(later));
+        let say = |host: usize, said: FromLauncher| {
+            let IncomingSender { sender, .. } = driver.launchers.inbox.incoming_sender(host);
+            sender.send((host, Incoming::Message(said))).unwrap();
+        };
+        let line = |rank| RemoteEvent::Line { rank: Rank::new(rank), is_stderr: false, text: vec![b'x'; 9] };
+        let (exits, world_size, nodes, restarts, replacements) = (Vec::new(), None, 2, 0, 0);
+        let outcome = Outcome::Succeeded;
+        let ended = RemoteReport { outcome, exits, world_size, nodes, restarts, replacements };
+        for host in [0, 1] {
+            say(host, FromLauncher::Event(line(host as u32)));
+            say(host, FromLauncher::Ended(ended.clone()));
+        }
+        // It would wait for ever for a reader.
+        assert_eq!(driver.run().unwrap().outcome, Outcome::Succeeded);
+        assert_eq!(observer.lines, 2);
+    }
+
+    #[test]
+    fn a_launcher_may_send_more_lines_when_an_observer_takes_them() {
+        fn taken_after(observer: &mut dyn Observer) -> usize {
+            let (_folder, job) = silent_job("node1");
+            let mut driver = Driver::start(&job, observer, |launchers| {
+                Ok(Box::new(FixedHosts::start(launchers)?.running()) as _)
+            })
+            .unwrap();
+            let text = vec![b'x'; ENOUGH_TAKEN];
+            let line = RemoteEvent::Line { rank: Rank::new(0), is_stderr: true, text };
+            let room = line.room();
+            driver.handle_message(0, FromLauncher::Event(line));
+            assert_eq!(driver.launchers.peers[0].taken, room);
+            driver.launchers.acknowledge_lines();
+            driver.launchers.peers[0].taken
+        }
+        assert!(taken_after(&mut Paused::default()) > ENOUGH_TAKEN);
+        assert_eq!(taken_after(&mut |_: Event<'_>| ControlFlow::Continue(())), 0);
     }
 
     #[test]

@@ -55,10 +55,10 @@ impl HostList {
     /// # Errors
     /// If a line is no host: the error has its number. If there is no host.
     pub fn from_file(text: &str) -> Result<Self> {
-        Self::from_lines(text, 1)
+        Self::from_lines(text, 1)?.check()
     }
 
-    /// Reads the same format, with so many slots for a host without a number.
+    /// Reads the same format, with so many slots for a host without a number; there may be no host.
     pub(super) fn from_lines(text: &str, slots: u32) -> Result<Self> {
         let mut hosts = Self(Vec::new());
         // Some editors begin a file with a byte order mark.
@@ -72,7 +72,7 @@ impl HostList {
                 .map_err(|cause| Error::invalid_argument(format!("line {}: {cause}", number + 1)))?;
             hosts.add(host);
         }
-        hosts.check()
+        Ok(hosts)
     }
 
     /// Places `workers` on the hosts, in order, each filled before the next, and returns the hosts used, with the
@@ -195,7 +195,7 @@ pub fn fuzz(bytes: &[u8]) -> bool {
     let list = match kind {
         0 => text.parse::<HostList>(),
         1 => HostList::from_file(text),
-        2 => HostList::from_lines(text, 3),
+        2 => HostList::from_lines(text, 3).and_then(HostList::check),
         _ => return false,
     };
     let Ok(list) = list else { return false };
@@ -255,6 +255,7 @@ mod tests {
         assert!(cause.contains("line 2") && cause.contains("slot"), "{cause}");
         let list = HostList::from_lines("node1\nnode2:2\nnode1:1\n", 3).unwrap();
         assert_eq!(pairs(&list), [("node1", 4), ("node2", 2)]);
+        assert!(HostList::from_lines("# nothing\n\n", 3).unwrap().hosts().is_empty());
         for bad in ["# nothing", "node1 slots", "node1 slots=", "node1 4", "node1 slots=0"] {
             assert!(HostList::from_file(bad).is_err(), "{bad}");
         }

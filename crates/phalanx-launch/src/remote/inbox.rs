@@ -11,7 +11,7 @@ use crate::attempts::Control;
 use crate::error::{Error, Result};
 use crate::poll::{drain, poll_readable, wake_pipe};
 
-/// How many messages may wait to be shown; further ones stay with the hosts. Who takes so many at a time looks at something else then.
+/// How many messages may wait; further ones stay in the pipes. Who takes so many at a time looks at something else then.
 pub(super) const WAITING: usize = 256;
 /// How often to poll what has no descriptor.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
@@ -51,8 +51,9 @@ impl Inbox {
         connections: impl Iterator<Item = &'a Connection> + Clone,
         mut timeout: Duration,
     ) {
+        // Nothing else says when it takes lines again.
         let is_ready = control.observer.is_ready();
-        if self.left_over && is_ready {
+        if self.left_over {
             timeout = Duration::ZERO;
         } else if !is_ready || connections.clone().any(Connection::must_be_polled) {
             timeout = timeout.min(POLL_INTERVAL);
@@ -66,12 +67,8 @@ impl Inbox {
         drain(&self.notice);
     }
 
-    /// The next message, and its host; none, too, if the observer accepts nothing now.
-    pub(super) fn next(&mut self, control: &mut Control<'_>) -> Option<(usize, Incoming)> {
-        if !control.observer.is_ready() {
-            self.left_over = true;
-            return None;
-        }
+    /// The next message, and its host.
+    pub(super) fn next(&mut self) -> Option<(usize, Incoming)> {
         let incoming = self.incoming.try_recv().ok();
         // Who takes no more for now comes back without a wait.
         self.left_over = incoming.is_some();
@@ -103,10 +100,10 @@ mod tests {
         // It empties the pipe.
         inbox.wait(&mut control, empty(), Duration::from_secs(600));
         for _ in 0..2 {
-            assert!(matches!(inbox.next(&mut control), Some((7, Incoming::StderrClosed))));
+            assert!(matches!(inbox.next(), Some((7, Incoming::StderrClosed))));
             // As long as the messages may be more, a wait is none.
             inbox.wait(&mut control, empty(), Duration::from_secs(600));
         }
-        assert!(inbox.next(&mut control).is_none() && !inbox.left_over);
+        assert!(inbox.next().is_none() && !inbox.left_over);
     }
 }

@@ -26,6 +26,7 @@ mod protocol;
 mod quote;
 mod shell;
 mod slurm;
+mod window;
 
 use std::ffi::OsString;
 use std::net::IpAddr;

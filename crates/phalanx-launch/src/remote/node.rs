@@ -17,6 +17,7 @@ use rustix::process::{Signal, getpid, kill_process};
 use super::protocol::{
     FromLauncher, LauncherConfig, LauncherError, RemoteEvent, RemoteReport, Route, ToLauncher,
 };
+use super::window::Window;
 use super::{frame, slurm, ssh_silence};
 use crate::agent::Agent;
 use crate::cluster::{Cluster, Hosting};
@@ -41,6 +42,7 @@ pub struct RemoteNode {
     arguments: Vec<OsString>,
     config: LauncherConfig,
     agent: Option<Agent>,
+    window: Window,
 }
 
 impl RemoteNode {
@@ -75,13 +77,16 @@ impl RemoteNode {
         let agent = config.agent.clone().map(Agent::new).transpose()?;
         let silence = ssh_silence(Heartbeat::from_variables(env::variable)?);
         messages.silence = if agent.is_some() { silence } else { SILENCE_TIMEOUT.max(silence) };
-        let follower = agent.clone();
+        let window = Window::default();
+        let (follower, opened) = (agent.clone(), window.clone());
         std::thread::Builder::new()
             .name("phalanx-driver".into())
-            .spawn(move || then_end(|| follow(messages, follower.as_ref()), end_job))
-            .map_err(|error| Error::io("cannot start a thread for the signals of another host", error))?;
+            .spawn(move || then_end(|| follow(messages, follower.as_ref(), &opened), end_job))
+            .map_err(|error| {
+                Error::not_started("cannot start a thread for the signals of another host", error)
+            })?;
         let arguments = arguments.into_iter().map(OsString::from_vec).collect();
-        Ok(Some(Self { arguments, config, agent }))
+        Ok(Some(Self { arguments, config, agent, window }))
     }
 
     /// What [`RemoteJob::new`](super::RemoteJob::new) was given.
@@ -118,12 +123,20 @@ impl RemoteNode {
     }
 
     /// Sends `event` to the user's command, on standard output.
-    pub fn tell(event: &Event<'_>) -> Vec<u8> {
+    pub fn tell(&self, event: &Event<'_>) -> Vec<u8> {
         let said = match event {
             Event::Serving { address } => Some(FromLauncher::Serving { port: address.port() }),
-            event => RemoteEvent::of(event).map(FromLauncher::Event),
+            event => RemoteEvent::of(event).map(|event| {
+                self.window.fill(event.room());
+                FromLauncher::Event(event)
+            }),
         };
         said.map_or_else(Vec::new, |said| encode(&said))
+    }
+
+    /// Whether the user's command takes lines now, for [`Observer::is_ready`](super::Observer::is_ready). It takes everything else at any time.
+    pub fn is_ready(&self) -> bool {
+        self.window.is_open()
     }
 
     /// Sends how the job ended, in the same way.
@@ -182,12 +195,16 @@ fn end_job() {
 }
 
 /// Until the instructions end, which is the end of the job.
-fn follow(mut messages: DriverMessages, agent: Option<&Agent>) {
+fn follow(mut messages: DriverMessages, agent: Option<&Agent>, window: &Window) {
     loop {
         let signal = match messages.next() {
             Ok(Some(ToLauncher::Signal(signal))) => Signal::from_named_raw(signal),
             Ok(Some(ToLauncher::Elastic(instruction))) => {
                 agent.into_iter().for_each(|agent| agent.send(instruction));
+                None
+            }
+            Ok(Some(ToLauncher::Taken(room))) => {
+                window.free(room);
                 None
             }
             Ok(Some(_)) => None,

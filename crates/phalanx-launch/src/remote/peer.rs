@@ -7,6 +7,7 @@ use super::KEPT_LINES;
 use super::connection::Connection;
 use super::hosts::Host;
 use super::protocol::{RemoteReport, Route, ToLauncher};
+use super::window::ENOUGH_TAKEN;
 use crate::agent::Instruction;
 use crate::error::Error;
 use crate::exit::Signal;
@@ -41,6 +42,8 @@ pub(super) struct Peer {
     /// Its workers' processes, by their numbers.
     pub(super) processes: BTreeMap<Rank, u32>,
     pub(super) stderr: VecDeque<String>,
+    /// How much of its lines was taken, which it has not been told yet.
+    pub(super) taken: usize,
 }
 
 /// The last report of a launcher.
@@ -61,10 +64,11 @@ impl Peer {
         self.hello.is_none() && self.end.is_none() && now >= self.answer_by
     }
 
-    /// For so long the observer took nothing of what it says.
-    pub(super) fn was_paused(&mut self, pause: Duration) {
-        self.answer_by = self.answer_by.checked_add(pause).unwrap_or(self.answer_by);
-        self.connection.was_paused(pause);
+    /// Lets it send as many lines as were taken.
+    pub(super) fn acknowledge(&mut self) {
+        if self.taken >= ENOUGH_TAKEN {
+            self.connection.send(ToLauncher::Taken(std::mem::take(&mut self.taken)));
+        }
     }
 
     pub(super) fn instruct(&self, instruction: Instruction) {

@@ -5,7 +5,7 @@
 //!                                                 Hello
 //! Environment
 //! Start                                           Serving (node 0 of several)
-//! Signal, Elastic, Alive ..                          Event ..
+//! Signal, Elastic, Taken, Alive ..                   Event ..
 //!                                                 Ended, or Failed
 //! ```
 //!
@@ -31,6 +31,9 @@ use crate::key::JobKey;
 use crate::rank::Rank;
 use crate::world_size::WorldSize;
 
+/// How much room a line takes beside its text.
+const LINE_ROOM: usize = 64;
+
 /// A message from the command to a launcher.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum ToLauncher {
@@ -44,6 +47,8 @@ pub(super) enum ToLauncher {
     Alive,
     /// An instruction of the driver of an elastic job.
     Elastic(Instruction),
+    /// So much of the [window](super::window) is free again.
+    Taken(usize),
 }
 
 /// The configuration of one launcher.
@@ -188,6 +193,14 @@ impl RemoteEvent {
             Event::Lingering => Self::Lingering,
             Event::Serving { .. } => return None,
         })
+    }
+
+    /// How much of the [window](super::window) it takes: lines are held back, and nothing else.
+    pub(super) fn room(&self) -> usize {
+        match self {
+            Self::Line { text, .. } => text.len() + LINE_ROOM,
+            _ => 0,
+        }
     }
 
     /// With the name of the host where it happened, by which a launcher does not know itself.

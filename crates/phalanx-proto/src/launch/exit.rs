@@ -100,7 +100,8 @@ pub enum Exit {
     Code(i32),
     /// This signal ended it.
     Signal(Signal),
-    /// It is gone, but another part of the program has taken its exit status, or it could not be killed.
+    /// It is gone, but another part of the program has taken its exit status, or it could not be killed, or the connection to its host
+    /// is lost.
     Lost,
     /// It was killed, because this signal had stopped it for five seconds after another worker had ended well: it would
     /// have held up the end of the job.

@@ -53,11 +53,11 @@ impl Discovery {
         let thread = std::thread::Builder::new()
             .name("phalanx-discovery".into())
             .spawn(move || ask(&from, &sender, &wake, &ends))
-            .map_err(|error| Error::io("cannot start a thread for the discovery of hosts", error))?;
+            .map_err(|error| Error::not_started("cannot start a thread for the discovery of hosts", error))?;
         Ok(Self { answers, end, thread: Some(thread) })
     }
 
-    /// The next answer, or an error.
+    /// The next answer, in which there may be no host, or an error.
     pub(super) fn next(&self) -> Option<Result<HostList>> {
         self.answers.try_recv().ok()
     }

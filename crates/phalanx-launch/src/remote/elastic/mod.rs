@@ -47,7 +47,7 @@ pub struct HostDiscovery {
 
 impl HostDiscovery {
     /// `script`, a file or a command line, is started every second, and may take ten seconds. If it fails five times before it has
-    /// printed any list, the job ends.
+    /// printed any list, the job ends. If it prints no host, and does not fail, hosts are waited for, or the last list stays in use.
     pub fn new(script: impl Into<PathBuf>) -> Self {
         Self { script: script.into(), slots: 1 }
     }

@@ -17,7 +17,6 @@ use crate::host;
 use crate::host_manager::{Action, HostDecision, HostManager, Limits};
 use crate::interfaces;
 use crate::job::random_name;
-use crate::notice::warn;
 use crate::own_address::own_address;
 use crate::remote::address;
 use crate::remote::driver::{DriverEnd, Launchers, Plan};
@@ -39,6 +38,8 @@ pub(in crate::remote) struct ElasticPlan {
     discovery_failures: Failures,
     /// How many answers were unusable before the first list; None once there was one.
     failures_before_list: Option<u32>,
+    /// Why the last answer was no list.
+    script_trouble: Option<String>,
     run_id: String,
     host_manager: HostManager,
     max_workers: u32,
@@ -54,6 +55,8 @@ pub(in crate::remote) struct ElasticPlan {
     /// What was said of how the workers are ended.
     endings: Vec<RemoteEvent>,
     workers: u32,
+    /// How many hosts have had a launcher, however often.
+    nodes: u32,
 }
 
 /// Which unusable answers of the discovery script a person hears of: one of each row, but not of each of many short rows. A script is asked
@@ -100,6 +103,7 @@ impl ElasticPlan {
             discovery,
             discovery_failures: Failures::default(),
             failures_before_list: Some(0),
+            script_trouble: None,
             run_id: elastic.run_id.clone().map_or_else(random_name, Ok)?,
             host_manager: HostManager::new(limits),
             max_workers: limits.max,
@@ -111,6 +115,7 @@ impl ElasticPlan {
             is_cut_short: false,
             endings: Vec::new(),
             workers: 0,
+            nodes: 0,
         };
         if let Some(address) = &job.master_addr {
             plan.serve(launchers, address)?;
@@ -131,6 +136,7 @@ impl ElasticPlan {
                 Action::Launch { host, first, slots } => {
                     let named = Host::named(self.host_manager.name(host), slots);
                     launchers.launch(host, named, first)?;
+                    self.nodes = self.nodes.max(u32::try_from(host).unwrap_or(u32::MAX).saturating_add(1));
                 }
                 Action::Replace { host, slot } => instruct(launchers, host, Instruction::Replace(slot)),
                 Action::LeaveEmpty { host, slot } => instruct(launchers, host, Instruction::LeaveEmpty(slot)),
@@ -173,7 +179,10 @@ impl ElasticPlan {
 
     /// Serves the store, once its address is known, and tells the launchers to start that have waited for it.
     fn start_those_who_wait(&mut self, launchers: &mut Launchers<'_>) -> Result<()> {
+        // Where nobody has answered, as before a script has printed a host, nothing shows at which address the hosts reach this machine.
+        let is_waiting = |peer: &Peer| peer.hello.is_some() && !peer.was_told_to_start && !peer.leaves;
         if self.store.is_none()
+            && launchers.peers.iter().any(is_waiting)
             && let Some(address) = self.address(launchers)
         {
             let known = launchers.known(|peer| peer.host.name());
@@ -187,8 +196,7 @@ impl ElasticPlan {
         if let Some(store) = &self.store {
             let (host, port) = (store.host.clone(), store.server.local_addr().port());
             for index in 0..launchers.peers.len() {
-                let peer = &launchers.peers[index];
-                if peer.hello.is_some() && !peer.was_told_to_start && !peer.leaves {
+                if is_waiting(&launchers.peers[index]) {
                     self.tell_to_start(launchers, index, &host, port);
                 }
             }
@@ -218,7 +226,7 @@ impl ElasticPlan {
 
     /// The address at which the hosts reach this machine, according to those that have answered; none, if another
     /// answer is worth waiting for.
-    fn address(&self, launchers: &Launchers<'_>) -> Option<String> {
+    fn address(&self, launchers: &mut Launchers<'_>) -> Option<String> {
         let known = launchers.known(|peer| peer.host.name());
         if let Some(address) = address::seen_by_others(&known, interfaces::is_own) {
             return Some(address.to_string());
@@ -234,14 +242,17 @@ impl ElasticPlan {
         }
         let stays_here = self.discovery.is_none()
             && launchers.job.hosts.hosts().iter().all(|host| launchers.job.is_this_machine(host));
+        let loopback = IpAddr::from([127, 0, 0, 1]);
+        let address = if stays_here { Ok(loopback) } else { own_address() };
         // Hosts on other networks may come later.
-        let unknown = |error: &Error| {
-            warn(format_args!(
+        let address = address.unwrap_or_else(|error| {
+            let text = format!(
                 "{error}; hosts that come later are told the loopback, at which they do not reach this one"
-            ));
-        };
-        let address = if stays_here { None } else { own_address().inspect_err(unknown).ok() };
-        Some(address.unwrap_or_else(|| IpAddr::from([127, 0, 0, 1])).to_string())
+            );
+            launchers.control.tell(Event::Warning { text: &text });
+            loopback
+        });
+        Some(address.to_string())
     }
 
     fn tell_to_start(&self, launchers: &mut Launchers<'_>, index: usize, host: &str, port: u16) {
@@ -274,9 +285,19 @@ impl ElasticPlan {
     fn handle_discovery(&mut self, launchers: &mut Launchers<'_>) -> Result<()> {
         while let Some(answer) = self.discovery.as_ref().and_then(Discovery::next) {
             match answer {
+                // As where machines are still to be made, or the script has lost sight of them all: the last list stays valid.
+                Ok(hosts) if hosts.hosts().is_empty() => {
+                    self.failures_before_list = self.failures_before_list.map(|_| 0);
+                    let what = match self.failures_before_list {
+                        Some(_) => "no host yet: hosts are waited for, at most for --elastic-timeout",
+                        None => "no host: the last list stays in use",
+                    };
+                    self.tell_of_script(launchers, &format!("--host-discovery-script prints {what}"));
+                    self.script_trouble = Some("--host-discovery-script prints no host".to_owned());
+                }
                 Ok(hosts) => {
                     self.discovery_failures.end();
-                    self.failures_before_list = None;
+                    (self.failures_before_list, self.script_trouble) = (None, None);
                     self.list(&hosts);
                 }
                 Err(error) => {
@@ -285,13 +306,18 @@ impl ElasticPlan {
                         return Err(error);
                     }
                     // The last list stays valid.
-                    if self.discovery_failures.is_worth_telling(Instant::now()) {
-                        launchers.control.tell(Event::Warning { text: &error.to_string() });
-                    }
+                    self.tell_of_script(launchers, &error.to_string());
+                    self.script_trouble = Some(error.without_remedy().to_string());
                 }
             }
         }
         Ok(())
+    }
+
+    fn tell_of_script(&mut self, launchers: &mut Launchers<'_>, text: &str) {
+        if self.discovery_failures.is_worth_telling(Instant::now()) {
+            launchers.control.tell(Event::Warning { text });
+        }
     }
 
     /// A worker has failed, and its launcher waits for a decision about the slot.
@@ -385,10 +411,12 @@ impl Plan for ElasticPlan {
     fn handle_failure(&mut self, _launchers: &mut Launchers<'_>) {}
 
     fn handle_loss(&mut self, launchers: &mut Launchers<'_>, peer: Peer) {
-        if let Some(store) = &self.store {
-            for (number, process) in &peer.processes {
-                store.publisher.exited(number.get(), *process);
+        // They have ended with their launcher, or will, and nobody sees how.
+        for (&rank, &pid) in &peer.processes {
+            if let Some(store) = &self.store {
+                store.publisher.exited(rank.get(), pid);
             }
+            launchers.control.tell(Event::Exited { rank, pid, exit: Exit::Lost });
         }
         let (host, leaves) = (peer.index, peer.leaves);
         let has_succeeded = matches!(
@@ -438,8 +466,9 @@ impl Plan for ElasticPlan {
                 (None, Some(error)) => return Err(error),
                 (None, None) => {
                     let there = self.too_few.unwrap_or(0);
+                    let trouble = self.script_trouble.map_or_else(String::new, |why| format!(": {why}"));
                     return Err(Error::timeout(format!(
-                        "{there} workers run, and no others have come in time"
+                        "{there} workers run, and no others have come in time{trouble}"
                     ))
                     .with_remedy("does the host list name enough hosts? --elastic-timeout waits longer"));
                 }
@@ -450,7 +479,7 @@ impl Plan for ElasticPlan {
             outcome,
             exits: self.exits,
             world_size: WorldSize::new(self.workers).ok(),
-            nodes: u32::try_from(launchers.started_peers).unwrap_or(u32::MAX),
+            nodes: self.nodes,
             restarts: 0,
             replacements: self.host_manager.restarts().0,
             elapsed: launchers.started.elapsed(),
@@ -476,114 +505,4 @@ fn seconds(pause: Duration) -> String {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::rank::Rank;
-    use crate::remote::driver::{Driver, tests::silent_job};
-
-    #[test]
-    fn a_signal_does_not_hide_that_all_workers_had_ended_well() {
-        let outcome_of = |second: Option<Outcome>| {
-            let (_folder, job) = silent_job("node1,node2");
-            let job = job.bind(IpAddr::from([127, 0, 0, 1]));
-            let elastic = ElasticHosts::new(WorldSize::new(2).unwrap());
-            let mut observer = |_: Event<'_>| std::ops::ControlFlow::Continue(());
-            let driver = Driver::start(&job, &mut observer, |launchers| {
-                let mut plan = elastic.plan(launchers)?;
-                plan.act(launchers)?;
-                for index in 0..launchers.peers.len() {
-                    launchers.peers[index].was_told_to_start = true;
-                    let (rank, pid, exit) = (Rank::new(launchers.peers[index].first), 7, Exit::Code(0));
-                    plan.handle_event(launchers, index, &RemoteEvent::Started { rank, local_rank: 0, pid });
-                    plan.handle_event(launchers, index, &RemoteEvent::Exited { rank, pid, exit });
-                }
-                launchers.end = Some(DriverEnd::Interrupted(Signal::INT));
-                for outcome in [Some(Outcome::Succeeded), second] {
-                    let mut peer = launchers.peers.remove(0);
-                    let (exits, world_size, nodes, restarts, replacements) = (Vec::new(), None, 2, 0, 0);
-                    peer.end = outcome.map(|outcome| {
-                        LauncherEnd::Reported(RemoteReport {
-                            outcome,
-                            exits,
-                            world_size,
-                            nodes,
-                            restarts,
-                            replacements,
-                        })
-                    });
-                    plan.handle_loss(launchers, peer);
-                }
-                Ok(Box::new(plan) as _)
-            });
-            driver.unwrap().run().unwrap().outcome
-        };
-        let interrupted = Outcome::Interrupted(Signal::INT);
-        assert_eq!(outcome_of(Some(Outcome::Succeeded)), Outcome::Succeeded);
-        assert_eq!(outcome_of(Some(interrupted.clone())), interrupted);
-        assert_eq!(outcome_of(None), interrupted);
-    }
-
-    #[test]
-    fn a_script_that_fails_now_and_then_is_told_of_now_and_then() {
-        let (mut failures, start) = (Failures::default(), Instant::now());
-        // Every third answer is unusable, for some time; and then all are.
-        let told = (0..7200).filter(|second| {
-            let now = start + Duration::from_secs(*second);
-            if *second < 1300 && second % 3 > 0 {
-                failures.end();
-                return false;
-            }
-            failures.is_worth_telling(now)
-        });
-        assert_eq!(told.collect::<Vec<u64>>(), [0, 600, 1200, 1800]);
-    }
-
-    #[test]
-    fn that_the_workers_are_ended_is_said_once_for_all_hosts() {
-        let (_folder, job) = silent_job("node1,node2");
-        let job = job.bind(IpAddr::from([127, 0, 0, 1]));
-        let elastic = ElasticHosts::new(WorldSize::new(1).unwrap());
-        let mut told = Vec::new();
-        let mut observer = |event: Event<'_>| {
-            if let Event::Ending { signal } = event {
-                told.push(Some(signal));
-            } else if matches!(event, Event::Killing) {
-                told.push(None);
-            }
-            std::ops::ControlFlow::Continue(())
-        };
-        let driver = Driver::start(&job, &mut observer, |launchers| {
-            let mut plan = elastic.plan(launchers)?;
-            plan.act(launchers)?;
-            launchers.end = Some(DriverEnd::Planned);
-            // Without a grace period, a host kills its workers before it is heard of another.
-            for index in 0..launchers.peers.len() {
-                for event in [RemoteEvent::Ending { signal: Signal::TERM }, RemoteEvent::Killing] {
-                    plan.handle_event(launchers, index, &event);
-                }
-            }
-            Ok(Box::new(plan) as _)
-        });
-        drop(driver.unwrap());
-        assert_eq!(told, [Some(Signal::TERM), None]);
-    }
-
-    #[test]
-    fn the_store_is_served_only_when_a_host_has_answered_where_it_finds_this_one() {
-        let (_folder, job) = silent_job("node1,node2");
-        let job = job.bind(IpAddr::from([127, 0, 0, 1]));
-        let elastic = ElasticHosts::new(WorldSize::new(1).unwrap());
-        let mut observer = |_: Event<'_>| std::ops::ControlFlow::Continue(());
-        let driver = Driver::start(&job, &mut observer, |launchers| {
-            let mut plan = elastic.plan(launchers)?;
-            plan.act(launchers)?;
-            assert_eq!((launchers.peers.len(), plan.store.is_some()), (2, false));
-            launchers.peers[0].end = Some(LauncherEnd::Failed(Error::timeout("it has not answered")));
-            launchers.peers.iter_mut().for_each(|peer| peer.leaves = true);
-            plan.act(launchers)?;
-            assert!(plan.store.is_some(), "nobody is waited for any more");
-            Ok(Box::new(plan) as _)
-        });
-        drop(driver.unwrap());
-    }
-}
+mod tests;

@@ -137,9 +137,9 @@ impl HostManager {
             HostState::Active { .. } | HostState::GivenUp => 0,
         });
         let enough = coming.sum::<u32>().saturating_add(there) >= self.limits.min;
-        // If none of them could start, the reason will be the same the next time.
-        let hopeless =
-            !self.begun && !self.hosts.is_empty() && self.hosts.iter().all(|host| host.failures > 0);
+        // If none of them could start, the reason will be the same the next time. A host that was added may be a machine that is still starting.
+        let is_settled = !self.limits.is_open && !self.hosts.is_empty();
+        let hopeless = is_settled && !self.begun && self.hosts.iter().all(|host| host.failures > 0);
         if self.is_ending() || hopeless || !(enough || self.limits.is_open) {
             return Some(there);
         }

@@ -218,6 +218,14 @@ fn too_few_end_the_job_at_once_if_nobody_can_come_and_else_in_time() {
     manager.lost(1, start);
     assert_eq!(manager.decide(start), [expect(0), Action::TooFew { there: 0 }]);
     assert_eq!(manager.decide(start + TIMEOUT), []);
+    // Machines that are still starting are tried again, and others may come.
+    let open = Limits { is_open: true, ..limits(1, 2, 0) };
+    let mut manager = manager_of(open, &[("a", 1)], start);
+    manager.decide(start);
+    assert_eq!(manager.lost(0, start), Some(FIRST_DELAY));
+    assert_eq!(manager.decide(start), [expect(0)]);
+    assert_eq!(manager.wake_at(), Some(start + FIRST_DELAY));
+    assert_eq!(manager.decide(start + FIRST_DELAY)[..1], [launch(0, 0, 1)]);
 }
 
 #[test]

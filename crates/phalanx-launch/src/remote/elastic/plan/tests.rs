@@ -1,0 +1,201 @@
+//! An elastic job whose hosts never answer by themselves.
+
+use super::*;
+use crate::rank::Rank;
+use crate::remote::HostDiscovery;
+use crate::remote::driver::{Driver, tests::silent_job};
+
+#[test]
+fn a_signal_does_not_hide_that_all_workers_had_ended_well() {
+    let outcome_of = |second: Option<Outcome>| {
+        let (_folder, job) = silent_job("node1,node2");
+        let job = job.bind(IpAddr::from([127, 0, 0, 1]));
+        let elastic = ElasticHosts::new(WorldSize::new(2).unwrap());
+        let mut observer = |_: Event<'_>| std::ops::ControlFlow::Continue(());
+        let driver = Driver::start(&job, &mut observer, |launchers| {
+            let mut plan = elastic.plan(launchers)?;
+            plan.act(launchers)?;
+            for index in 0..launchers.peers.len() {
+                launchers.peers[index].was_told_to_start = true;
+                let (rank, pid, exit) = (Rank::new(launchers.peers[index].first), 7, Exit::Code(0));
+                plan.handle_event(launchers, index, &RemoteEvent::Started { rank, local_rank: 0, pid });
+                plan.handle_event(launchers, index, &RemoteEvent::Exited { rank, pid, exit });
+            }
+            launchers.end = Some(DriverEnd::Interrupted(Signal::INT));
+            for outcome in [Some(Outcome::Succeeded), second] {
+                let mut peer = launchers.peers.remove(0);
+                let (exits, world_size, nodes, restarts, replacements) = (Vec::new(), None, 2, 0, 0);
+                peer.end = outcome.map(|outcome| {
+                    LauncherEnd::Reported(RemoteReport {
+                        outcome,
+                        exits,
+                        world_size,
+                        nodes,
+                        restarts,
+                        replacements,
+                    })
+                });
+                plan.handle_loss(launchers, peer);
+            }
+            Ok(Box::new(plan) as _)
+        });
+        driver.unwrap().run().unwrap().outcome
+    };
+    let interrupted = Outcome::Interrupted(Signal::INT);
+    assert_eq!(outcome_of(Some(Outcome::Succeeded)), Outcome::Succeeded);
+    assert_eq!(outcome_of(Some(interrupted.clone())), interrupted);
+    assert_eq!(outcome_of(None), interrupted);
+}
+
+#[test]
+fn of_each_worker_of_a_host_that_is_lost_it_is_said_that_it_is_gone() {
+    let (_folder, job) = silent_job("node1:2,node2");
+    let job = job.bind(IpAddr::from([127, 0, 0, 1]));
+    let elastic = ElasticHosts::new(WorldSize::new(1).unwrap());
+    let mut told = Vec::new();
+    let mut observer = |event: Event<'_>| {
+        if let Event::Exited { rank, pid, exit } = event {
+            told.push((rank.get(), pid, exit));
+        }
+        std::ops::ControlFlow::Continue(())
+    };
+    let driver = Driver::start(&job, &mut observer, |launchers| {
+        let mut plan = elastic.plan(launchers)?;
+        plan.act(launchers)?;
+        for local_rank in [0, 1] {
+            let (rank, pid) = (Rank::new(local_rank), 70 + local_rank);
+            plan.handle_event(launchers, 0, &RemoteEvent::Started { rank, local_rank, pid });
+        }
+        let (rank, pid) = (Rank::new(0), 70);
+        plan.handle_event(launchers, 0, &RemoteEvent::Exited { rank, pid, exit: Exit::Code(0) });
+        let lost = launchers.peers.remove(0);
+        plan.handle_loss(launchers, lost);
+        Ok(Box::new(plan) as _)
+    });
+    drop(driver.unwrap());
+    assert_eq!(told, [(0, 70, Exit::Code(0)), (1, 71, Exit::Lost)]);
+}
+
+#[test]
+fn a_script_that_fails_now_and_then_is_told_of_now_and_then() {
+    let (mut failures, start) = (Failures::default(), Instant::now());
+    // Every third answer is unusable, for some time; and then all are.
+    let told = (0..7200).filter(|second| {
+        let now = start + Duration::from_secs(*second);
+        if *second < 1300 && second % 3 > 0 {
+            failures.end();
+            return false;
+        }
+        failures.is_worth_telling(now)
+    });
+    assert_eq!(told.collect::<Vec<u64>>(), [0, 600, 1200, 1800]);
+}
+
+#[test]
+fn that_the_workers_are_ended_is_said_once_for_all_hosts() {
+    let (_folder, job) = silent_job("node1,node2");
+    let job = job.bind(IpAddr::from([127, 0, 0, 1]));
+    let elastic = ElasticHosts::new(WorldSize::new(1).unwrap());
+    let mut told = Vec::new();
+    let mut observer = |event: Event<'_>| {
+        if let Event::Ending { signal } = event {
+            told.push(Some(signal));
+        } else if matches!(event, Event::Killing) {
+            told.push(None);
+        }
+        std::ops::ControlFlow::Continue(())
+    };
+    let driver = Driver::start(&job, &mut observer, |launchers| {
+        let mut plan = elastic.plan(launchers)?;
+        plan.act(launchers)?;
+        launchers.end = Some(DriverEnd::Planned);
+        // Without a grace period, a host kills its workers before it is heard of another.
+        for index in 0..launchers.peers.len() {
+            for event in [RemoteEvent::Ending { signal: Signal::TERM }, RemoteEvent::Killing] {
+                plan.handle_event(launchers, index, &event);
+            }
+        }
+        Ok(Box::new(plan) as _)
+    });
+    drop(driver.unwrap());
+    assert_eq!(told, [Some(Signal::TERM), None]);
+}
+
+#[test]
+fn the_store_is_served_only_when_a_host_has_answered_where_it_finds_this_one() {
+    let (_folder, job) = silent_job("node1,node2");
+    let job = job.bind(IpAddr::from([127, 0, 0, 1]));
+    let elastic = ElasticHosts::new(WorldSize::new(1).unwrap());
+    let mut observer = |_: Event<'_>| std::ops::ControlFlow::Continue(());
+    let driver = Driver::start(&job, &mut observer, |launchers| {
+        let mut plan = elastic.plan(launchers)?;
+        plan.act(launchers)?;
+        assert_eq!((launchers.peers.len(), plan.store.is_some()), (2, false));
+        // It does not say from where it was reached; the other one may.
+        launchers.peers[0].hello = Some(None);
+        plan.act(launchers)?;
+        assert!(plan.store.is_none());
+        launchers.peers[1].end = Some(LauncherEnd::Failed(Error::timeout("it has not answered")));
+        launchers.peers[1].leaves = true;
+        plan.act(launchers)?;
+        assert!(plan.store.is_some(), "nobody is waited for any more");
+        Ok(Box::new(plan) as _)
+    });
+    drop(driver.unwrap());
+}
+
+#[test]
+fn before_a_script_has_printed_a_host_no_address_is_guessed() {
+    let (_folder, mut job) = silent_job("node1");
+    job.hosts = HostList::default();
+    let job = job.bind(IpAddr::from([127, 0, 0, 1]));
+    let elastic = ElasticHosts::new(WorldSize::ONE).discovery(HostDiscovery::new("exec sleep 600"));
+    let mut observer = |_: Event<'_>| std::ops::ControlFlow::Continue(());
+    let driver = Driver::start(&job, &mut observer, |launchers| {
+        let mut plan = elastic.plan(launchers)?;
+        plan.act(launchers)?;
+        assert!(plan.store.is_none());
+        Ok(Box::new(plan) as _)
+    });
+    drop(driver.unwrap());
+}
+
+#[test]
+fn where_no_host_comes_in_time_it_is_said_what_is_wrong_with_the_script() {
+    for (script, trouble) in [("true", "prints no host"), ("exit 3", "it ended with exit status: 3")] {
+        let (_folder, mut job) = silent_job("node1");
+        job.hosts = HostList::default();
+        let elastic = ElasticHosts::new(WorldSize::ONE).discovery(HostDiscovery::new(script));
+        let mut observer = |_: Event<'_>| std::ops::ControlFlow::Continue(());
+        let driver = Driver::start(&job, &mut observer, |launchers| {
+            let mut plan = elastic.plan(launchers)?;
+            let deadline = Deadline::after(Duration::from_secs(60));
+            while plan.script_trouble.is_none() {
+                assert!(!deadline.has_passed(), "the script has not answered");
+                plan.act(launchers)?;
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            launchers.end = Some(DriverEnd::Planned);
+            Ok(Box::new(plan) as _)
+        });
+        let error = driver.unwrap().run().unwrap_err();
+        assert!(error.is_timeout() && error.to_string().contains(trouble), "{error}");
+    }
+}
+
+#[test]
+fn a_host_that_was_started_again_is_one_node() {
+    let (_folder, job) = silent_job("node1,node2");
+    let job = job.bind(IpAddr::from([127, 0, 0, 1]));
+    let elastic = ElasticHosts::new(WorldSize::ONE);
+    let mut observer = |_: Event<'_>| std::ops::ControlFlow::Continue(());
+    let driver = Driver::start(&job, &mut observer, |launchers| {
+        let mut plan = elastic.plan(launchers)?;
+        plan.act(launchers)?;
+        launchers.launch(0, Host::named("node1", 1), 0)?;
+        launchers.peers.clear();
+        launchers.end = Some(DriverEnd::Interrupted(Signal::INT));
+        Ok(Box::new(plan) as _)
+    });
+    assert_eq!(driver.unwrap().run().unwrap().nodes, 2);
+}
