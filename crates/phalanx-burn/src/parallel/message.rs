@@ -1,7 +1,6 @@
 //! What goes before a tensor from one stage to another: its type and shape.
 
 use burn::tensor::{DType, TensorData};
-use phalanx::adapter::has_room;
 use phalanx::{Buffer, Error, ProcessGroup, Rank, Result};
 
 use crate::tensor_bytes::{self, TensorBytes};
@@ -61,11 +60,10 @@ impl Layout {
     /// Memory for the tensor. A peer has sent its shape: if there is too little, that is an error and no panic.
     pub fn memory(&self) -> Result<Buffer> {
         let bytes = self.bytes()?;
-        if !has_room(bytes) {
-            let cause = format!("no memory for the {bytes} B of another stage's tensor");
-            return Err(Error::invalid_argument(cause).with_remedy("make the micro-batches smaller"));
-        }
-        Ok(Buffer::zeroed(phalanx::DType::U8, bytes))
+        Buffer::try_zeroed(phalanx::DType::U8, bytes).ok_or_else(|| {
+            Error::out_of_memory(format!("no memory for the {bytes} B of another stage's tensor"))
+                .with_remedy("make the micro-batches smaller")
+        })
     }
 
     pub fn data(&self, buffer: &Buffer) -> TensorData {
@@ -155,9 +153,8 @@ mod tests {
         (huge[4], huge[5]) = (i64::MAX, i64::MAX);
         assert!(Header::decode(&huge).unwrap().layout.memory().unwrap_err().is_mismatch());
         (huge[4], huge[5], huge[6]) = (1 << 60, 1, 1);
-        assert!(
-            Header::decode(&huge).unwrap().layout.memory().unwrap_err().to_string().contains("no memory")
-        );
+        let error = Header::decode(&huge).unwrap().layout.memory().unwrap_err();
+        assert!(error.is_out_of_memory() && error.to_string().contains("no memory"), "{error}");
         let deep = Layout { dtype: DType::F32, shape: vec![1; 9] };
         assert!(Header { layout: deep, ..header.clone() }.encode().unwrap_err().is_invalid_argument());
         let whole = Layout { dtype: DType::I32, shape: vec![1] };
