@@ -90,6 +90,8 @@ pub struct Ddp<M> {
     gradient_as_bucket_view: bool,
     /// Whether each rank gets the averages of its own parameters only.
     sharded: bool,
+    /// Given to the optimizer for which gradients were sharded last; none has one that was made since then.
+    sharding: ModelToken,
     /// Whether the model is this rank's stages of a pipeline of several ranks.
     is_of_stages: bool,
     /// Whether an optimizer sees parameters under other names than their paths.
@@ -183,6 +185,7 @@ impl<M: Module> Ddp<M> {
             broadcast_buffers: options.broadcast_buffers,
             gradient_as_bucket_view: options.gradient_as_bucket_view,
             sharded: false,
+            sharding: ModelToken::default(),
             is_of_stages: false,
             is_renamed: false,
             elementwise_steps: 0,
@@ -308,6 +311,12 @@ impl<M: Module> Ddp<M> {
             .with_remedy("make the Ddp after GroupHandle::rebind, or let a TrainState of this model change the group")),
             Engine::Alone { .. } | Engine::Together { .. } => Ok(()),
         }
+    }
+
+    /// An error if the group is a handle that leads to other ranks than when this was made. Nobody waits for this rank.
+    pub(crate) fn check_ranks(&self) -> Result<()> {
+        self.check_world()?;
+        self.engine.sink().map_or(Ok(()), |sink| sink.with_reducer(|reducer| reducer.check_group()))
     }
 
     /// The time since `begin` is not this rank's own: it was in a collective.

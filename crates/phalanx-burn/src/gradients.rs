@@ -65,7 +65,7 @@ impl SyncedGradients {
 
     /// The gradients, if they are those of the model with this token.
     pub(crate) fn of(self, model: &ModelToken) -> Result<GradientsParams> {
-        if Arc::ptr_eq(&self.model.0, &model.0) {
+        if self.model.is(model) {
             return Ok(self.gradients);
         }
         let cause = "the gradients of a step are those of another replicated model, or of this one before it was loaded, \
@@ -100,6 +100,13 @@ impl fmt::Debug for SyncedGradients {
 /// gradients before a change that makes them invalid: then it gets a new token.
 #[derive(Clone, Default)]
 pub(crate) struct ModelToken(Arc<()>);
+
+impl ModelToken {
+    /// Whether both are of the same model, between the same changes.
+    pub fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
 
 mod sealed {
     pub trait Sealed {}

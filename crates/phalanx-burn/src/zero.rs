@@ -9,7 +9,7 @@ use phalanx::checkpoint::{Saved, Snapshot};
 use phalanx::reducer::LoadedState;
 use phalanx::{Caller, Communicator, Error, Rank, Result, WorldSize};
 
-use crate::gradients::Synced;
+use crate::gradients::{ModelToken, Synced};
 use crate::parameters::Parameter;
 use crate::state::{Begun, moments};
 use crate::{Ddp, optimizer};
@@ -54,6 +54,8 @@ pub struct ZeroRedundancyOptimizer {
     inner: ModuleOptimizer,
     /// The parameters whose state this rank keeps.
     own: HashSet<ParamId>,
+    /// How the [`Ddp`] knows the optimizer of its parts.
+    sharding: ModelToken,
     /// The state that was loaded since the last step, in which the [`Ddp`] hears of it.
     loaded: Option<LoadedState>,
 }
@@ -70,13 +72,14 @@ impl ZeroRedundancyOptimizer {
         let owners = assign_owners(ddp.parameters(), ddp.world_size());
         let mine = ddp.parameters().iter().zip(&owners).filter(|(_, owner)| **owner == ddp.rank());
         let own = mine.map(|(parameter, _)| parameter.id).collect();
-        ddp.shard(owners)?;
+        let sharding = ddp.shard(owners)?;
         ddp.compare_optimizers(&optimizer, None, Caller::ZeroNew)?;
         let group = ddp.group().in_call(Caller::ZeroNew);
         optimizer::check_states(&optimizer, &group, ddp.parameters())?;
         let inner = optimizer::restricted(optimizer, ddp.parameters(), &own);
         // The others go on, and wait for this rank's part.
-        Ok(Self { inner: inner.inspect_err(|error| ddp.group().abort(error.clone()))?, own, loaded: None })
+        let inner = inner.inspect_err(|error| ddp.group().abort(error.clone()))?;
+        Ok(Self { inner, own, sharding, loaded: None })
     }
 
     /// Lets the optimizer change this rank's part of `ddp`'s model by `gradients` from [`Ddp::backward`], and receives
@@ -84,13 +87,14 @@ impl ZeroRedundancyOptimizer {
     ///
     /// # Errors
     /// If the exchange fails; inside [`Ddp::join`], if a rank has no data left, because no other rank can update its
-    /// part.
+    /// part. If this optimizer is not the last one that was made for `ddp`, or `ddp` has changed its group since, as in an elastic job.
     pub fn step<M: Module>(
         &mut self,
         ddp: &mut Ddp<M>,
         learning_rate: impl Into<ModuleLearningRate>,
         gradients: impl Synced,
     ) -> Result<()> {
+        ddp.check_shards(&self.sharding)?;
         let (active, world) = (ddp.group().active_ranks(), ddp.world_size().count());
         if active < world {
             return Err(Error::invalid_argument(format!(
@@ -112,8 +116,9 @@ impl ZeroRedundancyOptimizer {
     /// call it together.
     ///
     /// # Errors
-    /// If there is no rank `to`, the exchange fails, or a state cannot be read.
+    /// If there is no rank `to`, the exchange fails, or a state cannot be read; for another `ddp` as [`step`](Self::step).
     pub fn consolidate<M: Module>(&self, ddp: &Ddp<M>, to: Rank) -> Result<Option<ModuleOptimizer>> {
+        ddp.check_shards(&self.sharding)?;
         let to = ddp.world_size().rank(to.get())?;
         let group = ddp.group().in_call(Caller::ZeroConsolidate);
         optimizer::gather(&self.inner, &group, to, ddp.parameters())
@@ -140,9 +145,10 @@ impl ZeroRedundancyOptimizer {
     /// ```
     ///
     /// # Errors
-    /// If the state cannot be read; in the middle of a step, where gradients of [`Ddp::backward_no_sync`] would be missing; or as
-    /// [`Snapshot::tensor`] and [`Snapshot::value`].
+    /// If the state cannot be read; in the middle of a step, where gradients of [`Ddp::backward_no_sync`] would be missing; for another
+    /// `ddp` as [`step`](Self::step); or as [`Snapshot::tensor`] and [`Snapshot::value`].
     pub fn save<M: Module>(&self, ddp: &Ddp<M>, snapshot: &mut Snapshot, name: &str) -> Result<()> {
+        ddp.check_shards(&self.sharding)?;
         ddp.check_nothing_held()?;
         if ddp.rank().is_main() {
             snapshot.value(&ranks_of(name), &ddp.world_size().get())?;
@@ -157,8 +163,10 @@ impl ZeroRedundancyOptimizer {
     ///
     /// # Errors
     /// If it does not exist, cannot be read, or is that of another model or optimizer; the state is then unchanged. A checkpoint after a
-    /// step above 0 without anything of an optimizer is that of another one, unless this one keeps nothing.
+    /// step above 0 without anything of an optimizer is that of another one, unless this one keeps nothing. For another `ddp` as
+    /// [`step`](Self::step).
     pub fn load<M: Module>(&mut self, ddp: &Ddp<M>, saved: &Saved, name: &str) -> Result<()> {
+        ddp.check_shards(&self.sharding)?;
         // The ranks of the Ddp may be a part of those that have made the checkpoint, which earlier versions have counted.
         let ranks = match saved.part_names().any(|part| part == ranks_of(name)) {
             true => saved.value::<u32>(&ranks_of(name))?,

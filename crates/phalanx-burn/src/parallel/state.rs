@@ -207,7 +207,9 @@ impl ShardedState {
     ///
     /// # Errors
     /// If the model is not the one that this was made for, the state cannot be read, or has another shape than its parameter; in the middle
-    /// of a step, where gradients of [`Ddp::backward_no_sync`] would be missing; or as [`Snapshot::slice`].
+    /// of a step, where gradients of [`Ddp::backward_no_sync`] would be missing; if the group of the `Ddp` is a
+    /// [`GroupHandle`](phalanx::GroupHandle) that leads to other ranks by now: these would not write what they leave to each other; or as
+    /// [`Snapshot::slice`].
     pub fn save<M: Module>(
         &self,
         ddp: &Ddp<M>,
@@ -215,6 +217,7 @@ impl ShardedState {
         snapshot: &mut Snapshot,
         name: &str,
     ) -> Result<()> {
+        ddp.check_ranks()?;
         ddp.check_nothing_held()?;
         let indices = self.parameters(ddp)?;
         if self.group.rank().is_main() {
