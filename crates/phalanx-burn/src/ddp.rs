@@ -30,6 +30,7 @@ use crate::alike;
 use crate::gradients::{Handover, ModelToken, SyncedGradients, averages};
 use crate::hook;
 use crate::packed::Packed;
+use crate::parallel::Sharers;
 use crate::parameters::{Inventory, Parameter, Select};
 use crate::replicas;
 use crate::sink::Pass;
@@ -96,6 +97,8 @@ pub struct Ddp<M> {
     is_of_stages: bool,
     /// Whether an optimizer sees parameters under other names than their paths.
     is_renamed: bool,
+    /// The ranks that divide layers of the model with this one, if it has parts.
+    sharers: Option<Sharers>,
     /// The number of steps until it is checked again that the optimizer treats each element of divided layers by itself.
     elementwise_steps: usize,
     /// Whether the ranks have found their optimizers alike since the model has come into this group.
@@ -170,6 +173,7 @@ impl<M: Module> Ddp<M> {
             }
         };
         let model = inventory.ties.retie(model);
+        let sharers = Sharers::of(&model);
         Ok(Self {
             model: Some(model),
             inventory,
@@ -188,6 +192,7 @@ impl<M: Module> Ddp<M> {
             sharding: ModelToken::default(),
             is_of_stages: false,
             is_renamed: false,
+            sharers,
             elementwise_steps: 0,
             optimizers: alike::Watch::default(),
             loads: LoadedStates::default(),
@@ -331,13 +336,16 @@ impl<M: Module> Ddp<M> {
         self.engine.check_on_host(call).map_err(|error| self.fail(error))
     }
 
-    /// Ends the group with `error`.
+    /// Ends the group with `error`, and that of the ranks that divide layers with this one, which would wait for it, too.
     fn fail(&self, error: Error) -> Error {
         if let Some(sink) = self.engine.sink() {
             sink.with_reducer(|reducer| reducer.abort(error.clone()));
         } else if self.group.world_size() != WorldSize::ONE {
             // Made in a world of one, whose handle leads to others by now: they would wait.
             self.group.abort(error.clone());
+        }
+        if let Some(sharers) = &self.sharers {
+            sharers.tell(&error);
         }
         error
     }

@@ -21,6 +21,7 @@ mod message;
 mod op;
 pub mod pipeline;
 mod random;
+mod sharers;
 mod state;
 pub mod tensor;
 mod whole;
@@ -30,6 +31,7 @@ pub(crate) use clip::{of_stages, refuse_parts};
 pub(crate) use elementwise::{check as check_elementwise, check_parts};
 pub(crate) use exchange::gathered;
 pub use link::StageLink;
+pub(crate) use sharers::Sharers;
 pub use state::{ShardedState, StateNames};
 pub(crate) use whole::{parts_in_words, refuse_divided, refuse_units};
 

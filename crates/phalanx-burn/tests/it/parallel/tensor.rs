@@ -596,3 +596,30 @@ fn optimizers_that_take_a_norm_of_a_part_are_refused() {
         run(2, |group| assert!(stepped_by(&group, &optimizer).is_none()));
     }
 }
+
+/// No backward pass says so, where there are no replicas.
+#[test]
+fn gradients_of_a_failed_exchange_are_not_stepped_with() {
+    run(2, |group| {
+        let tensor = TensorGroup::new(&group);
+        let layer: Linear = LinearConfig::new(WIDTH, WIDTH).init(&device()).map(&mut Waves(0));
+        let layer = RowParallelLinear::new(layer, &tensor).unwrap();
+        let mut ddp = Ddp::new(layer, &ProcessGroup::alone().unwrap()).unwrap();
+        let mut optimizer = SgdConfig::new().init();
+        let x = || tensor.part(input(), 2);
+        let loss = ddp.forward(|layer| weighed(layer.forward(x()))).unwrap();
+        let gradients = ddp.backward(&loss).unwrap();
+        ddp.step(&mut optimizer, 0.1, gradients).unwrap();
+        if group.rank().is_main() {
+            group.abort(Error::aborted("the cable was cut"));
+            let loss = ddp.forward(|layer| weighed(layer.forward(x()))).unwrap();
+            let gradients = ddp.backward(&loss).unwrap();
+            let before = floats(ddp.model());
+            let error = ddp.step(&mut optimizer, 0.1, gradients).unwrap_err().to_string();
+            assert!(error.contains("the cable was cut"), "{error}");
+            assert_eq!(floats(ddp.model()), before);
+        } else {
+            assert!(group.barrier().unwrap_err().to_string().contains("the cable was cut"));
+        }
+    });
+}
