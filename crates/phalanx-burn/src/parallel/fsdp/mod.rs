@@ -9,6 +9,7 @@
 //!
 //! Sources: Rajbhandari et al., "ZeRO" (2020), arXiv 1910.02054; Zhao et al., "PyTorch FSDP" (2023), arXiv 2304.11277.
 
+mod calls;
 mod checkpoint;
 mod collector;
 mod exchanges;
