@@ -66,7 +66,7 @@ thread_local! {
 }
 
 /// The ranks among which the parameters of `module` are divided: those of the first, if there are several groups.
-pub(super) fn group_of<M: Module>(module: &M) -> Option<TensorGroup> {
+pub(crate) fn group_of<M: Module>(module: &M) -> Option<TensorGroup> {
     struct Nothing;
     impl ModuleVisitor for Nothing {}
     /// Nobody asks any more: a handle that stays would keep the group.
