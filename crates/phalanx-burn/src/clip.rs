@@ -71,6 +71,15 @@ pub(crate) fn multiply<M: Module>(model: &M, gradients: &mut GradientsParams, fa
     model.visit(&mut Scale { gradients, seen: HashSet::new(), factor });
 }
 
+/// `tensor * factor`. Burn rounds a factor to the tensor's type, and in 16 bits it has few digits; in f16 a small one is zero.
+pub(crate) fn times<const D: usize>(tensor: Tensor<D>, factor: f64) -> Tensor<D> {
+    let dtype = tensor.dtype();
+    match dtype {
+        DType::F16 | DType::BF16 => (tensor.cast(DType::F32) * factor).cast(dtype),
+        _ => tensor * factor,
+    }
+}
+
 /// Adds up the squares of each gradient's elements.
 struct Squares<'a> {
     gradients: &'a GradientsParams,
@@ -103,7 +112,7 @@ impl ModuleVisitor for Scale<'_> {
         if self.seen.insert(param.id)
             && let Some(gradient) = self.gradients.remove::<D>(param.id)
         {
-            self.gradients.register(param.id, gradient * self.factor);
+            self.gradients.register(param.id, times(gradient, self.factor));
         }
     }
 }

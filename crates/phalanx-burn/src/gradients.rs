@@ -14,7 +14,7 @@ use burn::tensor::{Gradients, Tensor};
 use phalanx::reducer::Reducer;
 use phalanx::{BufferPart, Error, Result};
 
-use crate::view;
+use crate::{clip, view};
 
 /// Gradients that are equal on all replicas, as [`Ddp::backward`](crate::Ddp::backward) returns them: a step takes only
 /// these.
@@ -197,7 +197,7 @@ impl ModuleVisitor for Averages<'_> {
         let dtype = param.dtype();
         let data = view::tensor_data(part, param.shape().as_slice(), dtype);
         let average = Tensor::<D>::from_data(data, (&param.device().inner(), dtype));
-        let average = if self.scale == 1.0 { average } else { average * self.scale };
+        let average = if self.scale == 1.0 { average } else { clip::times(average, self.scale) };
         self.gradients.register(param.id, average);
     }
 }
