@@ -197,7 +197,10 @@ impl ModuleVisitor for Averages<'_> {
         let dtype = param.dtype();
         let data = view::tensor_data(part, param.shape().as_slice(), dtype);
         let average = Tensor::<D>::from_data(data, (&param.device().inner(), dtype));
-        let average = if self.scale == 1.0 { average } else { clip::times(average, self.scale) };
+        let average = match self.scale == 1.0 {
+            true => average,
+            false => clip::wide(average, |average| average * self.scale),
+        };
         self.gradients.register(param.id, average);
     }
 }
