@@ -16,7 +16,8 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use phalanx::batch_statistics::{Exchange, Moments};
 use phalanx::{Communicator, Error, Result};
 
-use self::op::{Layer, SyncBatchNormOp, computed_in};
+pub(crate) use self::op::computed_in;
+use self::op::{Layer, SyncBatchNormOp};
 use crate::data_parallel::is_one_of_several;
 use crate::read_back;
 

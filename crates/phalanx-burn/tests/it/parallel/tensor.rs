@@ -3,7 +3,7 @@
 use std::sync::Barrier;
 
 use burn::grad_clipping::GradientClippingConfig;
-use burn::module::Module;
+use burn::module::{Module, Param};
 use burn::nn::activation::ActivationConfig;
 use burn::nn::attention::{MhaInput, MultiHeadAttentionConfig};
 use burn::nn::loss::CrossEntropyLossConfig;
@@ -14,7 +14,7 @@ use burn::optim::{
     AdafactorConfig, AdamWConfig, GradientsParams, LambConfig, ModuleOptimizer, MuonConfig, SgdConfig,
 };
 use burn::tensor::activation::gelu;
-use burn::tensor::{Bool, Int, Tensor, TensorData};
+use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 use phalanx::mesh::DeviceMesh;
 use phalanx::testing::{self, Fabric};
 use phalanx::{Error, ProcessGroup};
@@ -26,7 +26,7 @@ use phalanx_burn::parallel::{ShardedState, StateNames};
 use phalanx_burn::{DataParallel, Ddp, FusedAdamWConfig, TowerGradients, TrainState, parallel};
 
 use super::model::{LENGTH, VOCABULARY, WIDTH, Waves, encoder_config, rows, scalar};
-use crate::common::{device, distance, floats, run};
+use crate::common::{device, distance, floats, plain, run};
 
 const TOLERANCE: f64 = 1e-5;
 
@@ -494,6 +494,34 @@ fn tokens_that_no_rank_has_end_the_group() {
         let loss = model.cross_entropy(logits, ints(&[1, 1000, 0]), Some(1000));
         assert!(scalar(&loss).is_finite() && group.failure().is_none());
     });
+}
+
+/// A sum of 70,000 is infinite in f16, and the number of tokens was of the device's type.
+#[test]
+fn a_cross_entropy_may_be_of_any_type() {
+    const TOKENS: usize = 70_000;
+    let dtypes = [DType::F16, DType::BF16, DType::F64];
+    for dtype in dtypes.into_iter().filter(|dtype| plain().supports_dtype(*dtype)) {
+        for ranks in [1, 2] {
+            run(ranks, |group| {
+                let group = TensorGroup::new(&group);
+                let weight = Tensor::<2>::zeros([TOKENS, 1], (&device(), dtype)).require_grad();
+                let embedding = Embedding { weight: Param::from_tensor(weight) };
+                let model = VocabParallelEmbedding::new(embedding, &group).unwrap();
+                let x = Tensor::<2>::ones([3, 1], (&device(), dtype));
+                for padding in [None, Some(0)] {
+                    let targets = Tensor::<1, Int>::from_ints([0, 1, TOKENS as i32 - 1], &device());
+                    let loss = model.cross_entropy(model.logits(x.clone()), targets, padding);
+                    assert_eq!(loss.dtype(), dtype);
+                    let gradients = loss.backward();
+                    let gradient = values(model.weight.val().grad(&gradients).unwrap());
+                    assert!(gradient.iter().all(|x| x.is_finite()), "{dtype:?}");
+                    let apart = f64::from(values(loss)[0]) - (TOKENS as f64).ln();
+                    assert!(apart.abs() < 0.05, "{dtype:?} {padding:?}: {apart}");
+                }
+            });
+        }
+    }
 }
 
 #[test]
