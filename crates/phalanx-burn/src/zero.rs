@@ -52,7 +52,7 @@ use crate::{Ddp, optimizer};
 #[derive(Clone)]
 pub struct ZeroRedundancyOptimizer {
     inner: ModuleOptimizer,
-    /// The parameters whose state this rank keeps.
+    /// The parameters whose state this rank keeps, also such as are frozen.
     own: HashSet<ParamId>,
     /// How the [`Ddp`] knows the optimizer of its parts.
     sharding: ModelToken,
@@ -71,12 +71,17 @@ impl ZeroRedundancyOptimizer {
     pub fn new<M: Module>(optimizer: ModuleOptimizer, ddp: &mut Ddp<M>) -> Result<Self> {
         let owners = assign_owners(ddp.parameters(), ddp.world_size());
         let mine = ddp.parameters().iter().zip(&owners).filter(|(_, owner)| **owner == ddp.rank());
-        let own = mine.map(|(parameter, _)| parameter.id).collect();
+        let mut own: HashSet<ParamId> = mine.map(|(parameter, _)| parameter.id).collect();
+        // What is frozen by now may have a state, of which rank 0 takes care for all.
+        if ddp.rank().is_main() {
+            let trained: HashSet<ParamId> = ddp.parameters().iter().map(|parameter| parameter.id).collect();
+            own.extend(ddp.state().iter().map(|tensor| tensor.id).filter(|id| !trained.contains(id)));
+        }
         let sharding = ddp.shard(owners)?;
         ddp.compare_optimizers(&optimizer, None, Caller::ZeroNew)?;
         let group = ddp.group().in_call(Caller::ZeroNew);
-        optimizer::check_states(&optimizer, &group, ddp.parameters())?;
-        let inner = optimizer::restricted(optimizer, ddp.parameters(), &own);
+        optimizer::check_states(&optimizer, &group, ddp.state())?;
+        let inner = optimizer::restricted(optimizer, ddp.state(), &own);
         // The others go on, and wait for this rank's part.
         let inner = inner.inspect_err(|error| ddp.group().abort(error.clone()))?;
         Ok(Self { inner, own, sharding, loaded: None })
@@ -121,12 +126,13 @@ impl ZeroRedundancyOptimizer {
         ddp.check_shards(&self.sharding)?;
         let to = ddp.world_size().rank(to.get())?;
         let group = ddp.group().in_call(Caller::ZeroConsolidate);
-        optimizer::gather(&self.inner, &group, to, ddp.parameters())
+        optimizer::gather(&self.inner, &group, to, ddp.state())
     }
 
     /// Adds this rank's part of the state to a sharded checkpoint, tensor by tensor, under names that begin with `name`: every
     /// rank calls it in [`save_sharded`](phalanx::checkpoint::Checkpoints::save_sharded). Nothing is gathered, and no rank needs
-    /// memory for the state of others. The model, which all ranks have, is saved by one of them.
+    /// memory for the state of others. The model, which all ranks have, is saved by one of them. The state of parameters that are frozen by now is left
+    /// out: [`consolidate`](Self::consolidate) has it.
     ///
     /// ```
     /// # use phalanx::checkpoint::Checkpoints;

@@ -3,6 +3,7 @@
 use std::sync::Barrier;
 
 use crate::common::{LOADS, Mlp, distance, floats, run, samples};
+use burn::module::Module;
 use burn::optim::{AdafactorConfig, AdamWConfig, ModuleOptimizer, OptimizerRecord, SgdConfig};
 use burn::tensor::Bytes;
 use parking_lot::Mutex;
@@ -351,6 +352,27 @@ fn the_optimizer_of_another_model_is_refused_and_so_is_an_earlier_one() {
         assert_eq!(floats(ddp.model()), before);
         let averages = gradients(&mut ddp, 0);
         zeros[2].step(&mut ddp, 0.01, averages).unwrap();
+    });
+}
+
+/// With its moments it goes on where it was, once it is trained again.
+#[test]
+fn what_is_frozen_by_now_keeps_its_moments() {
+    run(2, |group| {
+        let mut ddp = Ddp::new(Mlp::new(&WIDTHS), &group).unwrap();
+        let mut optimizer = AdamWConfig::new().init();
+        let averages = gradients(&mut ddp, 0);
+        ddp.step(&mut optimizer, 0.01, averages).unwrap();
+        let parameters = optimizer.to_record().len();
+        let mut model = ddp.into_model();
+        model.layers[1] = model.layers[1].clone().no_grad();
+        let mut ddp = Ddp::new(model, &group).unwrap();
+        let mut zero = ZeroRedundancyOptimizer::new(optimizer, &mut ddp).unwrap();
+        let averages = gradients(&mut ddp, 1);
+        zero.step(&mut ddp, 0.01, averages).unwrap();
+        let whole = zero.consolidate(&ddp, Rank::MAIN).unwrap();
+        assert_eq!(whole.is_some(), group.rank().is_main());
+        assert!(whole.is_none_or(|whole| whole.to_record().len() == parameters));
     });
 }
 
