@@ -71,6 +71,19 @@ pub(crate) fn multiply<M: Module>(model: &M, gradients: &mut GradientsParams, fa
     model.visit(&mut Scale { gradients, seen: HashSet::new(), factor });
 }
 
+/// `scaled` of `tensor`, by a number. Burn rounds that to the tensor's type: with 16 bits it has few digits, and in f16 a small one is zero, and a
+/// large one infinite. So this is computed in f32.
+pub(crate) fn wide<const D: usize>(
+    tensor: Tensor<D>,
+    scaled: impl FnOnce(Tensor<D>) -> Tensor<D>,
+) -> Tensor<D> {
+    let dtype = tensor.dtype();
+    match dtype {
+        DType::F16 | DType::BF16 => scaled(tensor.cast(DType::F32)).cast(dtype),
+        _ => scaled(tensor),
+    }
+}
+
 /// Adds up the squares of each gradient's elements.
 struct Squares<'a> {
     gradients: &'a GradientsParams,
@@ -103,7 +116,7 @@ impl ModuleVisitor for Scale<'_> {
         if self.seen.insert(param.id)
             && let Some(gradient) = self.gradients.remove::<D>(param.id)
         {
-            self.gradients.register(param.id, gradient * self.factor);
+            self.gradients.register(param.id, wide(gradient, |gradient| gradient * self.factor));
         }
     }
 }

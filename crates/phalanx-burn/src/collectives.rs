@@ -40,7 +40,7 @@ use crate::{Ddp, device, read_back};
 /// All of them: as the [`ProcessGroup`] method of the same name; all but `all_gather`, if the tensor is part of a graph; if the
 /// tensor is on another backend; if its type is
 /// not supported (quantised, 16-bit integers). Unsigned integers of 32 and 64 bits are copied, but cannot be combined:
-/// cast them first.
+/// cast them first. If there is too little memory on a rank: this ends the group.
 pub trait Collectives: Sized {
     /// Combines the tensors of all ranks, which have the same shape, element by element. Every rank gets the result.
     ///
@@ -98,8 +98,7 @@ pub trait Collectives: Sized {
     ///
     /// # Errors
     /// See [above](Self#errors). If types differ, or shapes in another dimension, or one rank's tensor is part of a graph and
-    /// another's is not: the error names the rank that differs. If there is no memory for the rows of all ranks:
-    /// this ends the group.
+    /// another's is not: the error names the rank that differs.
     #[doc(alias("allgather", "contrastive", "InfoNCE"))]
     fn all_gather(self, group: &ProcessGroup) -> Result<Self>;
 
@@ -181,10 +180,8 @@ impl<const D: usize, K: Basic + 'static> Collectives for Tensor<D, K> {
         if !has_room(bytes) {
             let cause =
                 format!("all_gather of tensors: there is no memory for the {bytes} bytes of all ranks' rows");
-            let error = Error::out_of_memory(cause).with_remedy("gather fewer rows at once");
             // Others may have it, and would wait for this rank's rows.
-            group.abort(error.clone());
-            return Err(error);
+            return told(group, Err(Error::out_of_memory(cause).with_remedy("gather fewer rows at once")));
         }
         if let Some(tracked) = tracked {
             // If no rank has any, there is nothing to exchange, in backward neither.
@@ -199,7 +196,7 @@ impl<const D: usize, K: Basic + 'static> Collectives for Tensor<D, K> {
             return all.ok_or_else(|| Error::invalid_argument("gradients are of floats alone"));
         }
         let counts: Vec<usize> = all_rows.iter().map(|rows| rows * row).collect();
-        local.tensor(&group.all_gather_v_async(buffer, &counts)?.wait()?, shape)
+        local.tensor(&told(group, group.all_gather_v_async(buffer, &counts))?.wait()?, shape)
     }
 
     fn reduce_scatter(self, group: &ProcessGroup, op: ReduceOp) -> Result<Self> {
@@ -212,7 +209,7 @@ impl<const D: usize, K: Basic + 'static> Collectives for Tensor<D, K> {
             )));
         }
         shape[0] /= world;
-        local.tensor(&group.reduce_scatter_async(buffer, op)?.wait()?, shape)
+        local.tensor(&told(group, group.reduce_scatter_async(buffer, op))?.wait()?, shape)
     }
 }
 
@@ -264,10 +261,18 @@ fn local<const D: usize, K: Basic>(
     // The others wait for this rank's tensor.
     let data = read_back::data(tensor).inspect_err(|error| group.abort(error.clone()))?;
     let data = if host_dtype(local.dtype) == local.dtype { data } else { data.convert::<bool>() };
-    let buffer = group.alloc(dtype, data.num_elements());
-    let mut buffer = buffer.inspect_err(|error| group.abort(error.clone()))?;
+    let mut buffer = told(group, group.alloc(dtype, data.num_elements()))?;
     buffer.as_bytes_mut().copy_from_slice(data.as_bytes());
     Ok((local, buffer))
+}
+
+/// `outcome`. If there was too little memory, that ends the group: the others may have it, and would wait for this rank.
+fn told<T>(group: &ProcessGroup, outcome: Result<T>) -> Result<T> {
+    outcome.inspect_err(|error| {
+        if error.is_out_of_memory() {
+            group.abort(error.clone());
+        }
+    })
 }
 
 impl<const D: usize> Local<D> {
@@ -410,5 +415,25 @@ impl<const D: usize, K: Basic> Scalar for Tensor<D, K> {
 impl<T: Scalar + ?Sized> Scalar for &T {
     fn number(&self) -> Result<f64> {
         (**self).number()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use phalanx::testing::{Fabric, run};
+
+    use super::*;
+
+    #[test]
+    fn a_rank_that_lacks_memory_for_a_tensor_ends_the_group_and_nobody_waits_for_it() {
+        for fabric in [Fabric::InProcess, Fabric::Tcp, Fabric::SharedMemory] {
+            let errors = run(2, fabric, |group| match group.rank().is_main() {
+                // More bytes than processors can address.
+                true => told(&group, group.alloc(DType::F64, 1 << 58)).map(drop).unwrap_err(),
+                false => Tensor::<1>::zeros([2], &Device::flex()).broadcast(&group, Rank::MAIN).unwrap_err(),
+            });
+            assert!(errors[0].is_out_of_memory(), "{fabric:?}: {errors:?}");
+            assert!(errors[1].to_string().contains("memory"), "{fabric:?}: {errors:?}");
+        }
     }
 }

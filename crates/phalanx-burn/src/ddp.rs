@@ -30,6 +30,7 @@ use crate::alike;
 use crate::gradients::{Handover, ModelToken, SyncedGradients, averages};
 use crate::hook;
 use crate::packed::Packed;
+use crate::parallel::Sharers;
 use crate::parameters::{Inventory, Parameter, Select};
 use crate::replicas;
 use crate::sink::Pass;
@@ -90,10 +91,14 @@ pub struct Ddp<M> {
     gradient_as_bucket_view: bool,
     /// Whether each rank gets the averages of its own parameters only.
     sharded: bool,
+    /// Given to the optimizer for which gradients were sharded last; none has one that was made since then.
+    sharding: ModelToken,
     /// Whether the model is this rank's stages of a pipeline of several ranks.
     is_of_stages: bool,
     /// Whether an optimizer sees parameters under other names than their paths.
     is_renamed: bool,
+    /// The ranks that divide layers of the model with this one, if it has parts.
+    sharers: Option<Sharers>,
     /// The number of steps until it is checked again that the optimizer treats each element of divided layers by itself.
     elementwise_steps: usize,
     /// Whether the ranks have found their optimizers alike since the model has come into this group.
@@ -168,6 +173,7 @@ impl<M: Module> Ddp<M> {
             }
         };
         let model = inventory.ties.retie(model);
+        let sharers = Sharers::of(&model);
         Ok(Self {
             model: Some(model),
             inventory,
@@ -183,8 +189,10 @@ impl<M: Module> Ddp<M> {
             broadcast_buffers: options.broadcast_buffers,
             gradient_as_bucket_view: options.gradient_as_bucket_view,
             sharded: false,
+            sharding: ModelToken::default(),
             is_of_stages: false,
             is_renamed: false,
+            sharers,
             elementwise_steps: 0,
             optimizers: alike::Watch::default(),
             loads: LoadedStates::default(),
@@ -310,6 +318,12 @@ impl<M: Module> Ddp<M> {
         }
     }
 
+    /// An error if the group is a handle that leads to other ranks than when this was made. Nobody waits for this rank.
+    pub(crate) fn check_ranks(&self) -> Result<()> {
+        self.check_world()?;
+        self.engine.sink().map_or(Ok(()), |sink| sink.with_reducer(|reducer| reducer.check_group()))
+    }
+
     /// The time since `begin` is not this rank's own: it was in a collective.
     fn waited_since(&self, begin: Instant) {
         if let Some(sink) = self.engine.sink() {
@@ -322,13 +336,16 @@ impl<M: Module> Ddp<M> {
         self.engine.check_on_host(call).map_err(|error| self.fail(error))
     }
 
-    /// Ends the group with `error`.
+    /// Ends the group with `error`, and that of the ranks that divide layers with this one, which would wait for it, too.
     fn fail(&self, error: Error) -> Error {
         if let Some(sink) = self.engine.sink() {
             sink.with_reducer(|reducer| reducer.abort(error.clone()));
         } else if self.group.world_size() != WorldSize::ONE {
             // Made in a world of one, whose handle leads to others by now: they would wait.
             self.group.abort(error.clone());
+        }
+        if let Some(sharers) = &self.sharers {
+            sharers.tell(&error);
         }
         error
     }

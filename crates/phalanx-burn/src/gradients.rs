@@ -14,7 +14,7 @@ use burn::tensor::{Gradients, Tensor};
 use phalanx::reducer::Reducer;
 use phalanx::{BufferPart, Error, Result};
 
-use crate::view;
+use crate::{clip, view};
 
 /// Gradients that are equal on all replicas, as [`Ddp::backward`](crate::Ddp::backward) returns them: a step takes only
 /// these.
@@ -65,7 +65,7 @@ impl SyncedGradients {
 
     /// The gradients, if they are those of the model with this token.
     pub(crate) fn of(self, model: &ModelToken) -> Result<GradientsParams> {
-        if Arc::ptr_eq(&self.model.0, &model.0) {
+        if self.model.is(model) {
             return Ok(self.gradients);
         }
         let cause = "the gradients of a step are those of another replicated model, or of this one before it was loaded, \
@@ -100,6 +100,13 @@ impl fmt::Debug for SyncedGradients {
 /// gradients before a change that makes them invalid: then it gets a new token.
 #[derive(Clone, Default)]
 pub(crate) struct ModelToken(Arc<()>);
+
+impl ModelToken {
+    /// Whether both are of the same model, between the same changes.
+    pub fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
 
 mod sealed {
     pub trait Sealed {}
@@ -190,7 +197,10 @@ impl ModuleVisitor for Averages<'_> {
         let dtype = param.dtype();
         let data = view::tensor_data(part, param.shape().as_slice(), dtype);
         let average = Tensor::<D>::from_data(data, (&param.device().inner(), dtype));
-        let average = if self.scale == 1.0 { average } else { average * self.scale };
+        let average = match self.scale == 1.0 {
+            true => average,
+            false => clip::wide(average, |average| average * self.scale),
+        };
         self.gradients.register(param.id, average);
     }
 }

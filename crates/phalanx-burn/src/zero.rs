@@ -9,7 +9,7 @@ use phalanx::checkpoint::{Saved, Snapshot};
 use phalanx::reducer::LoadedState;
 use phalanx::{Caller, Communicator, Error, Rank, Result, WorldSize};
 
-use crate::gradients::Synced;
+use crate::gradients::{ModelToken, Synced};
 use crate::parameters::Parameter;
 use crate::state::{Begun, moments};
 use crate::{Ddp, optimizer};
@@ -52,8 +52,10 @@ use crate::{Ddp, optimizer};
 #[derive(Clone)]
 pub struct ZeroRedundancyOptimizer {
     inner: ModuleOptimizer,
-    /// The parameters whose state this rank keeps.
+    /// The parameters whose state this rank keeps, also such as are frozen.
     own: HashSet<ParamId>,
+    /// How the [`Ddp`] knows the optimizer of its parts.
+    sharding: ModelToken,
     /// The state that was loaded since the last step, in which the [`Ddp`] hears of it.
     loaded: Option<LoadedState>,
 }
@@ -69,14 +71,20 @@ impl ZeroRedundancyOptimizer {
     pub fn new<M: Module>(optimizer: ModuleOptimizer, ddp: &mut Ddp<M>) -> Result<Self> {
         let owners = assign_owners(ddp.parameters(), ddp.world_size());
         let mine = ddp.parameters().iter().zip(&owners).filter(|(_, owner)| **owner == ddp.rank());
-        let own = mine.map(|(parameter, _)| parameter.id).collect();
-        ddp.shard(owners)?;
+        let mut own: HashSet<ParamId> = mine.map(|(parameter, _)| parameter.id).collect();
+        // What is frozen by now may have a state, of which rank 0 takes care for all.
+        if ddp.rank().is_main() {
+            let trained: HashSet<ParamId> = ddp.parameters().iter().map(|parameter| parameter.id).collect();
+            own.extend(ddp.state().iter().map(|tensor| tensor.id).filter(|id| !trained.contains(id)));
+        }
+        let sharding = ddp.shard(owners)?;
         ddp.compare_optimizers(&optimizer, None, Caller::ZeroNew)?;
         let group = ddp.group().in_call(Caller::ZeroNew);
-        optimizer::check_states(&optimizer, &group, ddp.parameters())?;
-        let inner = optimizer::restricted(optimizer, ddp.parameters(), &own);
+        optimizer::check_states(&optimizer, &group, ddp.state())?;
+        let inner = optimizer::restricted(optimizer, ddp.state(), &own);
         // The others go on, and wait for this rank's part.
-        Ok(Self { inner: inner.inspect_err(|error| ddp.group().abort(error.clone()))?, own, loaded: None })
+        let inner = inner.inspect_err(|error| ddp.group().abort(error.clone()))?;
+        Ok(Self { inner, own, sharding, loaded: None })
     }
 
     /// Lets the optimizer change this rank's part of `ddp`'s model by `gradients` from [`Ddp::backward`], and receives
@@ -84,13 +92,14 @@ impl ZeroRedundancyOptimizer {
     ///
     /// # Errors
     /// If the exchange fails; inside [`Ddp::join`], if a rank has no data left, because no other rank can update its
-    /// part.
+    /// part. If this optimizer is not the last one that was made for `ddp`, or `ddp` has changed its group since, as in an elastic job.
     pub fn step<M: Module>(
         &mut self,
         ddp: &mut Ddp<M>,
         learning_rate: impl Into<ModuleLearningRate>,
         gradients: impl Synced,
     ) -> Result<()> {
+        ddp.check_shards(&self.sharding)?;
         let (active, world) = (ddp.group().active_ranks(), ddp.world_size().count());
         if active < world {
             return Err(Error::invalid_argument(format!(
@@ -112,16 +121,18 @@ impl ZeroRedundancyOptimizer {
     /// call it together.
     ///
     /// # Errors
-    /// If there is no rank `to`, the exchange fails, or a state cannot be read.
+    /// If there is no rank `to`, the exchange fails, or a state cannot be read; for another `ddp` as [`step`](Self::step).
     pub fn consolidate<M: Module>(&self, ddp: &Ddp<M>, to: Rank) -> Result<Option<ModuleOptimizer>> {
+        ddp.check_shards(&self.sharding)?;
         let to = ddp.world_size().rank(to.get())?;
         let group = ddp.group().in_call(Caller::ZeroConsolidate);
-        optimizer::gather(&self.inner, &group, to, ddp.parameters())
+        optimizer::gather(&self.inner, &group, to, ddp.state())
     }
 
     /// Adds this rank's part of the state to a sharded checkpoint, tensor by tensor, under names that begin with `name`: every
     /// rank calls it in [`save_sharded`](phalanx::checkpoint::Checkpoints::save_sharded). Nothing is gathered, and no rank needs
-    /// memory for the state of others. The model, which all ranks have, is saved by one of them.
+    /// memory for the state of others. The model, which all ranks have, is saved by one of them. The state of parameters that are frozen by now is left
+    /// out: [`consolidate`](Self::consolidate) has it.
     ///
     /// ```
     /// # use phalanx::checkpoint::Checkpoints;
@@ -140,9 +151,10 @@ impl ZeroRedundancyOptimizer {
     /// ```
     ///
     /// # Errors
-    /// If the state cannot be read; in the middle of a step, where gradients of [`Ddp::backward_no_sync`] would be missing; or as
-    /// [`Snapshot::tensor`] and [`Snapshot::value`].
+    /// If the state cannot be read; in the middle of a step, where gradients of [`Ddp::backward_no_sync`] would be missing; for another
+    /// `ddp` as [`step`](Self::step); or as [`Snapshot::tensor`] and [`Snapshot::value`].
     pub fn save<M: Module>(&self, ddp: &Ddp<M>, snapshot: &mut Snapshot, name: &str) -> Result<()> {
+        ddp.check_shards(&self.sharding)?;
         ddp.check_nothing_held()?;
         if ddp.rank().is_main() {
             snapshot.value(&ranks_of(name), &ddp.world_size().get())?;
@@ -157,8 +169,10 @@ impl ZeroRedundancyOptimizer {
     ///
     /// # Errors
     /// If it does not exist, cannot be read, or is that of another model or optimizer; the state is then unchanged. A checkpoint after a
-    /// step above 0 without anything of an optimizer is that of another one, unless this one keeps nothing.
+    /// step above 0 without anything of an optimizer is that of another one, unless this one keeps nothing. For another `ddp` as
+    /// [`step`](Self::step).
     pub fn load<M: Module>(&mut self, ddp: &Ddp<M>, saved: &Saved, name: &str) -> Result<()> {
+        ddp.check_shards(&self.sharding)?;
         // The ranks of the Ddp may be a part of those that have made the checkpoint, which earlier versions have counted.
         let ranks = match saved.part_names().any(|part| part == ranks_of(name)) {
             true => saved.value::<u32>(&ranks_of(name))?,

@@ -1,5 +1,6 @@
 //! Copies of a module on several devices, and the work on them.
 
+use std::cell::Cell;
 use std::fmt;
 use std::io;
 use std::ops::Range;
@@ -21,6 +22,16 @@ use crate::parallel::{refuse_divided, refuse_units};
 use crate::ties::Ties;
 
 type Scope = Box<dyn Fn(usize, &mut dyn FnMut()) + Send + Sync>;
+
+thread_local! {
+    static ONE_OF_SEVERAL: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether this thread runs one of several replicas, which all do the same at once. Exchanges with other ranks would
+/// then be in another order on each rank.
+pub(crate) fn is_one_of_several() -> bool {
+    ONE_OF_SEVERAL.get()
+}
 
 /// A model and the devices of its replicas.
 pub(super) struct Replicas<M> {
@@ -202,8 +213,13 @@ impl<M: Module> Replicas<M> {
         work: impl Fn(&M, I) -> O + Sync,
     ) -> Result<Vec<(Replica<M>, O)>> {
         let (scope, work) = (&self.scope, &work);
+        // Not the number of parts: a short batch may have one, and another rank's more.
+        let several = self.devices.len() > 1;
         let each = |(replica, input): (Replica<M>, I)| {
-            let output = within(scope, replica.number, || work(&replica.module, input));
+            let output = within(scope, replica.number, || {
+                let _mark = Mark::set(several);
+                work(&replica.module, input)
+            });
             (replica, output)
         };
         thread::scope(|threads| {
@@ -372,6 +388,23 @@ fn within<T>(scope: &Scope, number: usize, work: impl FnOnce() -> T) -> T {
         // If the scope did not run the work, it is run here.
         (None, Some(work)) => work(),
         (None, None) => unreachable!("work that was taken has an outcome"),
+    }
+}
+
+/// Sets [`ONE_OF_SEVERAL`] until it is dropped.
+struct Mark {
+    before: bool,
+}
+
+impl Mark {
+    fn set(several: bool) -> Self {
+        Self { before: ONE_OF_SEVERAL.replace(several) }
+    }
+}
+
+impl Drop for Mark {
+    fn drop(&mut self) {
+        ONE_OF_SEVERAL.set(self.before);
     }
 }
 

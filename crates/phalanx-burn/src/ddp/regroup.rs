@@ -207,7 +207,7 @@ impl<M: Module> Ddp<M> {
     fn settle(&mut self, engine: Engine<M>) {
         self.engine = engine;
         self.accumulated = StepWeight::Nothing;
-        self.token = ModelToken::default();
+        (self.token, self.sharding) = (ModelToken::default(), ModelToken::default());
         (self.buffers_stale, self.sharded, self.optimizers) = (false, false, alike::Watch::default());
         (self.has_common_state, self.loads) = (true, LoadedStates::default());
         // The memory belongs to the previous group.

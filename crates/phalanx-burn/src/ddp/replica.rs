@@ -7,7 +7,7 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ParamId};
 use burn::optim::ModuleOptimizer;
 use phalanx::reducer::{Reducer, verify_description};
-use phalanx::{Caller, Communicator, Rank, Result};
+use phalanx::{Caller, Communicator, Error, Rank, Result};
 
 use super::{Ddp, held};
 use crate::gradients::ModelToken;
@@ -159,8 +159,8 @@ impl<M: Module> Ddp<M> {
     }
 
     /// From now on each rank gets the averages of the parameters that it owns; `owners` are in the order of
-    /// [`parameters`](Self::parameters).
-    pub(crate) fn shard(&mut self, owners: Vec<Rank>) -> Result<()> {
+    /// [`parameters`](Self::parameters). The optimizer of these parts keeps what this gives.
+    pub(crate) fn shard(&mut self, owners: Vec<Rank>) -> Result<ModelToken> {
         self.check_on_host("ZeroRedundancyOptimizer::new")?;
         if let Some(sink) = self.engine.sink() {
             sink.call(|reducer| reducer.shard(owners))?;
@@ -168,7 +168,25 @@ impl<M: Module> Ddp<M> {
             // Earlier gradients are those of all parameters.
             self.token = ModelToken::default();
         }
-        Ok(())
+        self.sharding = ModelToken::default();
+        Ok(self.sharding.clone())
+    }
+
+    /// An error unless parameters are divided as when [`shard`](Self::shard) gave `sharding`, among the same ranks: the state of those that
+    /// this rank did not own then is on others, or nowhere. Nobody waits for this rank.
+    pub(crate) fn check_shards(&self, sharding: &ModelToken) -> Result<()> {
+        self.check_ranks()?;
+        if self.sharding.is(sharding) {
+            return Ok(());
+        }
+        Err(Error::invalid_argument(
+            "the ZeroRedundancyOptimizer has a part of the state for another Ddp, or for this one before it changed its group or another \
+             ZeroRedundancyOptimizer was made for it",
+        )
+        .with_remedy(
+            "use the optimizer that was made last for this Ddp; make it anew after the group has changed, with the whole state, such as that of \
+             a checkpoint",
+        ))
     }
 
     /// Gives every rank the parameters of their owners.

@@ -8,7 +8,7 @@ use burn::optim::ModuleOptimizer;
 use phalanx::trace::Track;
 use phalanx::{Buffer, Caller, Communicator, Error, ReduceOp, Result, adapter};
 
-use super::Ddp;
+use super::{Ddp, held};
 use crate::gradients::{Clip, Synced};
 use crate::names::Names;
 use crate::parallel::{check_parts, of_stages, refuse_parts};
@@ -88,20 +88,22 @@ impl<M: Module> Ddp<M> {
     /// | | |
     /// |---|---|
     /// | what the optimizers do to parameters: their kinds, betas, decay, momentum, clipping | in the first step of each `Ddp`, and every 32 steps, each time of the next 32 parameters; of an elastic job's state in the first step or commit in each group, and every 32 commits; in [`TrainState::with_group`](crate::TrainState::with_group), [`ZeroRedundancyOptimizer::new`](crate::ZeroRedundancyOptimizer::new) and [`Fsdp::step`](crate::parallel::fsdp::Fsdp::step); when an uneven [`join`](Self::join) ends |
-    /// | of which parameters they have a state, and after how many steps | in the first step of each `Ddp`, which reads a loaded state once, and in `ZeroRedundancyOptimizer::new`; `TrainState::with_group`, an elastic job and an uneven `join` give every rank the same state |
+    /// | of which parameters they have a state, and after how many steps | in the first step of each `Ddp` or `Fsdp`, which reads a loaded state once, and in `ZeroRedundancyOptimizer::new`; `TrainState::with_group`, an elastic job and an uneven `join` give every rank the same state |
     /// | learning rates, and the norms of [`Ddp::clip_grad_norm`](Self::clip_grad_norm), [`clip_grad_norm`](crate::clip_grad_norm) and [`parallel::clip_grad_norm`](crate::parallel::clip_grad_norm) | in the first step, and every 32 steps those of all 32; they may differ by rounding |
     /// | the steps and runs of the checkpoints from which each rank has loaded a [`TrainState`](crate::TrainState) or a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) | together with the learning rates; not in an elastic job, which gives every rank the same state |
+    /// | among the ranks that [divide](crate::parallel::tensor) layers: what optimizers do, and learning rates | as among replicas, in the first step and every 32 steps |
+    /// | among the stages of a [`Pipeline`](crate::parallel::pipeline::Pipeline) | nothing: each may have an optimizer of its own. Give the stages of a [tied parameter](crate::parallel::pipeline::TiedParameter) the same, or its copies drift apart |
     /// | the state of an optimizer that replaces the first one later | never: [`replicas_identical`](Self::replicas_identical) says whether replicas have drifted apart |
     ///
     /// # Errors
     /// On every rank, if in the first step the ranks' optimizers do not do the same to parameters, their learning rates differ, or only some have a state, as
-    /// after a record that one rank alone has loaded. The group stays usable. If optimizers differ in a later step, the group ends.
+    /// after a record that one rank alone has loaded. The group stays usable, unless layers are divided. If optimizers differ in a later step, the group ends.
     ///
     /// If the gradients are those of another `Ddp`, such as a generator's, or of this one before its state was loaded
     /// or it changed its group. After a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) was made for this
     /// `Ddp`: then no rank has all gradients, and only that optimizer may step. In the first step, and every 32 steps, if layers are
     /// [divided](crate::parallel::tensor) among ranks and the optimizer does not treat each element by itself, as LAMB, Muon and Burn's clipping
-    /// by norm do not: it would take a norm of this rank's part. Each of these ends the group: replicas would drift apart, or train otherwise
+    /// by norm do not: it would take a norm of this rank's part; or if an exchange among those ranks has failed. Each of these ends the group: replicas would drift apart, or train otherwise
     /// than one process.
     pub fn step(
         &mut self,
@@ -128,13 +130,8 @@ impl<M: Module> Ddp<M> {
         let gradients = gradients.of(&self.token).map_err(|error| self.fail(error))?;
         self.check_elementwise(optimizer)?;
         let rates: ModuleLearningRate = learning_rate.into();
-        if !self.optimizers.is_compared() {
-            self.compare_states(optimizer)?;
-            self.compare_optimizers(optimizer, Some(&rates), Caller::DdpStep)?;
-        } else if !self.has_common_state {
-            // In an elastic job commits do it: a collective here may be in the way of a step that is done again.
-            self.compare_again(optimizer, Caller::DdpStep).map_err(|error| self.fail(error))?;
-        }
+        let compared = self.compare_step(optimizer, &rates);
+        compared.map_err(|error| self.fail_for_sharers(error))?;
         let (trace, begin) = (self.group.trace(), Instant::now());
         // Moved and not cloned, so that the optimizer can change parameters in place.
         let parameters = &self.inventory.parameters;
@@ -152,12 +149,34 @@ impl<M: Module> Ddp<M> {
                 reducer.stepped(rates, [loaded]);
             });
         }
+        if let Some(sharers) = &mut self.sharers {
+            let compared = sharers.stepped(&rates, &self.inventory.parameters);
+            compared.map_err(|error| self.fail_for_sharers(error))?;
+        }
         let end = Instant::now();
         trace.complete(Track::Optimizer, "optimizer", begin, end, &[]);
         if let Some(began) = self.step_began.take() {
             trace.complete(Track::Step, "step", began, end, &[]);
         }
         Ok(())
+    }
+
+    /// Replicas, and the ranks that divide layers with this one, compare their optimizers and the `rates` of the step that follows.
+    fn compare_step(&mut self, optimizer: &ModuleOptimizer, rates: &ModuleLearningRate) -> Result<()> {
+        if !self.optimizers.is_compared() {
+            self.compare_states(optimizer)?;
+            self.compare_optimizers(optimizer, Some(rates), Caller::DdpStep)?;
+        } else if !self.has_common_state {
+            // In an elastic job commits do it: a collective here may be in the way of a step that is done again.
+            self.compare_again(optimizer, Caller::DdpStep).map_err(|error| self.fail(error))?;
+        }
+        let replica = (held(&self.model), &self.inventory.parameters[..]);
+        self.sharers.as_mut().map_or(Ok(()), |sharers| sharers.compare(optimizer, replica, rates))
+    }
+
+    /// Ends the groups with `error` if layers are divided: replicas compare without the ranks that have the other parts, and these without the replicas.
+    fn fail_for_sharers(&self, error: Error) -> Error {
+        if self.sharers.is_some() { self.fail(error) } else { error }
     }
 
     /// An error, which ends the group, if this rank has parts of layers and `optimizer` does otherwise with them than with the whole ones. It is

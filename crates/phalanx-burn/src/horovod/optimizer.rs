@@ -16,7 +16,8 @@ use super::sink::{Delivery, Pass, Sink};
 use super::state::check_replicas;
 use crate::gradients::Leaves;
 use crate::hook;
-use crate::parallel::{check_parts, refuse_divided};
+use crate::parallel::tensor::TensorGroup;
+use crate::parallel::{check_parts, group_of, refuse_divided};
 use crate::parameters::{self, Inventory, Parameter};
 use crate::tensor_bytes::{self, TensorBytes};
 
@@ -178,6 +179,8 @@ pub struct DistributedOptimizer {
     backwards: usize,
     /// Whether the optimizer has been found to treat each element of divided layers by itself.
     is_elementwise: bool,
+    /// The ranks among which layers are divided.
+    tensor: Option<TensorGroup>,
 }
 
 impl DistributedOptimizer {
@@ -229,6 +232,7 @@ impl DistributedOptimizer {
             combines_changes: options.op == Op::Adasum && hvd.size() > 1,
             backwards: 0,
             is_elementwise: true,
+            tensor: group_of(model),
         })
     }
 
@@ -296,14 +300,19 @@ impl DistributedOptimizer {
     ///
     /// # Errors
     /// If a gradient was not combined: the ranks disagree on it, or the job has failed. If `model` does not have the parameter of one. With
-    /// [`Op::Adasum`], which combines no gradients. If layers are divided, and the optimizer of [`set_optimizer`](Self::set_optimizer) does
-    /// not treat each element by itself, as in [`new`](Self::new): this ends the job.
+    /// [`Op::Adasum`], which combines no gradients. If layers are divided, and an exchange among these ranks has failed, or the optimizer of
+    /// [`set_optimizer`](Self::set_optimizer) does not treat each element by itself, as in [`new`](Self::new): this ends the job.
     pub fn synchronize<M: Module>(&mut self, model: &M) -> Result<GradientsParams> {
         if self.combines_changes {
             return Err(Error::invalid_argument(
                 "Op::Adasum combines what the optimizer changes, not gradients",
             )
             .with_remedy("call step; clip gradients by Burn's optimizer (with_grad_clipping)"));
+        }
+        // Gradients may be NaN, and nothing else says so where this rank is the job.
+        if let Some(error) = self.tensor.as_ref().and_then(TensorGroup::failure) {
+            self.sink.leave();
+            return Err(error);
         }
         if !self.is_elementwise {
             // The others wait for what this rank does not submit.

@@ -36,7 +36,8 @@ impl GradientSink for Pass {
         let state = &mut *self.0.0.lock();
         // Backward cannot return an error: the call that runs it asks for the first one.
         if state.failure.is_none() {
-            state.failure = state.accept(index, gradient).err();
+            let accepted = state.accept(index, gradient);
+            state.keep(accepted);
         }
     }
 }
@@ -55,7 +56,7 @@ struct SinkState {
     flying: Vec<Flying>,
     /// Gradients on their way from a device.
     in_flight: InFlight<usize>,
-    /// A gradient could not be copied from its device.
+    /// A gradient could not be copied from its device, or there was no memory for it.
     lost: bool,
     failure: Option<Error>,
 }
@@ -144,18 +145,8 @@ impl Sink {
         {
             return Err(error);
         }
-        for index in 0..state.parameters.len() {
-            state.submit_sum(index)?;
-        }
-        for index in 0..state.parameters.len() {
-            if state.zero_missing && !state.parameters[index].is_submitted && !frozen.contains(&index) {
-                state.submit(index, |memory| {
-                    memory.fill(0);
-                    Ok(())
-                })?;
-            }
-        }
-        state.submit_waiting()?;
+        let submitted = state.submit_rest(frozen);
+        state.told(submitted)?;
         state.failure.take().map_or(Ok(()), Err)
     }
 
@@ -186,11 +177,11 @@ impl Sink {
 
     /// Submits what an optimizer has changed, by the parameters' indices.
     pub fn submit_changes(&self, changes: Vec<(usize, Buffer)>) -> Result<()> {
-        let mut state = self.0.lock();
-        for (index, change) in changes {
-            state.submit(index, |memory| copy(change.as_bytes(), memory))?;
-        }
-        state.submit_waiting()
+        let state = &mut *self.0.lock();
+        let submit =
+            |(index, change): (usize, Buffer)| state.submit(index, |memory| copy(change.as_bytes(), memory));
+        let submitted = changes.into_iter().try_for_each(submit).and_then(|()| state.submit_waiting());
+        state.told(submitted)
     }
 
     /// Waits for all that was submitted. By the parameters' indices.
@@ -239,7 +230,8 @@ impl SinkState {
     fn land(&mut self) {
         while let Some((index, read)) = self.in_flight.pop() {
             if self.failure.is_none() {
-                self.failure = self.copied(index, read).err();
+                let copied = self.copied(index, read);
+                self.keep(copied);
             } else {
                 read.discard();
             }
@@ -250,13 +242,32 @@ impl SinkState {
     fn copied(&mut self, index: usize, read: ReadBack) -> Result<()> {
         let copied = read.wait(|gradient| self.ready(index, gradient));
         if copied.is_err() {
-            self.lost = true;
-            self.hvd.shutdown();
+            self.lose();
         }
         copied.map_err(|lost| match self.parameters.get(index) {
             Some(parameter) => lost.of(format_args!("the gradient of `{}`", parameter.name)),
             None => lost.of("a gradient"),
         })?
+    }
+
+    /// Keeps the error of a gradient that is not submitted.
+    fn keep(&mut self, outcome: Result<()>) {
+        self.failure = self.told(outcome).err();
+    }
+
+    /// `outcome`. If there was too little memory, the job ends: other ranks may have it, and would wait for this one.
+    fn told(&mut self, outcome: Result<()>) -> Result<()> {
+        outcome.inspect_err(|error| {
+            if error.is_out_of_memory() {
+                self.lose();
+            }
+        })
+    }
+
+    /// Ends the job, of which this rank has lost a gradient.
+    fn lose(&mut self) {
+        self.lost = true;
+        self.hvd.shutdown();
     }
 
     fn ready(&mut self, index: usize, gradient: TensorBytes<'_>) -> Result<()> {
@@ -284,6 +295,22 @@ impl SinkState {
                 self.submit_sum(index)
             }
         }
+    }
+
+    /// Submits what is held, zeros where they are asked for, and what waits for gradients of its group that do not come.
+    fn submit_rest(&mut self, frozen: &HashSet<usize>) -> Result<()> {
+        for index in 0..self.parameters.len() {
+            self.submit_sum(index)?;
+        }
+        for index in 0..self.parameters.len() {
+            if self.zero_missing && !self.parameters[index].is_submitted && !frozen.contains(&index) {
+                self.submit(index, |memory| {
+                    memory.fill(0);
+                    Ok(())
+                })?;
+            }
+        }
+        self.submit_waiting()
     }
 
     /// Submits what is held of a gradient, if there is any.
@@ -397,14 +424,16 @@ mod tests {
     use super::*;
     use crate::read_back::tests::Unreadable;
 
-    #[test]
-    fn a_gradient_that_a_device_cannot_give_ends_the_job_and_does_not_count_as_zero() {
+    /// The errors of two ranks, of which the first has a gradient that it cannot submit: because its device cannot give it, or there is no memory.
+    fn errors(lacks_memory: bool) -> Vec<String> {
         let groups = ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap();
         let rank = |group: ProcessGroup| {
             let is_lost = group.rank().is_main();
             let hvd = Horovod::new(&group, Options::default()).unwrap();
             let (id, name) = (ParamId::new(), "weight".to_owned());
-            let parameters = [Parameter { id, name, shape: vec![1], dtype: BurnDType::F32 }];
+            // More bytes than processors can address.
+            let shape = if is_lost && lacks_memory { vec![1 << 58] } else { vec![1] };
+            let parameters = [Parameter { id, name, shape, dtype: BurnDType::F32 }];
             let options =
                 DistributedOptions { zero_missing_gradients: true, ..DistributedOptions::default() };
             let sink = Sink::new(hvd, &parameters, Reduction::new(Op::Average), &options).unwrap();
@@ -413,7 +442,7 @@ mod tests {
             let bytes = bytemuck::bytes_of(&1.0f32);
             Pass(sink.clone()).ready(
                 0,
-                match is_lost {
+                match is_lost && !lacks_memory {
                     true => Access::Away(Box::new(Unreadable)),
                     false => Access::Here(TensorBytes { dtype: BurnDType::F32, bytes }),
                 },
@@ -422,11 +451,23 @@ mod tests {
             let landed = sink.submit_held(&HashSet::new()).and_then(|()| sink.landed());
             landed.unwrap_err().to_string()
         };
-        let errors: Vec<String> = std::thread::scope(|scope| {
+        std::thread::scope(|scope| {
             let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(move || rank(group))).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-        });
+        })
+    }
+
+    #[test]
+    fn a_gradient_that_a_device_cannot_give_ends_the_job_and_does_not_count_as_zero() {
+        let errors = errors(false);
         assert!(errors[0].contains("out of memory"), "{errors:?}");
+        assert!(errors[1].contains("rank 0"), "{errors:?}");
+    }
+
+    #[test]
+    fn so_does_one_for_which_there_is_no_memory() {
+        let errors = errors(true);
+        assert!(errors[0].contains("no memory for"), "{errors:?}");
         assert!(errors[1].contains("rank 0"), "{errors:?}");
     }
 }

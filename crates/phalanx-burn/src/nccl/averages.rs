@@ -10,6 +10,7 @@ use phalanx::reducer::Reducer;
 use phalanx::{Error, Result, WorldSize};
 
 use super::OnDevice;
+use crate::clip;
 use crate::read_back::Computed;
 
 /// The averages of `model`'s parameters in a world of `ranks`, multiplied by `scale`. `indices` has each parameter's index in the reducer, by id.
@@ -46,8 +47,10 @@ impl Averages<'_> {
             Some(average) => {
                 let average = Tensor::from_primitive::<Cube>(Cube::stored(average));
                 let (weight, scale) = (self.reducer.average_weight(), self.scale);
-                let average = if weight == 1.0 { average } else { average / weight };
-                Ok(Some(if scale == 1.0 { average } else { average * scale }))
+                Ok(Some(match weight == 1.0 && scale == 1.0 {
+                    true => average,
+                    false => clip::wide(average, |average| average / weight * scale),
+                }))
             }
             // Ranks that are gone used it, and no bucket has zeros for it.
             None if self.ranks == WorldSize::ONE => Ok(Some(param.val().inner().zeros_like())),

@@ -1,5 +1,6 @@
 //! Which part of a whole a parameter is, noted at the parameter itself.
 
+use std::cell::RefCell;
 use std::collections::HashMap;
 
 use burn::module::{
@@ -57,6 +58,28 @@ impl Division {
     pub fn attach<const D: usize>(self, part: Param<Tensor<D>>) -> Param<Tensor<D>> {
         part.apply_reparameterization(Attach(self))
     }
+}
+
+thread_local! {
+    /// While [`group_of`] asks: the group of the first part that was visited. Visitors are told names alone.
+    static ASKED: RefCell<Option<Option<TensorGroup>>> = const { RefCell::new(None) };
+}
+
+/// The ranks among which the parameters of `module` are divided: those of the first, if there are several groups.
+pub(crate) fn group_of<M: Module>(module: &M) -> Option<TensorGroup> {
+    struct Nothing;
+    impl ModuleVisitor for Nothing {}
+    /// Nobody asks any more: a handle that stays would keep the group.
+    struct End;
+    impl Drop for End {
+        fn drop(&mut self) {
+            drop(ASKED.take());
+        }
+    }
+    let _end = End;
+    ASKED.set(Some(None));
+    module.visit(&mut Nothing);
+    ASKED.take().flatten()
 }
 
 /// The divided parameters of `module`.
@@ -150,6 +173,11 @@ impl Module for Division {
     }
 
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+        ASKED.with_borrow_mut(|asked| {
+            if let Some(found) = asked {
+                found.get_or_insert_with(|| self.group.clone());
+            }
+        });
         let name = Part { span: self.span, rank: self.group.rank(), ranks: self.group.ranks() }.name();
         visitor.enter_module(&name, CONTAINER);
         visitor.exit_module(&name, CONTAINER);

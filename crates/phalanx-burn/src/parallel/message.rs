@@ -154,7 +154,8 @@ mod tests {
         (huge[4], huge[5]) = (i64::MAX, i64::MAX);
         assert!(Header::decode(&huge).unwrap().layout.memory().unwrap_err().is_mismatch());
         (huge[4], huge[5], huge[6]) = (1 << 60, 1, 1);
-        assert!(Header::decode(&huge).unwrap().layout.memory().unwrap_err().is_out_of_memory());
+        let error = Header::decode(&huge).unwrap().layout.memory().unwrap_err();
+        assert!(error.is_out_of_memory() && error.to_string().contains("no memory"), "{error}");
         let deep = Layout { dtype: DType::F32, shape: vec![1; 9] };
         assert!(Header { layout: deep, ..header.clone() }.encode().unwrap_err().is_invalid_argument());
         let whole = Layout { dtype: DType::I32, shape: vec![1] };

@@ -21,15 +21,18 @@ mod message;
 mod op;
 pub mod pipeline;
 mod random;
+mod sharers;
 mod state;
 pub mod tensor;
 mod whole;
 
 pub use clip::clip_grad_norm;
 pub(crate) use clip::{of_stages, refuse_parts};
+pub(crate) use division::group_of;
 pub(crate) use elementwise::{check as check_elementwise, check_parts};
 pub(crate) use exchange::gathered;
 pub use link::StageLink;
+pub(crate) use sharers::Sharers;
 pub use state::{ShardedState, StateNames};
 pub(crate) use whole::{parts_in_words, refuse_divided, refuse_units};
 

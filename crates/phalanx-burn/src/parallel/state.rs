@@ -207,7 +207,9 @@ impl ShardedState {
     ///
     /// # Errors
     /// If the model is not the one that this was made for, the state cannot be read, or has another shape than its parameter; in the middle
-    /// of a step, where gradients of [`Ddp::backward_no_sync`] would be missing; or as [`Snapshot::slice`].
+    /// of a step, where gradients of [`Ddp::backward_no_sync`] would be missing; if the group of the `Ddp` is a
+    /// [`GroupHandle`](phalanx::GroupHandle) that leads to other ranks by now: these would not write what they leave to each other; or as
+    /// [`Snapshot::slice`].
     pub fn save<M: Module>(
         &self,
         ddp: &Ddp<M>,
@@ -215,8 +217,9 @@ impl ShardedState {
         snapshot: &mut Snapshot,
         name: &str,
     ) -> Result<()> {
+        ddp.check_ranks()?;
         ddp.check_nothing_held()?;
-        let indices = self.parameters(ddp)?;
+        self.check_model(ddp)?;
         if self.group.rank().is_main() {
             snapshot.value(name, &self.whole)?;
         }
@@ -224,13 +227,12 @@ impl ShardedState {
         let mut saver = Saver { own: self.own.iter(), snapshot, name, outcome: Ok(()) };
         ddp.model().visit(&mut saver);
         saver.outcome?;
-        let state = OptimizerState::of(optimizer, ddp.parameters())?;
-        state.check_types(optimizer, ddp.parameters())?;
+        // Of all tensors: one that is frozen by now may have moments.
+        let state = OptimizerState::of(optimizer, ddp.state())?;
+        state.check_types(optimizer, ddp.state())?;
         let OptimizerState { tensors, scalars, .. } = state;
         let mut index = Index::default();
-        let of = |key: &Key| {
-            indices.get(key.index).and_then(|place| self.own.get(*place)).ok_or_else(|| unknown(key.index))
-        };
+        let of = |key: &Key| self.own.get(key.index).ok_or_else(|| unknown(key.index));
         for (key, layout, elements) in tensors {
             let own = of(&key)?;
             own.check(&key.field, &layout.shape)?;
@@ -311,7 +313,7 @@ impl ShardedState {
         saved: &'a Saved,
         name: &str,
     ) -> Result<(ModuleOptimizer, Vec<Cow<'a, [u8]>>)> {
-        let indices = self.parameters(ddp)?;
+        self.check_model(ddp)?;
         model::compare(&self.whole, &saved.value::<Vec<Entry>>(name)?)?;
         let elements = self.own.iter().map(|own| own.read(saved, &in_model(name, &own.name), own.dtype));
         let elements = elements.collect::<Result<Vec<_>>>()?;
@@ -321,9 +323,12 @@ impl ShardedState {
             index.tensors.into_iter().for_each(|(name, field, dtype)| tensors.add(name, field, dtype));
             index.scalars.into_iter().for_each(|(name, field, scalar)| scalars.add(name, field, scalar));
         }
-        let mut state = OptimizerState::empty();
-        for (index, (place, parameter)) in indices.iter().zip(ddp.parameters()).enumerate() {
-            let own = &self.own[*place];
+        let (mut state, mut seen) = (OptimizerState::empty(), HashSet::new());
+        for (index, (own, parameter)) in self.own.iter().zip(ddp.state()).enumerate() {
+            // One that stands in several places has the state of the first.
+            if !seen.insert(parameter.id) {
+                continue;
+            }
             let key = |field: &String| Key { index, field: field.clone() };
             for (field, dtype) in tensors.of(&own.name) {
                 let bytes = own.read(saved, &in_optimizer(name, &own.name, field), *dtype)?;
@@ -338,12 +343,12 @@ impl ShardedState {
         }
         // Another stage's parameters may have a state, and those of this one none.
         let begun = Begun::after(saved.step()).unless(!tensors.is_empty() || !scalars.is_empty());
-        fit::check(optimizer, (ddp.model(), ddp.parameters()), &state.index(), begun)?;
-        Ok((state.load(optimizer, ddp.parameters())?, elements))
+        fit::check(optimizer, (ddp.model(), ddp.state()), &state.index(), begun)?;
+        Ok((state.load(optimizer, ddp.state())?, elements))
     }
 
-    /// By the index of each parameter that is trained, its place among this rank's tensors.
-    fn parameters<M: Module>(&self, ddp: &Ddp<M>) -> Result<Vec<usize>> {
+    /// An error unless this was made for the model of `ddp`.
+    fn check_model<M: Module>(&self, ddp: &Ddp<M>) -> Result<()> {
         let state = ddp.state();
         let same = state.len() == self.own.len()
             && state
@@ -356,13 +361,7 @@ impl ShardedState {
             )
             .with_remedy("make a ShardedState for each model"));
         }
-        let places: HashMap<_, _> =
-            state.iter().enumerate().rev().map(|(place, tensor)| (tensor.id, place)).collect();
-        ddp.parameters()
-            .iter()
-            .enumerate()
-            .map(|(index, parameter)| places.get(&parameter.id).copied().ok_or_else(|| unknown(index)))
-            .collect()
+        Ok(())
     }
 }
 

@@ -16,7 +16,9 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use phalanx::batch_statistics::{Exchange, Moments};
 use phalanx::{Communicator, Error, Result};
 
-use self::op::{Layer, SyncBatchNormOp, computed_in};
+pub(crate) use self::op::computed_in;
+use self::op::{Layer, SyncBatchNormOp};
+use crate::data_parallel::is_one_of_several;
 use crate::read_back;
 
 /// [`BatchNorm`] whose statistics are those of the whole batch, over all ranks.
@@ -91,6 +93,11 @@ use crate::read_back;
 /// With this layer the running statistics are the same on every rank anyway:
 /// [`DdpOptions::broadcast_buffers`](crate::DdpOptions::broadcast_buffers) may be switched off if nothing else needs
 /// it.
+///
+/// # Within [`DataParallel`](crate::DataParallel) and [`TowerGradients`](crate::TowerGradients)
+///
+/// Replicas of one process run at once, so their exchanges would have no order that is the same on all ranks. If there are several
+/// replicas, and several ranks, a training pass is an error.
 ///
 /// # Errors
 ///
@@ -188,7 +195,8 @@ impl SyncBatchNorm {
         let length = shape.as_slice()[2..].iter().product();
         let x = input.reshape([samples, channels, length]);
 
-        let moments = match local_moments(x.clone().inner()) {
+        let own = self.check_thread().and_then(|()| local_moments(x.clone().inner()));
+        let moments = match own {
             Ok(own) => self.exchange.moments(own),
             Err(cause) => {
                 self.exchange.abort(cause);
@@ -214,6 +222,21 @@ impl SyncBatchNorm {
             self.update(&self.running_var, variance);
         }
         Tensor::<3>::from_dispatch(output).reshape(shape)
+    }
+
+    /// Replicas of one process run at once, so one rank's exchange could meet that of another replica, or of another
+    /// layer, on the next rank.
+    fn check_thread(&self) -> Result<()> {
+        if is_one_of_several() && self.exchange.ranks() > 1 {
+            return Err(Error::invalid_argument(
+                "a SyncBatchNorm over several ranks trains in one of several replicas of a DataParallel or a \
+                 TowerGradients",
+            )
+            .with_remedy(
+                "start a process for each device and train with Ddp, or take BatchNorm within the replicas",
+            ));
+        }
+        Ok(())
     }
 
     fn update(&self, running: &RunningState<Tensor<1>>, batch: Tensor<1>) {

@@ -149,9 +149,9 @@ impl<B: Backend> Backward<B, 3> for Normalise {
     }
 }
 
-/// The type in which statistics of inputs of this type are computed, and what they normalise: f32 for 16 bits, in which squares overflow and have few
-/// digits.
-pub(super) fn computed_in(dtype: DType) -> DType {
+/// The type in which sums of elements of this type are computed, such as statistics of inputs, and what these normalise: f32 for 16 bits, in which
+/// squares and sums overflow and have few digits.
+pub(crate) fn computed_in(dtype: DType) -> DType {
     match dtype {
         DType::F16 | DType::BF16 => DType::F32,
         dtype => dtype,

@@ -14,7 +14,7 @@ use crate::ddp::{Averaging, Engine};
 use crate::gradients::{Handover, averages};
 use crate::hook;
 use crate::lr;
-use crate::parallel::refuse_units;
+use crate::parallel::{refuse_divided, refuse_units};
 use crate::parameters::Inventory;
 use crate::sink::{Delivery, Pass, Sink};
 
@@ -30,6 +30,8 @@ impl<M: LearnerModel> Average<M> {
     pub fn new(model: &M, strategy: &DdpStrategy) -> Result<Self> {
         let DdpStrategy { group, options, hook, .. } = strategy;
         refuse_units(model, "DdpStrategy")?;
+        // Rank 0 of each group would write its parts to the one directory, and nothing would look at the failure of a tensor group.
+        refuse_divided(model, "DdpStrategy")?;
         let inventory = Inventory::of(model)?;
         let engine = Engine::new(&inventory, &JoinGroup::from(group), options, &Averaging::Host)?;
         if let (Some(sink), Some(hook)) = (engine.sink(), hook) {

@@ -77,6 +77,9 @@ use crate::DdpOptions;
 ///   The numbers are compared at the beginning, and learning rates after the first step and every 32 steps. Burn's learner does not show its optimizer, so the
 ///   ranks compare after each epoch what it has made of the parameters. A difference ends the training of all.
 ///
+/// A model of which each rank has a part, as of [units](crate::parallel::fsdp::FullySharded) and [divided](crate::parallel::tensor) layers, is
+/// refused: checkpoints would be rank 0's part alone.
+///
 /// A model's `step` must run backward once, on the whole model. It sees no gradients, which are on their way to the average then: what
 /// clips or changes them belongs into the optimizer, or into [`TrainStep::optimize`], which gets the averages. The number of steps in an
 /// epoch is that of the rank with the fewest batches.

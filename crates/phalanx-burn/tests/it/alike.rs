@@ -2,12 +2,14 @@
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::module::ParamGroup;
+use burn::nn::LinearConfig;
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamWConfig, SgdConfig};
 use phalanx::{ProcessGroup, Result};
+use phalanx_burn::parallel::tensor::{ColumnParallelLinear, RowParallelLinear, TensorGroup};
 use phalanx_burn::{Ddp, SyncedGradients, clip_grad_norm, parallel};
 
-use crate::common::{Mlp, floats, projecting, run, samples};
+use crate::common::{Mlp, device, floats, projecting, run, samples};
 use crate::unused::Log;
 
 #[test]
@@ -152,6 +154,46 @@ fn an_optimizer_that_one_rank_alone_has_exchanged_is_an_error_on_every_rank() {
         for error in errors {
             assert_eq!(error.is_some(), exchanged == [2], "{error:?}");
             assert!(error.is_none_or(|error| error.contains(said)));
+        }
+    }
+}
+
+/// The epsilon of a rank's optimizer, and the learning rates of its first step and of the others.
+type Settings = (f32, f64, f64);
+
+/// Each trains what all of them have, here the bias of the second layer.
+#[test]
+fn other_settings_or_rates_on_a_rank_that_divides_layers_are_an_error_on_every_rank() {
+    const SAME: Settings = (1e-5, 0.01, 0.01);
+    let cases = [
+        (SAME, None),
+        (
+            (1e-8, 0.01, 0.01),
+            Some("the optimizer of rank 1 changes parameters otherwise than that of rank 0"),
+        ),
+        ((1e-5, 0.02, 0.01), Some("was 0.01 on rank 0, and 0.02 on rank 1")),
+        ((1e-5, 0.01, 0.02), Some("the learning rates of the last 32 steps differ")),
+    ];
+    for (other, said) in cases {
+        let errors = run(2, |group| {
+            let (epsilon, first, later) = if group.rank().is_main() { SAME } else { other };
+            let tensor = TensorGroup::new(&group);
+            let layer = || LinearConfig::new(8, 8).init(&device());
+            let inner = ColumnParallelLinear::new(layer(), &tensor).unwrap();
+            let outer = RowParallelLinear::new(layer(), &tensor).unwrap();
+            let mut ddp = Ddp::new((inner, outer), &ProcessGroup::alone().unwrap()).unwrap();
+            let mut optimizer = AdamWConfig::new().with_epsilon(epsilon).init();
+            let mut step = |number| {
+                let x = samples(0, 4).0;
+                let loss = ddp.forward(|(inner, outer)| outer.forward(inner.forward(x)).mean())?;
+                let gradients = ddp.backward(&loss)?;
+                ddp.step(&mut optimizer, if number == 0 { first } else { later }, gradients)
+            };
+            (0..40).find_map(|number| step(number).err()).map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), said.is_some(), "{error:?}");
+            assert!(error.iter().zip(said).all(|(error, said)| error.contains(said)), "{error:?}");
         }
     }
 }

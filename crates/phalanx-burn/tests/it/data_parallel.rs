@@ -2,14 +2,14 @@
 
 use std::sync::Arc;
 
-use crate::common::{Mlp, device, distance, floats, plain, samples};
+use crate::common::{Mlp, device, distance, floats, plain, run, samples};
 use burn::module::Module;
 use burn::nn::{BatchNormConfig, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::tensor::{Device, Tensor};
 use parking_lot::Mutex;
-use phalanx_burn::{DataParallel, TowerGradients};
+use phalanx_burn::{DataParallel, SyncBatchNorm, TowerGradients};
 
 const STEPS: usize = 10;
 /// Not divisible by three.
@@ -150,6 +150,32 @@ fn running_statistics_are_the_average_of_the_replicas() {
     };
     let ours = parallel.model().running_mean.value_sync().into_data();
     ours.assert_approx_eq::<f32>(&expected, burn::tensor::Tolerance::absolute(1e-5));
+}
+
+/// The exchanges of replicas that run at once would meet those of other replicas on other ranks.
+#[test]
+fn statistics_over_ranks_are_refused_within_several_replicas() {
+    run(2, |group| {
+        let norm = || SyncBatchNorm::new(BatchNormConfig::new(8).init(&device()), &group);
+        let forward = |replicas: usize| {
+            let mut parallel = DataParallel::new(norm(), vec![device(); replicas]).unwrap();
+            let output = parallel.forward(batch(0).0, |norm, x| norm.forward(x)).unwrap();
+            output.sum().into_scalar::<f32>()
+        };
+        // One replica is like no replica, also after it.
+        assert!(forward(1).is_finite());
+        assert!(norm().forward(batch(0).0).sum().into_scalar::<f32>().is_finite());
+        assert!(forward(2).is_nan());
+        let cause = norm().failure().unwrap();
+        assert!(cause.to_string().contains("one of several replicas"), "{cause}");
+    });
+    // Neither does a rank alone exchange anything.
+    run(1, |group| {
+        let norm = SyncBatchNorm::new(BatchNormConfig::new(8).init(&device()), &group);
+        let mut towers = TowerGradients::new(norm, vec![device(); 2]).unwrap();
+        let (loss, _) = towers.backward(batch(0).0, |norm, x| norm.forward(x).mean()).unwrap();
+        assert!(loss.is_finite());
+    });
 }
 
 #[test]

@@ -1,10 +1,11 @@
 //! Several ranks with a part of the batch each train the model that one rank trains with all of it.
 
 use crate::common::{Mlp, distance, floats, run, samples};
-use burn::nn::Linear;
+use burn::module::Param;
+use burn::nn::{Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{GradientsParams, ModuleOptimizer, SgdConfig};
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Device, Tensor};
 use phalanx::{ProcessGroup, Result};
 use phalanx_burn::{Ddp, clip_grad_norm};
 
@@ -130,6 +131,24 @@ fn clipping_leaves_small_gradients_and_refuses_nonsense() {
     let infinite = gradients.remove::<2>(weight).unwrap() / 0.0;
     gradients.register(weight, infinite);
     assert!(!clip_grad_norm(&model, &mut gradients, 1.0).unwrap().is_finite());
+}
+
+/// The factor is 1e-8, which is zero in f16.
+#[test]
+fn gradients_of_16_bits_are_scaled_by_a_small_factor() {
+    let device = Device::flex().autodiff();
+    let layer: Linear = LinearConfig::new(1, 4).with_bias(false).init(&device);
+    let weight = Tensor::<2>::ones([1, 4], (&device, DType::F16)).require_grad();
+    let model = Linear { weight: Param::from_tensor(weight), ..layer };
+    let mut gradients = GradientsParams::new();
+    let gradient = Tensor::<2>::full([1, 4], 5e4, (&device.inner(), DType::F16));
+    gradients.register(model.weight.id, gradient);
+    assert!((clip_grad_norm(&model, &mut gradients, 1e-3).unwrap() / 1e5 - 1.0).abs() < 1e-3);
+    let scaled = gradients.get::<2>(model.weight.id).unwrap();
+    assert_eq!(scaled.dtype(), DType::F16);
+    for element in scaled.into_data().iter::<f32>() {
+        assert!((element / 5e-4 - 1.0).abs() < 2e-3, "{element}");
+    }
 }
 
 #[test]

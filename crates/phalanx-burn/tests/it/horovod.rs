@@ -9,10 +9,10 @@ use burn::nn::LinearConfig;
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::tensor::{Tensor, TensorData};
-use phalanx::{ProcessGroup, Rank};
+use phalanx::{Error, ProcessGroup, Rank};
 use phalanx_burn::Ddp;
 use phalanx_burn::horovod::{DistributedOptimizer, DistributedOptions, Groups, broadcast_parameters};
-use phalanx_burn::parallel::tensor::{ColumnParallelLinear, TensorGroup};
+use phalanx_burn::parallel::tensor::{ColumnParallelLinear, RowParallelLinear, TensorGroup};
 use phalanx_horovod::{Compression, Horovod, Op, Options};
 
 use crate::common::{Mlp, Waves, device, distance, floats, run, samples};
@@ -492,5 +492,31 @@ fn an_adasum_of_parts_is_refused() {
         let error = made(Op::Adasum).map(drop).unwrap_err().to_string();
         assert!(error.contains("of `weight`, and Op::Adasum"), "{error}");
         hvd.barrier().unwrap();
+    });
+}
+
+/// No gradient is combined that could say so, where this rank alone is the job.
+#[test]
+fn gradients_of_a_failed_exchange_among_parts_are_not_stepped_with() {
+    run(2, |group| {
+        let tensor = TensorGroup::new(&group);
+        let layer = LinearConfig::new(8, 3).init(&device());
+        let layer = RowParallelLinear::new(layer, &tensor).unwrap();
+        let hvd = horovod(&ProcessGroup::alone().unwrap());
+        let mut optimizer = DistributedOptimizer::new(sgd(), &layer, &hvd).unwrap();
+        let mut step = |layer: RowParallelLinear| {
+            let x = tensor.part(samples(0, 4).0, 1);
+            let loss = optimizer.forward(&layer, |layer| layer.forward(x).mean());
+            optimizer.backward(&loss).unwrap();
+            optimizer.step(0.1, layer)
+        };
+        let layer = step(layer).unwrap();
+        if group.rank().is_main() {
+            group.abort(Error::aborted("the cable was cut"));
+            let error = step(layer).map(drop).unwrap_err().to_string();
+            assert!(error.contains("the cable was cut"), "{error}");
+        } else {
+            assert!(group.barrier().unwrap_err().to_string().contains("the cable was cut"));
+        }
     });
 }

@@ -29,6 +29,7 @@ use phalanx::reducer::hooks::{CommHook, Compressed, GradBucket, HookState, Pendi
 use phalanx::sampler::DistributedSampler;
 use phalanx::{Communicator, ProcessGroup, Rank};
 use phalanx_burn::DdpOptions;
+use phalanx_burn::parallel::tensor::{ColumnParallelLinear, RowParallelLinear, TensorGroup};
 use phalanx_burn::train::DdpStrategy;
 
 type Sample = ([f32; 4], f32);
@@ -140,6 +141,39 @@ impl InferenceStep for ByHand {
 
     fn step(&self, batch: Batch) -> RegressionOutput {
         self.net.output(batch)
+    }
+}
+
+/// Of each layer this rank has a part.
+#[derive(Module, Debug)]
+struct Divided {
+    hidden: ColumnParallelLinear,
+    head: RowParallelLinear,
+}
+
+impl Divided {
+    fn output(&self, Batch { x, y }: Batch) -> RegressionOutput {
+        let output = self.head.forward(self.hidden.forward(x).tanh());
+        RegressionOutput::new((output.clone() - y.clone()).powi_scalar(2).mean(), output, y)
+    }
+}
+
+impl TrainStep for Divided {
+    type Input = Batch;
+    type Output = RegressionOutput;
+
+    fn step(&self, batch: Batch) -> TrainOutput<RegressionOutput> {
+        let output = self.output(batch);
+        TrainOutput::new(self, output.loss.backward(), output)
+    }
+}
+
+impl InferenceStep for Divided {
+    type Input = Batch;
+    type Output = RegressionOutput;
+
+    fn step(&self, batch: Batch) -> RegressionOutput {
+        self.output(batch)
     }
 }
 
@@ -405,6 +439,25 @@ fn gradients_that_a_step_makes_by_hand_are_refused() {
             assert!(error.contains("has not computed") && error.contains("TrainStep::optimize"), "{error}");
         }
     }
+}
+
+/// Each of the ranks that divide layers would be a rank 0 that writes its part to the one directory.
+#[test]
+fn a_part_of_a_model_is_refused() {
+    run(2, |group| {
+        let (device, tensor) = (device(), TensorGroup::new(&group));
+        let hidden = ColumnParallelLinear::new(LinearConfig::new(4, 8).init(&device), &tensor).unwrap();
+        let head = RowParallelLinear::new(LinearConfig::new(8, 1).init(&device), &tensor).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let data = ProcessGroup::alone().unwrap();
+        let training = SupervisedTraining::new(folder.path(), loader(&[1, 2, 3, 4], 2), loader(&[5, 6], 2))
+            .with_application_logger(None)
+            .with_training_strategy(DdpStrategy::new(&data).into());
+        let model = Divided { hidden, head };
+        let result = training.launch(Learner::new(model, SgdConfig::new().init(), 0.1));
+        let error = result.error.expect("an error on every rank").to_string();
+        assert!(error.contains("DdpStrategy") && error.contains("hidden.weight"), "{error}");
+    });
 }
 
 /// Samples of which one cannot be read.

@@ -3,16 +3,18 @@
 use std::sync::Barrier;
 
 use crate::common::{LOADS, Mlp, distance, floats, run, samples};
+use burn::module::Module;
 use burn::optim::{AdafactorConfig, AdamWConfig, ModuleOptimizer, OptimizerRecord, SgdConfig};
 use burn::tensor::Bytes;
 use parking_lot::Mutex;
-use phalanx::checkpoint::Checkpoints;
+use phalanx::checkpoint::{Checkpoints, Saved};
+use phalanx::elastic::State;
 use phalanx::mesh::DeviceMesh;
 use phalanx::reducer::ReducerOptions;
 use phalanx::reducer::hooks::Compressed;
 use phalanx::testing::{self, Fabric};
-use phalanx::{ProcessGroup, Rank, Result};
-use phalanx_burn::{Ddp, DdpOptions, SyncedGradients, ZeroRedundancyOptimizer};
+use phalanx::{Error, GroupHandle, ProcessGroup, Rank, Result};
+use phalanx_burn::{Ddp, DdpOptions, SyncedGradients, TrainState, ZeroRedundancyOptimizer};
 
 const STEPS: usize = 12;
 const WIDTHS: [usize; 5] = [8, 24, 16, 24, 3];
@@ -132,14 +134,11 @@ fn any_number_of_ranks_goes_on_with_what_any_number_has_saved() {
                 let whole = zero.consolidate(&ddp, Rank::MAIN).unwrap().map(|whole| content(&whole));
                 let error = zero.load(&ddp, &saved, "other").unwrap_err();
                 assert!(error.is_mismatch() && error.to_string().contains("other-0"), "{error}");
-                let mut plain = ZeroRedundancyOptimizer::new(
-                    SgdConfig::new().init(),
-                    &mut Ddp::new(model.clone(), &group).unwrap(),
-                )
-                .unwrap();
+                let mut other = Ddp::new(model.clone(), &group).unwrap();
+                let mut plain = ZeroRedundancyOptimizer::new(SgdConfig::new().init(), &mut other).unwrap();
                 // A rank may own no parameter.
-                if plain.own_elements(&ddp) > 0 {
-                    let error = plain.load(&ddp, &saved, "optimizer").unwrap_err().to_string();
+                if plain.own_elements(&other) > 0 {
+                    let error = plain.load(&other, &saved, "optimizer").unwrap_err().to_string();
                     assert!(
                         error.contains(".momentum.moment_1`") && error.contains("does not take"),
                         "{error}"
@@ -266,6 +265,115 @@ fn steps_without_a_state_are_refused_by_an_optimizer_that_needs_some() {
             }
         });
     }
+}
+
+/// The error of each call of an optimizer that needs the parts of all ranks of `ddp`.
+fn refused(zero: &mut ZeroRedundancyOptimizer, ddp: &Ddp<Mlp>, saved: &Saved) -> Vec<Error> {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::open(folder.path(), &ProcessGroup::alone().unwrap()).unwrap();
+    let saving = checkpoints.save(9, |snapshot| zero.save(ddp, snapshot, "optimizer"));
+    vec![
+        zero.consolidate(ddp, Rank::MAIN).err().unwrap(),
+        saving.unwrap_err(),
+        zero.load(ddp, saved, "optimizer").unwrap_err(),
+    ]
+}
+
+#[test]
+fn a_part_of_the_state_is_not_taken_for_the_whole_after_the_group_has_changed() {
+    let start = Mlp::new(&WIDTHS);
+    let folder = tempfile::tempdir().unwrap();
+    run(2, |group| {
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let handle = GroupHandle::new(group.clone());
+        let mut ddp = Ddp::new(start.clone(), &handle).unwrap();
+        let mut zero = ZeroRedundancyOptimizer::new(AdamWConfig::new().init(), &mut ddp).unwrap();
+        let averages = gradients(&mut ddp, 0);
+        zero.step(&mut ddp, 0.01, averages).unwrap();
+        checkpoints.save_sharded(1, |snapshot| zero.save(&ddp, snapshot, "optimizer")).unwrap();
+        checkpoints.finish().unwrap();
+        let saved = checkpoints.newest().unwrap().unwrap();
+        let averages = gradients(&mut ddp, 1);
+        handle.rebind(ProcessGroup::alone().unwrap());
+        let mut errors = refused(&mut zero, &ddp, &saved);
+        errors.push(zero.step(&mut ddp, 0.01, averages).unwrap_err());
+        for error in errors {
+            assert!(error.to_string().contains("leads to another group"), "{error}");
+        }
+    });
+}
+
+#[test]
+fn a_part_of_the_state_is_not_taken_for_the_whole_after_a_round_of_an_elastic_job() {
+    let (start, folder) = (Mlp::new(&WIDTHS), tempfile::tempdir().unwrap());
+    let adamw = || AdamWConfig::new().init();
+    run(2, |group| {
+        let mut state = TrainState::new(start.clone(), adamw(), ()).unwrap();
+        State::enter(&mut state, &group).unwrap();
+        let mut zero = ZeroRedundancyOptimizer::new(adamw(), &mut state.model).unwrap();
+        let averages = gradients(&mut state.model, 0);
+        zero.step(&mut state.model, 0.01, averages).unwrap();
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        checkpoints.save_sharded(1, |snapshot| zero.save(&state.model, snapshot, "optimizer")).unwrap();
+        checkpoints.finish().unwrap();
+        let saved = checkpoints.newest().unwrap().unwrap();
+        // Alone, a rank would go on without the moments that the other has.
+        State::leave(&mut state);
+        let before = floats(state.model.model());
+        let averages = gradients(&mut state.model, 1);
+        let mut errors = refused(&mut zero, &state.model, &saved);
+        errors.push(zero.step(&mut state.model, 0.01, averages).unwrap_err());
+        for error in errors {
+            assert!(error.to_string().contains("before it changed its group"), "{error}");
+        }
+        assert_eq!(floats(state.model.model()), before);
+        let mut anew = ZeroRedundancyOptimizer::new(adamw(), &mut state.model).unwrap();
+        anew.load(&state.model, &saved, "optimizer").unwrap();
+        let averages = gradients(&mut state.model, 1);
+        anew.step(&mut state.model, 0.01, averages).unwrap();
+    });
+}
+
+#[test]
+fn the_optimizer_of_another_model_is_refused_and_so_is_an_earlier_one() {
+    let start = Mlp::new(&WIDTHS);
+    run(2, |group| {
+        let mut ddp = Ddp::new(start.clone(), &group).unwrap();
+        let mut other = Ddp::new(start.clone(), &group).unwrap();
+        let adamw = || AdamWConfig::new().init();
+        let new = |ddp: &mut Ddp<Mlp>| ZeroRedundancyOptimizer::new(adamw(), ddp).unwrap();
+        let mut zeros = [new(&mut ddp), new(&mut other), new(&mut ddp)];
+        let before = floats(ddp.model());
+        for zero in &mut zeros[..2] {
+            let averages = gradients(&mut ddp, 0);
+            let error = zero.step(&mut ddp, 0.01, averages).unwrap_err();
+            assert!(error.is_invalid_argument() && error.to_string().contains("another Ddp"), "{error}");
+        }
+        assert_eq!(floats(ddp.model()), before);
+        let averages = gradients(&mut ddp, 0);
+        zeros[2].step(&mut ddp, 0.01, averages).unwrap();
+    });
+}
+
+/// With its moments it goes on where it was, once it is trained again.
+#[test]
+fn what_is_frozen_by_now_keeps_its_moments() {
+    run(2, |group| {
+        let mut ddp = Ddp::new(Mlp::new(&WIDTHS), &group).unwrap();
+        let mut optimizer = AdamWConfig::new().init();
+        let averages = gradients(&mut ddp, 0);
+        ddp.step(&mut optimizer, 0.01, averages).unwrap();
+        let parameters = optimizer.to_record().len();
+        let mut model = ddp.into_model();
+        model.layers[1] = model.layers[1].clone().no_grad();
+        let mut ddp = Ddp::new(model, &group).unwrap();
+        let mut zero = ZeroRedundancyOptimizer::new(optimizer, &mut ddp).unwrap();
+        let averages = gradients(&mut ddp, 1);
+        zero.step(&mut ddp, 0.01, averages).unwrap();
+        let whole = zero.consolidate(&ddp, Rank::MAIN).unwrap();
+        assert_eq!(whole.is_some(), group.rank().is_main());
+        assert!(whole.is_none_or(|whole| whole.to_record().len() == parameters));
+    });
 }
 
 #[test]

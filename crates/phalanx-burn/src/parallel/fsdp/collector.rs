@@ -9,7 +9,8 @@ use parking_lot::Mutex;
 use phalanx::{Buffer, Error, ReduceOp, Result, Work};
 
 use super::super::op::{GradientSource, GradientTarget, ParallelOp, Source, Supply, Target};
-use super::exchanges::{Call, Exchanges, Held, Place, Use};
+use super::calls::Call;
+use super::exchanges::{Exchanges, Held, Place, Use};
 use super::layout::FlatLayout;
 use super::replicated::Replicated;
 use crate::tensor_bytes::TensorBytes;

@@ -9,6 +9,7 @@
 //!
 //! Sources: Rajbhandari et al., "ZeRO" (2020), arXiv 1910.02054; Zhao et al., "PyTorch FSDP" (2023), arXiv 2304.11277.
 
+mod calls;
 mod checkpoint;
 mod collector;
 mod exchanges;
@@ -48,7 +49,7 @@ use super::check_elementwise;
 use crate::ddp::{one_more, scaled};
 use crate::gradients::{Clip, Synced, SyncedGradients};
 use crate::parameters::{Inventory, Parameter, Select};
-use crate::{Ddp, DdpOptions, Scalar, alike, clip, replicas};
+use crate::{Ddp, DdpOptions, Scalar, alike, clip, optimizer, replicas};
 
 /// A model of whose parameters, gradients and optimizer's state each rank has a shard: PyTorch's `FullyShardedDataParallel`.
 ///
@@ -446,7 +447,7 @@ impl<M: Module> Fsdp<M> {
     /// were sharded. In the first step and every 32 steps, on every rank:
     ///
     /// * if there are several shards, and the optimizer does not treat each element by itself, as LAMB and Burn's clipping by norm do not;
-    /// * in the first step, if a group of the optimizer's parameters goes by such ids;
+    /// * in the first step, if a group of the optimizer's parameters goes by such ids, or only some of the ranks' optimizers have a state;
     /// * if the ranks' optimizers are of several kinds, or their betas, decay or momentum differ;
     /// * every 32 steps, if learning rates differ, only some ranks have loaded a state, or ranks have loaded those of different steps or runs.
     ///
@@ -480,6 +481,7 @@ impl<M: Module> Fsdp<M> {
         // Replicas compare in the step of their Ddp.
         if is_first {
             groups::check(optimizer, self.ddp.parameters(), &self.wholes)?;
+            optimizer::check_states(optimizer, &self.exchanges.group, self.ddp.parameters())?;
             self.optimizers.compare(optimizer, pieces, Some(&rates), &self.exchanges.group)?;
         } else {
             self.optimizers.step(optimizer, pieces, &self.exchanges.group)?;

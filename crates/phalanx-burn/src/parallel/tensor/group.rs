@@ -69,6 +69,11 @@ impl TensorGroup {
         self.0.failure()
     }
 
+    /// The group itself.
+    pub(in crate::parallel) fn group(&self) -> &ProcessGroup {
+        &self.0
+    }
+
     /// Ends the groups of this rank with `cause`.
     pub(in crate::parallel) fn abort(&self, cause: Error) {
         self.0.abort_all(cause);

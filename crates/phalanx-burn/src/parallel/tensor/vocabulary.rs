@@ -11,6 +11,7 @@ use super::super::division::Division;
 use super::TensorGroup;
 use super::group::part;
 use crate::read_back;
+use crate::sync_batch_norm::computed_in;
 
 /// [`Embedding`] whose vectors are divided among ranks by their tokens. Megatron-LM's `VocabParallelEmbedding`.
 ///
@@ -69,7 +70,7 @@ impl VocabParallelEmbedding {
     /// The mean cross entropy of `logits`, `[samples, about n_embedding / ranks]`, of which every rank has the part that
     /// [`logits`](Self::logits) gives, against the tokens `targets`, `[samples]`, which every rank has. The same on every rank, of
     /// shape `[1]`. Targets that are `padding` do not count; any other that the vocabulary does not have ends the group with an
-    /// error that names it, and the result is NaN.
+    /// error that names it, and the result is NaN. It has the type of `logits`, and is computed in f32 if that has 16 bits.
     ///
     /// Nothing of the size of the vocabulary is exchanged: of each sample the largest score, the sum of exponentials and the score of
     /// the target.
@@ -80,6 +81,8 @@ impl VocabParallelEmbedding {
         padding: Option<usize>,
     ) -> Tensor<1> {
         let [samples, _] = logits.dims();
+        let dtype = logits.dtype();
+        let logits = logits.cast(computed_in(dtype));
         let counted = padding.map(|padding| targets.clone().equal_elem(padding as i64));
         let losses = match self.division() {
             Some(division) => losses(division, logits, targets, padding),
@@ -92,13 +95,15 @@ impl VocabParallelEmbedding {
                 log_softmax(logits, 1).gather(1, targets.reshape([samples, 1])).reshape([samples]).neg()
             }
         };
-        match counted {
+        let mean = match counted {
             None => losses.mean(),
             Some(padding) => {
-                let count = padding.clone().bool_not().float().sum();
+                // Of the device's default type.
+                let count = padding.clone().bool_not().float().cast(losses.dtype()).sum();
                 losses.mask_fill(padding, 0.0).sum() / count
             }
-        }
+        };
+        mean.cast(dtype)
     }
 
     /// The undivided layer, on every rank. All ranks call it together.

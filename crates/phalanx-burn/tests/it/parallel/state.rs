@@ -9,7 +9,7 @@ use burn::tensor::Tensor;
 use phalanx::checkpoint::Checkpoints;
 use phalanx::mesh::DeviceMesh;
 use phalanx::pipeline::Schedule;
-use phalanx::{DType, ProcessGroup};
+use phalanx::{DType, GroupHandle, ProcessGroup};
 use phalanx_burn::Ddp;
 use phalanx_burn::parallel::pipeline::{Pipeline, Stage, StageOutput};
 use phalanx_burn::parallel::tensor::{
@@ -344,6 +344,54 @@ fn another_model_s_state_is_refused_and_changes_nothing() {
             .save_sharded(2, |snapshot| state.save(&other, &optimizer, snapshot, "training"))
             .unwrap_err();
         assert!(error.to_string().contains("not the one for which ShardedState::new was called"), "{error}");
+    });
+}
+
+/// With its moments it goes on where it was, once it is trained again.
+#[test]
+fn what_is_frozen_by_now_keeps_its_moments() {
+    let folder = tempfile::tempdir().unwrap();
+    let layer = || -> Linear { LinearConfig::new(4, 4).init(&device()) };
+    run(2, |group| {
+        let mut ddp = Ddp::new((layer(), layer()), &group).unwrap();
+        let mut optimizer = AdamWConfig::new().init();
+        let x = Tensor::<2>::ones([2, 4], &device());
+        let loss = ddp.forward(|(one, other)| other.forward(one.forward(x)).mean()).unwrap();
+        let gradients = ddp.backward(&loss).unwrap();
+        ddp.step(&mut optimizer, RATE, gradients).unwrap();
+        let (one, other) = ddp.into_model();
+        let ddp = Ddp::new((one.no_grad(), other), &group).unwrap();
+        let new =
+            |ddp: &Ddp<(Linear, Linear)>| ShardedState::new(ddp, &group, None, &StateNames::same()).unwrap();
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let state = new(&ddp);
+        let saved =
+            checkpoints.save_sharded(1, |snapshot| state.save(&ddp, &optimizer, snapshot, "training"));
+        saved.and_then(|()| checkpoints.finish()).unwrap();
+        let saved = checkpoints.newest().unwrap().unwrap();
+        let mut again = Ddp::new((layer().no_grad(), layer()), &group).unwrap();
+        let mut loaded = AdamWConfig::new().init();
+        new(&again).load(&mut again, &mut loaded, &saved, "training").unwrap();
+        assert_eq!(loaded.to_record().len(), optimizer.to_record().len());
+        assert_eq!(floats(again.model()), floats(ddp.model()));
+    });
+}
+
+/// As [`a_group_without_some_ranks_of_the_mesh_is_refused`], found later.
+#[test]
+fn replicas_that_are_not_in_the_group_any_more_are_missed() {
+    let folder = tempfile::tempdir().unwrap();
+    run(2, |group| {
+        let handle = GroupHandle::new(group.clone());
+        let ddp = Ddp::new(LinearConfig::new(4, 4).init(&device()), &handle).unwrap();
+        let state = ShardedState::new(&ddp, &group, None, &StateNames::same()).unwrap();
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        handle.rebind(ProcessGroup::alone().unwrap());
+        let optimizer = SgdConfig::new().init();
+        let saved =
+            checkpoints.save_sharded(1, |snapshot| state.save(&ddp, &optimizer, snapshot, "training"));
+        let error = saved.unwrap_err().to_string();
+        assert!(error.contains("leads to another group"), "{error}");
     });
 }
 

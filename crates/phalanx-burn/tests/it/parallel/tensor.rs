@@ -3,7 +3,7 @@
 use std::sync::Barrier;
 
 use burn::grad_clipping::GradientClippingConfig;
-use burn::module::Module;
+use burn::module::{Module, Param};
 use burn::nn::activation::ActivationConfig;
 use burn::nn::attention::{MhaInput, MultiHeadAttentionConfig};
 use burn::nn::loss::CrossEntropyLossConfig;
@@ -14,7 +14,7 @@ use burn::optim::{
     AdafactorConfig, AdamWConfig, GradientsParams, LambConfig, ModuleOptimizer, MuonConfig, SgdConfig,
 };
 use burn::tensor::activation::gelu;
-use burn::tensor::{Bool, Int, Tensor, TensorData};
+use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 use phalanx::mesh::DeviceMesh;
 use phalanx::testing::{self, Fabric};
 use phalanx::{Error, ProcessGroup};
@@ -26,7 +26,7 @@ use phalanx_burn::parallel::{ShardedState, StateNames};
 use phalanx_burn::{DataParallel, Ddp, FusedAdamWConfig, TowerGradients, TrainState, parallel};
 
 use super::model::{LENGTH, VOCABULARY, WIDTH, Waves, encoder_config, rows, scalar};
-use crate::common::{device, distance, floats, run};
+use crate::common::{device, distance, floats, plain, run};
 
 const TOLERANCE: f64 = 1e-5;
 
@@ -496,6 +496,34 @@ fn tokens_that_no_rank_has_end_the_group() {
     });
 }
 
+/// A sum of 70,000 is infinite in f16, and the number of tokens was of the device's type.
+#[test]
+fn a_cross_entropy_may_be_of_any_type() {
+    const TOKENS: usize = 70_000;
+    let dtypes = [DType::F16, DType::BF16, DType::F64];
+    for dtype in dtypes.into_iter().filter(|dtype| plain().supports_dtype(*dtype)) {
+        for ranks in [1, 2] {
+            run(ranks, |group| {
+                let group = TensorGroup::new(&group);
+                let weight = Tensor::<2>::zeros([TOKENS, 1], (&device(), dtype)).require_grad();
+                let embedding = Embedding { weight: Param::from_tensor(weight) };
+                let model = VocabParallelEmbedding::new(embedding, &group).unwrap();
+                let x = Tensor::<2>::ones([3, 1], (&device(), dtype));
+                for padding in [None, Some(0)] {
+                    let targets = Tensor::<1, Int>::from_ints([0, 1, TOKENS as i32 - 1], &device());
+                    let loss = model.cross_entropy(model.logits(x.clone()), targets, padding);
+                    assert_eq!(loss.dtype(), dtype);
+                    let gradients = loss.backward();
+                    let gradient = values(model.weight.val().grad(&gradients).unwrap());
+                    assert!(gradient.iter().all(|x| x.is_finite()), "{dtype:?}");
+                    let apart = f64::from(values(loss)[0]) - (TOKENS as f64).ln();
+                    assert!(apart.abs() < 0.05, "{dtype:?} {padding:?}: {apart}");
+                }
+            });
+        }
+    }
+}
+
 #[test]
 fn a_width_is_no_sequence() {
     let all_are_here = Barrier::new(2);
@@ -595,4 +623,31 @@ fn optimizers_that_take_a_norm_of_a_part_are_refused() {
     ] {
         run(2, |group| assert!(stepped_by(&group, &optimizer).is_none()));
     }
+}
+
+/// No backward pass says so, where there are no replicas.
+#[test]
+fn gradients_of_a_failed_exchange_are_not_stepped_with() {
+    run(2, |group| {
+        let tensor = TensorGroup::new(&group);
+        let layer: Linear = LinearConfig::new(WIDTH, WIDTH).init(&device()).map(&mut Waves(0));
+        let layer = RowParallelLinear::new(layer, &tensor).unwrap();
+        let mut ddp = Ddp::new(layer, &ProcessGroup::alone().unwrap()).unwrap();
+        let mut optimizer = SgdConfig::new().init();
+        let x = || tensor.part(input(), 2);
+        let loss = ddp.forward(|layer| weighed(layer.forward(x()))).unwrap();
+        let gradients = ddp.backward(&loss).unwrap();
+        ddp.step(&mut optimizer, 0.1, gradients).unwrap();
+        if group.rank().is_main() {
+            group.abort(Error::aborted("the cable was cut"));
+            let loss = ddp.forward(|layer| weighed(layer.forward(x()))).unwrap();
+            let gradients = ddp.backward(&loss).unwrap();
+            let before = floats(ddp.model());
+            let error = ddp.step(&mut optimizer, 0.1, gradients).unwrap_err().to_string();
+            assert!(error.contains("the cable was cut"), "{error}");
+            assert_eq!(floats(ddp.model()), before);
+        } else {
+            assert!(group.barrier().unwrap_err().to_string().contains("the cable was cut"));
+        }
+    });
 }

@@ -4,6 +4,7 @@ mod errors;
 mod layers;
 mod overlap;
 mod partial;
+mod steps;
 mod weights;
 
 use burn::lr_scheduler::module_lr_scheduler::{ModuleLearningRate, ModuleLrScheduler};

@@ -1,0 +1,64 @@
+//! What the ranks that divide layers among themselves compare of their steps.
+//!
+//! They are no replicas of each other, so no [`Ddp`](crate::Ddp) compares their optimizers. But each trains the parameters that all of them have whole,
+//! such as norms and biases, for itself: with other settings, or another learning rate, these would drift apart without an error.
+
+use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
+use burn::module::Module;
+use burn::optim::ModuleOptimizer;
+use phalanx::reducer::OptimizerSteps;
+use phalanx::{Error, Result};
+
+use super::division::group_of;
+use super::tensor::TensorGroup;
+use crate::parameters::Parameter;
+use crate::{alike, lr};
+
+/// The steps of a rank that has parts of layers, as the ranks with the other parts compare them.
+pub(crate) struct Sharers {
+    group: TensorGroup,
+    optimizers: alike::Watch,
+    /// The learning rates of the steps that the ranks have not compared yet.
+    steps: OptimizerSteps,
+}
+
+impl Sharers {
+    /// Of `model`, if it has parts of layers.
+    pub fn of<M: Module>(model: &M) -> Option<Self> {
+        let group = group_of(model).filter(|group| group.ranks() > 1)?;
+        Some(Self { group, optimizers: alike::Watch::default(), steps: OptimizerSteps::default() })
+    }
+
+    /// An error on every rank, which ends their groups, unless all ranks' optimizers do the same to parameters, with the same `rates` in the first step.
+    /// They compare in that, and then every 32 steps. All ranks call it together, before each step. An error, too, if an exchange has failed: gradients may be
+    /// NaN then, and no backward pass in a world of one says so.
+    pub fn compare<M: Module>(
+        &mut self,
+        optimizer: &ModuleOptimizer,
+        replica: (&M, &[Parameter]),
+        rates: &ModuleLearningRate,
+    ) -> Result<()> {
+        if let Some(error) = self.group.failure() {
+            return Err(error);
+        }
+        let group = self.group.group();
+        let compared = match self.optimizers.is_compared() {
+            false => self.optimizers.compare(optimizer, replica, Some(rates), group),
+            true => self.optimizers.step(optimizer, replica, group),
+        };
+        compared.inspect_err(|error| self.group.abort(error.clone()))
+    }
+
+    /// Counts a step with these `rates` of `parameters`. Every 32 steps: an error on every rank, which ends their groups, if the ranks' rates differ.
+    pub fn stepped(&mut self, rates: &ModuleLearningRate, parameters: &[Parameter]) -> Result<()> {
+        self.steps.step(lr::of_each(rates, parameters), []);
+        self.steps.verify(self.group.group()).inspect_err(|error| self.group.abort(error.clone()))
+    }
+
+    /// Ends the groups of this rank because of an `error` of its step, which is not of these ranks: their numbers may be others there.
+    pub fn tell(&self, error: &Error) {
+        if self.group.failure().is_none() {
+            self.group.abort(Error::aborted(error.to_string()));
+        }
+    }
+}
