@@ -435,7 +435,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
     ///
     /// # Errors
     /// If a tensor or the progress cannot be written, or in the middle of a step. On every rank, if the ranks train by themselves and their
-    /// models differ.
+    /// models differ, or `group` has more or fewer ranks than train the model.
     pub fn save_shard_to(&self, snapshot: &mut Snapshot, group: &ProcessGroup) -> Result<()> {
         training::save_shard_to(self, snapshot, group)
     }
