@@ -156,6 +156,7 @@ impl Ddp {
 
     /// Leaves its group, for one of this process alone.
     pub(crate) fn leave(&mut self, alone: &ProcessGroup) {
+        self.keep_hook();
         self.unhook();
         // It fails only inside a `join`, and those have ended with the loop; entering the next group would report it.
         let _free = self.group.rebind(alone.clone());
