@@ -30,7 +30,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use half::{bf16, f16};
 use phalanx::adapter::{ComparedCalls, Comparison, Elsewhere, ElsewhereCall, ElsewhereOp, JoinGroup};
 use phalanx::reducer::hooks::{GradBucket, GradientPlace, HookState, Pending, PowerSgdOptions};
-use phalanx::{Caller, DType, Deadline, Error, ProcessGroup, ReduceOp, Result};
+use phalanx::{Caller, Communicator as _, DType, Deadline, Error, ProcessGroup, ReduceOp, Result, WorldSize};
 use phalanx_nccl::{Communicator, CommunicatorHandle, DeviceMemory, DeviceSlice, Element, Stream, Work};
 use tch::{Device, Kind, TchError, Tensor};
 
@@ -285,6 +285,9 @@ impl OnDevice {
     pub fn begin(&self) {
         let mut state = lock(&self.state);
         state.are_placed = false;
+        if self.group.world_size() == WorldSize::ONE {
+            state.buckets.clear(); // A rank that is left alone averages nothing any more.
+        }
         state.buckets.iter_mut().flatten().for_each(|bucket| bucket.kept = None);
     }
 

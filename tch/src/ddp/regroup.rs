@@ -475,6 +475,8 @@ mod tests {
             ddp.follow(&ProcessGroup::alone().unwrap()).unwrap();
             backward(&mut ddp).unwrap();
             assert_eq!(pair.gradients(), [Some(1.0), Some(10.0)]);
+            let on_device = ddp.sink.as_ref().and_then(|sink| sink.on_device());
+            assert_eq!(on_device.map_or(0, |on_device| on_device.bucket_count()), 0, "memory for nothing");
         });
     }
 
