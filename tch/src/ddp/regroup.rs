@@ -160,7 +160,8 @@ impl Ddp {
         self.unhook();
         // It fails only inside a `join`, and those have ended with the loop; entering the next group would report it.
         let _free = self.group.rebind(alone.clone());
-        self.buffers_stale = false;
+        // What is loaded from now on may differ between ranks.
+        (self.buffers_stale, self.loads) = (false, Some(LoadedStates::default()));
     }
 
     /// [`backward`](Self::backward), or with a `weight` [`backward_weighted`](Self::backward_weighted), with gradients that can be
