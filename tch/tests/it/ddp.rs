@@ -655,6 +655,22 @@ fn a_rank_that_alone_would_keep_its_buffers_is_named_on_every_rank() {
 }
 
 #[test]
+fn a_buffer_that_is_a_frozen_parameter_on_another_rank_is_named() {
+    let errors = run(2, |group| {
+        let store = nn::VarStore::new(device());
+        let _weight = store.root().zeros("weight", &[2]);
+        // Of one size: one rank's would become the other's.
+        let [buffer, frozen] = if group.rank().is_main() { ["x", "y"] } else { ["y", "x"] };
+        let _buffer = store.root().zeros_no_train(buffer, &[2]);
+        let _frozen = store.root().zeros(frozen, &[2]).set_requires_grad(false);
+        Ddp::new(&store, &group).err().unwrap().to_string()
+    });
+    for error in errors {
+        assert!(error.contains("`x (a buffer)`") && error.contains("on rank 1"), "{error}");
+    }
+}
+
+#[test]
 fn a_loss_outside_of_forward_is_refused_if_the_model_has_buffers() {
     let errors = run(2, |group| {
         // The first rank's error ends the group, so the other may get it in an earlier call.
