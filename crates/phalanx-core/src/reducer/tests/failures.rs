@@ -165,8 +165,7 @@ fn a_handle_that_leads_to_another_group_by_now_is_refused_unless_the_reducer_is_
 fn updated_parameters_are_gathered_in_no_other_group_than_that_of_their_owners() {
     testing::run(2, testing::Fabric::InProcess, |group| {
         let handle = GroupHandle::new(group.clone());
-        let mut reducer =
-            Reducer::new(Arc::new(handle.clone()), parameters(&[4, 4]), buckets_of(8)).unwrap();
+        let mut reducer = Reducer::new(Arc::new(handle.clone()), parameters(&[4, 4]), buckets_of(8)).unwrap();
         reducer.shard(vec![Rank::MAIN, Rank::new(1)]).unwrap();
         one_step(&mut reducer, group.rank(), 0, &[1, 0]).unwrap();
         handle.rebind(ProcessGroup::alone().unwrap());
