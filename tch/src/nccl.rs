@@ -31,7 +31,7 @@ use half::{bf16, f16};
 use phalanx::Communicator as _;
 use phalanx::adapter::{ComparedCalls, Comparison, Elsewhere, ElsewhereCall, ElsewhereOp, JoinGroup};
 use phalanx::reducer::hooks::{GradBucket, GradientPlace, HookState, Pending, PowerSgdOptions};
-use phalanx::{Caller, DType, Deadline, Error, ProcessGroup, ReduceOp, Result};
+use phalanx::{Caller, Communicator as _, DType, Deadline, Error, ProcessGroup, ReduceOp, Result, WorldSize};
 use phalanx_nccl::{Communicator, CommunicatorHandle, DeviceMemory, DeviceSlice, Element, Stream, Work};
 use tch::{Device, Kind, TchError, Tensor};
 
@@ -286,6 +286,9 @@ impl OnDevice {
     pub fn begin(&self) {
         let mut state = lock(&self.state);
         state.are_placed = false;
+        if self.group.world_size() == WorldSize::ONE {
+            state.buckets.clear(); // A rank that is left alone averages nothing any more.
+        }
         state.buckets.iter_mut().flatten().for_each(|bucket| bucket.kept = None);
     }
 
@@ -418,6 +421,12 @@ impl OnDevice {
         left.filter(|_| !self.waits).as_ref().map_or(Ok(()), await_calls)
     }
 
+    /// How many buckets have memory.
+    #[cfg(test)]
+    pub fn bucket_count(&self) -> usize {
+        lock(&self.state).buckets.iter().flatten().count()
+    }
+
     pub fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)
     }
@@ -479,12 +488,8 @@ impl OnDevice {
 
     /// Copies a bucket's gradients into it, and queues the averaging; none if it has no elements. `T` is their type, or the one to which they are
     /// rounded. If the bucket is to be kept, it can be launched again in the same step, with the same gradients.
-    fn launch<T: Element>(
-        &self,
-        (number, keeps): (usize, bool),
-        gradients: &Arc<[GradientPlace]>,
-        how: Sent,
-    ) -> Result<Option<Work<DeviceSlice<T>>>> {
+    fn launch<T: Element>(&self, of: &GradBucket, how: Sent) -> Result<Option<Work<DeviceSlice<T>>>> {
+        let (number, gradients) = (of.index, &of.gradients);
         let nccl = match &how {
             Sent::Within(nccl) => nccl.clone(),
             Sent::Whole | Sent::Rounded(_) | Sent::LowRank | Sent::Nothing => self.nccl.connect()?,
@@ -494,6 +499,10 @@ impl OnDevice {
         gradients.iter().try_for_each(|place| self.check_place(&parameters[place.parameter]))?;
         if buckets.len() <= number {
             buckets.resize_with(number + 1, || None);
+        }
+        if of.is_last {
+            // In the order of the gradients there may be fewer than in the first step.
+            buckets.truncate(number + 1);
         }
         let bucket = match &mut buckets[number] {
             Some(bucket) if bucket.gradients == *gradients => bucket,
@@ -516,7 +525,7 @@ impl OnDevice {
             bucket.take_back()?;
         } else {
             bucket.fill(parameters)?;
-            if keeps {
+            if of.keeps {
                 bucket.kept = Some(tch::no_grad(|| bucket.memory.f_detach_copy()).map_err(torch)?);
             }
         }
@@ -627,7 +636,7 @@ impl OnDevice {
 
     fn average<T: Element>(self: &Arc<Self>, bucket: GradBucket, how: Sent) -> Result<Pending> {
         let number = bucket.index;
-        let launched = self.launch::<T>((number, bucket.keeps), &bucket.gradients, how)?;
+        let launched = self.launch::<T>(&bucket, how)?;
         let this = self.clone();
         Ok(self.behind(launched, None, move || match this.second_message(number)? {
             Some(second) => {

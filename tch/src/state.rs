@@ -92,7 +92,7 @@ use crate::{Ddp, DdpOptions, Optimizer};
 /// Gradients that [`Ddp::backward_no_sync`] holds are not included: a save, a commit or a change of the group in the middle of a step is an
 /// error, and loading drops them. Nor is libtorch's random number generator. A hook is removed wherever the
 /// state changes its group ([`with_group`](Self::with_group), [`with_options`](Self::with_options), [`sharing`](Self::sharing), each round of
-/// an elastic job): register it again after that.
+/// an elastic job): register it again after that, and it goes on. After an elastic job the state still has what all ranks have of it in common.
 ///
 /// Of ranks that train by themselves ([`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd)) the model is saved after an average alone;
 /// [`checkpoint`](Self::checkpoint) is an error otherwise. The moments are those of rank 0, which averages do not change.
@@ -435,7 +435,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
     ///
     /// # Errors
     /// If a tensor or the progress cannot be written, or in the middle of a step. On every rank, if the ranks train by themselves and their
-    /// models differ.
+    /// models differ, or `group` has more or fewer ranks than train the model.
     pub fn save_shard_to(&self, snapshot: &mut Snapshot, group: &ProcessGroup) -> Result<()> {
         training::save_shard_to(self, snapshot, group)
     }

@@ -101,9 +101,13 @@ impl Inventory {
         Ok(Self { parameters, state, buffers })
     }
 
-    /// What the ranks compare of all tensors: also which of them share memory, or the same variables would not be the same model.
+    /// What the ranks compare of all tensors: also which of them are buffers, of which every rank takes over rank 0's, and which share memory, or the same
+    /// variables would not be the same model.
     pub fn contract(&self) -> Vec<ParameterSpec> {
         let mut contract = Self::specs(&self.state);
+        for &index in &self.buffers {
+            contract[index].name += " (a buffer)";
+        }
         for (index, first) in sharing(&handles(&self.state)).into_iter().enumerate() {
             if let Some(first) = first.and_then(|first| self.state.get(first)) {
                 contract[index].name += &format!(" (in the memory of {})", first.spec.name);

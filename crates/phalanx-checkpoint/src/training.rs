@@ -89,12 +89,21 @@ pub fn checkpoint<S: TrainingState>(state: &S, checkpoints: &Checkpoints) -> Res
 /// checkpoints, call it together.
 ///
 /// # Errors
-/// If a part cannot be written, or in the middle of a step. On every rank, if the ranks train by themselves and their models differ.
+/// If a part cannot be written, or in the middle of a step. On every rank, if the ranks train by themselves and their models differ, or if `group` has more
+/// or fewer ranks than train the model.
 pub fn save_shard_to<S: TrainingState>(
     state: &S,
     snapshot: &mut Snapshot,
     group: &ProcessGroup,
 ) -> Result<()> {
+    let ((_, here), there) = (state.place(), group.world_size());
+    if here != there {
+        return Err(Error::invalid_argument(format!(
+            "a share of a state that {here} ranks train was to be saved in a sharded checkpoint of {there} ranks: the others' shares would be those of \
+             another model's state"
+        ))
+        .with_remedy("open the checkpoints with the group in which the model trains"));
+    }
     let hook = checked_hook(state, group)?;
     let own = hook.as_ref().filter(|hook| has_own(hook));
     let (rank, ranks) = (group.rank().index(), group.world_size().count());
@@ -458,6 +467,27 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_share_of_a_state_is_saved_among_the_ranks_that_train_it_alone() {
+        let groups = ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path();
+        std::thread::scope(|scope| {
+            for group in groups {
+                scope.spawn(move || {
+                    let checkpoints = Checkpoints::open(path, &group).unwrap();
+                    // Each rank has a model of its own.
+                    let state = Keeping::new(ProcessGroup::alone().unwrap(), 0);
+                    let save = |snapshot: &mut Snapshot| save_shard_to(&state, snapshot, &group);
+                    let error = checkpoints.save_sharded(1, save).unwrap_err();
+                    let said = error.to_string();
+                    assert!(error.is_invalid_argument() && said.contains("that 1 ranks train"), "{said}");
+                    assert!(checkpoints.newest().unwrap().is_none());
+                });
+            }
+        });
     }
 
     #[test]

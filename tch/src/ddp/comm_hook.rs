@@ -2,7 +2,7 @@
 
 use phalanx::reducer::hooks::{self, BuiltInHook, CommHook, HookState};
 use phalanx::reducer::{HookedReducer, verify_state_on};
-use phalanx::{Caller, Error, Result};
+use phalanx::{Caller, Communicator as _, Error, Result};
 
 use super::Ddp;
 use crate::nccl::{DeviceHook, Hook};
@@ -111,6 +111,15 @@ impl Ddp {
     /// Lets the hook continue from `state`, which [`check_hook`](Self::check_hook) has accepted, or the one that will be registered.
     pub(crate) fn load_hook(&mut self, state: Option<HookState>) -> Result<()> {
         self.loaded_hook.load(self.sink.as_deref().map(Sink::hooked), state)
+    }
+
+    /// The group is left: the hook that is registered next continues from what its hook keeps. After a failure the last commit has that, and a device may
+    /// not give it.
+    pub(super) fn keep_hook(&mut self) {
+        let group = self.group.process_group();
+        if group.is_none_or(|group| group.watched_failure().is_none()) {
+            self.loaded_hook.keep(self.sink.as_deref().map(Sink::hooked));
+        }
     }
 
     pub(super) fn hooked(&self) -> Option<&HookedReducer<Deliveries>> {

@@ -118,3 +118,52 @@ fn refused(call: &str) -> Error {
             "do without it, or average in the host's memory, with Ddp::with_options; elastic jobs over NCCL: TrainState::with_nccl_on",
         )
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::thread;
+
+    use phalanx::reducer::ReducerOptions;
+    use phalanx::{ProcessGroup, WorldSize};
+    use tch::nn::Init;
+    use tch::{Device, Kind};
+
+    use super::*;
+
+    #[test]
+    #[ignore = "needs two CUDA devices, such as those of the stand-in: tch/check.sh"]
+    fn over_nccl_buckets_of_the_first_step_that_there_are_no_more_have_no_memory() {
+        let groups = ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap();
+        thread::scope(|scope| {
+            for (rank, group) in groups.into_iter().enumerate() {
+                scope.spawn(move || {
+                    let cuda = phalanx_nccl::Device::open(rank as u32).unwrap();
+                    let group = DeviceGroup::new(group, &cuda).unwrap();
+                    let store = VarStore::new(Device::Cuda(rank));
+                    let var = |(name, len): (&str, i64)| store.root().var(name, &[len], Init::Const(1.0));
+                    let [first, second, third, fourth] =
+                        [("first", 4), ("second", 4), ("third", 6), ("fourth", 6)].map(var);
+                    // Backward begins with the last one.
+                    let used = [&first, &third, &second, &fourth];
+                    // With room for ten elements: of 6, 6 and 4, and 4; in the order of the gradients of 6 and 4, and 6 and 4.
+                    let reducer = ReducerOptions::default().bucket_cap_mb(40.0 / f64::from(1 << 20));
+                    let options = DdpOptions { reducer, ..DdpOptions::default() };
+                    let mut ddp = Ddp::with_nccl(&store, &group, options).unwrap();
+                    let number = rank as f64 + 1.0;
+                    for (buckets, gradient) in [(3, 1.5), (2, 3.0)] {
+                        let terms = used.iter().map(|one| (*one * number).sum(Kind::Float));
+                        let loss = ddp.forward(|| terms.reduce(|sum, term| sum + term).unwrap()).unwrap();
+                        ddp.backward(&loss).unwrap();
+                        let on_device = ddp.sink.as_ref().unwrap().on_device().unwrap();
+                        assert_eq!((ddp.bucket_bytes().len(), on_device.bucket_count()), (buckets, buckets));
+                        for one in used {
+                            let elements = Vec::<f32>::try_from(one.grad().to_device(Device::Cpu)).unwrap();
+                            assert!(elements.iter().all(|element| *element == gradient), "{elements:?}");
+                        }
+                    }
+                });
+            }
+        });
+    }
+}

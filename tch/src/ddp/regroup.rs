@@ -156,10 +156,12 @@ impl Ddp {
 
     /// Leaves its group, for one of this process alone.
     pub(crate) fn leave(&mut self, alone: &ProcessGroup) {
+        self.keep_hook();
         self.unhook();
         // It fails only inside a `join`, and those have ended with the loop; entering the next group would report it.
         let _free = self.group.rebind(alone.clone());
-        self.buffers_stale = false;
+        // What is loaded from now on may differ between ranks.
+        (self.buffers_stale, self.loads) = (false, Some(LoadedStates::default()));
     }
 
     /// [`backward`](Self::backward), or with a `weight` [`backward_weighted`](Self::backward_weighted), with gradients that can be
@@ -474,6 +476,8 @@ mod tests {
             ddp.follow(&ProcessGroup::alone().unwrap()).unwrap();
             backward(&mut ddp).unwrap();
             assert_eq!(pair.gradients(), [Some(1.0), Some(10.0)]);
+            let on_device = ddp.sink.as_ref().and_then(|sink| sink.on_device());
+            assert_eq!(on_device.map_or(0, |on_device| on_device.bucket_count()), 0, "memory for nothing");
         });
     }
 

@@ -220,7 +220,7 @@ impl OnDevice {
     /// Sends what `hook` says of a bucket.
     pub(super) fn average_own(self: &Arc<Self>, bucket: GradBucket, hook: Own) -> Result<Pending> {
         // The gradients are in the bucket then, and nothing is sent.
-        drop(self.launch::<f32>((bucket.index, bucket.keeps), &bucket.gradients, Sent::Nothing)?);
+        drop(self.launch::<f32>(&bucket, Sent::Nothing)?);
         let of_bucket = self.bucket_of_hook(&bucket)?;
         let message = {
             let _guard = tch::no_grad_guard();

@@ -562,6 +562,45 @@ fn ranks_that_are_done_count_in_the_averages_or_do_not() {
 }
 
 #[test]
+fn in_a_join_small_batches_that_make_no_whole_step_are_in_no_average() {
+    let ends = run(2, |group| {
+        let store = nn::VarStore::new(device());
+        let weight = store.root().zeros("weight", &[1]);
+        let mut ddp = Ddp::new(&store, &group).unwrap();
+        let mut optimizer = Optimizer::new(&store, Rule::sgd(0.0)).unwrap();
+        let value = group.rank().index() as f64 + 1.0;
+        let pass = || (&weight * value).sum(Kind::Float);
+        // Two make a step. Rank 0 has three, and rank 1 four.
+        let batches = 3 + group.rank().index();
+        let seen = ddp
+            .join(&mut optimizer, JoinOptions::default(), |ddp, optimizer| {
+                let mut seen = Vec::new();
+                for batch in 0..batches {
+                    let loss = ddp.forward(pass)?;
+                    if batch % 2 == 0 {
+                        optimizer.zero_grad()?;
+                        ddp.backward_no_sync(&loss)?;
+                    } else {
+                        ddp.backward(&loss)?;
+                        seen.push(elements(&weight.grad())[0]);
+                        optimizer.step(0.01)?;
+                    }
+                }
+                Ok(seen)
+            })
+            .unwrap();
+        // What rank 0 held is gone.
+        assert_eq!(weight.grad().defined(), !group.rank().is_main());
+        optimizer.zero_grad().unwrap();
+        let loss = ddp.forward(pass).unwrap();
+        ddp.backward(&loss).unwrap();
+        (seen, elements(&weight.grad()), elements(&weight))
+    });
+    assert_eq!((&ends[0].0[..], &ends[1].0[..]), (&[3.0][..], &[3.0, 2.0][..]));
+    assert!(ends.iter().all(|end| end.1 == [1.5] && end.2 == ends[0].2));
+}
+
+#[test]
 fn the_first_rank_that_is_done_ends_a_join_that_is_to_end_early_also_outside_of_forward() {
     let errors = run(2, |group| {
         let model = Mlp::new(&WIDTHS);
@@ -613,6 +652,22 @@ fn a_rank_that_alone_would_keep_its_buffers_is_named_on_every_rank() {
     });
     let said = "the option broadcast_buffers is true on rank 0 and false on rank 1";
     assert!(errors.iter().all(|text| text.contains(said)), "{errors:?}");
+}
+
+#[test]
+fn a_buffer_that_is_a_frozen_parameter_on_another_rank_is_named() {
+    let errors = run(2, |group| {
+        let store = nn::VarStore::new(device());
+        let _weight = store.root().zeros("weight", &[2]);
+        // Of one size: one rank's would become the other's.
+        let [buffer, frozen] = if group.rank().is_main() { ["x", "y"] } else { ["y", "x"] };
+        let _buffer = store.root().zeros_no_train(buffer, &[2]);
+        let _frozen = store.root().zeros(frozen, &[2]).set_requires_grad(false);
+        Ddp::new(&store, &group).err().unwrap().to_string()
+    });
+    for error in errors {
+        assert!(error.contains("`x (a buffer)`") && error.contains("on rank 1"), "{error}");
+    }
 }
 
 #[test]

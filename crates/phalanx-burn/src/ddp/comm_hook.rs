@@ -1,7 +1,6 @@
 //! How buckets are averaged: the hook, and its state in checkpoints.
 
 use burn::module::Module;
-use phalanx::Result;
 use phalanx::reducer::HookedReducer;
 #[cfg(feature = "nccl")]
 use phalanx::reducer::hooks::BuiltInHook;
@@ -10,6 +9,7 @@ use phalanx::reducer::hooks::{self, CommHook, HookState};
 use phalanx::reducer::verify_state_on;
 #[cfg(feature = "nccl")]
 use phalanx::{Caller, Error};
+use phalanx::{Communicator as _, Result};
 
 use super::Ddp;
 #[cfg(feature = "nccl")]
@@ -125,6 +125,15 @@ impl<M: Module> Ddp<M> {
     /// Lets the hook continue from `state`, which [`check_hook`](Self::check_hook) has accepted, or the one that will be registered.
     pub(crate) fn load_hook(&mut self, state: Option<HookState>) -> Result<()> {
         self.loaded_hook.load(self.engine.sink().map(Sink::hooked), state)
+    }
+
+    /// The group is left: the hook that is registered next continues from what its hook keeps. After a failure the last commit has that, and a device may
+    /// not give it.
+    pub(super) fn keep_hook(&mut self) {
+        let group = self.group.process_group();
+        if group.is_none_or(|group| group.watched_failure().is_none()) {
+            self.loaded_hook.keep(self.engine.sink().map(Sink::hooked));
+        }
     }
 
     pub(super) fn hooked(&self) -> Option<&HookedReducer<Deliveries>> {

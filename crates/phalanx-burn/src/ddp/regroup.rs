@@ -101,9 +101,12 @@ impl<M: Module> Ddp<M> {
 
     /// Leaves its group, for one of this process alone.
     pub(crate) fn leave(&mut self, alone: &ProcessGroup) {
+        self.keep_hook();
         // It fails only inside a `join`, and those have ended with the loop; entering the next group would report it.
         let _free = self.group.rebind(alone.clone());
         self.settle(Engine::Alone { held: None });
+        // What is loaded from now on may differ between ranks.
+        self.has_common_state = false;
     }
 
     /// [`backward`](Self::backward), or with a `weight` [`backward_weighted`](Self::backward_weighted), with gradients that can be

@@ -73,7 +73,8 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     /// ```
     ///
     /// # Errors
-    /// If a tensor or the progress cannot be written. On every rank, if the ranks train by themselves and their models differ.
+    /// If a tensor or the progress cannot be written. On every rank, if the ranks train by themselves and their models differ, or `group` has more or
+    /// fewer ranks than train the model.
     pub fn save_shard_to(&self, snapshot: &mut Snapshot, group: &ProcessGroup) -> Result<()> {
         training::save_shard_to(self, snapshot, group)
     }

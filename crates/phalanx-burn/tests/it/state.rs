@@ -415,18 +415,22 @@ fn ranks_with_disks_of_their_own_load_the_state_of_one_run() {
             assert_eq!(error.is_some(), is_error, "{loads:?}: {error:?}");
             assert!(error.is_none_or(|error| error.contains("or that of another step or run")));
         }
-        // Also if the state is changed before it comes into the group.
-        for is_changed in [false, true] {
+        // Also if the state is changed before it comes into the group, or has come from an elastic job.
+        for case in ["", "changed", "elastic"] {
             let errors = run(2, |group| {
                 let mut training = fresh(&optimizer());
+                if case == "elastic" {
+                    training.enter(&group).unwrap();
+                    training.leave();
+                }
                 load(&mut training, folders[loads[group.rank().index()]].path()).unwrap();
-                if is_changed {
+                if case == "changed" {
                     training = training.with_options(DdpOptions::default()).unwrap();
                 }
                 training.with_group(&group).map(drop).err().map(|error| error.to_string())
             });
             for error in errors {
-                assert_eq!(error.is_some(), is_error, "{loads:?}: {error:?}");
+                assert_eq!(error.is_some(), is_error, "{loads:?}, {case}: {error:?}");
                 let said = "the loaded state of rank 0 is that after step 1";
                 assert!(error.is_none_or(|error| error.contains(said)));
             }

@@ -73,7 +73,7 @@ impl Reducer {
     /// They travel in the memory of the buckets.
     ///
     /// # Errors
-    /// If nothing is sharded, a length is wrong, or the exchange fails.
+    /// If nothing is sharded, a length is wrong, or the exchange fails. If the group is a [handle](crate::GroupHandle) that leads to another group by now.
     pub fn gather_parameters(
         &mut self,
         give: impl FnOnce(&mut dyn FnMut(usize, &[u8]) -> Result<()>) -> Result<()>,
@@ -81,6 +81,7 @@ impl Reducer {
         let begin = Instant::now();
         self.state.begin_gather()?;
         self.attempt(|reducer| {
+            reducer.check_group()?;
             give(&mut |index, bytes| reducer.put(index, bytes))?;
             let exchange = Instant::now();
             let meter = reducer.meters.plain.of(reducer.group.in_call(Caller::ZeroStep));

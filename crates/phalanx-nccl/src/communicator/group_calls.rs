@@ -9,8 +9,9 @@ use super::{Communicator, Work};
 use crate::cuda::{DeviceMemory, Span};
 
 /// Calls that are launched as one, as between `ncclGroupStart` and `ncclGroupEnd`: sends and receives in it do not wait for each
-/// other, and the ranks' order within it may differ. [`Work::wait`] gives the memory of all back, in the order in which it was
-/// added.
+/// other, and their order may differ between ranks, but that the sends to one rank meet its receives in their order. Collectives come in the same order on
+/// every rank: NCCL compares nothing, and would combine the memory of different ones. [`Work::wait`] gives the memory of all back, in the order in which it
+/// was added.
 ///
 /// ```no_run
 /// # use phalanx_nccl::{Communicator, DeviceBuffer};

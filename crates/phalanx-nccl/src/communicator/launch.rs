@@ -53,6 +53,9 @@ impl Shared {
             ))
             .with_remedy("make both calls as one, with group_calls"));
         }
+        // A driver that does not say is broken: what comes next shows that, and ends the group.
+        let captured = self.stream.check_not_captured().err().filter(Error::is_invalid_argument);
+        captured.map_or(Ok(()), Err)?;
         self.make_room(&name, deadline)?;
         let Some(calling) = self.calling.try_lock_until(deadline.instant()) else {
             return Err(self.failure().unwrap_or_else(|| {

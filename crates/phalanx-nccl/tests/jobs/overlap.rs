@@ -261,9 +261,18 @@ fn capture(nccl: &Communicator, captured: &Stream) -> Result<()> {
         }
         Ok(())
     };
-    calls(nccl)?;
     let mut graph = 0;
+    // Of the communicator's own stream: the call would be a part of the graph. It is refused, and ends nothing. No memory was dropped before, for which
+    // the poller would look at the stream while the capture begins.
+    let data = DeviceBuffer::from_slice(nccl.stream(), &[1.0f32; 10])?;
     // SAFETY: the stream is alive, and nothing is queued on it until the capture ends.
+    assert_eq!(unsafe { begin(nccl.stream().as_raw(), GLOBAL) }, 0);
+    let refused = nccl.all_reduce_async(data, ReduceOp::Sum).unwrap_err();
+    assert!(refused.to_string().contains("cannot be captured"), "{refused}");
+    // SAFETY: it is captured; it writes a pointer there.
+    assert_eq!(unsafe { end(nccl.stream().as_raw(), &mut graph) }, 0, "the capture was disturbed");
+    calls(nccl)?;
+    // SAFETY: as above.
     assert_eq!(unsafe { begin(captured.as_raw(), GLOBAL) }, 0);
     calls(nccl)?; // on the thread that captures
     let refused = nccl.after(captured).unwrap_err();
@@ -272,7 +281,7 @@ fn capture(nccl: &Communicator, captured: &Stream) -> Result<()> {
     let refused = nccl.all_reduce_async(data, ReduceOp::Sum)?.order(captured).unwrap_err();
     assert!(refused.is_invalid_argument(), "{refused}");
     std::thread::scope(|scope| scope.spawn(|| calls(nccl)).join().unwrap())?;
-    // SAFETY: as above; it writes a pointer there.
+    // SAFETY: it is captured; it writes a pointer there.
     assert_eq!(unsafe { end(captured.as_raw(), &mut graph) }, 0, "the capture was disturbed");
     Ok(())
 }

@@ -223,20 +223,24 @@ fn ranks_with_disks_of_their_own_load_the_state_of_one_run() {
             assert_eq!(error.is_none(), is_one_run, "{error:?}");
             assert!(error.is_none_or(|error| error.contains("or that of another step or run")));
         }
-        // Also if the state is changed before it comes into the group.
-        for is_changed in [false, true] {
+        // Also if the state is changed before it comes into the group, or has come from an elastic job.
+        for case in ["", "changed", "elastic"] {
             let errors = run(2, |group| {
                 let folder = folders[group.rank().index()].path();
                 let disk = Checkpoints::open(folder, &ProcessGroup::alone().unwrap()).unwrap();
                 let mut again = Training::new(Rule::ADAMW);
+                if case == "elastic" {
+                    again.state.enter(&group).unwrap();
+                    again.state.leave();
+                }
                 assert!(again.state.resume(&disk).unwrap());
-                if is_changed {
+                if case == "changed" {
                     again.state = again.state.with_options(DdpOptions::default()).unwrap();
                 }
                 again.state.with_group(&group).map(drop).err().map(|error| error.to_string())
             });
             for error in errors {
-                assert_eq!(error.is_none(), is_one_run, "{error:?}");
+                assert_eq!(error.is_none(), is_one_run, "{case}: {error:?}");
                 let said = "the loaded state of rank 0 is that after step 1";
                 assert!(error.is_none_or(|error| error.contains(said)));
             }

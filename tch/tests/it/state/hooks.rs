@@ -1,5 +1,7 @@
 //! What hooks keep from step to step, in checkpoints.
 
+use phalanx::state::StateReader;
+
 use super::*;
 
 /// A hook that compresses from the fourth step on.
@@ -107,6 +109,30 @@ fn a_hook_that_is_registered_again_after_a_change_of_the_group_goes_on() {
         })
     };
     assert_eq!(train(true), train(false));
+}
+
+#[test]
+fn what_a_hook_has_kept_outlives_the_rounds_of_an_elastic_job() {
+    let start = floats(&Training::new(Rule::sgd(0.9)).model.store);
+    run(2, |group| {
+        // `elastic::run` makes these calls.
+        let mut training = Training::new(Rule::sgd(0.9));
+        load(&training.model.store, &start);
+        training.state.enter(&group).unwrap();
+        training.state.ddp.register_comm_hook(power_sgd()).unwrap();
+        training.train(0..5);
+        training.state.agree().unwrap();
+        training.state.leave();
+        let mut parts = Parts::default();
+        training.state.save(&mut parts).unwrap();
+        assert!(parts.has_value("hook"));
+        // Gradients are compressed at once, and not after three steps more.
+        training.state.enter(&group).unwrap();
+        training.state.ddp.register_comm_hook(power_sgd()).unwrap();
+        training.train(5..6);
+        let whole: usize = training.parameters().iter().map(|values| 4 * values.len()).sum();
+        assert!(training.state.ddp.communicated_bytes() < whole as u64 / 2);
+    });
 }
 
 #[test]

@@ -1,5 +1,7 @@
 //! What hooks keep from step to step, in checkpoints and commits.
 
+use phalanx::state::StateReader;
+
 use super::*;
 
 /// A hook that compresses the larger weights of [`Mixed`] from the fourth step on.
@@ -223,6 +225,30 @@ fn after_a_way_back_to_a_commit_power_sgd_has_the_step_and_factors_of_the_commit
         });
         assert_eq!(ours, expected, "{ranks} ranks");
     }
+}
+
+#[test]
+fn what_a_hook_has_kept_outlives_the_rounds_of_an_elastic_job() {
+    let start = Mixed::new(6);
+    let optimizer = SgdConfig::new().init();
+    run(2, |group| {
+        // `elastic::run` makes these calls.
+        let mut training = TrainState::new(start.of_own(), optimizer.clone(), 0).unwrap();
+        training.enter(&group).unwrap();
+        training.model.register_comm_hook(power_sgd()).unwrap();
+        (0..5).for_each(|_| step(&mut training, group.rank().index(), 2));
+        training.agree().unwrap();
+        training.leave();
+        let mut parts = Parts::default();
+        training.save(&mut parts).unwrap();
+        assert!(parts.has_value("hook"));
+        // It is to be registered again, and goes on.
+        training.enter(&group).unwrap();
+        let error = training.model.forward(|model| model.loss(samples(0, 4))).unwrap_err();
+        assert!(error.to_string().contains("none is registered"), "{error}");
+        training.model.register_comm_hook(power_sgd()).unwrap();
+        step(&mut training, group.rank().index(), 2);
+    });
 }
 
 #[test]

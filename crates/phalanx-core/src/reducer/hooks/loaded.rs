@@ -80,6 +80,17 @@ impl LoadedHook {
         Ok(Some(state).filter(|state| !state.hook().is_empty()))
     }
 
+    /// The reducer goes, between steps: the hook that is registered next continues from what its hook keeps, without what each rank has of its own. If that
+    /// cannot be read, the next one begins anew.
+    pub fn keep<S>(&mut self, reducer: Option<&HookedReducer<S>>) {
+        if self.state.is_some() {
+            return;
+        }
+        if let Ok(state) = self.common_state(reducer) {
+            self.state = state.filter(|state| !state.is_empty());
+        }
+    }
+
     /// Lets the hook continue from `state`, which [`check_hook`] has accepted; or, if none that keeps a state is registered, the one that
     /// will be.
     ///

@@ -218,6 +218,8 @@ pub struct PowerSgd {
 struct PowerSgdState {
     factors: BTreeMap<usize, Vec<f32>>,
     losses: BTreeMap<usize, Vec<f32>>,
+    /// Buckets between their first message and the end, whose factors are not here.
+    under_way: usize,
 }
 
 impl PowerSgd {
@@ -288,6 +290,7 @@ impl CommHook for PowerSgd {
                 times(m, matrix.columns, &q, &mut left[matrix.left()]);
             }
             layout.gather(gradients, whole);
+            memory.under_way += 1;
         }
         let work = group.all_reduce_async(first, ReduceOp::Avg)?;
         Ok(Pending::then(work, move |mut first, group| {
@@ -332,9 +335,14 @@ impl CommHook for PowerSgd {
         Ok(losses.fold(state, |state, (index, loss)| state.own("losses", *index, loss.clone())))
     }
 
+    /// An error after a step that was cut off.
     fn common_state(&self) -> Result<HookState> {
         let state = HookState::default().number("step", self.step);
         let memory = self.memory.lock();
+        if memory.under_way != 0 {
+            return Err(Error::aborted("a step was cut off, and what PowerSGD keeps is that of no step")
+                .with_remedy("go on from the last checkpoint"));
+        }
         let factors = memory.factors.iter();
         Ok(factors.fold(state, |state, (index, factor)| state.common("factors", *index, factor.clone())))
     }
@@ -347,7 +355,7 @@ impl CommHook for PowerSgd {
     fn load(&mut self, mut state: HookState) -> Result<()> {
         self.step = state.get("step")?;
         let (factors, losses) = (state.take("factors"), state.take("losses"));
-        *self.memory.lock() = PowerSgdState { factors, losses };
+        *self.memory.lock() = PowerSgdState { factors, losses, under_way: 0 };
         self.messages.clear();
         Ok(())
     }
@@ -463,6 +471,7 @@ impl Layout {
                 memory.factors.insert(matrix.parameter, q.to_vec());
             }
         }
+        memory.under_way = memory.under_way.saturating_sub(1);
         Ok(())
     }
 }

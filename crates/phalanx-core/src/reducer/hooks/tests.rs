@@ -211,7 +211,10 @@ fn what_power_sgd_has_saved_of_another_shape_is_refused_and_any_step_is_taken() 
     let mut hooks: [Box<dyn CommHook>; 2] = [Box::new(hook), Box::new(PostLocalSgd::new(1))];
     for hook in &mut hooks {
         hook.load(saved.clone()).unwrap();
-        drop(hook.start(&group, bucket()).unwrap());
+        let mut pending = hook.start(&group, bucket()).unwrap();
+        while let Err(more) = pending.advance(&group).unwrap() {
+            pending = more;
+        }
         assert_eq!(hook.state().unwrap().get("step").unwrap(), u64::MAX);
     }
 }
@@ -320,6 +323,30 @@ fn a_hook_whose_state_comes_with_its_first_step_goes_on_from_it_and_back_to_none
         {
             assert!(other.load_hook_state(state).unwrap_err().is_mismatch());
         }
+    });
+}
+
+#[test]
+fn what_power_sgd_keeps_of_a_step_that_was_cut_off_is_no_state() {
+    run(2, |group| {
+        let options = PowerSgdOptions::default().start_iter(0).min_compression_rate(1.0);
+        let mut reducer = reducer(group.clone(), PowerSgd::new(options).unwrap());
+        // Buckets are laid out anew in the second step.
+        (0..2).for_each(|_| drop(step(&mut reducer, &full_rank(group.rank()))));
+        let before = reducer.hook_state().unwrap();
+        // The second message of the matrix is not averaged: the doubles and the first one are.
+        group.fail_after(2, Error::timeout("the fault of the test"));
+        reducer.start().unwrap();
+        reducer.ready(2, &[0; ROWS * COLUMNS * 8]).unwrap();
+        reducer.ready(1, &[0; 9 * 4]).unwrap();
+        reducer.ready(0, &[0; ROWS * COLUMNS * 4]).unwrap();
+        assert!(reducer.finish().unwrap_err().is_timeout());
+        for error in [reducer.hook_state().unwrap_err(), reducer.common_hook_state().unwrap_err()] {
+            assert!(error.to_string().contains("a step was cut off"), "{error}");
+        }
+        // The training goes back to a checkpoint.
+        reducer.load_hook_state(before.clone()).unwrap();
+        assert_eq!(reducer.hook_state().unwrap(), before);
     });
 }
 

@@ -162,6 +162,19 @@ fn a_handle_that_leads_to_another_group_by_now_is_refused_unless_the_reducer_is_
 }
 
 #[test]
+fn updated_parameters_are_gathered_in_no_other_group_than_that_of_their_owners() {
+    testing::run(2, testing::Fabric::InProcess, |group| {
+        let handle = GroupHandle::new(group.clone());
+        let mut reducer = Reducer::new(Arc::new(handle.clone()), parameters(&[4, 4]), buckets_of(8)).unwrap();
+        reducer.shard(vec![Rank::MAIN, Rank::new(1)]).unwrap();
+        one_step(&mut reducer, group.rank(), 0, &[1, 0]).unwrap();
+        handle.rebind(ProcessGroup::alone().unwrap());
+        let error = reducer.gather_parameters(|_| Ok(())).unwrap_err().to_string();
+        assert!(error.contains("leads to another group"), "{error}");
+    });
+}
+
+#[test]
 fn a_hook_that_would_go_on_from_another_state_on_one_rank_is_refused_on_every_rank() {
     let errors = testing::run(2, testing::Fabric::InProcess, |group| {
         let mut reducer = Reducer::new(Arc::new(group.clone()), parameters(&[4]), buckets_of(4)).unwrap();
