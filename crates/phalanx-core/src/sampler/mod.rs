@@ -95,7 +95,8 @@ impl DistributedSampler {
         self
     }
 
-    /// The seed of the order; 0 by default. It must be the same on every rank, otherwise samples are lost and repeated.
+    /// The seed of the order; 0 by default. It must be the same on every rank, otherwise samples are lost and repeated. The sampler itself compares no
+    /// ranks, like PyTorch's; `check_ranks` of a `DataLoader` of phalanx-data does.
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self

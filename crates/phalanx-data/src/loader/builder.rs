@@ -143,7 +143,7 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
     }
 
     /// The seed of the order, if there is no sampler, and of [what items draw](crate::WorkerInfo::seed); 0 by default. It must be
-    /// the same on every rank.
+    /// the same on every rank, which [`check_ranks`](DataLoader::check_ranks) compares.
     #[doc(alias = "generator")]
     pub fn seed(mut self, seed: u64) -> Self {
         self.settings.seed = seed;

@@ -20,7 +20,8 @@ pub use self::builder::DataLoaderBuilder;
 use self::collate::Collating;
 use self::order::{Own, Slice, of_rank};
 pub use self::position::Position;
-use crate::settings::{Progress, Settings};
+use crate::settings::{Progress, Settings, check_ranks};
+use crate::worker::mix;
 use crate::{Dataset, Sampling};
 
 /// Loads a data set in batches, pass by pass; PyTorch's `DataLoader`, with torchdata's positions.
@@ -196,6 +197,46 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
         progress.position.set_epoch(epoch);
         let own = Own::Slice(Arc::new(Slice { of, batch_size: self.batch_size(), places }));
         Self { inner: Arc::new(self.inner.with(self.inner.collate.clone(), Some(own), progress)) }
+    }
+
+    /// Checks that all ranks of `group` load the same items in the same order, each its own part of them. All ranks call it together, such as
+    /// once before the first pass. It compares the number of items, the sampler's options or the order of a [`Sampler`](crate::Sampler) in this
+    /// epoch, the [position](Self::position), `batch_size`, `drop_last` and `seed`. Nothing else does: ranks that differ would train on some items twice, and on
+    /// others not at all. It reads no item, so it does not see that ranks have other files with as many items.
+    ///
+    /// ```
+    /// use phalanx_data::{DataLoader, InMemory};
+    ///
+    /// let group = phalanx::init()?;
+    /// let items = (0..100).collect::<InMemory<u32>>();
+    /// let loader = DataLoader::builder(items).shuffle(true).group(&group).batch_size(10).build()?;
+    /// loader.check_ranks(&group)?;
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// On every rank, if a rank's loader differs from rank 0's, with both, or if the loaders are not divided among the ranks of `group`
+    /// ([`is_mismatch`](Error::is_mismatch)).
+    pub fn check_ranks(&self, group: &ProcessGroup) -> Result<()> {
+        let (places, place) = {
+            let progress = self.inner.progress.lock();
+            (progress.position.clone(), progress.shard)
+        };
+        let Settings { batch_size, drop_last, seed, .. } = self.inner.settings;
+        let order = match &self.inner.own {
+            Some(own) => {
+                let indices = own.indices(places.epoch());
+                let digest = mix(&indices.iter().map(|index| *index as u64).collect::<Vec<_>>());
+                format!("an order of {} items (digest {digest:016x})", indices.len())
+            }
+            None => places.describe(),
+        };
+        let (items, epoch, consumed) = (self.inner.dataset.len(), places.epoch(), places.consumed());
+        let loads = format!(
+            "{items} items, {order}, epoch {epoch} behind {consumed} items, batch_size {batch_size}, drop_last {drop_last}, \
+             the loader's seed {seed}"
+        );
+        check_ranks(group, place, &loads)
     }
 
     /// The data set.

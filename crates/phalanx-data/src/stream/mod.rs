@@ -15,7 +15,7 @@ pub use self::batches::StreamBatches;
 pub use self::builder::StreamLoaderBuilder;
 pub use self::position::StreamPosition;
 use crate::LoadError;
-use crate::settings::{Collate, Progress, Settings};
+use crate::settings::{Collate, Progress, Settings, check_ranks};
 
 /// Items that come one after the other: of files that are read through, a queue, a socket. PyTorch's `IterableDataset`.
 ///
@@ -187,6 +187,21 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamLoader<D, B> {
         progress.shard = shard;
         *self.inner.failure.lock() = failure_of(group);
         Ok(())
+    }
+
+    /// Checks that all ranks of `group` divide the stream into the same shards, and that each reads its own: as
+    /// [`DataLoader::check_ranks`](crate::DataLoader::check_ranks). It compares the number of shards, the epoch and `seed`. Without
+    /// [`shards`](StreamLoaderBuilder::shards) their number depends on `num_workers`.
+    ///
+    /// # Errors
+    /// As [`DataLoader::check_ranks`](crate::DataLoader::check_ranks).
+    pub fn check_ranks(&self, group: &ProcessGroup) -> Result<()> {
+        let (shards, epoch, place) = {
+            let progress = self.inner.progress.lock();
+            (progress.position.shards(), progress.position.epoch(), progress.shard)
+        };
+        let seed = self.inner.settings.seed;
+        check_ranks(group, place, &format!("{shards} shards, epoch {epoch}, the loader's seed {seed}"))
     }
 }
 

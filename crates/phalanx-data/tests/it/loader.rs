@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use phalanx::sampler::{DistributedSampler, ElasticSampler, Tail};
+use phalanx::testing::{Fabric, run};
 use phalanx::{Error, Rank, Result, WorldSize};
 use phalanx_data::{
     DataLoader, Dataset, InMemory, LoadError, Sampler, WorkerInfo, from_fn, set_item, worker_info,
@@ -759,6 +760,50 @@ fn workers_of_a_slice_are_those_of_the_rank() {
         assert!(all.iter().all(|worker| (worker.rank, worker.world_size) == shard));
         assert_eq!((all.len(), all[0].seed), (8, own.seed));
     }
+}
+
+#[test]
+fn ranks_that_load_something_else_are_told_on_every_rank() {
+    run(2, Fabric::InProcess, |group| {
+        let (rank, second) = (group.rank(), usize::from(!group.rank().is_main()));
+        let sampler =
+            |seed: u64, len| DistributedSampler::for_group(len, &group).seed(seed).shuffle(len != 7);
+        let loader = |seed, len| DataLoader::builder(numbers(len)).sampler(sampler(seed, len));
+        let weighted = |seed: usize| {
+            let order =
+                from_fn(move |epoch| (0..10).map(|place| (place * 7 + seed + epoch as usize) % 10).collect());
+            DataLoader::builder(numbers(10)).sampler(order).group(&group)
+        };
+        for alike in [loader(3, 10), loader(3, 7), loader(3, 0), weighted(1)] {
+            let loader = alike.batch_size(2).num_workers(second).build().unwrap();
+            loader.check_ranks(&group).unwrap();
+            loader.iter().next();
+            loader.check_ranks(&group).unwrap();
+        }
+        let cases = [
+            (loader(second as u64, 10), "seed 1"),
+            (loader(3, 10 + second), "11 items"),
+            (loader(3, 10).seed(second as u64), "the loader's seed 1"),
+            (loader(3, 10).batch_size(1 + second), "batch_size 2"),
+            (loader(3, 10).drop_last(second == 1), "drop_last true"),
+            (weighted(second), "digest"),
+            // Each has all items, or the same part.
+            (DataLoader::builder(numbers(10)), "part of rank 0 of 1, and there are 2 ranks"),
+            (DataLoader::builder(numbers(10)).shard(Rank::MAIN, world(2)), "the part of rank 0 of 2"),
+        ];
+        for (loader, said) in cases {
+            let error = loader.build().unwrap().check_ranks(&group).unwrap_err();
+            assert!(error.is_mismatch() && error.remedy().is_some(), "{error}");
+            assert!(error.to_string().contains(said), "{said} on rank {rank}: {error}");
+        }
+        // One rank is a batch ahead.
+        let loader = loader(3, 10).build().unwrap();
+        let mut batches = loader.iter();
+        (0..second).for_each(|_| drop(batches.next()));
+        let error = loader.check_ranks(&group).unwrap_err();
+        assert!(error.to_string().contains("epoch 0 behind 2 items"), "{error}");
+        assert!(group.failure().is_none());
+    });
 }
 
 #[test]

@@ -156,15 +156,7 @@ impl ElasticSampler {
     /// If the number of samples, the seed, `shuffle` or the tail differs ([`is_mismatch`](Error::is_mismatch)); the error names each with
     /// both values.
     pub fn check_resumes(&self, saved: &Self) -> Result<()> {
-        let options = |it: &Self| {
-            [
-                ("samples", it.samples.to_string()),
-                ("shuffle", it.shuffle.to_string()),
-                ("seed", it.seed.to_string()),
-                ("tail", format!("{:?}", it.tail)),
-            ]
-        };
-        let pairs = options(saved).into_iter().zip(options(self)).filter(|(saved, here)| saved != here);
+        let pairs = saved.options().into_iter().zip(self.options()).filter(|(saved, here)| saved != here);
         let differences =
             pairs.map(|((name, saved), (_, here))| format!("`{name}` was {saved} and is {here}"));
         let differences = differences.collect::<Vec<_>>().join(", ");
@@ -174,6 +166,22 @@ impl ElasticSampler {
         Err(Error::mismatch(format!("the saved sampler has another order of samples: {differences}")).with_remedy(
             "make the sampler as it was when it was saved; to go on with another one, put it in its place after loading",
         ))
+    }
+
+    /// All that the order depends on but the epoch, for people. Ranks whose samplers are described in other words train on some samples
+    /// twice, and on others not at all.
+    #[doc(hidden)]
+    pub fn describe(&self) -> String {
+        self.options().map(|(name, value)| format!("{name} {value}")).join(", ")
+    }
+
+    fn options(&self) -> [(&'static str, String); 4] {
+        [
+            ("samples", self.samples.to_string()),
+            ("shuffle", self.shuffle.to_string()),
+            ("seed", self.seed.to_string()),
+            ("tail", format!("{:?}", self.tail)),
+        ]
     }
 
     /// The epoch.

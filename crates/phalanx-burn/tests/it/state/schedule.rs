@@ -118,6 +118,18 @@ fn a_sampler_of_another_order_is_refused_and_changes_nothing() {
 }
 
 #[test]
+fn ranks_with_other_samplers_are_told_before_they_begin() {
+    let folder = tempfile::tempdir().unwrap();
+    run(2, |group| {
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let sampler = ElasticSampler::new(50 + group.rank().index());
+        let mut training = TrainState::new(Mixed::new(6), SgdConfig::new().init(), sampler).unwrap();
+        let error = training.resume(&checkpoints).unwrap_err();
+        assert!(error.is_mismatch() && error.to_string().contains("samples 51"), "{error}");
+    });
+}
+
+#[test]
 fn learning_rates_are_part_of_commits_and_another_scheduler_is_refused() {
     let group = ProcessGroup::alone().unwrap();
     let new = |rates: ModuleLrScheduler| {
