@@ -40,6 +40,8 @@ pub struct Batches<D: Dataset, B: Send + 'static> {
     issued: u64,
     /// Those that the loop has not got yet.
     in_flight: VecDeque<InFlight>,
+    /// Behind the last batch, if the loop got an error in its place.
+    behind_failed: Option<ElasticSampler>,
     waited: Duration,
 }
 
@@ -67,6 +69,7 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
             worker_rank,
             issued: 0,
             in_flight: VecDeque::new(),
+            behind_failed: None,
             waited: Duration::ZERO,
         };
         match pass.start() {
@@ -126,8 +129,8 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
 
     /// Call it after each step of an elastic job, on every rank alike, with what the
     /// [step](phalanx::elastic::Context::step) says, before the next batch is asked for. The samples of the ranks `missing` come
-    /// again, and from here on this rank is `rank` of `world_size`. Batches that were loaded ahead for the old world are loaded anew. If
-    /// nothing has changed, it does nothing.
+    /// again, and from here on this rank is `rank` of `world_size`. Batches that were loaded ahead for the old world are loaded anew. A batch
+    /// in whose place this rank got an error counts as the others' do: the step was made without it.
     ///
     /// ```no_run
     /// # use phalanx::elastic::{Context, Plain};
@@ -158,6 +161,9 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
             let mut progress = self.inner.progress.lock();
             if self.pass != progress.passes {
                 return;
+            }
+            if let Some(behind) = self.behind_failed.take() {
+                progress.position = behind;
             }
             // What the last batch gave can be put back once, and not behind the next one.
             progress.position.put_back(missing);
@@ -251,6 +257,7 @@ impl<D: Dataset + 'static, B: Send + 'static> Iterator for Batches<D, B> {
         let worker = (number % pool.workers() as u64) as usize;
         let outcome = pool.receive(worker, number, self.inner.settings.timeout);
         self.waited += begin.elapsed();
+        self.behind_failed = None;
         match outcome {
             Ok(Ok(batch)) => {
                 self.record(&after);
@@ -258,7 +265,10 @@ impl<D: Dataset + 'static, B: Send + 'static> Iterator for Batches<D, B> {
                 self.fill();
                 Some(Ok(batch))
             }
-            Ok(Err(error)) => Some(Err(error)),
+            Ok(Err(error)) => {
+                self.behind_failed = Some(after);
+                Some(Err(error))
+            }
             Err(missing) => {
                 // The pass is not over, and cannot go on: its position stays where it is.
                 self.pool.take().into_iter().for_each(Pool::abandon);

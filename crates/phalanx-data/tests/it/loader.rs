@@ -351,6 +351,38 @@ fn a_failed_batch_is_loaded_again_by_whoever_resumes() {
 }
 
 #[test]
+fn a_rank_that_goes_on_without_a_failed_batch_stays_with_the_others() {
+    let loader = |rank: u32, bad: usize| {
+        let items = Function(30, move |index| match index == bad {
+            true => Err(Error::aborted("a bad item")),
+            false => Ok(index),
+        });
+        let sampler = ElasticSampler::new(30).shuffle(false);
+        DataLoader::builder(items)
+            .sampler(sampler)
+            .shard(Rank::new(rank), world(3))
+            .batch_size(2)
+            .build()
+            .unwrap()
+    };
+    let (first, second) = (loader(0, 9), loader(1, usize::MAX));
+    let (mut ours, mut theirs) = (first.iter(), second.iter());
+    for step in 0..4 {
+        let (our, their) = (ours.next().unwrap(), theirs.next().unwrap());
+        // The second step has 6 to 11 of all ranks; rank 2 dies in it, with 8 and 11.
+        let (missing, ranks) =
+            if step == 1 { (vec![Rank::new(2)], 2) } else { (vec![], if step == 0 { 3 } else { 2 }) };
+        assert_eq!(our.is_err(), step == 1);
+        if step == 2 {
+            assert_eq!((our.unwrap(), their.unwrap()), (vec![8, 12], vec![11, 13]));
+        }
+        ours.regroup(&missing, Rank::MAIN, world(ranks));
+        theirs.regroup(&missing, Rank::new(1), world(ranks));
+        assert_eq!(first.position(), second.position(), "step {step}");
+    }
+}
+
+#[test]
 fn no_thread_outlives_its_iterator() {
     for (taken, items) in [(0, 400), (1, 400), (7, 400), (1000, 400), (3, 4)] {
         let count = ThreadCount::default();
