@@ -328,12 +328,15 @@ impl<T> TrainState<T> {
 
 impl TrainState<ElasticSampler> {
     /// The indices of this rank's samples of the next step, at most `batch`; none at the end of the epoch. In an elastic
-    /// job call the sampler itself, with [`Context::rank`] and [`Context::world_size`].
+    /// job call the sampler itself, with [`Context::rank`] and [`Context::world_size`]. A rank whose sampler is another one, or whose `batch` is of
+    /// another size, is an error on every rank after the first step, or within 32 steps.
     ///
     /// Ranks whose batch may be [empty](phalanx::sampler::Tail) must not run backward without data: choose
     /// [`Tail::Repeat`](phalanx::sampler::Tail::Repeat) or [`Tail::Drop`](phalanx::sampler::Tail::Drop).
     pub fn next_batch(&mut self, batch: usize) -> Option<Vec<usize>> {
-        self.progress.next_batch(batch, self.ddp.rank(), self.ddp.world_size())
+        let indices = self.progress.next_batch(batch, self.ddp.rank(), self.ddp.world_size())?;
+        self.ddp.note_samples(&self.progress);
+        Some(indices)
     }
 }
 
