@@ -59,9 +59,11 @@ impl Position {
         saved.set_epoch(0);
         mine.set_epoch(0);
         if saved != mine {
-            return Err(Error::invalid_argument(
-                "the position was saved in another order: the seed, `shuffle` or what becomes of the last samples differs",
-            )
+            return Err(Error::invalid_argument(format!(
+                "the position was saved in another order, of {}; that of the loader is of {}",
+                saved.describe(),
+                mine.describe()
+            ))
             .with_remedy("resume with the same options, or begin with the next epoch: set_epoch"));
         }
         Ok(wanted)

@@ -213,7 +213,9 @@ fn a_position_of_something_else_is_refused() {
     let of = |len: usize, seed| DataLoader::builder(numbers(len)).shuffle(true).seed(seed).build().unwrap();
     let loader = of(10, 1);
     loader.iter().next();
-    for (other, words) in [(of(11, 1), "10 samples"), (of(10, 2), "another order")] {
+    for (other, words) in
+        [(of(11, 1), "10 samples"), (of(10, 2), "another order, of samples 10, shuffle true, seed 1")]
+    {
         let error = other.resume(&loader.position()).unwrap_err();
         assert!(error.is_invalid_argument() && error.to_string().contains(words), "{error}");
     }
