@@ -90,7 +90,8 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
             if let Some(index) = order.indices().iter().find(|index| **index >= samples) {
                 return Err(outside(*index, samples).with_remedy("mend the sampler's order"));
             }
-            self.ahead = over(&self.ahead, order.indices().len());
+            let indices = order.indices();
+            self.ahead = over(&self.ahead, indices.len()).seed(own.digest(indices));
             self.record(&self.ahead);
             self.order = Some(order);
         }

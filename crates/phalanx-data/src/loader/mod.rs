@@ -21,7 +21,6 @@ use self::collate::Collating;
 use self::order::{Own, Slice, of_rank};
 pub use self::position::Position;
 use crate::settings::{Progress, Settings, check_ranks};
-use crate::worker::mix;
 use crate::{Dataset, Sampling};
 
 /// Loads a data set in batches, pass by pass; PyTorch's `DataLoader`, with torchdata's positions.
@@ -97,7 +96,7 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
     /// Goes on at `position` with the next [`iter`](Self::iter). Rank and world are this loader's.
     ///
     /// # Errors
-    /// If the position belongs to another data set or to another order.
+    /// If the position belongs to another data set or to another order, also if a [`Sampler`](crate::Sampler) gives another one now for the epoch of the position.
     #[doc(alias = "load_state_dict")]
     pub fn resume(&self, position: &Position) -> Result<()> {
         let mut progress = self.inner.progress.lock();
@@ -226,8 +225,7 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
         let order = match &self.inner.own {
             Some(own) => {
                 let indices = own.indices(places.epoch());
-                let digest = mix(&indices.iter().map(|index| *index as u64).collect::<Vec<_>>());
-                format!("an order of {} items (digest {digest:016x})", indices.len())
+                format!("an order of {} items (digest {:016x})", indices.len(), own.digest(&indices))
             }
             None => places.describe(),
         };

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use phalanx::sampler::ElasticSampler;
 use phalanx::{Rank, WorldSize};
 
+use crate::worker::mix;
 use crate::{Sampler, Sampling};
 
 /// An item of a batch.
@@ -29,6 +30,14 @@ impl Own {
         match self {
             Self::Sampler(sampler) => sampler.order(epoch),
             Self::Slice(slice) => slice.indices(epoch),
+        }
+    }
+
+    /// By what a position knows the order of these indices again. 0, which stands for any, for a slice, which is one rank's own.
+    pub fn digest(&self, indices: &[usize]) -> u64 {
+        match self {
+            Self::Sampler(_) => indices.iter().fold(1, |digest, index| mix(&[digest, *index as u64])).max(1),
+            Self::Slice(_) => 0,
         }
     }
 

@@ -253,6 +253,35 @@ fn an_order_of_one_s_own_may_change_its_length() {
 }
 
 #[test]
+fn a_position_knows_the_order_of_a_sampler_again() {
+    let of = |seed: usize| {
+        let order =
+            from_fn(move |epoch| (0..10).map(|place| (place * 7 + seed + epoch as usize) % 10).collect());
+        DataLoader::builder(numbers(10)).sampler(order).batch_size(2).build().unwrap()
+    };
+    let first = of(1);
+    let mut batches = first.iter();
+    batches.next().unwrap().unwrap();
+    let position = first.position();
+    of(1).resume(&position).unwrap();
+    let error = of(2).resume(&position).unwrap_err();
+    assert!(
+        error.is_invalid_argument() && error.to_string().contains("of epoch 0 in another one"),
+        "{error}"
+    );
+    // Between two epochs nothing of the next one's order was taken.
+    assert_eq!(batches.count(), 4);
+    of(2).resume(&first.position()).unwrap();
+    // Of a version that did not know it.
+    let mut old = ElasticSampler::new(10).shuffle(false).tail(Tail::Repeat);
+    old.next_batch(2, Rank::MAIN, WorldSize::ONE).unwrap();
+    let old: phalanx_data::Position = postcard::from_bytes(&postcard::to_stdvec(&old).unwrap()).unwrap();
+    let resumed = of(2);
+    resumed.resume(&old).unwrap();
+    assert_eq!(resumed.iter().next().unwrap().unwrap(), [6, 3]);
+}
+
+#[test]
 fn errors_and_panics_come_with_the_index_in_their_place() {
     for workers in [0, 1, 3] {
         let flawed = Function(12, |index: usize| match index {
