@@ -5,8 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use phalanx::group::DEFAULT_TIMEOUT;
-use phalanx::reducer::verify_description;
-use phalanx::{Caller, Error, ProcessGroup, Rank, Result, WorldSize};
+use phalanx::{Error, Rank, Result, WorldSize};
 
 use crate::WorkerInfo;
 
@@ -67,25 +66,6 @@ pub(crate) fn checked(option: &str, number: usize, range: RangeInclusive<usize>)
     }
     let most = if *range.end() == usize::MAX { "or more".to_owned() } else { format!("to {}", range.end()) };
     Err(Error::invalid_argument(format!("{option} is {number}; it may be {} {most}", range.start())))
-}
-
-/// Checks that the loader of each rank of `group` is that rank's `place`, and loads what the others load: what it `loads`, in words.
-pub(crate) fn check_ranks(group: &ProcessGroup, place: (Rank, WorldSize), loads: &str) -> Result<()> {
-    let (own, (rank, world)) = ((group.rank(), group.world_size()), place);
-    let part = match place == own {
-        true => format!("its own part among {world} ranks"),
-        false => format!("the part of rank {rank} of {world}"),
-    };
-    verify_description(&group.in_call(Caller::CheckRanks), "loader", &format!("{part}: {loads}"))?;
-    if place == own {
-        return Ok(());
-    }
-    // All ranks come to here: their loaders are the same.
-    Err(Error::mismatch(format!(
-        "the loader gives each rank the part of rank {rank} of {world}, and there are {} ranks",
-        own.1
-    ))
-    .with_remedy("build it with `.group(&group)`, or with a DistributedSampler for this group"))
 }
 
 /// How far a loader's passes have come.

@@ -20,7 +20,7 @@ pub use self::builder::DataLoaderBuilder;
 use self::collate::Collating;
 use self::order::{Own, Slice, of_rank};
 pub use self::position::Position;
-use crate::settings::{Progress, Settings, check_ranks};
+use crate::settings::{Progress, Settings};
 use crate::{Dataset, Sampling};
 
 /// Loads a data set in batches, pass by pass; PyTorch's `DataLoader`, with torchdata's positions.
@@ -234,7 +234,7 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
             "{items} items, {order}, epoch {epoch} behind {consumed} items, batch_size {batch_size}, drop_last {drop_last}, \
              the loader's seed {seed}"
         );
-        check_ranks(group, place, &loads)
+        group.check_parts("loader", place, &loads)
     }
 
     /// The data set.

@@ -15,7 +15,7 @@ pub use self::batches::StreamBatches;
 pub use self::builder::StreamLoaderBuilder;
 pub use self::position::StreamPosition;
 use crate::LoadError;
-use crate::settings::{Collate, Progress, Settings, check_ranks};
+use crate::settings::{Collate, Progress, Settings};
 
 /// Items that come one after the other: of files that are read through, a queue, a socket. PyTorch's `IterableDataset`.
 ///
@@ -201,7 +201,8 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamLoader<D, B> {
             (progress.position.shards(), progress.position.epoch(), progress.shard)
         };
         let seed = self.inner.settings.seed;
-        check_ranks(group, place, &format!("{shards} shards, epoch {epoch}, the loader's seed {seed}"))
+        let stream = format!("{shards} shards, epoch {epoch}, the loader's seed {seed}");
+        group.check_parts("loader", place, &stream)
     }
 }
 
