@@ -333,6 +333,9 @@ impl TrainState<ElasticSampler> {
     ///
     /// Ranks whose batch may be [empty](phalanx::sampler::Tail) must not run backward without data: choose
     /// [`Tail::Repeat`](phalanx::sampler::Tail::Repeat) or [`Tail::Drop`](phalanx::sampler::Tail::Drop).
+    ///
+    /// # Panics
+    /// If `batch` is 0.
     pub fn next_batch(&mut self, batch: usize) -> Option<Vec<usize>> {
         let indices = self.progress.next_batch(batch, self.ddp.rank(), self.ddp.world_size())?;
         self.ddp.note_samples(&self.progress);

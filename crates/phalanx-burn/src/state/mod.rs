@@ -466,6 +466,9 @@ impl<M: Module> TrainState<M, ElasticSampler> {
     ///
     /// Ranks whose batch may be [empty](phalanx::sampler::Tail) must not run backward without data: choose
     /// [`Tail::Repeat`](phalanx::sampler::Tail::Repeat) or [`Tail::Drop`](phalanx::sampler::Tail::Drop).
+    ///
+    /// # Panics
+    /// If `batch` is 0.
     pub fn next_batch(&mut self, batch: usize) -> Option<Vec<usize>> {
         let indices = self.progress.next_batch(batch, self.model.rank(), self.model.world_size())?;
         self.model.note_samples(&self.progress);

@@ -140,7 +140,10 @@ pub(super) fn of_rank(
     whole.set_epoch(epoch);
     // All steps as one. A longer one would not be full, and `Tail::Drop` leaves that out.
     let all = whole.steps_left(batch_size, world).saturating_mul(batch_size);
-    whole.next_batch(all, rank, world).unwrap_or_default()
+    match all {
+        0 => Vec::new(),
+        all => whole.next_batch(all, rank, world).unwrap_or_default(),
+    }
 }
 
 #[cfg(test)]

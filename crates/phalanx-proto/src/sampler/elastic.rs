@@ -230,11 +230,16 @@ impl ElasticSampler {
     /// equally often, with the same batch and world.
     ///
     /// # Panics
-    /// If `rank` is not in the world: it would get samples of others. Rank and world are to be those of one group.
+    /// If `rank` is not in the world: it would get samples of others. Rank and world are to be those of one group. If `batch` is 0, as a number of
+    /// all ranks may be that was divided by more ranks: every epoch would end at once, and nothing be trained.
     pub fn next_batch(&mut self, batch: usize, rank: Rank, world: WorldSize) -> Option<Vec<usize>> {
         assert!(
             rank.index() < world.count(),
             "rank {rank} asks for a batch in a world of {world}: take both from the same group"
+        );
+        assert!(
+            batch > 0,
+            "batches of 0 samples were asked for: is the number of all ranks divided by more ranks than it has samples?"
         );
         if self.steps_left(batch, world) == 0 {
             return None;
@@ -432,6 +437,12 @@ mod tests {
     #[should_panic(expected = "rank 2 asks for a batch in a world of 2")]
     fn a_rank_outside_the_world_gets_no_samples_of_others() {
         ElasticSampler::new(10).next_batch(1, Rank::new(2), WorldSize::new(2).unwrap());
+    }
+
+    #[test]
+    #[should_panic(expected = "batches of 0 samples were asked for")]
+    fn batches_without_samples_are_no_end_of_the_epoch() {
+        ElasticSampler::new(10).next_batch(0, Rank::MAIN, WorldSize::ONE);
     }
 
     #[test]
