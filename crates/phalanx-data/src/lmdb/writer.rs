@@ -92,8 +92,14 @@ impl LmdbWriter {
     /// Adds an item, and returns its index. After an error the item is not added: make room on the disk, and push it again.
     ///
     /// # Errors
-    /// If the item is longer than a gibibyte, or cannot be written: the disk is full, or there is more than was said.
+    /// If the item is longer than a gibibyte, or cannot be written: the disk is full, or there is more than was said. If the packing is
+    /// [finished](Self::finish).
     pub fn push(&mut self, item: &[u8]) -> Result<usize> {
+        if self.env.is_none() {
+            let cause =
+                format!("no item can be added to {}: its packing was finished", self.folder.display());
+            return Err(Error::invalid_argument(cause).with_remedy("push all items before `finish`"));
+        }
         if item.len() > MAX_ITEM {
             return Err(Error::invalid_argument(format!(
                 "an item of {} bytes; it may have {MAX_ITEM}",
@@ -131,11 +137,12 @@ impl LmdbWriter {
         Ok(())
     }
 
-    /// Writes what is left, and gives the folder its name. Returns the number of items.
+    /// Writes what is left, and gives the folder its name. Returns the number of items. After an error call it again when there is room, or when
+    /// what is in the way is gone: until the writer is dropped, nothing is lost.
     ///
     /// # Errors
     /// If it cannot be written, or there is something of that name by now.
-    pub fn finish(mut self) -> Result<usize> {
+    pub fn finish(&mut self) -> Result<usize> {
         self.flush()?;
         // Closes it.
         self.env = None;
