@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use phalanx::sampler::ElasticSampler;
-use phalanx::{Error, Rank, Result, WorldSize};
+use phalanx::{Error, Rank, Result, WorldSize, warn};
 
 use super::Inner;
 use super::collate::Collating;
@@ -74,6 +74,7 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
         };
         match pass.start() {
             Ok(pool) => {
+                pass.left_out().into_iter().for_each(warn);
                 pass.pool = Some(pool);
                 pass.fill();
             }
@@ -103,6 +104,19 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
         let inner = self.inner.clone();
         let name = |id: usize| format!("data-{}-{id}", worker_rank.0);
         Pool::start(workers, name, move |id| Loading::new(&inner, info(id)))
+    }
+
+    /// Why the pass has no batch, although there are items.
+    fn left_out(&self) -> Option<String> {
+        let (ahead, world) = (&self.ahead, self.shard.1);
+        let (items, batch_size) = (ahead.samples(), self.inner.settings.batch_size);
+        let has_none = ahead.consumed() == 0 && self.inner.steps_left(ahead, world) == 0;
+        (items > 0 && has_none).then(|| {
+            format!(
+                "a pass over {items} items has no batch: `drop_last` or the tail leaves out what does not fill a batch of {batch_size} on \
+                 each of {world} ranks. Take smaller batches, or keep the last one"
+            )
+        })
     }
 
     /// Hands to the workers what they may be ahead.
@@ -293,5 +307,26 @@ impl<D: Dataset + 'static, B: Send + 'static> ExactSizeIterator for Batches<D, B
 impl<D: Dataset, B: Send + 'static> fmt::Debug for Batches<D, B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Batches(epoch {}, {} in flight)", self.ahead.epoch(), self.in_flight.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use phalanx::sampler::Tail;
+
+    use crate::{DataLoader, InMemory};
+
+    #[test]
+    fn a_pass_that_leaves_out_all_items_is_told() {
+        let told = |len: usize, drop_last: bool, tail: Tail| {
+            let loader = DataLoader::builder((0..len).collect::<InMemory<usize>>());
+            let loader = loader.batch_size(4).drop_last(drop_last).tail(tail).build().unwrap();
+            loader.iter().left_out()
+        };
+        for (drop_last, tail) in [(true, Tail::Repeat), (false, Tail::Drop)] {
+            assert!(told(3, drop_last, tail).is_some_and(|said| said.contains("over 3 items")));
+            assert_eq!((told(4, drop_last, tail), told(0, drop_last, tail)), (None, None));
+        }
+        assert_eq!(told(3, false, Tail::Repeat), None);
     }
 }

@@ -166,7 +166,7 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
         Self { tail: Some(tail), ..self }
     }
 
-    /// Whether to leave out the last batch if it is not full on every rank. False by default.
+    /// Whether to leave out the last batch if it is not full on every rank. False by default. A pass that has no other batch is a warning in the log.
     pub fn drop_last(mut self, drop_last: bool) -> Self {
         self.settings.drop_last = drop_last;
         self
