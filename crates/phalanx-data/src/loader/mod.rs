@@ -199,9 +199,9 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
     }
 
     /// Checks that all ranks of `group` load the same items in the same order, each its own part of them. All ranks call it together, such as
-    /// once before the first pass. It compares the number of items, the sampler's options or the order of a [`Sampler`](crate::Sampler) in this
-    /// epoch, the [position](Self::position), `batch_size`, `drop_last` and `seed`. Nothing else does: ranks that differ would train on some items twice, and on
-    /// others not at all. It reads no item, so it does not see that ranks have other files with as many items.
+    /// once before the first pass. It compares the number of items and their [fingerprint](Dataset::fingerprint), the sampler's options or the order of a
+    /// [`Sampler`](crate::Sampler) in this epoch, the [position](Self::position), `batch_size`, `drop_last` and `seed`. Nothing else does: ranks that differ would
+    /// train on some items twice, and on others not at all. It reads no item.
     ///
     /// ```
     /// use phalanx_data::{DataLoader, InMemory};
@@ -229,9 +229,10 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
             }
             None => places.describe(),
         };
-        let (items, epoch, consumed) = (self.inner.dataset.len(), places.epoch(), places.consumed());
+        let (items, fingerprint) = (self.inner.dataset.len(), self.inner.dataset.fingerprint());
+        let (epoch, consumed) = (places.epoch(), places.consumed());
         let loads = format!(
-            "{items} items, {order}, epoch {epoch} behind {consumed} items, batch_size {batch_size}, drop_last {drop_last}, \
+            "{items} items (fingerprint {fingerprint:016x}), {order}, epoch {epoch} behind {consumed} items, batch_size {batch_size}, drop_last {drop_last}, \
              the loader's seed {seed}"
         );
         group.check_parts("loader", place, &loads)

@@ -859,6 +859,13 @@ fn ranks_that_load_something_else_are_told_on_every_rank() {
             assert!(error.is_mismatch() && error.remedy().is_some(), "{error}");
             assert!(error.to_string().contains(said), "{said} on rank {rank}: {error}");
         }
+        // As many items, which one rank has drawn otherwise.
+        let split = |indices: [usize; 4]| {
+            DataLoader::builder(numbers(10).subset(indices).unwrap()).group(&group).build().unwrap()
+        };
+        split([1, 2, 3, 4]).check_ranks(&group).unwrap();
+        let error = split([1, 2, 3, 4 + second]).check_ranks(&group).unwrap_err();
+        assert!(error.to_string().contains("4 items (fingerprint"), "{error}");
         // One rank is a batch ahead.
         let loader = loader(3, 10).build().unwrap();
         let mut batches = loader.iter();
