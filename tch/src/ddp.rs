@@ -69,14 +69,15 @@ impl Default for DdpOptions {
 /// | names, shapes, types and ties of all variables, and the kind of device on which they are; the [options](DdpOptions) and the order of gradients | [`new`](Self::new), and each new group of a [`TrainState`](crate::TrainState) |
 /// | communication hooks and their settings | [`register_comm_hook`](Self::register_comm_hook) |
 /// | an optimizer's rules and groups, the number of steps, the state that was loaded last, and the model averager | [`TrainState::with_group`](crate::TrainState::with_group) and its relatives |
-/// | rules, groups and learning rates of all steps, norms of [`clip_grad_norm`](Self::clip_grad_norm), whether one rank alone has a new optimizer, and the steps and runs of the checkpoints that each rank has loaded | after the first [`TrainState::step`](crate::TrainState::step), and every 32 steps; the error comes in a later [`backward`](Self::backward), and they may differ by rounding |
+/// | rules, groups and learning rates of all steps, norms of [`clip_grad_norm`](Self::clip_grad_norm), whether one rank alone has a new optimizer, the steps and runs of the checkpoints that each rank has loaded, and the sampler of [`TrainState::next_batch`](crate::TrainState::next_batch) | after the first [`TrainState::step`](crate::TrainState::step), and every 32 steps; the error comes in a later [`backward`](Self::backward), and they may differ by rounding |
 /// | a [model averager](crate::PeriodicModelAverager)'s settings, and its number of steps | each of its averages |
 /// | everything that is saved | each commit of an elastic job |
 /// | the parameters themselves | [`replicas_identical`](Self::replicas_identical) |
 ///
 /// Nothing is compared of an optimizer that is stepped by itself, [`Optimizer`](crate::Optimizer) or one of tch's, as in PyTorch: with other settings on one
 /// rank the replicas drift apart. Nor are steps whose gradients are not averaged over all ranks, as after [`backward_no_sync`](Self::backward_no_sync) or `loss.backward()` alone; and those of an elastic job that has gone on without a worker
-/// that died, until others join.
+/// that died, until others join. Nor are numbers that are no variables, such as the epsilon of a batch norm or the probability of a dropout: replicas stay
+/// equal, but each rank computes its gradients with its own.
 #[doc(alias("DistributedDataParallel", "DDP"))]
 pub struct Ddp {
     variables: Shared,

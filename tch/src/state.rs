@@ -328,12 +328,18 @@ impl<T> TrainState<T> {
 
 impl TrainState<ElasticSampler> {
     /// The indices of this rank's samples of the next step, at most `batch`; none at the end of the epoch. In an elastic
-    /// job call the sampler itself, with [`Context::rank`] and [`Context::world_size`].
+    /// job call the sampler itself, with [`Context::rank`] and [`Context::world_size`]. A rank whose sampler is another one, or whose `batch` is of
+    /// another size, is an error on every rank after the first step, or within 32 steps.
     ///
     /// Ranks whose batch may be [empty](phalanx::sampler::Tail) must not run backward without data: choose
     /// [`Tail::Repeat`](phalanx::sampler::Tail::Repeat) or [`Tail::Drop`](phalanx::sampler::Tail::Drop).
+    ///
+    /// # Panics
+    /// If `batch` is 0.
     pub fn next_batch(&mut self, batch: usize) -> Option<Vec<usize>> {
-        self.progress.next_batch(batch, self.ddp.rank(), self.ddp.world_size())
+        let indices = self.progress.next_batch(batch, self.ddp.rank(), self.ddp.world_size())?;
+        self.ddp.note_samples(&self.progress);
+        Some(indices)
     }
 }
 
@@ -385,11 +391,13 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
     /// Resumes from the newest of `checkpoints`; returns whether there was one. All ranks call it together.
     ///
     /// # Errors
-    /// As [`Checkpoints::newest`] and [`load_from`](Self::load_from).
+    /// As [`Checkpoints::newest`] and [`load_from`](Self::load_from). On every rank, whether there is a checkpoint or not, if
+    /// [`progress`](Self::progress) is an [`ElasticSampler`](phalanx::sampler::ElasticSampler), and one rank's has another number of samples or other options.
     pub fn resume(&mut self, checkpoints: &Checkpoints) -> Result<bool>
     where
         T: 'static,
     {
+        training::check_progress_of_ranks(&self.progress, checkpoints.group())?;
         let saved = checkpoints.newest()?;
         saved.map_or(Ok(false), |saved| self.load_from(&saved).map(|()| true))
     }

@@ -118,7 +118,8 @@ impl<M: Module> Ddp<M> {
     /// Checks that `model` is the same on every rank, and gives every rank rank 0's parameters and buffers.
     ///
     /// If models differ, the error names the parameter. A model without any parameter that needs a gradient is refused.
-    /// Parameters that need none when this is called are not averaged.
+    /// Parameters that need none when this is called are not averaged. Numbers of the model that are no tensors, such as the epsilon of a batch norm or
+    /// the probability of a dropout, are not compared, as in PyTorch: replicas stay equal, but each rank computes its gradients with its own.
     ///
     /// All of the model that a rank has must be the same on every rank of `group`: a model of [units](crate::parallel::fsdp::FullySharded) is
     /// refused, and ranks that have different parts of [divided](crate::parallel::tensor) layers are. Ranks that have different stages of a

@@ -8,6 +8,7 @@ use std::any::Any;
 use phalanx_core::buffer::Buffer;
 use phalanx_core::group::ProcessGroup;
 use phalanx_core::reducer::hooks::HookState;
+use phalanx_core::reducer::verify_description;
 use phalanx_core::sampler::ElasticSampler;
 use phalanx_core::state::{self, ShardWriter, StateReader, StateWriter};
 use phalanx_proto::world_size::WorldSize;
@@ -182,6 +183,18 @@ pub fn check_progress<T: 'static>(own: &T, saved: &Saved, name: &str) -> Result<
     }
 }
 
+/// Checks that the progress of every rank distributes the same samples in the same order, if it is a sampler. All ranks of `group` call it
+/// together, before they load a checkpoint: if there is none, nothing else would show that one rank has other data or another seed.
+///
+/// # Errors
+/// On every rank, if one's sampler is another ([`is_mismatch`](Error::is_mismatch)).
+pub fn check_progress_of_ranks<T: 'static>(own: &T, group: &ProcessGroup) -> Result<()> {
+    match (own as &dyn Any).downcast_ref::<ElasticSampler>() {
+        Some(own) => verify_description(&group.in_call(Caller::TrainStateResume), "sampler", &own.describe()),
+        None => Ok(()),
+    }
+}
+
 fn save_own<S: TrainingState>(
     state: &S,
     hook: &HookState,
@@ -284,6 +297,7 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use phalanx_core::elastic::Parts;
+    use phalanx_core::testing::{Fabric, run};
 
     use super::*;
 
@@ -414,6 +428,23 @@ mod tests {
                     assert!(error.contains("gradients are held"), "{error}");
                 });
             }
+        });
+    }
+
+    #[test]
+    fn ranks_whose_samplers_differ_are_told_before_they_begin() {
+        run(2, Fabric::InProcess, |group| {
+            let sampler = |seed| ElasticSampler::new(100).seed(seed);
+            let mut ahead = sampler(1);
+            ahead.set_epoch(group.rank().get().into());
+            check_progress_of_ranks(&ahead, &group).unwrap();
+            let other = sampler(group.rank().get().into());
+            let error = check_progress_of_ranks(&other, &group).unwrap_err();
+            let said = error.to_string();
+            assert!(error.is_mismatch() && said.contains("seed 0") && said.contains("seed 1"), "{said}");
+            assert!(group.failure().is_none());
+            // What else a program keeps may be each rank's own.
+            check_progress_of_ranks(&group.rank().get(), &group).unwrap();
         });
     }
 

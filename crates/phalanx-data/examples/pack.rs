@@ -4,7 +4,8 @@
 //! cargo run --release -p phalanx-data --features lmdb --example pack -- photos/ photos.lmdb
 //! ```
 //!
-//! Item n is the n-th file in the order of names: 4 bytes with the number of its class (little-endian), and then the file. The names
+//! Item n is the n-th file in the order of names: 4 bytes with the number of its class (little-endian), and then the file. Classes and files
+//! are numbered as by `ImageFolder`: those in folders of a class are its files too, and names that begin with a dot are left out. The names
 //! of the classes go beside it, into `classes.txt`, in their order. The second command line shows what was packed:
 //!
 //! ```sh
@@ -13,7 +14,7 @@
 
 use std::error::Error;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use phalanx_data::Dataset;
 use phalanx_data::lmdb::{LmdbDataset, LmdbWriter};
@@ -36,11 +37,7 @@ pub fn pack(folder: &Path, packed: &Path) -> Result<(), Box<dyn Error>> {
             continue;
         }
         let number = u32::try_from(classes.len())?.to_le_bytes();
-        for file in sorted(&class)? {
-            if about(&file)?.is_file() {
-                writer.push(&[&number[..], &fs::read(file)?].concat())?;
-            }
-        }
+        push_files(&class, &number, &mut writer)?;
         classes.push(class.file_name().unwrap_or_default().to_string_lossy().into_owned());
     }
     let items = writer.finish()?;
@@ -49,14 +46,29 @@ pub fn pack(folder: &Path, packed: &Path) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
+/// Adds the files in `folder` and in the folders in it, with the `number` of their class.
+fn push_files(folder: &Path, number: &[u8], writer: &mut LmdbWriter) -> Result<(), Box<dyn Error>> {
+    for path in sorted(folder)? {
+        let about = about(&path)?;
+        if about.is_dir() {
+            push_files(&path, number, writer)?;
+        } else if about.is_file() {
+            writer.push(&[number, &fs::read(path)?].concat())?;
+        }
+    }
+    Ok(())
+}
+
 /// Of what a link leads to. One that leads nowhere is an error: what is behind it may be a class that this host does not see.
 fn about(path: &Path) -> Result<fs::Metadata, String> {
     fs::metadata(path).map_err(|error| format!("{}: {error}", path.display()))
 }
 
-fn sorted(folder: &Path) -> std::io::Result<Vec<std::path::PathBuf>> {
+/// What is in a folder, without hidden names.
+fn sorted(folder: &Path) -> std::io::Result<Vec<PathBuf>> {
     let mut paths =
         fs::read_dir(folder)?.map(|entry| Ok(entry?.path())).collect::<std::io::Result<Vec<_>>>()?;
+    paths.retain(|path| !path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b".")));
     paths.sort();
     Ok(paths)
 }

@@ -4,6 +4,8 @@ use std::sync::Arc;
 
 use phalanx::{Error, Result};
 
+use crate::worker::mix;
+
 /// A data set of which each item can be read by its index, from any thread. PyTorch's map-style `Dataset`.
 ///
 /// ```
@@ -47,6 +49,13 @@ pub trait Dataset: Send + Sync {
     /// Whether it has no item.
     fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// By what it is told from a data set of other items, as far as that is known without reading them: ranks
+    /// [compare](crate::DataLoader::check_ranks) it. By default the number of items. A [`Subset`]'s is made of its indices, too, and that of files of
+    /// their names or lengths.
+    fn fingerprint(&self) -> u64 {
+        self.len() as u64
     }
 
     /// Changes each item when it is read, in the worker: decoding, augmentation.
@@ -93,6 +102,10 @@ impl<D: Dataset, T, F: Fn(D::Item) -> Result<T> + Send + Sync> Dataset for Map<D
     fn get(&self, index: usize) -> Result<T> {
         (self.change)(self.dataset.get(index)?)
     }
+
+    fn fingerprint(&self) -> u64 {
+        self.dataset.fingerprint()
+    }
 }
 
 /// The result of [`Dataset::subset`].
@@ -111,6 +124,11 @@ impl<D: Dataset> Dataset for Subset<D> {
 
     fn get(&self, index: usize) -> Result<D::Item> {
         self.dataset.get(*item(&self.indices, index)?)
+    }
+
+    fn fingerprint(&self) -> u64 {
+        let all = mix(&[self.dataset.fingerprint(), self.indices.len() as u64]);
+        self.indices.iter().fold(all, |all, index| mix(&[all, *index as u64]))
     }
 }
 
@@ -177,6 +195,10 @@ impl<D: Dataset + ?Sized> Dataset for Arc<D> {
     fn get(&self, index: usize) -> Result<D::Item> {
         (**self).get(index)
     }
+
+    fn fingerprint(&self) -> u64 {
+        (**self).fingerprint()
+    }
 }
 
 impl<D: Dataset + ?Sized> Dataset for Box<D> {
@@ -188,6 +210,10 @@ impl<D: Dataset + ?Sized> Dataset for Box<D> {
 
     fn get(&self, index: usize) -> Result<D::Item> {
         (**self).get(index)
+    }
+
+    fn fingerprint(&self) -> u64 {
+        (**self).fingerprint()
     }
 }
 
@@ -212,6 +238,8 @@ mod tests {
         let upper: Arc<dyn Dataset<Item = char>> =
             Arc::new(some.map(|letter| Ok(letter.to_ascii_uppercase())));
         assert_eq!((upper.len(), upper.get(0).unwrap(), upper.is_empty()), (2, 'E', false));
+        let of = |indices: [usize; 2]| letters.clone().subset(indices).unwrap().fingerprint();
+        assert!(of([4, 0]) == upper.fingerprint() && of([4, 0]) != of([0, 4]) && of([4, 0]) != of([4, 1]));
         for error in [upper.get(2).unwrap_err(), letters.subset([6]).unwrap_err()] {
             assert!(error.is_invalid_argument(), "{error}");
         }

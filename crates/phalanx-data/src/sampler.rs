@@ -31,7 +31,7 @@ use crate::loader::order::Own;
 pub trait Sampler: Send + Sync {
     /// The indices of all ranks' items in the pass `epoch`, in order. An item may come several times, each time with another
     /// [`item_seed`](crate::WorkerInfo::item_seed), or not at all. It must be the same on every rank and on every call: what is random in it is seeded
-    /// by the epoch.
+    /// by the epoch. [`check_ranks`](crate::DataLoader::check_ranks) compares the ranks' orders.
     fn order(&self, epoch: u64) -> Vec<usize>;
 }
 

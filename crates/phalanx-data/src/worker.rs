@@ -103,6 +103,13 @@ pub(crate) fn mix(numbers: &[u64]) -> u64 {
     })
 }
 
+/// A number of a text and the number before it.
+#[cfg(any(feature = "image", feature = "lmdb"))]
+pub(crate) fn mix_bytes(before: u64, bytes: &[u8]) -> u64 {
+    let begun = mix(&[before, bytes.len() as u64]);
+    bytes.iter().fold(begun, |state, byte| mix(&[state, u64::from(*byte)]))
+}
+
 thread_local! {
     static CURRENT: Cell<Option<WorkerInfo>> = const { Cell::new(None) };
 }

@@ -185,6 +185,10 @@ callers! {
     AverageOfSparse = 85, "average of sparse tensors";
     /// A reduction of integers that the program multiplies by its factors, before and after it.
     ScaledIntegers = 86, "scaled integers";
+    /// A loader's comparison of what ranks load.
+    CheckRanks = 87, "check_ranks";
+    /// The comparison of samplers before a checkpoint is loaded.
+    TrainStateResume = 88, "TrainState::resume";
 }
 
 impl Caller {

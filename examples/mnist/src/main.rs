@@ -62,8 +62,8 @@ fn train(options: &Options) -> Result<()> {
 
     let digits = Digits::read(&options.data, "train")?;
     let unseen = Digits::read(&options.data, "t10k")?;
-    let mut sampler =
-        DistributedSampler::new(digits.len(), group.rank(), group.world_size())?.seed(options.seed);
+    let mut sampler = DistributedSampler::for_group(digits.len(), &group).seed(options.seed);
+    sampler.check_ranks(&group)?;
     let steps = sampler.len().div_ceil(options.batch_size) as u64 * options.epochs;
 
     let mut ddp = Ddp::new(Network::new(&device), &group)?;

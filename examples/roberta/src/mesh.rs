@@ -146,8 +146,10 @@ impl<M: Part> Parallel<M> {
         }
         let model = ddp.model();
         let norm = clip_grad_norm(model, &mut gradients, max_norm, Some(tensor), Some(pipeline), &copies)?;
+        // Before the step, which would make the model NaN.
+        let norm = finite(norm)?;
         ddp.step(optimizer, rate, gradients)?;
-        Ok(Stepped { loss: done.loss, count, norm: finite(norm)? })
+        Ok(Stepped { loss: done.loss, count, norm })
     }
 
     /// The whole model, on every rank. `fresh` has its sizes. All ranks call it together.

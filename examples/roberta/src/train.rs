@@ -172,6 +172,7 @@ impl<'a, T: Task> Training<'a, T> {
         let batch_size = options.batch_size * devices.batches();
         let loading = Loading { batch_size, num_workers: options.num_workers };
         let loader = loading.training(task, &mesh.data, options.seed, &Device::flex().autodiff())?;
+        loader.check_ranks(&mesh.data)?;
         let total = loader.len().div_ceil(options.accumulate) as u64 * options.epochs;
 
         let distribution = (devices, options.batch_size, options.accumulate, options.seed, examples);

@@ -152,15 +152,14 @@ fn main() -> Result<()> {
     if options.memory {
         return memory::compare(&options.models);
     }
-    // In a worker, `spawn` returns when the worker is done; what follows is for the program that started the workers.
-    let is_worker = std::env::var_os("RANK").is_some();
+    // Workers end in `spawn`; what follows is for the program that started them.
     match options.parallel {
         Some(ranks) => phalanx::spawn(ranks, || parallel::measure_all(&phalanx::init()?, options.steps))?,
         None => phalanx::spawn(RANKS, || measure_all(&options))?,
     }
     // PyTorch's are the processors.
     let on_processors = matches!(options.device, Kind::Flex | Kind::LibTorch);
-    if is_worker || options.without_pytorch || !on_processors {
+    if options.without_pytorch || !on_processors {
         return Ok(());
     }
     match options.parallel {

@@ -31,6 +31,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let (tokens, types, labels) = (of("input_ids")?, of("token_type_ids")?, of("targets")?);
 
     let group = phalanx::init()?;
+    // libtorch begins with the same seed in every process: all ranks would drop the same values.
+    tch::manual_seed(1 + i64::from(group.rank().get()));
     // Each rank takes every so many texts; all take as many.
     let (rank, world) = (i64::from(group.rank().get()), i64::from(group.world_size().get()));
     let rows = tokens.size()[0] / world * world;

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use phalanx::join::{JoinGroup, JoinOptions, Joined};
 use phalanx::reducer::{LoadedState, LoadedStates, Reducer, verify_description};
+use phalanx::sampler::ElasticSampler;
 use phalanx::{Buffer, Caller, Communicator as _, Error, ProcessGroup, Rank, Result, WorldSize};
 use phalanx_nccl::Communicator;
 use tch::Tensor;
@@ -147,6 +148,11 @@ impl Ddp {
     /// This state of the variables was loaded from a checkpoint, as on all ranks of the group.
     pub(crate) fn note_load(&mut self, state: LoadedState) {
         self.loads.iter_mut().for_each(|loads| loads.loaded(state));
+    }
+
+    /// The next step takes the last batch of `sampler`, of which each rank has its part.
+    pub(crate) fn note_samples(&mut self, sampler: &ElasticSampler) {
+        self.loads.iter_mut().for_each(|loads| loads.sampled(sampler));
     }
 
     /// What was [loaded](Self::note_load) last, as ranks that come into a group compare it.

@@ -301,6 +301,19 @@ fn a_sampler_of_another_order_is_refused_and_changes_nothing() {
     assert_eq!(same.progress.consumed(), 4);
 }
 
+#[test]
+fn ranks_with_other_samplers_are_told_before_they_begin() {
+    let folder = tempfile::tempdir().unwrap();
+    run(2, |group| {
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let (model, sampler) = (Mlp::new(&WIDTHS), ElasticSampler::new(50 + group.rank().index()));
+        let optimizer = Optimizer::new(&model.store, Rule::ADAMW).unwrap();
+        let mut state = TrainState::new(&model.store, optimizer, sampler).unwrap();
+        let error = state.resume(&checkpoints).unwrap_err();
+        assert!(error.is_mismatch() && error.to_string().contains("samples 51"), "{error}");
+    });
+}
+
 /// A model without buffers in `group`.
 fn plain(rule: Rule, group: &ProcessGroup) -> Result<(Mlp, TrainState)> {
     let model = Mlp::new(&WIDTHS);

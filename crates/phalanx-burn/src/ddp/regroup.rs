@@ -15,6 +15,7 @@ use burn::tensor::Tensor;
 use phalanx::adapter::Elsewhere;
 use phalanx::join::{JoinGroup, JoinOptions, Joined};
 use phalanx::reducer::{LoadedState, LoadedStates, Reducer, StepWeight};
+use phalanx::sampler::ElasticSampler;
 use phalanx::{Communicator, Error, ProcessGroup, Result, WorldSize};
 
 use super::engine::{Averaging, Engine};
@@ -187,6 +188,13 @@ impl<M: Module> Ddp<M> {
     pub(crate) fn note_load(&mut self, state: LoadedState) {
         if !self.has_common_state {
             self.loads.loaded(state);
+        }
+    }
+
+    /// The next step takes the last batch of `sampler`, of which each rank has its part. In an elastic job the program asks the sampler itself.
+    pub(crate) fn note_samples(&mut self, sampler: &ElasticSampler) {
+        if !self.has_common_state {
+            self.loads.sampled(sampler);
         }
     }
 

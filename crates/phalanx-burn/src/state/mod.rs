@@ -458,15 +458,21 @@ impl<M: Module, T> TrainState<M, T> {
 
 impl<M: Module> TrainState<M, ElasticSampler> {
     /// The indices of this rank's samples of the next step, at most `batch`; none at the end of the epoch. It is
-    /// [`ElasticSampler::next_batch`] for the ranks of the [model](Self::model)'s group.
+    /// [`ElasticSampler::next_batch`] for the ranks of the [model](Self::model)'s group. A rank whose sampler is another one, or whose `batch` is of
+    /// another size, is an error on every rank after the first step, or within 32 steps.
     ///
     /// In an elastic job call the sampler itself, with [`Context::rank`](phalanx::elastic::Context::rank) and
     /// [`Context::world_size`](phalanx::elastic::Context::world_size): there the rank may change between steps.
     ///
     /// Ranks whose batch may be [empty](phalanx::sampler::Tail) must not run backward without data: choose
     /// [`Tail::Repeat`](phalanx::sampler::Tail::Repeat) or [`Tail::Drop`](phalanx::sampler::Tail::Drop).
+    ///
+    /// # Panics
+    /// If `batch` is 0.
     pub fn next_batch(&mut self, batch: usize) -> Option<Vec<usize>> {
-        self.progress.next_batch(batch, self.model.rank(), self.model.world_size())
+        let indices = self.progress.next_batch(batch, self.model.rank(), self.model.world_size())?;
+        self.model.note_samples(&self.progress);
+        Some(indices)
     }
 }
 

@@ -19,11 +19,13 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     /// Resumes from the newest of `checkpoints`; returns whether there was one. All ranks call it together.
     ///
     /// # Errors
-    /// As [`Checkpoints::newest`] and [`load_from`](Self::load_from).
+    /// As [`Checkpoints::newest`] and [`load_from`](Self::load_from). On every rank, whether there is a checkpoint or not, if
+    /// [`progress`](Self::progress) is an [`ElasticSampler`](phalanx::sampler::ElasticSampler), and one rank's has another number of samples or other options.
     pub fn resume(&mut self, checkpoints: &Checkpoints) -> Result<bool>
     where
         T: 'static,
     {
+        training::check_progress_of_ranks(&self.progress, checkpoints.group())?;
         let saved = checkpoints.newest()?;
         saved.map_or(Ok(false), |saved| self.load_from(&saved).map(|()| true))
     }

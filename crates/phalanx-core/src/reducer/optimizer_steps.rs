@@ -20,6 +20,7 @@ use crate::error::{Error, Result};
 use crate::group::Communicator;
 use crate::hash::fnv1a;
 use crate::rank::Rank;
+use crate::sampler::ElasticSampler;
 use crate::world_size::WorldSize;
 
 /// The steps that are compared together.
@@ -109,13 +110,16 @@ impl OptimizerSteps {
     }
 }
 
-/// Which states a rank has loaded from checkpoints: what an adapter gives as a setting of each [step](super::Reducer::stepped).
+/// Which states a rank has loaded from checkpoints, and how far its sampler is: what an adapter gives as a setting of each
+/// [step](super::Reducer::stepped).
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LoadedStates {
     /// The state that was loaded last, if no step of training has followed.
     newest: Option<LoadedState>,
     /// Of those before.
     hash: u64,
+    /// Of the sampler, behind the last batch that it gave.
+    samples: u64,
 }
 
 /// A state that was loaded from a checkpoint, as ranks know it from others.
@@ -152,13 +156,21 @@ impl LoadedStates {
         }
     }
 
+    /// The next step takes the last batch of this sampler, of which each rank has its part. Ranks with other samplers, or batches of another
+    /// size, train on some samples twice, and on others not at all.
+    pub fn sampled(&mut self, sampler: &ElasticSampler) {
+        let place = format!("{}, {}, {}", sampler.describe(), sampler.epoch(), sampler.consumed());
+        self.samples = fnv1a(place.into_bytes());
+    }
+
     /// The training goes on with what was loaded. Gives the setting.
     pub fn settle(&mut self) -> f64 {
         if let Some(LoadedState { step, checksum }) = self.newest.take() {
             self.hash = fnv1a([self.hash, step, checksum].into_iter().flat_map(u64::to_le_bytes));
         }
+        let both = fnv1a([self.hash, self.samples].into_iter().flat_map(u64::to_le_bytes));
         // As many bits as an f32 has, in which settings are compared.
-        (self.hash >> 40) as f64
+        (both >> 40) as f64
     }
 }
 
@@ -182,7 +194,8 @@ pub(super) fn compare(all: impl Iterator<Item = [f64; NUMBERS]>) -> Result<()> {
         } else if hash != expected[1] {
             format!(
                 "the optimizer of rank {rank} has other settings than that of rank {first}, such as its kind, betas, epsilon, momentum or decay, or is a new one; or \
-                 one rank alone has loaded a state, or that of another step or run"
+                 one rank alone has loaded a state, or that of another step or run; or the sampler that gave `next_batch` is another one, or was asked for \
+                 batches of another size"
             )
         } else if !are_near(rates, expected[2], TOLERANCE * highest.max(expected[5])) {
             let before = expected[3];
@@ -199,7 +212,7 @@ pub(super) fn compare(all: impl Iterator<Item = [f64; NUMBERS]>) -> Result<()> {
         };
         return Err(Error::mismatch(format!("{cause}; their replicas drift apart"))
             .with_peer(Rank::new(rank))
-            .with_remedy("give every rank the same optimizer, learning rates and limits of norms"));
+            .with_remedy("give every rank the same optimizer, learning rates, limits of norms and sampler"));
     }
     Ok(())
 }
@@ -285,6 +298,35 @@ mod tests {
         for other in others {
             let error = compare([own, taken(other)].into_iter()).unwrap_err().to_string();
             assert!(error.contains("has loaded a state, or that of another step or run"), "{error}");
+        }
+    }
+
+    #[test]
+    fn samplers_of_ranks_are_compared_where_the_last_batch_has_left_them() {
+        // What the steps of a rank have taken of this sampler, in batches of these sizes.
+        let taken = |mut sampler: ElasticSampler, batches: &[usize]| {
+            let (mut steps, mut states) = (OptimizerSteps::default(), LoadedStates::default());
+            for batch in batches {
+                sampler.next_batch(*batch, Rank::MAIN, WorldSize::ONE).unwrap();
+                states.sampled(&sampler);
+                steps.step([0.1], [states.settle()]);
+            }
+            steps.take()
+        };
+        let sampler = || ElasticSampler::new(100).seed(1);
+        let own = taken(sampler(), &[4, 4]);
+        compare([own, taken(sampler(), &[4, 4])].into_iter()).unwrap();
+        let mut later = sampler();
+        later.next_epoch();
+        let others = [
+            taken(sampler(), &[4, 5]),
+            taken(sampler().seed(2), &[4, 4]),
+            taken(sampler().with_samples(101), &[4, 4]),
+            taken(later, &[4, 4]),
+        ];
+        for other in others {
+            let error = compare([own, other].into_iter()).unwrap_err().to_string();
+            assert!(error.contains("batches of another size"), "{error}");
         }
     }
 

@@ -95,7 +95,8 @@ impl DistributedSampler {
         self
     }
 
-    /// The seed of the order; 0 by default. It must be the same on every rank, otherwise samples are lost and repeated.
+    /// The seed of the order; 0 by default. It must be the same on every rank, otherwise samples are lost and repeated:
+    /// [`check_ranks`](Self::check_ranks) compares.
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
@@ -220,6 +221,7 @@ mod tests {
     use serde::Deserialize;
 
     use super::*;
+    use crate::testing::{Fabric, run};
 
     #[derive(Deserialize)]
     struct Vectors {
@@ -383,6 +385,31 @@ mod tests {
             let from_group = DistributedSampler::for_group(11, &group).seed(5);
             assert_eq!(from_group.indices(), sampler(11, group.rank().get(), 3).seed(5).indices());
         }
+    }
+
+    #[test]
+    fn ranks_with_other_samplers_are_told_on_every_rank() {
+        run(3, Fabric::InProcess, |group| {
+            let last = group.rank().get() == 2;
+            let sampler = |samples| DistributedSampler::for_group(samples, &group);
+            sampler(10).check_ranks(&group).unwrap();
+            let mut later = sampler(10);
+            later.set_epoch(last.into());
+            let alone = DistributedSampler::new(10, Rank::MAIN, WorldSize::ONE).unwrap();
+            let cases = [
+                (sampler(10 + usize::from(last)), "rank 2 is its own part among 3 ranks: samples 11"),
+                (sampler(10).seed(last.into()), "seed 1"),
+                (sampler(10).shuffle(last), "shuffle false"),
+                (sampler(10).drop_last(last), "tail Truncate"),
+                (later, "epoch 1"),
+                (alone, "part of rank 0 of 1, and there are 3 ranks"),
+            ];
+            for (sampler, said) in cases {
+                let error = sampler.check_ranks(&group).unwrap_err();
+                assert!(error.is_mismatch() && error.to_string().contains(said), "{error}");
+            }
+            assert!(group.failure().is_none());
+        });
     }
 
     #[test]

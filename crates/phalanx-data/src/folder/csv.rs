@@ -18,6 +18,7 @@ use super::record::{Record, as_it_was};
 use super::{MAX_RECORD, bad, io_error, not_utf8, open_file, without_panic};
 use crate::Dataset;
 use crate::dataset::item;
+use crate::worker::mix;
 
 const REMEDY: &str = "mend the record, or the type that it is read as; is a quote not closed?";
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
@@ -287,6 +288,10 @@ impl<T: DeserializeOwned> Dataset for CsvDataset<T> {
             })
         };
         without_panic(&self.path, format_args!("item {index}"), read)
+    }
+
+    fn fingerprint(&self) -> u64 {
+        self.records.iter().fold(0, |all, (start, end)| mix(&[all, *start, *end]))
     }
 }
 

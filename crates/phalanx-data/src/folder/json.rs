@@ -13,6 +13,7 @@ use super::record::{Record, as_it_was};
 use super::{MAX_RECORD, bad, io_error, not_utf8, open_file, without_panic};
 use crate::Dataset;
 use crate::dataset::item;
+use crate::worker::mix;
 
 /// The lines of a file, each of them a value in JSON; empty lines are none. A line may have 64 MiB.
 ///
@@ -115,6 +116,10 @@ impl<T: DeserializeOwned> Dataset for JsonLinesDataset<T> {
             })
         };
         without_panic(&self.path, format_args!("line {number}"), read)
+    }
+
+    fn fingerprint(&self) -> u64 {
+        self.lines.iter().fold(0, |all, (start, length, _)| mix(&[all, *start, u64::from(*length)]))
     }
 }
 

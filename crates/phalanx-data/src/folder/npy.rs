@@ -63,6 +63,10 @@ impl Dataset for NpyDataset {
         let row = self.rows.row(index)?.into_iter().next();
         row.map(|(_, array)| array).ok_or_else(|| outside(index, self.rows.len()))
     }
+
+    fn fingerprint(&self) -> u64 {
+        self.rows.fingerprint()
+    }
 }
 
 fn add(rows: &mut Rows, path: PathBuf) -> Result<()> {

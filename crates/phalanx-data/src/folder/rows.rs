@@ -10,6 +10,7 @@ use phalanx::{Error, Result};
 
 use super::{Array, CHANGED, ElementType, REOPEN, bad, io_error, open_file};
 use crate::dataset::outside;
+use crate::worker::mix;
 
 /// Of a row that does not lie together, so many bytes of the file are read at once.
 const PIECE: usize = 1 << 16;
@@ -123,6 +124,11 @@ impl Rows {
 
     pub fn len(&self) -> usize {
         self.len
+    }
+
+    /// Of the files' numbers of rows.
+    pub fn fingerprint(&self) -> u64 {
+        self.parts.iter().fold(0, |all, part| mix(&[all, part.rows as u64]))
     }
 
     /// The arrays of the row at `index`, in the order of the file.

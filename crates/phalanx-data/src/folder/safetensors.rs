@@ -58,6 +58,10 @@ impl Dataset for SafetensorsDataset {
     fn get(&self, index: usize) -> Result<Self::Item> {
         Ok(self.rows.row(index)?.into_iter().map(|(name, array)| (name.to_owned(), array)).collect())
     }
+
+    fn fingerprint(&self) -> u64 {
+        self.rows.fingerprint()
+    }
 }
 
 fn add(rows: &mut Rows, path: PathBuf) -> Result<()> {

@@ -33,6 +33,7 @@ use self::meta::Meta;
 pub use self::writer::LmdbWriter;
 use crate::Dataset;
 use crate::dataset::outside;
+use crate::worker::mix_bytes;
 
 /// LMDB's file in a folder.
 const FILE: &str = "data.mdb";
@@ -273,6 +274,11 @@ impl Dataset for LmdbDataset {
 
     fn get(&self, index: usize) -> Result<Vec<u8>> {
         self.read(index, <[u8]>::to_vec)
+    }
+
+    fn fingerprint(&self) -> u64 {
+        let keys = self.keys.iter().flatten().fold(self.len as u64, |all, key| mix_bytes(all, key));
+        mix_bytes(keys, self.database.as_deref().unwrap_or_default().as_bytes())
     }
 }
 

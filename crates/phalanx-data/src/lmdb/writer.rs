@@ -11,6 +11,7 @@ use heed::types::Bytes;
 use heed::{CommitOrAbort, Database, Env, EnvFlags, PutFlags};
 use phalanx::{Error, Result};
 use phalanx_sys::folder;
+use phalanx_sys::signal::ignore_file_size_signal;
 
 use super::environment::{explained, open};
 
@@ -20,6 +21,8 @@ const PIECE: usize = 16 << 20;
 const MAX_ITEM: usize = 1 << 30;
 
 /// Packs items into a new LMDB folder: item n under its number as 8 big-endian bytes, so in this order on the disk too.
+///
+/// Its process ignores SIGXFSZ from then on, so that `ulimit -f` is an error of [`push`](Self::push), and not the end of the process.
 ///
 /// It writes into a hidden folder beside, which gets its name by [`finish`](Self::finish), when everything is on the disk. If the
 /// writer is dropped before, that is removed; if its process is killed, it stays (`.NAME.partial-..`), and may be removed by hand.
@@ -69,9 +72,10 @@ impl LmdbWriter {
             fs::create_dir_all(parent).map_err(failed)?;
         }
         fs::create_dir(&partial).map_err(failed)?;
+        let _ = ignore_file_size_signal();
         let mut writer = Self { env: None, partial, folder, len: 0, pending: Vec::new(), bytes: 0 };
         let size = max_bytes.clamp(1 << 20, 1 << 46).next_multiple_of(1 << 20);
-        writer.env = Some(writer.database(size).map_err(|error| explained(&writer.partial, error))?);
+        writer.env = Some(writer.database(size).map_err(|error| unwritten(&writer.partial, error))?);
         Ok(writer)
     }
 
@@ -88,8 +92,14 @@ impl LmdbWriter {
     /// Adds an item, and returns its index. After an error the item is not added: make room on the disk, and push it again.
     ///
     /// # Errors
-    /// If the item is longer than a gibibyte, or cannot be written: the disk is full, or there is more than was said.
+    /// If the item is longer than a gibibyte, or cannot be written: the disk is full, or there is more than was said. If the packing is
+    /// [finished](Self::finish).
     pub fn push(&mut self, item: &[u8]) -> Result<usize> {
+        if self.env.is_none() {
+            let cause =
+                format!("no item can be added to {}: its packing was finished", self.folder.display());
+            return Err(Error::invalid_argument(cause).with_remedy("push all items before `finish`"));
+        }
         if item.len() > MAX_ITEM {
             return Err(Error::invalid_argument(format!(
                 "an item of {} bytes; it may have {MAX_ITEM}",
@@ -120,18 +130,19 @@ impl LmdbWriter {
             }
             transaction.commit()
         };
-        write().map_err(|error| explained(&self.partial, error))?;
+        write().map_err(|error| unwritten(&self.partial, error))?;
         self.len += self.pending.len() as u64;
         self.pending.clear();
         self.bytes = 0;
         Ok(())
     }
 
-    /// Writes what is left, and gives the folder its name. Returns the number of items.
+    /// Writes what is left, and gives the folder its name. Returns the number of items. After an error call it again when there is room, or when
+    /// what is in the way is gone: until the writer is dropped, nothing is lost.
     ///
     /// # Errors
     /// If it cannot be written, or there is something of that name by now.
-    pub fn finish(mut self) -> Result<usize> {
+    pub fn finish(&mut self) -> Result<usize> {
         self.flush()?;
         // Closes it.
         self.env = None;
@@ -142,6 +153,20 @@ impl LmdbWriter {
         fs::rename(&self.partial, &self.folder).map_err(failed)?;
         folder::sync(self.folder.parent().unwrap_or(Path::new("."))).map_err(failed)?;
         Ok(self.len as usize)
+    }
+}
+
+/// [`explained`], of a write. LMDB gives EIO if the system has taken only the first bytes of one, as where the room or the limit of a file ends.
+fn unwritten(path: &Path, error: heed::Error) -> Error {
+    const EIO: i32 = 5;
+    let is_short = matches!(&error, heed::Error::Io(error)
+        if error.kind() == io::ErrorKind::FileTooLarge || error.raw_os_error() == Some(EIO));
+    let error = explained(path, error);
+    match is_short {
+        true => error.with_remedy(
+            "has the disk room, and is the size of files limited, by `ulimit -f`? Else the disk is damaged",
+        ),
+        false => error,
     }
 }
 

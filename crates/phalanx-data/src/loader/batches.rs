@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use phalanx::sampler::ElasticSampler;
-use phalanx::{Error, Rank, Result, WorldSize};
+use phalanx::{Error, Rank, Result, WorldSize, warn};
 
 use super::Inner;
 use super::collate::Collating;
@@ -40,6 +40,8 @@ pub struct Batches<D: Dataset, B: Send + 'static> {
     issued: u64,
     /// Those that the loop has not got yet.
     in_flight: VecDeque<InFlight>,
+    /// Behind the last batch, if the loop got an error in its place.
+    behind_failed: Option<ElasticSampler>,
     waited: Duration,
 }
 
@@ -67,10 +69,12 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
             worker_rank,
             issued: 0,
             in_flight: VecDeque::new(),
+            behind_failed: None,
             waited: Duration::ZERO,
         };
         match pass.start() {
             Ok(pool) => {
+                pass.left_out().into_iter().for_each(warn);
                 pass.pool = Some(pool);
                 pass.fill();
             }
@@ -87,7 +91,8 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
             if let Some(index) = order.indices().iter().find(|index| **index >= samples) {
                 return Err(outside(*index, samples).with_remedy("mend the sampler's order"));
             }
-            self.ahead = over(&self.ahead, order.indices().len());
+            let indices = order.indices();
+            self.ahead = over(&self.ahead, indices.len()).seed(own.digest(indices));
             self.record(&self.ahead);
             self.order = Some(order);
         }
@@ -99,6 +104,19 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
         let inner = self.inner.clone();
         let name = |id: usize| format!("data-{}-{id}", worker_rank.0);
         Pool::start(workers, name, move |id| Loading::new(&inner, info(id)))
+    }
+
+    /// Why the pass has no batch, although there are items.
+    fn left_out(&self) -> Option<String> {
+        let (ahead, world) = (&self.ahead, self.shard.1);
+        let (items, batch_size) = (ahead.samples(), self.inner.settings.batch_size);
+        let has_none = ahead.consumed() == 0 && self.inner.steps_left(ahead, world) == 0;
+        (items > 0 && has_none).then(|| {
+            format!(
+                "a pass over {items} items has no batch: `drop_last` or the tail leaves out what does not fill a batch of {batch_size} on \
+                 each of {world} ranks. Take smaller batches, or keep the last one"
+            )
+        })
     }
 
     /// Hands to the workers what they may be ahead.
@@ -126,8 +144,8 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
 
     /// Call it after each step of an elastic job, on every rank alike, with what the
     /// [step](phalanx::elastic::Context::step) says, before the next batch is asked for. The samples of the ranks `missing` come
-    /// again, and from here on this rank is `rank` of `world_size`. Batches that were loaded ahead for the old world are loaded anew. If
-    /// nothing has changed, it does nothing.
+    /// again, and from here on this rank is `rank` of `world_size`. Batches that were loaded ahead for the old world are loaded anew. A batch
+    /// in whose place this rank got an error counts as the others' do: the step was made without it.
     ///
     /// ```no_run
     /// # use phalanx::elastic::{Context, Plain};
@@ -158,6 +176,9 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
             let mut progress = self.inner.progress.lock();
             if self.pass != progress.passes {
                 return;
+            }
+            if let Some(behind) = self.behind_failed.take() {
+                progress.position = behind;
             }
             // What the last batch gave can be put back once, and not behind the next one.
             progress.position.put_back(missing);
@@ -251,6 +272,7 @@ impl<D: Dataset + 'static, B: Send + 'static> Iterator for Batches<D, B> {
         let worker = (number % pool.workers() as u64) as usize;
         let outcome = pool.receive(worker, number, self.inner.settings.timeout);
         self.waited += begin.elapsed();
+        self.behind_failed = None;
         match outcome {
             Ok(Ok(batch)) => {
                 self.record(&after);
@@ -258,7 +280,10 @@ impl<D: Dataset + 'static, B: Send + 'static> Iterator for Batches<D, B> {
                 self.fill();
                 Some(Ok(batch))
             }
-            Ok(Err(error)) => Some(Err(error)),
+            Ok(Err(error)) => {
+                self.behind_failed = Some(after);
+                Some(Err(error))
+            }
             Err(missing) => {
                 // The pass is not over, and cannot go on: its position stays where it is.
                 self.pool.take().into_iter().for_each(Pool::abandon);
@@ -282,5 +307,26 @@ impl<D: Dataset + 'static, B: Send + 'static> ExactSizeIterator for Batches<D, B
 impl<D: Dataset, B: Send + 'static> fmt::Debug for Batches<D, B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Batches(epoch {}, {} in flight)", self.ahead.epoch(), self.in_flight.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use phalanx::sampler::Tail;
+
+    use crate::{DataLoader, InMemory};
+
+    #[test]
+    fn a_pass_that_leaves_out_all_items_is_told() {
+        let told = |len: usize, drop_last: bool, tail: Tail| {
+            let loader = DataLoader::builder((0..len).collect::<InMemory<usize>>());
+            let loader = loader.batch_size(4).drop_last(drop_last).tail(tail).build().unwrap();
+            loader.iter().left_out()
+        };
+        for (drop_last, tail) in [(true, Tail::Repeat), (false, Tail::Drop)] {
+            assert!(told(3, drop_last, tail).is_some_and(|said| said.contains("over 3 items")));
+            assert_eq!((told(4, drop_last, tail), told(0, drop_last, tail)), (None, None));
+        }
+        assert_eq!(told(3, false, Tail::Repeat), None);
     }
 }

@@ -143,7 +143,7 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
     }
 
     /// The seed of the order, if there is no sampler, and of [what items draw](crate::WorkerInfo::seed); 0 by default. It must be
-    /// the same on every rank.
+    /// the same on every rank, which [`check_ranks`](DataLoader::check_ranks) compares.
     #[doc(alias = "generator")]
     pub fn seed(mut self, seed: u64) -> Self {
         self.settings.seed = seed;
@@ -166,7 +166,7 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
         Self { tail: Some(tail), ..self }
     }
 
-    /// Whether to leave out the last batch if it is not full on every rank. False by default.
+    /// Whether to leave out the last batch if it is not full on every rank. False by default. A pass that has no other batch is a warning in the log.
     pub fn drop_last(mut self, drop_last: bool) -> Self {
         self.settings.drop_last = drop_last;
         self

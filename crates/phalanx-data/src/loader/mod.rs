@@ -96,7 +96,7 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
     /// Goes on at `position` with the next [`iter`](Self::iter). Rank and world are this loader's.
     ///
     /// # Errors
-    /// If the position belongs to another data set or to another order.
+    /// If the position belongs to another data set or to another order, also if a [`Sampler`](crate::Sampler) gives another one now for the epoch of the position.
     #[doc(alias = "load_state_dict")]
     pub fn resume(&self, position: &Position) -> Result<()> {
         let mut progress = self.inner.progress.lock();
@@ -196,6 +196,46 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
         progress.position.set_epoch(epoch);
         let own = Own::Slice(Arc::new(Slice { of, batch_size: self.batch_size(), places }));
         Self { inner: Arc::new(self.inner.with(self.inner.collate.clone(), Some(own), progress)) }
+    }
+
+    /// Checks that all ranks of `group` load the same items in the same order, each its own part of them. All ranks call it together, such as
+    /// once before the first pass. It compares the number of items and their [fingerprint](Dataset::fingerprint), the sampler's options or the order of a
+    /// [`Sampler`](crate::Sampler) in this epoch, the [position](Self::position), `batch_size`, `drop_last` and `seed`. Nothing else does: ranks that differ would
+    /// train on some items twice, and on others not at all. It reads no item.
+    ///
+    /// ```
+    /// use phalanx_data::{DataLoader, InMemory};
+    ///
+    /// let group = phalanx::init()?;
+    /// let items = (0..100).collect::<InMemory<u32>>();
+    /// let loader = DataLoader::builder(items).shuffle(true).group(&group).batch_size(10).build()?;
+    /// loader.check_ranks(&group)?;
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// On every rank, if a rank's loader differs from rank 0's, with both, or if the loaders are not divided among the ranks of `group`
+    /// ([`is_mismatch`](Error::is_mismatch)).
+    pub fn check_ranks(&self, group: &ProcessGroup) -> Result<()> {
+        let (places, place) = {
+            let progress = self.inner.progress.lock();
+            (progress.position.clone(), progress.shard)
+        };
+        let Settings { batch_size, drop_last, seed, .. } = self.inner.settings;
+        let order = match &self.inner.own {
+            Some(own) => {
+                let indices = own.indices(places.epoch());
+                format!("an order of {} items (digest {:016x})", indices.len(), own.digest(&indices))
+            }
+            None => places.describe(),
+        };
+        let (items, fingerprint) = (self.inner.dataset.len(), self.inner.dataset.fingerprint());
+        let (epoch, consumed) = (places.epoch(), places.consumed());
+        let loads = format!(
+            "{items} items (fingerprint {fingerprint:016x}), {order}, epoch {epoch} behind {consumed} items, batch_size {batch_size}, drop_last {drop_last}, \
+             the loader's seed {seed}"
+        );
+        group.check_parts("loader", place, &loads)
     }
 
     /// The data set.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use phalanx::sampler::ElasticSampler;
 use phalanx::{Rank, WorldSize};
 
+use crate::worker::mix;
 use crate::{Sampler, Sampling};
 
 /// An item of a batch.
@@ -29,6 +30,14 @@ impl Own {
         match self {
             Self::Sampler(sampler) => sampler.order(epoch),
             Self::Slice(slice) => slice.indices(epoch),
+        }
+    }
+
+    /// By what a position knows the order of these indices again. 0, which stands for any, for a slice, which is one rank's own.
+    pub fn digest(&self, indices: &[usize]) -> u64 {
+        match self {
+            Self::Sampler(_) => indices.iter().fold(1, |digest, index| mix(&[digest, *index as u64])).max(1),
+            Self::Slice(_) => 0,
         }
     }
 
@@ -131,7 +140,10 @@ pub(super) fn of_rank(
     whole.set_epoch(epoch);
     // All steps as one. A longer one would not be full, and `Tail::Drop` leaves that out.
     let all = whole.steps_left(batch_size, world).saturating_mul(batch_size);
-    whole.next_batch(all, rank, world).unwrap_or_default()
+    match all {
+        0 => Vec::new(),
+        all => whole.next_batch(all, rank, world).unwrap_or_default(),
+    }
 }
 
 #[cfg(test)]

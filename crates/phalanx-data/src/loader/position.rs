@@ -3,7 +3,8 @@
 //! Every order is distributed place by place, so how many places all ranks together have got says everything, for any
 //! world. It counts what the loop has got: what was loaded ahead is loaded again by whoever resumes. A sampler of one's
 //! own therefore gives the order of all ranks, and the loader distributes it. `ElasticSampler` counts the places, also of
-//! a `DistributedSampler`, whose indices it gives.
+//! a `DistributedSampler`, whose indices it gives. For a sampler of one's own, whose places it does not shuffle, its seed is a digest of the
+//! order: places of another order are other items.
 
 use phalanx::sampler::ElasticSampler;
 use phalanx::{Error, Result};
@@ -38,11 +39,15 @@ impl Position {
     pub(super) fn for_loader(&self, own: &ElasticSampler, sampler: Option<&Own>) -> Result<ElasticSampler> {
         let (mut saved, mut mine) = (self.places.clone(), own.clone());
         if let Some(sampler) = sampler {
-            // Its length is that of the epoch.
-            mine = over(&mine, sampler.indices(saved.epoch()).len());
+            // Its length and its digest are those of the epoch.
+            let indices = sampler.indices(saved.epoch());
+            let digest = sampler.digest(&indices);
+            mine = over(&mine, indices.len()).seed(digest);
             if saved.consumed() == 0 {
-                // Saved before the pass began, it has the length of the epoch before.
-                saved = over(&saved, mine.samples());
+                // Saved before the pass began, it has those of the epoch before.
+                saved = over(&saved, mine.samples()).seed(digest);
+            } else if saved == any_order(&saved) {
+                saved = saved.seed(digest);
             }
         }
         if saved.samples() != mine.samples() {
@@ -58,14 +63,30 @@ impl Position {
         let wanted = saved.clone();
         saved.set_epoch(0);
         mine.set_epoch(0);
+        if saved != mine && sampler.is_some() && any_order(&saved) == any_order(&mine) {
+            return Err(Error::invalid_argument(format!(
+                "the position was saved in another order: the sampler gives the items of epoch {} in another one now",
+                self.epoch()
+            ))
+            .with_remedy(
+                "let the sampler give the same order for the same epoch in every run, or begin with the next epoch: set_epoch",
+            ));
+        }
         if saved != mine {
-            return Err(Error::invalid_argument(
-                "the position was saved in another order: the seed, `shuffle` or what becomes of the last samples differs",
-            )
+            return Err(Error::invalid_argument(format!(
+                "the position was saved in another order, of {}; that of the loader is of {}",
+                saved.describe(),
+                mine.describe()
+            ))
             .with_remedy("resume with the same options, or begin with the next epoch: set_epoch"));
         }
         Ok(wanted)
     }
+}
+
+/// The same place of any order of a sampler, as positions were that did not know it.
+fn any_order(places: &ElasticSampler) -> ElasticSampler {
+    places.clone().seed(0)
 }
 
 /// The same place of an order of `samples`, which stands for places only.

@@ -188,6 +188,22 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamLoader<D, B> {
         *self.inner.failure.lock() = failure_of(group);
         Ok(())
     }
+
+    /// Checks that all ranks of `group` divide the stream into the same shards, and that each reads its own: as
+    /// [`DataLoader::check_ranks`](crate::DataLoader::check_ranks). It compares the number of shards, the epoch and `seed`. Without
+    /// [`shards`](StreamLoaderBuilder::shards) their number depends on `num_workers`.
+    ///
+    /// # Errors
+    /// As [`DataLoader::check_ranks`](crate::DataLoader::check_ranks).
+    pub fn check_ranks(&self, group: &ProcessGroup) -> Result<()> {
+        let (shards, epoch, place) = {
+            let progress = self.inner.progress.lock();
+            (progress.position.shards(), progress.position.epoch(), progress.shard)
+        };
+        let seed = self.inner.settings.seed;
+        let stream = format!("{shards} shards, epoch {epoch}, the loader's seed {seed}");
+        group.check_parts("loader", place, &stream)
+    }
 }
 
 impl<D: IterableDataset + 'static, B: Send + 'static> IntoIterator for &StreamLoader<D, B> {

@@ -378,3 +378,26 @@ fn a_link_that_leads_nowhere_is_refused_and_one_to_a_folder_is_followed() {
     std::os::unix::fs::symlink("cat", folder.path().join("cat")).unwrap();
     names(ImageFolder::open(folder.path()), &["cat"]);
 }
+
+#[test]
+fn files_with_as_many_items_are_told_apart_by_their_fingerprints() {
+    let folder = tempfile::tempdir().unwrap();
+    let lines = |text: &str| {
+        let path = written(folder.path(), "a.jsonl", text);
+        JsonLinesDataset::<u32>::open(path).unwrap().fingerprint()
+    };
+    assert!(lines("1\n2\n") == lines("3\n4\n") && lines("1\n2\n") != lines("1\n22\n"));
+    let records = |text: &str| {
+        let path = written(folder.path(), "a.csv", text);
+        CsvDataset::<(u32,)>::open(path).unwrap().fingerprint()
+    };
+    assert!(records("x\n1\n2\n") == records("x\n3\n4\n") && records("x\n1\n2\n") != records("x\n1\n22\n"));
+    let images = |root: &str, name: &str| {
+        let class = folder.path().join(root).join("cat");
+        fs::create_dir_all(&class).unwrap();
+        written(&class, name, "");
+        ImageFolder::open(folder.path().join(root)).unwrap().fingerprint()
+    };
+    let one = images("one", "1.png");
+    assert!(one == images("two", "1.png") && one != images("three", "2.png"));
+}

@@ -128,6 +128,23 @@ fn a_data_set_gets_its_name_when_it_is_whole() {
 }
 
 #[test]
+fn a_packing_that_cannot_be_finished_loses_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("packed");
+    let mut writer = LmdbWriter::create(&path).unwrap();
+    writer.push(b"first").unwrap();
+    // Another program's, since the packing has begun.
+    fs::create_dir(&path).unwrap();
+    fs::write(path.join("other"), "").unwrap();
+    writer.finish().unwrap_err();
+    fs::remove_dir_all(&path).unwrap();
+    assert_eq!(writer.finish().unwrap(), 1);
+    assert_eq!(LmdbDataset::open(&path).unwrap().get(0).unwrap(), b"first");
+    let error = writer.push(b"second").unwrap_err();
+    assert!(error.is_invalid_argument() && error.to_string().contains("was finished"), "{error}");
+}
+
+#[test]
 fn an_empty_data_set_is_one() {
     let folder = tempfile::tempdir().unwrap();
     let dataset = LmdbDataset::open(pack(folder.path(), 0, |_| 0)).unwrap();

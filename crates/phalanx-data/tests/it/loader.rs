@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use phalanx::sampler::{DistributedSampler, ElasticSampler, Tail};
+use phalanx::testing::{Fabric, run};
 use phalanx::{Error, Rank, Result, WorldSize};
 use phalanx_data::{
     DataLoader, Dataset, InMemory, LoadError, Sampler, WorkerInfo, from_fn, set_item, worker_info,
@@ -212,7 +213,9 @@ fn a_position_of_something_else_is_refused() {
     let of = |len: usize, seed| DataLoader::builder(numbers(len)).shuffle(true).seed(seed).build().unwrap();
     let loader = of(10, 1);
     loader.iter().next();
-    for (other, words) in [(of(11, 1), "10 samples"), (of(10, 2), "another order")] {
+    for (other, words) in
+        [(of(11, 1), "10 samples"), (of(10, 2), "another order, of samples 10, shuffle true, seed 1")]
+    {
         let error = other.resume(&loader.position()).unwrap_err();
         assert!(error.is_invalid_argument() && error.to_string().contains(words), "{error}");
     }
@@ -247,6 +250,35 @@ fn an_order_of_one_s_own_may_change_its_length() {
     let outside = DataLoader::builder(numbers(3)).sampler(Growing).build().unwrap();
     let error = outside.iter().next().unwrap().unwrap_err();
     assert!(error.to_string().contains("no item 3"), "{error}");
+}
+
+#[test]
+fn a_position_knows_the_order_of_a_sampler_again() {
+    let of = |seed: usize| {
+        let order =
+            from_fn(move |epoch| (0..10).map(|place| (place * 7 + seed + epoch as usize) % 10).collect());
+        DataLoader::builder(numbers(10)).sampler(order).batch_size(2).build().unwrap()
+    };
+    let first = of(1);
+    let mut batches = first.iter();
+    batches.next().unwrap().unwrap();
+    let position = first.position();
+    of(1).resume(&position).unwrap();
+    let error = of(2).resume(&position).unwrap_err();
+    assert!(
+        error.is_invalid_argument() && error.to_string().contains("of epoch 0 in another one"),
+        "{error}"
+    );
+    // Between two epochs nothing of the next one's order was taken.
+    assert_eq!(batches.count(), 4);
+    of(2).resume(&first.position()).unwrap();
+    // Of a version that did not know it.
+    let mut old = ElasticSampler::new(10).shuffle(false).tail(Tail::Repeat);
+    old.next_batch(2, Rank::MAIN, WorldSize::ONE).unwrap();
+    let old: phalanx_data::Position = postcard::from_bytes(&postcard::to_stdvec(&old).unwrap()).unwrap();
+    let resumed = of(2);
+    resumed.resume(&old).unwrap();
+    assert_eq!(resumed.iter().next().unwrap().unwrap(), [6, 3]);
 }
 
 #[test]
@@ -347,6 +379,38 @@ fn a_failed_batch_is_loaded_again_by_whoever_resumes() {
     // A loop that goes on has chosen to do without it.
     assert_eq!(batches.next().unwrap().unwrap(), [4, 5]);
     assert_eq!(first.position().consumed(), 6);
+}
+
+#[test]
+fn a_rank_that_goes_on_without_a_failed_batch_stays_with_the_others() {
+    let loader = |rank: u32, bad: usize| {
+        let items = Function(30, move |index| match index == bad {
+            true => Err(Error::aborted("a bad item")),
+            false => Ok(index),
+        });
+        let sampler = ElasticSampler::new(30).shuffle(false);
+        DataLoader::builder(items)
+            .sampler(sampler)
+            .shard(Rank::new(rank), world(3))
+            .batch_size(2)
+            .build()
+            .unwrap()
+    };
+    let (first, second) = (loader(0, 9), loader(1, usize::MAX));
+    let (mut ours, mut theirs) = (first.iter(), second.iter());
+    for step in 0..4 {
+        let (our, their) = (ours.next().unwrap(), theirs.next().unwrap());
+        // The second step has 6 to 11 of all ranks; rank 2 dies in it, with 8 and 11.
+        let (missing, ranks) =
+            if step == 1 { (vec![Rank::new(2)], 2) } else { (vec![], if step == 0 { 3 } else { 2 }) };
+        assert_eq!(our.is_err(), step == 1);
+        if step == 2 {
+            assert_eq!((our.unwrap(), their.unwrap()), (vec![8, 12], vec![11, 13]));
+        }
+        ours.regroup(&missing, Rank::MAIN, world(ranks));
+        theirs.regroup(&missing, Rank::new(1), world(ranks));
+        assert_eq!(first.position(), second.position(), "step {step}");
+    }
 }
 
 #[test]
@@ -759,6 +823,57 @@ fn workers_of_a_slice_are_those_of_the_rank() {
         assert!(all.iter().all(|worker| (worker.rank, worker.world_size) == shard));
         assert_eq!((all.len(), all[0].seed), (8, own.seed));
     }
+}
+
+#[test]
+fn ranks_that_load_something_else_are_told_on_every_rank() {
+    run(2, Fabric::InProcess, |group| {
+        let (rank, second) = (group.rank(), usize::from(!group.rank().is_main()));
+        let sampler =
+            |seed: u64, len| DistributedSampler::for_group(len, &group).seed(seed).shuffle(len != 7);
+        let loader = |seed, len| DataLoader::builder(numbers(len)).sampler(sampler(seed, len));
+        let weighted = |seed: usize| {
+            let order =
+                from_fn(move |epoch| (0..10).map(|place| (place * 7 + seed + epoch as usize) % 10).collect());
+            DataLoader::builder(numbers(10)).sampler(order).group(&group)
+        };
+        for alike in [loader(3, 10), loader(3, 7), loader(3, 0), weighted(1)] {
+            let loader = alike.batch_size(2).num_workers(second).build().unwrap();
+            loader.check_ranks(&group).unwrap();
+            loader.iter().next();
+            loader.check_ranks(&group).unwrap();
+        }
+        let cases = [
+            (loader(second as u64, 10), "seed 1"),
+            (loader(3, 10 + second), "11 items"),
+            (loader(3, 10).seed(second as u64), "the loader's seed 1"),
+            (loader(3, 10).batch_size(1 + second), "batch_size 2"),
+            (loader(3, 10).drop_last(second == 1), "drop_last true"),
+            (weighted(second), "digest"),
+            // Each has all items, or the same part.
+            (DataLoader::builder(numbers(10)), "part of rank 0 of 1, and there are 2 ranks"),
+            (DataLoader::builder(numbers(10)).shard(Rank::MAIN, world(2)), "the part of rank 0 of 2"),
+        ];
+        for (loader, said) in cases {
+            let error = loader.build().unwrap().check_ranks(&group).unwrap_err();
+            assert!(error.is_mismatch() && error.remedy().is_some(), "{error}");
+            assert!(error.to_string().contains(said), "{said} on rank {rank}: {error}");
+        }
+        // As many items, which one rank has drawn otherwise.
+        let split = |indices: [usize; 4]| {
+            DataLoader::builder(numbers(10).subset(indices).unwrap()).group(&group).build().unwrap()
+        };
+        split([1, 2, 3, 4]).check_ranks(&group).unwrap();
+        let error = split([1, 2, 3, 4 + second]).check_ranks(&group).unwrap_err();
+        assert!(error.to_string().contains("4 items (fingerprint"), "{error}");
+        // One rank is a batch ahead.
+        let loader = loader(3, 10).build().unwrap();
+        let mut batches = loader.iter();
+        (0..second).for_each(|_| drop(batches.next()));
+        let error = loader.check_ranks(&group).unwrap_err();
+        assert!(error.to_string().contains("epoch 0 behind 2 items"), "{error}");
+        assert!(group.failure().is_none());
+    });
 }
 
 #[test]

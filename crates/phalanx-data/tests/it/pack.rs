@@ -13,7 +13,9 @@ mod example;
 fn a_folder_is_packed_with_the_class_of_each_file() {
     let folder = tempfile::tempdir().unwrap();
     let (photos, packed) = (folder.path().join("photos"), folder.path().join("photos.lmdb"));
-    for (class, file, bytes) in [("dogs", "b", "rex"), ("cats", "z", "tom"), ("dogs", "a", "")] {
+    // As an ImageFolder: folders of a class belong to it, and hidden names are no class and no item.
+    let files = [("dogs", "b", "rex"), ("cats", "z", "tom"), ("dogs", "a", ""), ("cats/old", "y", "kit")];
+    for (class, file, bytes) in files.into_iter().chain([(".cache", "a", "none"), ("dogs", ".b", "none")]) {
         fs::create_dir_all(photos.join(class)).unwrap();
         fs::write(photos.join(class).join(file), bytes).unwrap();
     }
@@ -21,7 +23,7 @@ fn a_folder_is_packed_with_the_class_of_each_file() {
     example::pack(&photos, &packed).unwrap();
     let dataset = LmdbDataset::open(&packed).unwrap();
     let items: Vec<Vec<u8>> = (0..dataset.len()).map(|index| dataset.get(index).unwrap()).collect();
-    assert_eq!(items, [&b"\0\0\0\0tom"[..], b"\x01\0\0\0", b"\x01\0\0\0rex"]);
+    assert_eq!(items, [&b"\0\0\0\0kit"[..], b"\0\0\0\0tom", b"\x01\0\0\0", b"\x01\0\0\0rex"]);
     assert_eq!(fs::read_to_string(packed.join("classes.txt")).unwrap(), "cats\ndogs");
 }
 

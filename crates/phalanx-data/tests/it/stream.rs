@@ -5,6 +5,7 @@ use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
+use phalanx::testing::{Fabric, run};
 use phalanx::{Error, ProcessGroup, Rank, Result, WorldSize};
 use phalanx_data::{IterableDataset, Shard, StreamBatches, StreamLoader, StreamPosition, worker_info};
 use proptest::prelude::*;
@@ -52,6 +53,24 @@ proptest! {
         prop_assert!(seen.iter().all(|times| *times == 1), "{seen:?}");
         prop_assert_eq!(position.unwrap().read().iter().sum::<u64>(), len);
     }
+}
+
+#[test]
+fn ranks_that_divide_a_stream_in_another_way_are_told() {
+    run(2, Fabric::InProcess, |group| {
+        let builder = || StreamLoader::builder(Numbers(40)).group(&group);
+        let second = usize::from(!group.rank().is_main());
+        builder().shards(6).num_workers(second).build().unwrap().check_ranks(&group).unwrap();
+        let cases = [
+            (builder().num_workers(1 + second), "4 shards"),
+            (builder().seed(second as u64), "seed 1"),
+            (builder().shard(Rank::MAIN, WorldSize::ONE), "part of rank 0 of 1, and there are 2 ranks"),
+        ];
+        for (builder, said) in cases {
+            let error = builder.build().unwrap().check_ranks(&group).unwrap_err();
+            assert!(error.is_mismatch() && error.to_string().contains(said), "{error}");
+        }
+    });
 }
 
 /// A source that says nothing until its sender is dropped.

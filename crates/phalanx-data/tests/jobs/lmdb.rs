@@ -6,6 +6,7 @@ use std::process::{Child, Command, Stdio};
 
 use phalanx_data::lmdb::{LmdbDataset, LmdbWriter};
 use phalanx_data::{DataLoader, Dataset};
+use rustix::process::{Resource, Rlimit, setrlimit};
 
 use crate::ROLE;
 
@@ -13,6 +14,10 @@ pub const TESTS: &[(&str, fn())] = &[
     ("lmdb_opened_in_the_constructor_and_pickled", lmdb_opened_in_the_constructor_and_pickled),
     ("a_killed_reader_leaves_no_stale_slot", a_killed_reader_leaves_no_stale_slot),
     ("a_killed_packing_leaves_no_data_set", a_killed_packing_leaves_no_data_set),
+    (
+        "a_limit_of_the_size_of_files_is_an_error_of_the_packing",
+        a_limit_of_the_size_of_files_is_an_error_of_the_packing,
+    ),
 ];
 
 const ITEMS: u64 = 500;
@@ -50,6 +55,17 @@ pub fn play(role: &str) {
     let mut input = Vec::new();
     std::io::stdin().read_to_end(&mut input).unwrap();
     match role {
+        "limited" => {
+            let path = PathBuf::from(String::from_utf8(input).unwrap());
+            let most = Rlimit { current: Some(8 << 20), maximum: None };
+            setrlimit(Resource::Fsize, most).unwrap();
+            let mut writer = LmdbWriter::create(path).unwrap();
+            // A program may make room, and push again.
+            for _ in 0..2 {
+                let error = (0..40).find_map(|_| writer.push(&[0; 1 << 20]).err()).unwrap();
+                println!("{error}");
+            }
+        }
         "pack" => {
             let path = PathBuf::from(String::from_utf8(input).unwrap());
             let mut writer = LmdbWriter::create(path).unwrap();
@@ -118,6 +134,17 @@ fn a_killed_reader_leaves_no_stale_slot() {
     assert!(other.wait().unwrap().success());
     assert_eq!(dataset.clear_stale_readers().unwrap(), 0);
     assert_eq!(dataset.get(1).unwrap(), 1_u64.to_le_bytes());
+}
+
+fn a_limit_of_the_size_of_files_is_an_error_of_the_packing() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("packed");
+    let packing = start("limited", path.to_str().unwrap().as_bytes());
+    let output = packing.wait_with_output().unwrap();
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success() && said.matches("ulimit -f").count() == 2, "{said}");
+    // Its writer was dropped.
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
 }
 
 fn a_killed_packing_leaves_no_data_set() {

@@ -156,15 +156,7 @@ impl ElasticSampler {
     /// If the number of samples, the seed, `shuffle` or the tail differs ([`is_mismatch`](Error::is_mismatch)); the error names each with
     /// both values.
     pub fn check_resumes(&self, saved: &Self) -> Result<()> {
-        let options = |it: &Self| {
-            [
-                ("samples", it.samples.to_string()),
-                ("shuffle", it.shuffle.to_string()),
-                ("seed", it.seed.to_string()),
-                ("tail", format!("{:?}", it.tail)),
-            ]
-        };
-        let pairs = options(saved).into_iter().zip(options(self)).filter(|(saved, here)| saved != here);
+        let pairs = saved.options().into_iter().zip(self.options()).filter(|(saved, here)| saved != here);
         let differences =
             pairs.map(|((name, saved), (_, here))| format!("`{name}` was {saved} and is {here}"));
         let differences = differences.collect::<Vec<_>>().join(", ");
@@ -174,6 +166,22 @@ impl ElasticSampler {
         Err(Error::mismatch(format!("the saved sampler has another order of samples: {differences}")).with_remedy(
             "make the sampler as it was when it was saved; to go on with another one, put it in its place after loading",
         ))
+    }
+
+    /// All that the order depends on but the epoch, for people. Ranks whose samplers are described in other words train on some samples
+    /// twice, and on others not at all.
+    #[doc(hidden)]
+    pub fn describe(&self) -> String {
+        self.options().map(|(name, value)| format!("{name} {value}")).join(", ")
+    }
+
+    fn options(&self) -> [(&'static str, String); 4] {
+        [
+            ("samples", self.samples.to_string()),
+            ("shuffle", self.shuffle.to_string()),
+            ("seed", self.seed.to_string()),
+            ("tail", format!("{:?}", self.tail)),
+        ]
     }
 
     /// The epoch.
@@ -222,11 +230,16 @@ impl ElasticSampler {
     /// equally often, with the same batch and world.
     ///
     /// # Panics
-    /// If `rank` is not in the world: it would get samples of others. Rank and world are to be those of one group.
+    /// If `rank` is not in the world: it would get samples of others. Rank and world are to be those of one group. If `batch` is 0, as a number of
+    /// all ranks may be that was divided by more ranks: every epoch would end at once, and nothing be trained.
     pub fn next_batch(&mut self, batch: usize, rank: Rank, world: WorldSize) -> Option<Vec<usize>> {
         assert!(
             rank.index() < world.count(),
             "rank {rank} asks for a batch in a world of {world}: take both from the same group"
+        );
+        assert!(
+            batch > 0,
+            "batches of 0 samples were asked for: is the number of all ranks divided by more ranks than it has samples?"
         );
         if self.steps_left(batch, world) == 0 {
             return None;
@@ -424,6 +437,12 @@ mod tests {
     #[should_panic(expected = "rank 2 asks for a batch in a world of 2")]
     fn a_rank_outside_the_world_gets_no_samples_of_others() {
         ElasticSampler::new(10).next_batch(1, Rank::new(2), WorldSize::new(2).unwrap());
+    }
+
+    #[test]
+    #[should_panic(expected = "batches of 0 samples were asked for")]
+    fn batches_without_samples_are_no_end_of_the_epoch() {
+        ElasticSampler::new(10).next_batch(0, Rank::MAIN, WorldSize::ONE);
     }
 
     #[test]

@@ -308,3 +308,29 @@ fn an_averager_that_is_given_after_the_group_is_compared_by_its_averages() {
         }
     }
 }
+
+#[test]
+fn ranks_that_take_other_samples_or_batches_are_told() {
+    for (len, batch, is_error) in [(1000, 4, false), (1001, 4, true), (1000, 3, true)] {
+        let errors = run(2, |group| {
+            let (len, batch) = if group.rank().is_main() { (1000, 4) } else { (len, batch) };
+            let model = Mlp::new(&WIDTHS);
+            let optimizer = Optimizer::new(&model.store, Rule::sgd(0.9)).unwrap();
+            let state = TrainState::new(&model.store, optimizer, ElasticSampler::new(len)).unwrap();
+            let mut state = state.with_group(&group).unwrap();
+            let mut step = || {
+                state.next_batch(batch).unwrap();
+                let (x, y) = samples(0, 4);
+                let loss = state.ddp.forward(|| (model.forward(&x) - &y).square().mean(Kind::Float))?;
+                state.optimizer.zero_grad()?;
+                state.ddp.backward(&loss)?;
+                state.step(0.01)
+            };
+            (0..70).find_map(|_| step().err()).map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), is_error, "{len} in batches of {batch}: {error:?}");
+            assert!(error.is_none_or(|error| error.contains("batches of another size")));
+        }
+    }
+}

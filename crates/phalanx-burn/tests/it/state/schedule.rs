@@ -25,6 +25,13 @@ fn a_step_that_is_refused_leaves_the_scheduler_where_it_is() {
     assert!((first - 0.1).abs() < 1e-9 && training.steps() == 1, "{first}");
 }
 
+/// The samples of these indices.
+fn samples_of(batch: &[usize]) -> (Tensor<2>, Tensor<2>) {
+    let parts = batch.iter().map(|sample| samples(*sample, sample + 1));
+    let (x, y): (Vec<_>, Vec<_>) = parts.unzip();
+    (Tensor::cat(x, 0), Tensor::cat(y, 0))
+}
+
 /// A step of a job that draws its samples from the progress, and its learning rates from the scheduler.
 fn scheduled(training: &mut TrainState<Mixed, ElasticSampler>, group: &ProcessGroup) {
     let batch = loop {
@@ -33,10 +40,7 @@ fn scheduled(training: &mut TrainState<Mixed, ElasticSampler>, group: &ProcessGr
             None => training.progress.next_epoch(),
         }
     };
-    let parts: Vec<_> = batch.iter().map(|sample| samples(*sample, sample + 1)).collect();
-    let (x, y): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
-    let part = (Tensor::cat(x, 0), Tensor::cat(y, 0));
-    let loss = training.model.forward(|model| model.loss(part)).unwrap();
+    let loss = training.model.forward(|model| model.loss(samples_of(&batch))).unwrap();
     let gradients = training.model.backward(&loss).unwrap();
     training.scheduled_step(gradients).unwrap();
 }
@@ -115,6 +119,47 @@ fn a_sampler_of_another_order_is_refused_and_changes_nothing() {
     let mut larger = new(ElasticSampler::new(150));
     assert!(larger.resume(&checkpoints).unwrap());
     assert_eq!((larger.steps(), &larger.progress), (2, &training.progress));
+}
+
+#[test]
+fn ranks_with_other_samplers_are_told_before_they_begin() {
+    let folder = tempfile::tempdir().unwrap();
+    run(2, |group| {
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        let sampler = ElasticSampler::new(50 + group.rank().index());
+        let mut training = TrainState::new(Mixed::new(6), SgdConfig::new().init(), sampler).unwrap();
+        let error = training.resume(&checkpoints).unwrap_err();
+        assert!(error.is_mismatch() && error.to_string().contains("samples 51"), "{error}");
+    });
+}
+
+#[test]
+fn ranks_that_take_other_samples_or_batches_are_told() {
+    let start = Mixed::new(6);
+    let errors = |samples: [usize; 2], batches: [usize; 2]| {
+        run(2, |group| {
+            let rank = group.rank().index();
+            let sampler = ElasticSampler::new(samples[rank]).tail(Tail::Repeat);
+            let training = TrainState::new(start.of_own(), SgdConfig::new().init(), sampler).unwrap();
+            let mut training = training.with_group(&group).unwrap();
+            let mut step = || {
+                let batch = samples_of(&training.next_batch(batches[rank]).unwrap());
+                let loss = training.model.forward(|model| model.loss(batch))?;
+                let gradients = training.model.backward(&loss)?;
+                training.step(0.01, gradients)
+            };
+            (0..70).find_map(|_| step().err()).map(|error| error.to_string())
+        })
+    };
+    assert!(errors([1000, 1000], [4, 4]).iter().all(Option::is_none));
+    for (samples, batches) in [([1000, 1001], [4, 4]), ([1000, 1000], [4, 3])] {
+        for error in errors(samples, batches) {
+            assert!(
+                error.as_ref().is_some_and(|error| error.contains("batches of another size")),
+                "{error:?}"
+            );
+        }
+    }
 }
 
 #[test]

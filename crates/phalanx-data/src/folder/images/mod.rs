@@ -15,6 +15,7 @@ use self::decode::{Cause, Options, decode};
 use super::{bad, entries, files, io_error, open_file, without_panic};
 use crate::Dataset;
 use crate::dataset::item;
+use crate::worker::{mix, mix_bytes};
 
 /// torchvision's.
 const EXTENSIONS: &[&str] = &["jpg", "jpeg", "png", "ppm", "bmp", "pgm", "tif", "tiff", "webp"];
@@ -133,6 +134,14 @@ impl Dataset for ImageFolder {
         file.take(MAX_BYTES).read_to_end(&mut bytes).map_err(|error| io_error(path, &error))?;
         let image = without_panic(path, "its image", || decode(&bytes, self.options).map_err(failed))?;
         Ok(ImageSample { image: image.into_rgb8(), class: *class })
+    }
+
+    fn fingerprint(&self) -> u64 {
+        let classes = self.classes.iter().fold(0, |all, class| mix_bytes(all, class.as_bytes()));
+        self.files.iter().fold(classes, |all, (path, class)| {
+            let name = path.file_name().unwrap_or_default().as_encoded_bytes();
+            mix_bytes(mix(&[all, *class as u64]), name)
+        })
     }
 }
 
