@@ -130,7 +130,10 @@ impl Options {
         let Self {
             fusion_threshold, cycle_time, cache_capacity, stall_check_time, stall_shutdown_time, ..
         } = self;
-        let refuse = |what: String| Err(Error::invalid_argument(what));
+        let refuse = |what: String| {
+            Err(Error::invalid_argument(what)
+                .with_remedy("set another value in the Options of rank 0, which all ranks use"))
+        };
         if *fusion_threshold > MAX_FUSION_THRESHOLD {
             return refuse(format!(
                 "fusion_threshold is {fusion_threshold} bytes: at most {MAX_FUSION_THRESHOLD} are allowed"
@@ -317,6 +320,7 @@ mod tests {
         {
             let error = options.check().unwrap_err();
             assert!(error.is_invalid_argument() && error.to_string().contains(name), "{error}");
+            assert!(error.remedy().is_some(), "{error}");
         }
     }
 
