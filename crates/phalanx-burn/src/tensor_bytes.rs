@@ -12,7 +12,7 @@ use burn::backend::{LibTorch, TensorMetadata};
 use burn::tensor::{Bytes, DType as BurnDType, Tensor, TensorData, bf16, f16};
 use burn_flex::FlexTensor;
 use bytemuck::{AnyBitPattern, NoUninit, Pod};
-use phalanx::{DType, Error, Result};
+use phalanx::{Buffer, DType, Error, Result};
 
 use crate::device;
 #[cfg(feature = "tch")]
@@ -27,6 +27,14 @@ pub(crate) struct TensorBytes<'a> {
     /// Burn's type; see [`dtype`].
     pub dtype: BurnDType,
     pub bytes: &'a [u8],
+}
+
+/// Zeros in this process's memory. An error if there is too little.
+pub(crate) fn memory(dtype: DType, elements: usize) -> Result<Buffer> {
+    Buffer::try_zeroed(dtype, elements).ok_or_else(|| {
+        Error::out_of_memory(format!("there is no memory for a copy of {elements} x {dtype}"))
+            .with_remedy("start fewer ranks on this host, or train a smaller model")
+    })
 }
 
 /// How the elements of a tensor can be had.

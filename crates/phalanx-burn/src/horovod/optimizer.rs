@@ -249,9 +249,9 @@ impl DistributedOptimizer {
     ///
     /// # Errors
     /// If the loss was not computed in [`forward`](Self::forward), if this is one backward pass too many before a step, or the job
-    /// has failed. Each of these ends the job: if a parameter of the model needs a gradient, and needed none or had another id in
-    /// [`new`](Self::new); if the loss depends on parameters of the model itself, and not only on those that the closure of
-    /// [`forward`](Self::forward) gets: a penalty on parameters belongs into the closure.
+    /// has failed. Each of these ends the job: if a gradient cannot be submitted, as where there is too little memory; if a parameter of the
+    /// model needs a gradient, and needed none or had another id in [`new`](Self::new); if the loss depends on parameters of the model itself,
+    /// and not only on those that the closure of [`forward`](Self::forward) gets: a penalty on parameters belongs into the closure.
     pub fn backward<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<()> {
         if let Some(name) = &self.changes.unknown {
             // The others wait for what this rank does not submit.
@@ -285,7 +285,7 @@ impl DistributedOptimizer {
         self.leaves.check(&past_hooks).inspect_err(|_| self.sink.leave())?;
         drop(past_hooks);
         if is_last && !self.combines_changes {
-            self.sink.submit_held(&self.changes.frozen)
+            self.sink.submit_held(&self.changes.frozen).inspect_err(|_| self.sink.leave())
         } else {
             self.sink.check()
         }
@@ -312,7 +312,7 @@ impl DistributedOptimizer {
         }
         self.leaves = Leaves::default();
         // Before the last of its backward passes: with what there is.
-        self.sink.submit_held(&self.changes.frozen)?;
+        self.sink.submit_held(&self.changes.frozen).inspect_err(|_| self.sink.leave())?;
         self.backwards = 0;
         self.of(model, self.sink.landed()?)
     }
@@ -374,7 +374,7 @@ impl DistributedOptimizer {
             Ok(())
         })
         .inspect_err(|_| self.sink.leave())?;
-        self.sink.submit_changes(changes)?;
+        self.sink.submit_changes(changes).inspect_err(|_| self.sink.leave())?;
         for (parameter, change) in parameters.iter_mut().zip(self.sink.landed()?) {
             if let (Some(parameter), Some(change)) = (parameter, change) {
                 elements::add(parameter.dtype(), parameter.as_bytes_mut(), change.as_bytes())?;
@@ -460,7 +460,7 @@ impl ModuleVisitor for Finder<'_> {
 /// A copy.
 fn buffer(values: TensorBytes<'_>) -> Result<Buffer> {
     let dtype = tensor_bytes::dtype(values.dtype)?;
-    let mut copy = Buffer::zeroed(dtype, values.bytes.len() / dtype.size());
+    let mut copy = tensor_bytes::memory(dtype, values.bytes.len() / dtype.size())?;
     copy.as_bytes_mut().copy_from_slice(values.bytes);
     Ok(copy)
 }
@@ -492,7 +492,7 @@ impl ModuleVisitor for Landed<'_> {
 
 /// `from -= other`, element by element.
 fn subtract(from: &mut Buffer, other: &Buffer) -> Result<()> {
-    let mut minus = Buffer::zeroed(other.dtype(), other.len());
+    let mut minus = tensor_bytes::memory(other.dtype(), other.len())?;
     minus.as_bytes_mut().copy_from_slice(other.as_bytes());
     elements::scale(minus.dtype(), minus.as_bytes_mut(), -1.0)?;
     elements::add(from.dtype(), from.as_bytes_mut(), minus.as_bytes())

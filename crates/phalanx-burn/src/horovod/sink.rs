@@ -35,8 +35,10 @@ impl GradientSink for Pass {
     fn ready(&self, index: usize, gradient: Access<'_>) {
         let state = &mut *self.0.0.lock();
         // Backward cannot return an error: the call that runs it asks for the first one.
-        if state.failure.is_none() {
-            state.failure = state.accept(index, gradient).err();
+        if state.failure.is_none()
+            && let Err(error) = state.accept(index, gradient)
+        {
+            state.fail(error);
         }
     }
 }
@@ -55,8 +57,7 @@ struct SinkState {
     flying: Vec<Flying>,
     /// Gradients on their way from a device.
     in_flight: InFlight<usize>,
-    /// A gradient could not be copied from its device.
-    lost: bool,
+    /// Why a gradient of this backward pass is lost.
     failure: Option<Error>,
 }
 
@@ -115,7 +116,6 @@ impl Sink {
             groups: sizes,
             flying: Vec::new(),
             in_flight: InFlight::new(),
-            lost: false,
             failure: None,
         };
         Ok(Self(Mutex::new(state)))
@@ -139,9 +139,7 @@ impl Sink {
         let state = &mut *self.0.lock();
         state.land();
         // A lost gradient does not count as zero.
-        if state.lost
-            && let Some(error) = state.failure.take()
-        {
+        if let Some(error) = state.failure.take() {
             return Err(error);
         }
         for index in 0..state.parameters.len() {
@@ -155,8 +153,7 @@ impl Sink {
                 })?;
             }
         }
-        state.submit_waiting()?;
-        state.failure.take().map_or(Ok(()), Err)
+        state.submit_waiting()
     }
 
     /// This rank's own gradients, which are not submitted. By the parameters' indices; of `frozen` ones there are none.
@@ -238,21 +235,23 @@ impl SinkState {
     /// Waits for the gradients that are on their way, which are delivered as each arrives.
     fn land(&mut self) {
         while let Some((index, read)) = self.in_flight.pop() {
-            if self.failure.is_none() {
-                self.failure = self.copied(index, read).err();
-            } else {
+            if self.failure.is_some() {
                 read.discard();
+            } else if let Err(error) = self.copied(index, read) {
+                self.fail(error);
             }
         }
     }
 
-    /// Waits for a gradient, and takes it. If it is lost, the job ends: other ranks would wait for it.
+    /// A gradient is lost. The job ends: other ranks would wait for it.
+    fn fail(&mut self, error: Error) {
+        self.failure = Some(error);
+        self.hvd.shutdown();
+    }
+
+    /// Waits for a gradient, and takes it.
     fn copied(&mut self, index: usize, read: ReadBack) -> Result<()> {
         let copied = read.wait(|gradient| self.ready(index, gradient));
-        if copied.is_err() {
-            self.lost = true;
-            self.hvd.shutdown();
-        }
         copied.map_err(|lost| match self.parameters.get(index) {
             Some(parameter) => lost.of(format_args!("the gradient of `{}`", parameter.name)),
             None => lost.of("a gradient"),
@@ -397,8 +396,8 @@ mod tests {
     use super::*;
     use crate::read_back::tests::Unreadable;
 
-    #[test]
-    fn a_gradient_that_a_device_cannot_give_ends_the_job_and_does_not_count_as_zero() {
+    /// What each of two ranks is told, of which rank 0 has `lost` as its gradient.
+    fn told(lost: impl Fn() -> Access<'static> + Sync) -> Vec<String> {
         let groups = ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap();
         let rank = |group: ProcessGroup| {
             let is_lost = group.rank().is_main();
@@ -411,22 +410,29 @@ mod tests {
             let sink = Arc::new(sink);
             sink.set(Delivery::Submit);
             let bytes = bytemuck::bytes_of(&1.0f32);
-            Pass(sink.clone()).ready(
-                0,
-                match is_lost {
-                    true => Access::Away(Box::new(Unreadable)),
-                    false => Access::Here(TensorBytes { dtype: BurnDType::F32, bytes }),
-                },
-            );
+            let own = match is_lost {
+                true => lost(),
+                false => Access::Here(TensorBytes { dtype: BurnDType::F32, bytes }),
+            };
+            Pass(sink.clone()).ready(0, own);
             sink.set(Delivery::Ignore);
             let landed = sink.submit_held(&HashSet::new()).and_then(|()| sink.landed());
             landed.unwrap_err().to_string()
         };
-        let errors: Vec<String> = std::thread::scope(|scope| {
+        std::thread::scope(|scope| {
+            let rank = &rank;
             let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(move || rank(group))).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-        });
+        })
+    }
+
+    #[test]
+    fn a_gradient_that_cannot_be_had_ends_the_job_and_does_not_count_as_zero() {
+        let errors = told(|| Access::Away(Box::new(Unreadable)));
         assert!(errors[0].contains("out of memory"), "{errors:?}");
+        assert!(errors[1].contains("rank 0"), "{errors:?}");
+        let errors = told(|| Access::Here(TensorBytes { dtype: BurnDType::F64, bytes: &[0; 8] }));
+        assert!(errors[0].contains("is of type f64"), "{errors:?}");
         assert!(errors[1].contains("rank 0"), "{errors:?}");
     }
 }
