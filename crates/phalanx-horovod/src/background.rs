@@ -96,7 +96,8 @@ impl Background {
             if let Some(end) = self.cycle()? {
                 return Ok(end);
             }
-            self.shared.pause(&pace(&self.settings, begin, self.any_computes));
+            let timeout = self.groups.control.timeout();
+            self.shared.pause(&pace(&self.settings, (begin, timeout), self.any_computes));
         }
     }
 
@@ -232,9 +233,10 @@ impl Background {
     }
 }
 
-/// After a cycle that began at `begin`.
-fn pace(settings: &Settings, begin: Instant, any_computes: bool) -> Pace {
-    let cycle = Duration::from_micros(settings.cycle_micros);
+/// After a cycle that began at `begin`. A rank whose program waits begins the next one at once, and waits there for the others: they must come
+/// before its `timeout`.
+fn pace(settings: &Settings, (begin, timeout): (Instant, Duration), any_computes: bool) -> Pace {
+    let cycle = Duration::from_micros(settings.cycle_micros).min(timeout / 4);
     Pace { soon: begin + cycle, late: begin + cycle.max(IDLE_INTERVAL), any_computes }
 }
 
@@ -321,13 +323,18 @@ mod tests {
     #[test]
     fn idle_cycles_are_never_back_to_back() {
         let begin = Instant::now();
-        let pace = |cycle_micros| {
-            let Pace { soon, late, .. } = pace(&Settings { threshold: 0, cycle_micros }, begin, true);
+        let pace = |cycle_micros, timeout| {
+            let settings = Settings { threshold: 0, cycle_micros };
+            let Pace { soon, late, .. } = pace(&settings, (begin, timeout), true);
             (soon - begin, late - begin)
         };
-        assert_eq!(pace(0), (Duration::ZERO, IDLE_INTERVAL));
-        assert_eq!(pace(2_000), (Duration::from_millis(2), IDLE_INTERVAL));
-        assert_eq!(pace(60_000), (Duration::from_millis(60), Duration::from_millis(60)));
+        let long = Duration::MAX;
+        assert_eq!(pace(0, long), (Duration::ZERO, IDLE_INTERVAL));
+        assert_eq!(pace(2_000, long), (Duration::from_millis(2), IDLE_INTERVAL));
+        assert_eq!(pace(60_000, long), (Duration::from_millis(60), Duration::from_millis(60)));
+        // Other ranks, which may have begun the next cycle, wait no longer.
+        let (cycle, timeout) = (10_000_000, Duration::from_secs(8));
+        assert_eq!(pace(cycle, timeout), (Duration::from_secs(2), Duration::from_secs(2)));
     }
 
     #[test]

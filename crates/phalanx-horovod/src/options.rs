@@ -36,7 +36,7 @@ pub struct Options {
     /// for what travels in another type or as an Adasum and is larger by itself: at least 1 MiB of the first, all of the second.
     pub fusion_threshold: usize,
     /// The time from one cycle to the next, at least: longer means larger batches, shorter less delay. A program that waits for a
-    /// handle does not wait for it.
+    /// handle does not wait for it. More than a quarter of the group's time-out counts as that.
     pub cycle_time: Duration,
     /// How many names are remembered, so that they travel as bits. 0: none.
     pub cache_capacity: usize,
