@@ -105,7 +105,7 @@ pub fn the_others_go_on() {
                 phalanx::launch::Stream::Stderr => errors += &format!("{text}\n"),
             }
         }
-        if started.elapsed() > Duration::from_secs(60) {
+        if started.elapsed() > Duration::from_secs(120) {
             ControlFlow::Break(())
         } else {
             ControlFlow::Continue(())
