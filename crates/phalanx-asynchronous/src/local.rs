@@ -149,7 +149,7 @@ impl LocalState {
         let settings = (fnv1a(format!("{:?}", self.method).bytes()), self.every, self.elements as u64);
         let reached = (self.steps, self.rounds, bits(&self.center), bits(&self.velocity));
         let failure = check.err();
-        let own = (settings, reached, failure.as_ref().map(ToString::to_string));
+        let own = (settings, reached, failure.as_ref().map(|error| (error.kind(), error.to_string())));
         let all = group.all_gather_object(&own)?;
         if let Some(error) = failure {
             return Err(error);
@@ -159,13 +159,13 @@ impl LocalState {
                 .with_remedy("give the number of steps after which the workers come together: 1 or more"));
         }
         let (rank, peer) = (group.rank(), |index: usize| Rank::new(index as u32));
-        if let Some((other, cause)) = all
+        if let Some((other, (kind, cause))) = all
             .iter()
             .enumerate()
-            .find_map(|(other, (_, _, failure))| failure.as_ref().map(|cause| (other, cause)))
+            .find_map(|(other, (_, _, failure))| failure.as_ref().map(|failure| (other, failure)))
         {
             return Err(
-                Error::invalid_argument(format!("rank {other} cannot go on: {cause}")).with_peer(peer(other))
+                Error::new(*kind, format!("rank {other} cannot go on: {cause}")).with_peer(peer(other))
             );
         }
         if let Some(other) = all.iter().position(|(other, _, _)| *other != settings) {

@@ -121,6 +121,10 @@ fn meets() -> phalanx::Result<()> {
     if group.rank() == Rank::new(1) {
         take_no_more_than(MUCH / 2);
     }
+    // An average needs memory to be sent from, and is refused before anything is sent: the group goes on.
+    let begun = LocalUpdates::new(&group, LocalMethod::Average, 1, &mut parameters);
+    let error = begun.expect_err("there is no memory for it");
+    assert!(error.is_out_of_memory() && error.to_string().contains("no memory for a copy of"), "{error}");
     let error = local.step(&mut parameters).expect_err("there is no memory for it");
     assert!(error.to_string().contains("rank 1 could not exchange its parameters"), "{error}");
     assert!(error.to_string().contains("no memory for a copy of"), "{error}");
