@@ -149,7 +149,7 @@ impl LocalState {
         let settings = (fnv1a(format!("{:?}", self.method).bytes()), self.every, self.elements as u64);
         let reached = (self.steps, self.rounds, bits(&self.center), bits(&self.velocity));
         let failure = check.err();
-        let own = (settings, reached, failure.as_ref().map(ToString::to_string));
+        let own = (settings, reached, failure.as_ref().map(|error| (error.kind(), error.to_string())));
         let all = group.all_gather_object(&own)?;
         if let Some(error) = failure {
             return Err(error);
@@ -159,13 +159,13 @@ impl LocalState {
                 .with_remedy("give the number of steps after which the workers come together: 1 or more"));
         }
         let (rank, peer) = (group.rank(), |index: usize| Rank::new(index as u32));
-        if let Some((other, cause)) = all
+        if let Some((other, (kind, cause))) = all
             .iter()
             .enumerate()
-            .find_map(|(other, (_, _, failure))| failure.as_ref().map(|cause| (other, cause)))
+            .find_map(|(other, (_, _, failure))| failure.as_ref().map(|failure| (other, failure)))
         {
             return Err(
-                Error::invalid_argument(format!("rank {other} cannot go on: {cause}")).with_peer(peer(other))
+                Error::new(*kind, format!("rank {other} cannot go on: {cause}")).with_peer(peer(other))
             );
         }
         if let Some(other) = all.iter().position(|(other, _, _)| *other != settings) {
@@ -182,6 +182,22 @@ impl LocalState {
             ))
             .with_peer(peer(other))
             .with_remedy("every rank must load what was saved after the same step"));
+        }
+        Ok(())
+    }
+
+    /// Takes the memory for what is kept, and for what is `sent` by the methods that reduce: zeros where there is nothing yet.
+    fn take_memory(&mut self, sent: &mut Vec<f32>) -> Result<()> {
+        let (elements, (has_center, has_velocity)) = (self.elements, self.method.keeps());
+        let reduces = match self.method {
+            LocalMethod::Average | LocalMethod::Elastic { .. } | LocalMethod::Outer(_) => true,
+            LocalMethod::Ring | LocalMethod::RandomPairs { .. } => false,
+        };
+        let places = [(&mut self.center, has_center), (&mut self.velocity, has_velocity), (sent, reduces)];
+        for (place, _) in places.into_iter().filter(|(_, is_needed)| *is_needed) {
+            let more = elements.saturating_sub(place.len());
+            place.try_reserve_exact(more).map_err(|error| no_memory(elements).with_source(error))?;
+            place.resize(elements, 0.0);
         }
         Ok(())
     }
@@ -224,14 +240,14 @@ impl LocalUpdates {
     /// the same method and interval.
     ///
     /// # Errors
-    /// If `every` is 0, or method, interval or the number of parameters differ between ranks: on every rank. If the group fails.
+    /// If `every` is 0, if method, interval or the number of parameters differ between ranks, or if a rank has no memory for what the method
+    /// keeps: on every rank. If the group fails.
     pub fn new(
         group: &ProcessGroup,
         method: LocalMethod,
         every: u64,
         parameters: &mut [f32],
     ) -> Result<Self> {
-        let (has_center, has_velocity) = method.keeps();
         let mut state = LocalState {
             method,
             every,
@@ -240,14 +256,16 @@ impl LocalUpdates {
             rounds: 0,
             bytes: 0,
             center: Vec::new(),
-            velocity: vec![0.0; if has_velocity { parameters.len() } else { 0 }],
+            velocity: Vec::new(),
         };
-        state.agree(group, Ok(()))?;
+        let mut scratch = Vec::new();
+        let memory = state.take_memory(&mut scratch);
+        state.agree(group, memory)?;
         group.broadcast(parameters, Rank::MAIN)?;
-        if has_center {
-            state.center = parameters.to_vec();
+        if !state.center.is_empty() {
+            state.center.copy_from_slice(parameters);
         }
-        Ok(Self { group: group.clone(), state, scratch: Vec::new() })
+        Ok(Self { group: group.clone(), state, scratch })
     }
 
     /// Workers that continue from where they were when each saved its parameters and its [`state`](Self::state). The rank's
@@ -256,7 +274,7 @@ impl LocalUpdates {
     ///
     /// # Errors
     /// If the state is of another method or interval, of another number of parameters, or of another step than the other ranks'
-    /// states, or counts more than any run has: on every rank. If the group fails.
+    /// states, or counts more than any run has, or if a rank has no memory for what the method sends: on every rank. If the group fails.
     pub fn resume(
         group: &ProcessGroup,
         method: LocalMethod,
@@ -265,9 +283,10 @@ impl LocalUpdates {
         state: LocalState,
     ) -> Result<Self> {
         let fits = state.fits(method, every, parameters.len());
-        let state = LocalState { method, ..state };
-        state.agree(group, fits)?;
-        Ok(Self { group: group.clone(), state, scratch: Vec::new() })
+        let (mut state, mut scratch) = (LocalState { method, ..state }, Vec::new());
+        let ready = fits.and_then(|()| state.take_memory(&mut scratch));
+        state.agree(group, ready)?;
+        Ok(Self { group: group.clone(), state, scratch })
     }
 
     /// What later steps depend on besides the parameters, to be saved with them.
@@ -279,8 +298,8 @@ impl LocalUpdates {
     /// returns the bytes that this rank has given to the group; otherwise None.
     ///
     /// # Errors
-    /// If `parameters` are not as many as before. As [`ProcessGroup::all_reduce`] or [`ProcessGroup::isend`]. After an error the step
-    /// is not done, and parameters and state are what they were before it.
+    /// If `parameters` are not as many as before. As [`ProcessGroup::all_reduce`] or [`ProcessGroup::isend`]. If a rank has no memory for the
+    /// parameters of its peers, which ends the group. After an error the step is not done, and parameters and state are what they were before it.
     pub fn step(&mut self, parameters: &mut [f32]) -> Result<Option<u64>> {
         if self.state.elements != parameters.len() {
             let cause = format!(
@@ -351,9 +370,9 @@ impl LocalUpdates {
 
 /// Takes the mean of this rank's parameters and those of `peers`, which do the same with this one.
 fn gossip(group: &ProcessGroup, parameters: &mut [f32], peers: &[Rank]) -> Result<u64> {
-    let receive = peers.iter().map(|peer| P2pOp::recv(Buffer::zeroed(DType::F32, parameters.len()), *peer));
-    let send = peers.iter().map(|peer| P2pOp::send(Buffer::from_slice(parameters), *peer));
-    let works = group.batch_isend_irecv(receive.chain(send).collect())?;
+    let messages = messages(parameters, peers)
+        .map_err(|error| group.fail_half_way("exchange its parameters with other ranks", &error))?;
+    let works = group.batch_isend_irecv(messages)?;
     let done = works.into_iter().map(Work::wait).collect::<Result<Vec<Buffer>>>()?;
     let theirs = done.iter().take(peers.len()).map(Buffer::as_slice::<f32>).collect::<Result<Vec<_>>>()?;
     let share = 1.0 / (peers.len() + 1) as f32;
@@ -362,6 +381,23 @@ fn gossip(group: &ProcessGroup, parameters: &mut [f32], peers: &[Rank]) -> Resul
         parameters.iter_mut().zip(theirs).for_each(|(p, theirs)| *p += theirs * share);
     }
     Ok(peers.len() as u64)
+}
+
+/// The parameters of each of `peers`, and then this rank's own to each of them.
+fn messages(parameters: &[f32], peers: &[Rank]) -> Result<Vec<P2pOp>> {
+    let memory = || Buffer::try_zeroed(DType::F32, parameters.len());
+    let receive = peers.iter().map(|peer| memory().map(|theirs| P2pOp::recv(theirs, *peer)));
+    let send = peers.iter().map(|peer| {
+        let mut own = memory()?;
+        own.as_mut_slice::<f32>()?.copy_from_slice(parameters);
+        Ok(P2pOp::send(own, *peer))
+    });
+    receive.chain(send).collect()
+}
+
+fn no_memory(elements: usize) -> Error {
+    Error::out_of_memory(format!("there is no memory for a copy of {elements} parameters"))
+        .with_remedy("start fewer ranks on this host, or train a smaller model")
 }
 
 /// How far `from` is beyond `to`, times `rate`.
@@ -422,6 +458,20 @@ mod tests {
         ] {
             let error = resume(damaged).unwrap_err();
             assert!(error.is_invalid_argument() && error.to_string().contains("no run has"), "{error}");
+        }
+    }
+
+    #[test]
+    fn memory_that_is_not_there_is_an_error() {
+        for method in [LocalMethod::Average, LocalMethod::Elastic { moving_rate: 0.1 }, LocalMethod::diloco()]
+        {
+            let mut parameters = [1.0f32; 3];
+            let group = ProcessGroup::alone().unwrap();
+            let local = LocalUpdates::new(&group, method, 1, &mut parameters).unwrap();
+            // More bytes than processors can address.
+            let mut state = LocalState { elements: 1 << 58, ..local.state().clone() };
+            let error = state.take_memory(&mut Vec::new()).unwrap_err();
+            assert!(error.is_out_of_memory() && error.remedy().is_some(), "{error}");
         }
     }
 

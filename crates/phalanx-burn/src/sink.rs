@@ -363,8 +363,10 @@ impl Held {
 
     pub fn add(&mut self, gradient: &[u8]) -> Result<()> {
         let (dtype, elements) = (self.dtype, self.elements);
-        let sum = self.sum.take().map_or_else(|| Buffer::try_zeroed(dtype, elements), Ok)?;
-        let sum = self.sum.insert(sum);
+        let sum = match &mut self.sum {
+            Some(sum) => sum,
+            none => none.insert(Buffer::try_zeroed(dtype, elements)?),
+        };
         if std::mem::replace(&mut self.any, true) {
             elements::add(dtype, sum.as_bytes_mut(), gradient)
         } else {
@@ -387,6 +389,14 @@ mod tests {
 
     use super::*;
     use crate::read_back::tests::Unreadable;
+
+    #[test]
+    fn a_gradient_for_which_there_is_no_memory_is_an_error() {
+        // More bytes than processors can address.
+        let mut held = Held::new(DType::F32, 1 << 58);
+        let error = held.add(&[]).unwrap_err();
+        assert!(error.is_out_of_memory() && error.remedy().is_some() && !held.any, "{error}");
+    }
 
     #[test]
     fn a_gradient_that_a_device_cannot_give_ends_the_group_on_every_rank() {

@@ -9,7 +9,7 @@
 //! r ^ 2, r ^ 4, ..., and both compute the same from the same two gradients: the results have the same bits on every rank.
 
 use half::{bf16, f16};
-use phalanx::{Buffer, DType, Element, P2pOp, ProcessGroup, Rank, Result};
+use phalanx::{Buffer, DType, Element, Error, P2pOp, ProcessGroup, Rank, Result};
 
 use phalanx::adapter::elements::{cast, cast_mut};
 
@@ -25,9 +25,9 @@ pub(crate) fn all_reduce(
     for distance in (0..).map(|level| 1usize << level).take_while(|distance| *distance < size) {
         let partner = Rank::new((rank ^ distance) as u32);
         let elements = data.len() / dtype.size();
-        let mut own = Buffer::zeroed(dtype, elements);
+        let mut own = memory(dtype, elements)?;
         own.as_bytes_mut().copy_from_slice(data);
-        let messages = vec![P2pOp::recv(Buffer::zeroed(dtype, elements), partner), P2pOp::send(own, partner)];
+        let messages = vec![P2pOp::recv(memory(dtype, elements)?, partner), P2pOp::send(own, partner)];
         let mut outcomes = group.batch_isend_irecv(messages)?.into_iter().map(|work| work.wait());
         let received = outcomes.next().transpose()?;
         outcomes.try_for_each(|sent| sent.map(drop))?;
@@ -42,6 +42,15 @@ pub(crate) fn all_reduce(
         }?;
     }
     Ok(())
+}
+
+/// Memory beside the tensors. An error if there is none, which ends the job on every rank: the partner waits.
+fn memory(dtype: DType, elements: usize) -> Result<Buffer> {
+    Buffer::try_zeroed(dtype, elements).map_err(|_| {
+        Error::out_of_memory(format!("there is no memory for an adasum of {elements} x {dtype}")).with_remedy(
+            "an adasum needs twice as much memory as its tensors have: submit fewer at once, or smaller ones",
+        )
+    })
 }
 
 /// A float that is computed with as an f64.

@@ -24,6 +24,8 @@ use phalanx_proto::horovod::request::{Message, Response, Round, Settings};
 const IDLE_INTERVAL: Duration = Duration::from_millis(50);
 /// The most names that have a track of their own in a timeline. Others share one.
 const MAX_TRACKS: u32 = 4096;
+/// After so long, and then as often, a timeline is added to its file: a process that is killed has written no more than that.
+const WRITE_INTERVAL: Duration = Duration::from_secs(5);
 
 pub(crate) struct Background {
     shared: Arc<Shared>,
@@ -94,7 +96,8 @@ impl Background {
             if let Some(end) = self.cycle()? {
                 return Ok(end);
             }
-            self.shared.pause(&pace(&self.settings, begin, self.any_computes));
+            let timeout = self.groups.control.timeout();
+            self.shared.pause(&pace(&self.settings, (begin, timeout), self.any_computes));
         }
     }
 
@@ -133,6 +136,7 @@ impl Background {
             self.executor.set_threshold(settings.threshold);
         }
         self.shared.counts.cycles.fetch_add(1, Ordering::Relaxed);
+        self.timeline.write_if_due(Instant::now());
         if next.leaving { self.who_leaves().map(Some) } else { Ok(None) }
     }
 
@@ -229,9 +233,10 @@ impl Background {
     }
 }
 
-/// After a cycle that began at `begin`.
-fn pace(settings: &Settings, begin: Instant, any_computes: bool) -> Pace {
-    let cycle = Duration::from_micros(settings.cycle_micros);
+/// After a cycle that began at `begin`. A rank whose program waits begins the next one at once, and waits there for the others: they must come
+/// before its `timeout`.
+fn pace(settings: &Settings, (begin, timeout): (Instant, Duration), any_computes: bool) -> Pace {
+    let cycle = Duration::from_micros(settings.cycle_micros).min(timeout / 4);
     Pace { soon: begin + cycle, late: begin + cycle.max(IDLE_INTERVAL), any_computes }
 }
 
@@ -251,11 +256,13 @@ pub(crate) struct Timeline {
     trace: Trace,
     /// A track for each name, and since when it is in flight. Names without a track of their own are here while they are in flight.
     names: HashMap<String, (u32, Instant)>,
+    /// When its events were last added to the file.
+    written: Option<Instant>,
 }
 
 impl Timeline {
     pub fn new(trace: Trace) -> Self {
-        Self { trace, names: HashMap::new() }
+        Self { trace, names: HashMap::new(), written: None }
     }
 
     /// A timeline in a file of its own. Rank 0 begins it before all others.
@@ -265,6 +272,17 @@ impl Timeline {
 
     fn is_enabled(&self) -> bool {
         self.trace.is_enabled()
+    }
+
+    fn write_if_due(&mut self, now: Instant) {
+        if !self.is_enabled() {
+            return;
+        }
+        let since = *self.written.get_or_insert(now);
+        if now.saturating_duration_since(since) >= WRITE_INTERVAL {
+            self.trace.flush();
+            self.written = Some(now);
+        }
     }
 
     fn submitted(&mut self, name: &str) {
@@ -305,13 +323,40 @@ mod tests {
     #[test]
     fn idle_cycles_are_never_back_to_back() {
         let begin = Instant::now();
-        let pace = |cycle_micros| {
-            let Pace { soon, late, .. } = pace(&Settings { threshold: 0, cycle_micros }, begin, true);
+        let pace = |cycle_micros, timeout| {
+            let settings = Settings { threshold: 0, cycle_micros };
+            let Pace { soon, late, .. } = pace(&settings, (begin, timeout), true);
             (soon - begin, late - begin)
         };
-        assert_eq!(pace(0), (Duration::ZERO, IDLE_INTERVAL));
-        assert_eq!(pace(2_000), (Duration::from_millis(2), IDLE_INTERVAL));
-        assert_eq!(pace(60_000), (Duration::from_millis(60), Duration::from_millis(60)));
+        let long = Duration::MAX;
+        assert_eq!(pace(0, long), (Duration::ZERO, IDLE_INTERVAL));
+        assert_eq!(pace(2_000, long), (Duration::from_millis(2), IDLE_INTERVAL));
+        assert_eq!(pace(60_000, long), (Duration::from_millis(60), Duration::from_millis(60)));
+        // Other ranks, which may have begun the next cycle, wait no longer.
+        let (cycle, timeout) = (10_000_000, Duration::from_secs(8));
+        assert_eq!(pace(cycle, timeout), (Duration::from_secs(2), Duration::from_secs(2)));
+    }
+
+    #[test]
+    fn a_timeline_is_in_its_file_before_the_job_ends() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("t.json");
+        let mut timeline = Timeline::to_file(&path, Rank::MAIN);
+        let begin = Instant::now();
+        let text = || std::fs::read_to_string(&path).unwrap_or_default();
+        for (name, at) in [("first", begin), ("second", begin + WRITE_INTERVAL)] {
+            timeline.submitted(name);
+            timeline.carried_out(&[name], begin);
+            assert!(text().is_empty(), "it is written now and then");
+            timeline.write_if_due(at);
+        }
+        assert!(text().contains("carry out first") && text().contains("carry out second"), "{}", text());
+        timeline.submitted("third");
+        timeline.carried_out(&["third"], begin);
+        timeline.write_if_due(begin + WRITE_INTERVAL * 3 / 2);
+        assert!(!text().contains("carry out third"));
+        timeline.write_if_due(begin + WRITE_INTERVAL * 2);
+        assert!(text().contains("carry out third"));
     }
 
     #[test]

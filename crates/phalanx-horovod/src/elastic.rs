@@ -209,8 +209,11 @@ fn run_as<S: elastic::State, T, E: From<Error>>(
                 // The handle's groups have failed, and this one may not have: other ranks may be in any of its calls, such as a commit.
                 (Some(cause), _) => drop(group.fail_unless_explained(cause)),
                 (None, Some(cause)) => end_with_set(group, &cause),
-                // A rank that leaves with an error of its own has ended the handles, and the group does not know: it asks nothing of it.
-                (None, None) if !hvd.is_initialized() => group.barrier()?,
+                // A rank that leaves with an error of its own has ended the handles, and the group does not know: it asks nothing of it. This
+                // one may be that rank: the others wait until it is gone, and must not meet it.
+                (None, None) if !hvd.is_initialized() && !hvd.engine().shared().is_left() => {
+                    group.barrier()?
+                }
                 (None, None) => {}
             }
         }

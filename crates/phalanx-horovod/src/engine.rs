@@ -318,6 +318,14 @@ impl Shared {
         state.ended.clone().filter(|cause| state.is_told && is_another_s(cause))
     }
 
+    /// Whether a shutdown of this rank has ended it, and nothing has before.
+    pub fn is_left(&self) -> bool {
+        let state = self.state.lock();
+        // Another rank's shutdown names that rank.
+        let is_own = |cause: &Error| cause.is_aborted() && cause.peer().is_none();
+        state.leaves && state.ended.as_ref().is_none_or(is_own)
+    }
+
     /// Refuses further submissions, and returns those that have not been taken yet.
     pub fn end(&self, cause: &Error) -> Inbox {
         {
@@ -392,6 +400,24 @@ mod tests {
         }
         for own in [shut_down(), left.with_peer(me), Error::out_of_memory("of this rank")] {
             assert!(!is_other_s(&failed(true, &own)), "{own}");
+        }
+    }
+
+    #[test]
+    fn a_rank_has_left_only_if_nothing_ended_the_engine_before() {
+        let is_left = |cause: Option<&Error>| {
+            let shared = Shared::default();
+            if let Some(cause) = cause {
+                drop(shared.end(cause));
+            }
+            assert!(!shared.is_left(), "{cause:?}");
+            shared.state.lock().leaves = true;
+            shared.is_left()
+        };
+        assert!(is_left(None) && is_left(Some(&shut_down())));
+        let left = Error::aborted("rank 1 has shut Horovod down").with_peer(Rank::new(1));
+        for cause in [left, Error::mismatch("the ranks have called different operations")] {
+            assert!(!is_left(Some(&cause)), "{cause}");
         }
     }
 }

@@ -36,7 +36,7 @@ pub struct Options {
     /// for what travels in another type or as an Adasum and is larger by itself: at least 1 MiB of the first, all of the second.
     pub fusion_threshold: usize,
     /// The time from one cycle to the next, at least: longer means larger batches, shorter less delay. A program that waits for a
-    /// handle does not wait for it.
+    /// handle does not wait for it. More than a quarter of the group's time-out counts as that.
     pub cycle_time: Duration,
     /// How many names are remembered, so that they travel as bits. 0: none.
     pub cache_capacity: usize,
@@ -130,7 +130,10 @@ impl Options {
         let Self {
             fusion_threshold, cycle_time, cache_capacity, stall_check_time, stall_shutdown_time, ..
         } = self;
-        let refuse = |what: String| Err(Error::invalid_argument(what));
+        let refuse = |what: String| {
+            Err(Error::invalid_argument(what)
+                .with_remedy("set another value in the Options of rank 0, which all ranks use"))
+        };
         if *fusion_threshold > MAX_FUSION_THRESHOLD {
             return refuse(format!(
                 "fusion_threshold is {fusion_threshold} bytes: at most {MAX_FUSION_THRESHOLD} are allowed"
@@ -317,6 +320,7 @@ mod tests {
         {
             let error = options.check().unwrap_err();
             assert!(error.is_invalid_argument() && error.to_string().contains(name), "{error}");
+            assert!(error.remedy().is_some(), "{error}");
         }
     }
 

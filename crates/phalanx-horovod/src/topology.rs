@@ -16,7 +16,7 @@ pub(crate) struct Topology {
 impl Topology {
     /// Asks all ranks for their hosts.
     pub fn of(group: &ProcessGroup) -> Result<Self> {
-        Ok(Self::new(&group.all_gather_object(&host())?, group.rank()))
+        Ok(Self::new(&group.all_gather_object(&group.host_identity())?, group.rank()))
     }
 
     /// The place of `rank`, if `hosts` has the host of each.
@@ -51,12 +51,6 @@ pub(crate) fn numbered_among(group: &ProcessGroup) -> String {
         true => String::new(),
         false => format!(" (ranks are numbered among global {})", ranks(global().map(Rank::index))),
     }
-}
-
-/// What identifies this host, as its name does not: what the user says, or the kernel.
-fn host() -> String {
-    let given = std::env::var("PHALANX_HOST_ID").ok().filter(|id| !id.is_empty());
-    given.unwrap_or_else(phalanx::host_id)
 }
 
 #[cfg(test)]

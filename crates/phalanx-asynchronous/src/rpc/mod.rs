@@ -538,7 +538,8 @@ impl Shared {
                 .with_remedy("let handlers return instead of calling back again and again"));
         }
         if name.is_empty() || name.len() > MAX_NAME {
-            return Err(Error::invalid_argument(format!("the name of a function has 1 to {MAX_NAME} bytes")));
+            return Err(Error::invalid_argument(format!("the name of a function has 1 to {MAX_NAME} bytes"))
+                .with_remedy("call it by the name under which it was registered"));
         }
         let payload = Written::behind(name.as_bytes().to_vec(), args).map_err(|error| {
             Error::invalid_argument("the arguments could not be written").with_source(error)

@@ -107,6 +107,7 @@ fn held(
             "rank {by} holds no object {} of rank {}",
             object.number, object.creator
         ))
+        .with_remedy("accept each ticket once, and call a method only while a reference is kept")
     })
 }
 
@@ -128,7 +129,8 @@ mod tests {
         objects.begin(object(1), one).unwrap();
         assert!(objects.get(object(1), one).is_err(), "it is still being made");
         objects.keep(object(1), value.clone());
-        assert!(objects.get(object(1), two).is_err(), "which rank 2 does not hold");
+        let error = objects.get(object(1), two).unwrap_err();
+        assert!(error.remedy().is_some(), "rank 2 does not hold it: {error}");
         objects.lend(object(1), one, two).unwrap();
         objects.release(object(1), one);
         assert!(objects.get(object(1), one).is_err() && objects.get(object(1), two).is_ok());

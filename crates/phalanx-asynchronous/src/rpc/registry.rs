@@ -45,11 +45,13 @@ impl Registry {
             return Err(Error::invalid_argument(format!(
                 "the name of a function has 1 to {MAX_NAME} bytes, and {name:?} has {}",
                 name.len()
-            )));
+            ))
+            .with_remedy("give it a shorter name that is not empty"));
         }
         match self.0.insert(name.to_owned(), function) {
             None => Ok(()),
-            Some(_) => Err(Error::invalid_argument(format!("two functions have the name {name:?}"))),
+            Some(_) => Err(Error::invalid_argument(format!("two functions have the name {name:?}"))
+                .with_remedy("register each name once, whether by handler, deferred, object or method")),
         }
     }
 

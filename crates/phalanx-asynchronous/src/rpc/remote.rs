@@ -95,7 +95,8 @@ impl Rpc {
                 "the reference was lent to rank {}, not to rank {}",
                 ticket.to,
                 self.rank()
-            )));
+            ))
+            .with_remedy("lend it to this rank, or accept it on the other one"));
         }
         Ok(self.reference(ticket.owner, ticket.object))
     }

@@ -175,7 +175,9 @@ impl Shared {
         let outcome = match outcome {
             Ok(result) if result.len() > MAX_PAYLOAD => {
                 let cause = format!("the result takes {} bytes; it may take {MAX_PAYLOAD}", result.len());
-                Err(self.located(Error::invalid_argument(cause), "rpc"))
+                let error = Error::invalid_argument(cause)
+                    .with_remedy("return it in several calls, or by collectives");
+                Err(self.located(error, "rpc"))
             }
             outcome => outcome,
         };

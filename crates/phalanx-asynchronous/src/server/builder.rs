@@ -105,7 +105,8 @@ impl ParameterServerBuilder {
                 "the keys have {} elements, and there are {} parameters",
                 layout.elements(),
                 parameters.len()
-            ))),
+            ))
+            .with_remedy("give ParameterServer::builder the length of each tensor of the parameters")),
         });
         let group = group.in_call(Caller::RpcStart);
         let own = (
@@ -191,15 +192,19 @@ fn check(
     let is_twice =
         |ranks: &[Rank]| ranks.iter().enumerate().any(|(index, rank)| ranks[..index].contains(rank));
     servers.iter().chain(workers).try_for_each(|rank| known(*rank))?;
-    let wrong = match () {
-        () if servers.is_empty() => "a parameter server needs at least one rank that serves",
-        () if is_twice(servers) || is_twice(workers) => {
-            "a rank is named twice among the servers or the workers"
+    let (wrong, remedy) = match () {
+        () if servers.is_empty() => {
+            ("a parameter server needs at least one rank that serves", "name one, or call no `servers`")
         }
-        () if replicated && servers.len() < 2 => "a replica needs a second server",
+        () if is_twice(servers) || is_twice(workers) => {
+            ("a rank is named twice among the servers or the workers", "name each rank once")
+        }
+        () if replicated && servers.len() < 2 => {
+            ("a replica needs a second server", "name two servers, or leave `replicated` out")
+        }
         () => return Ok(()),
     };
-    Err(Error::invalid_argument(wrong))
+    Err(Error::invalid_argument(wrong).with_remedy(remedy))
 }
 
 impl std::fmt::Debug for ParameterServerBuilder {

@@ -39,7 +39,10 @@ impl Layout {
             None => Err(Error::invalid_argument(format!(
                 "there are {} keys, and {keys:?} are asked for",
                 self.keys()
-            ))),
+            ))
+            .with_remedy(
+                "count the keys from 0, in the order in which ParameterServer::builder got their lengths",
+            )),
         }
     }
 

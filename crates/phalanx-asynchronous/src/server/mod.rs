@@ -315,7 +315,8 @@ impl ParameterServer {
             true => Ok(()),
             false => Err(Error::invalid_argument(format!(
                 "keys {keys:?} have {elements} elements, and the slice has {length}"
-            ))),
+            ))
+            .with_remedy("give a slice of as many elements as these keys have together")),
         }
     }
 

@@ -253,9 +253,9 @@ impl DistributedOptimizer {
     ///
     /// # Errors
     /// If the loss was not computed in [`forward`](Self::forward), if this is one backward pass too many before a step, or the job
-    /// has failed. Each of these ends the job: if a parameter of the model needs a gradient, and needed none or had another id in
-    /// [`new`](Self::new); if the loss depends on parameters of the model itself, and not only on those that the closure of
-    /// [`forward`](Self::forward) gets: a penalty on parameters belongs into the closure.
+    /// has failed. Each of these ends the job: if a gradient cannot be submitted, as where there is too little memory; if a parameter of the
+    /// model needs a gradient, and needed none or had another id in [`new`](Self::new); if the loss depends on parameters of the model itself,
+    /// and not only on those that the closure of [`forward`](Self::forward) gets: a penalty on parameters belongs into the closure.
     pub fn backward<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<()> {
         if let Some(name) = &self.changes.unknown {
             // The others wait for what this rank does not submit.
@@ -289,7 +289,7 @@ impl DistributedOptimizer {
         self.leaves.check(&past_hooks).inspect_err(|_| self.sink.leave())?;
         drop(past_hooks);
         if is_last && !self.combines_changes {
-            self.sink.submit_held(&self.changes.frozen)
+            self.sink.submit_held(&self.changes.frozen).inspect_err(|_| self.sink.leave())
         } else {
             self.sink.check()
         }
@@ -321,7 +321,7 @@ impl DistributedOptimizer {
         }
         self.leaves = Leaves::default();
         // Before the last of its backward passes: with what there is.
-        self.sink.submit_held(&self.changes.frozen)?;
+        self.sink.submit_held(&self.changes.frozen).inspect_err(|_| self.sink.leave())?;
         self.backwards = 0;
         self.of(model, self.sink.landed()?)
     }
@@ -383,7 +383,7 @@ impl DistributedOptimizer {
             Ok(())
         })
         .inspect_err(|_| self.sink.leave())?;
-        self.sink.submit_changes(changes)?;
+        self.sink.submit_changes(changes).inspect_err(|_| self.sink.leave())?;
         for (parameter, change) in parameters.iter_mut().zip(self.sink.landed()?) {
             if let (Some(parameter), Some(change)) = (parameter, change) {
                 elements::add(parameter.dtype(), parameter.as_bytes_mut(), change.as_bytes())?;

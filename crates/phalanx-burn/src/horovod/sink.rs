@@ -35,9 +35,10 @@ impl GradientSink for Pass {
     fn ready(&self, index: usize, gradient: Access<'_>) {
         let state = &mut *self.0.0.lock();
         // Backward cannot return an error: the call that runs it asks for the first one.
-        if state.failure.is_none() {
-            let accepted = state.accept(index, gradient);
-            state.keep(accepted);
+        if state.failure.is_none()
+            && let Err(error) = state.accept(index, gradient)
+        {
+            state.fail(error);
         }
     }
 }
@@ -56,8 +57,7 @@ struct SinkState {
     flying: Vec<Flying>,
     /// Gradients on their way from a device.
     in_flight: InFlight<usize>,
-    /// A gradient could not be copied from its device, or there was no memory for it.
-    lost: bool,
+    /// Why a gradient of this backward pass is lost.
     failure: Option<Error>,
 }
 
@@ -116,7 +116,6 @@ impl Sink {
             groups: sizes,
             flying: Vec::new(),
             in_flight: InFlight::new(),
-            lost: false,
             failure: None,
         };
         Ok(Self(Mutex::new(state)))
@@ -140,14 +139,11 @@ impl Sink {
         let state = &mut *self.0.lock();
         state.land();
         // A lost gradient does not count as zero.
-        if state.lost
-            && let Some(error) = state.failure.take()
-        {
+        if let Some(error) = state.failure.take() {
             return Err(error);
         }
         let submitted = state.submit_rest(frozen);
-        state.told(submitted)?;
-        state.failure.take().map_or(Ok(()), Err)
+        state.told(submitted)
     }
 
     /// This rank's own gradients, which are not submitted. By the parameters' indices; of `frozen` ones there are none.
@@ -229,45 +225,36 @@ impl SinkState {
     /// Waits for the gradients that are on their way, which are delivered as each arrives.
     fn land(&mut self) {
         while let Some((index, read)) = self.in_flight.pop() {
-            if self.failure.is_none() {
-                let copied = self.copied(index, read);
-                self.keep(copied);
-            } else {
+            if self.failure.is_some() {
                 read.discard();
+            } else if let Err(error) = self.copied(index, read) {
+                self.fail(error);
             }
         }
     }
 
-    /// Waits for a gradient, and takes it. If it is lost, the job ends: other ranks would wait for it.
-    fn copied(&mut self, index: usize, read: ReadBack) -> Result<()> {
-        let copied = read.wait(|gradient| self.ready(index, gradient));
-        if copied.is_err() {
-            self.lose();
-        }
-        copied.map_err(|lost| match self.parameters.get(index) {
-            Some(parameter) => lost.of(format_args!("the gradient of `{}`", parameter.name)),
-            None => lost.of("a gradient"),
-        })?
-    }
-
-    /// Keeps the error of a gradient that is not submitted.
-    fn keep(&mut self, outcome: Result<()>) {
-        self.failure = self.told(outcome).err();
+    /// A gradient is lost. The job ends: other ranks would wait for it.
+    fn fail(&mut self, error: Error) {
+        self.failure = Some(error);
+        self.hvd.shutdown();
     }
 
     /// `outcome`. If there was too little memory, the job ends: other ranks may have it, and would wait for this one.
-    fn told(&mut self, outcome: Result<()>) -> Result<()> {
+    fn told(&self, outcome: Result<()>) -> Result<()> {
         outcome.inspect_err(|error| {
             if error.is_out_of_memory() {
-                self.lose();
+                self.hvd.shutdown();
             }
         })
     }
 
-    /// Ends the job, of which this rank has lost a gradient.
-    fn lose(&mut self) {
-        self.lost = true;
-        self.hvd.shutdown();
+    /// Waits for a gradient, and takes it.
+    fn copied(&mut self, index: usize, read: ReadBack) -> Result<()> {
+        let copied = read.wait(|gradient| self.ready(index, gradient));
+        copied.map_err(|lost| match self.parameters.get(index) {
+            Some(parameter) => lost.of(format_args!("the gradient of `{}`", parameter.name)),
+            None => lost.of("a gradient"),
+        })?
     }
 
     fn ready(&mut self, index: usize, gradient: TensorBytes<'_>) -> Result<()> {
@@ -424,15 +411,14 @@ mod tests {
     use super::*;
     use crate::read_back::tests::Unreadable;
 
-    /// The errors of two ranks, of which the first has a gradient that it cannot submit: because its device cannot give it, or there is no memory.
-    fn errors(lacks_memory: bool) -> Vec<String> {
+    /// What each of two ranks is told, of which rank 0 has `lost` as its gradient, of a parameter of so many elements.
+    fn told(elements: usize, lost: impl Fn() -> Access<'static> + Sync) -> Vec<String> {
         let groups = ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap();
         let rank = |group: ProcessGroup| {
             let is_lost = group.rank().is_main();
             let hvd = Horovod::new(&group, Options::default()).unwrap();
             let (id, name) = (ParamId::new(), "weight".to_owned());
-            // More bytes than processors can address.
-            let shape = if is_lost && lacks_memory { vec![1 << 58] } else { vec![1] };
+            let shape = vec![if is_lost { elements } else { 1 }];
             let parameters = [Parameter { id, name, shape, dtype: BurnDType::F32 }];
             let options =
                 DistributedOptions { zero_missing_gradients: true, ..DistributedOptions::default() };
@@ -440,34 +426,33 @@ mod tests {
             let sink = Arc::new(sink);
             sink.set(Delivery::Submit);
             let bytes = bytemuck::bytes_of(&1.0f32);
-            Pass(sink.clone()).ready(
-                0,
-                match is_lost && !lacks_memory {
-                    true => Access::Away(Box::new(Unreadable)),
-                    false => Access::Here(TensorBytes { dtype: BurnDType::F32, bytes }),
-                },
-            );
+            let own = match is_lost {
+                true => lost(),
+                false => Access::Here(TensorBytes { dtype: BurnDType::F32, bytes }),
+            };
+            Pass(sink.clone()).ready(0, own);
             sink.set(Delivery::Ignore);
             let landed = sink.submit_held(&HashSet::new()).and_then(|()| sink.landed());
             landed.unwrap_err().to_string()
         };
         std::thread::scope(|scope| {
+            let rank = &rank;
             let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(move || rank(group))).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         })
     }
 
     #[test]
-    fn a_gradient_that_a_device_cannot_give_ends_the_job_and_does_not_count_as_zero() {
-        let errors = errors(false);
+    fn a_gradient_that_cannot_be_had_ends_the_job_and_does_not_count_as_zero() {
+        let errors = told(1, || Access::Away(Box::new(Unreadable)));
         assert!(errors[0].contains("out of memory"), "{errors:?}");
         assert!(errors[1].contains("rank 0"), "{errors:?}");
-    }
-
-    #[test]
-    fn so_does_one_for_which_there_is_no_memory() {
-        let errors = errors(true);
-        assert!(errors[0].contains("no memory for"), "{errors:?}");
+        let errors = told(1, || Access::Here(TensorBytes { dtype: BurnDType::F64, bytes: &[0; 8] }));
+        assert!(errors[0].contains("is of type f64"), "{errors:?}");
+        assert!(errors[1].contains("rank 0"), "{errors:?}");
+        // More bytes than processors can address.
+        let errors = told(1 << 58, || Access::Here(TensorBytes { dtype: BurnDType::F32, bytes: &[0; 4] }));
+        assert!(errors[0].contains("no memory"), "{errors:?}");
         assert!(errors[1].contains("rank 0"), "{errors:?}");
     }
 }

@@ -3,7 +3,7 @@
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 use burn::tensor::{Bytes, Tensor, TensorData};
-use phalanx::{Buffer, Error, Rank, Result};
+use phalanx::{Error, Rank, Result};
 use phalanx_horovod::{Horovod, Reduction, Tensor as Named};
 
 use crate::alike;
@@ -36,7 +36,8 @@ pub fn broadcast_parameters<M: Module>(hvd: &Horovod, model: M, root: Rank) -> R
     for (index, (parameter, data)) in names.iter().zip(values).enumerate() {
         // One that stands in several places has several names.
         let name = format!("broadcast.{index}.{}", parameter.name);
-        let tensor = named(data.as_bytes(), &parameter.shape, tensor_bytes::dtype(parameter.dtype)?)?;
+        let dtype = tensor_bytes::dtype(parameter.dtype)?;
+        let tensor = or_shut_down(hvd, named(data.as_bytes(), &parameter.shape, dtype))?;
         flying.push((hvd.broadcast_async(&name, tensor, root)?, parameter));
     }
     let mut data = Vec::with_capacity(flying.len());
@@ -120,10 +121,9 @@ pub fn allreduce<const D: usize>(
 ) -> Result<Tensor<D>> {
     refuse_graph(&tensor, "horovod::allreduce")?;
     let (shape, device, dtype) = (tensor.dims(), tensor.device(), tensor.dtype());
-    let own = tensor_bytes::with_bytes(tensor, |tensor| {
-        named(tensor.bytes, &shape, tensor_bytes::dtype(tensor.dtype)?)
-    });
-    let own = or_shut_down(hvd, own)??;
+    let named_dtype = tensor_bytes::dtype(dtype)?;
+    let own = tensor_bytes::with_bytes(tensor, |tensor| named(tensor.bytes, &shape, named_dtype));
+    let own = or_shut_down(hvd, own.and_then(|named| named))?;
     let combined = hvd.allreduce(name, own, reduction)?;
     let data: TensorData = tensor_bytes::tensor_data(combined.as_bytes(), &shape, dtype);
     Ok(Tensor::from_data(data, (&device, dtype)))

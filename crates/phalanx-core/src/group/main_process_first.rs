@@ -90,8 +90,9 @@ impl ProcessGroup {
         }
     }
 
-    /// The same on all ranks that have their disk in common: those of one host, or of one container.
-    pub(crate) fn host_identity(&self) -> String {
+    /// The same on all ranks that have their disk in common: those of one host, or of one container. For adapters.
+    #[doc(hidden)]
+    pub fn host_identity(&self) -> String {
         match &self.inner.config.backend {
             Backend::Process { .. } => "this process".to_owned(),
             Backend::Mesh { host_id: Some(id), .. } => id.clone(),

@@ -2,9 +2,11 @@
 
 use std::fmt;
 use std::io;
-use std::path::Path;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use parking_lot::Mutex;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::client::{Resumption, verify_server_cert_signed_by_trust_anchor};
 use rustls::crypto::{CryptoProvider, WebPkiSupportedAlgorithms, ring, verify_tls13_signature};
@@ -20,6 +22,7 @@ use rustls::{
 use super::Session;
 use super::explain;
 use crate::error::{Error, Result};
+use crate::notice::Aside;
 use crate::secret_file::{self, Unfit};
 
 /// The longest file of certificates, or of a key, that is read.
@@ -30,10 +33,30 @@ const LONGEST: usize = 1 << 20;
 ///
 /// The names in a certificate are not checked: every process with a certificate of that CA may take part. So use a CA
 /// of the job's or the cluster's own; `phalanx certgen` makes one.
+///
+/// Certificates may be renewed while a job runs: files that have changed are read again for the next connection. If they cannot be used, as in
+/// the middle of a change, those that were read last still count.
 #[derive(Clone)]
-pub struct Tls(Arc<Ends>);
+pub struct Tls(Arc<Source>);
+
+/// The settings of this process, and the files that they are from.
+struct Source {
+    /// The CA's certificates, this process's own, and its key. None of what is in no file.
+    files: Option<[PathBuf; 3]>,
+    current: Mutex<Current>,
+}
+
+struct Current {
+    ends: Ends,
+    /// What the files were when they were last read, whether they could be used or not.
+    seen: Option<Seen>,
+}
+
+/// Of each file its place on the disk, the time of the last change of it or of who may read it, and its length.
+type Seen = [(u64, u64, i64, i64, u64); 3];
 
 /// The settings of each side of a connection.
+#[derive(Clone)]
 struct Ends {
     client: Arc<ClientConfig>,
     server: Arc<ServerConfig>,
@@ -54,6 +77,64 @@ impl Tls {
     /// or is not the certificate's; if the certificate is not of that CA, is out of date, or is not meant for both
     /// sides of a connection.
     pub fn read(ca: &Path, certificate: &Path, key: &Path) -> Result<Self> {
+        let paths = [ca, certificate, key];
+        // A program that changes its folder still finds them.
+        let files = paths.map(|path| std::path::absolute(path).unwrap_or_else(|_| path.to_owned()));
+        let seen = look(&files);
+        let ends = Ends::read(paths)?;
+        Ok(Self(Arc::new(Source { files: Some(files), current: Mutex::new(Current { ends, seen }) })))
+    }
+
+    /// Without checking the certificate, which is in no file.
+    #[cfg(test)]
+    pub(super) fn new(
+        provider: &Arc<CryptoProvider>,
+        roots: Arc<RootCertStore>,
+        chain: Vec<CertificateDer<'static>>,
+        key: PrivateKeyDer<'static>,
+    ) -> Result<Self, rustls::Error> {
+        let ends = Ends::new(provider, roots, chain, key)?;
+        Ok(Self(Arc::new(Source { files: None, current: Mutex::new(Current { ends, seen: None }) })))
+    }
+
+    /// The settings of the files as they are now, if these can be used.
+    fn ends(&self) -> Ends {
+        let Source { files, current } = &*self.0;
+        let mut current = current.lock();
+        if let Some(files) = files
+            && let Some(seen) = look(files)
+            && current.seen != Some(seen)
+        {
+            current.seen = Some(seen);
+            match Ends::read(files.each_ref().map(PathBuf::as_path)) {
+                Ok(ends) => current.ends = ends,
+                // The next change is tried again. Whoever connects does not wait for standard error.
+                Err(error) => Aside::default().warn(format!(
+                    "certificates have changed and cannot be used; those before the change still count: {error}"
+                )),
+            }
+        }
+        current.ends.clone()
+    }
+
+    /// The connecting side of a connection.
+    pub(crate) fn client(&self) -> io::Result<Session> {
+        // A name that is neither sent nor checked.
+        let name = ServerName::try_from("phalanx.invalid").map_err(io::Error::other)?;
+        let connection = ClientConnection::new(self.ends().client, name);
+        Ok(Session::new(connection.map_err(io::Error::other)?.into()))
+    }
+
+    /// The accepting side of a connection.
+    pub(crate) fn server(&self) -> io::Result<Session> {
+        let connection = ServerConnection::new(self.ends().server);
+        Ok(Session::new(connection.map_err(io::Error::other)?.into()))
+    }
+}
+
+impl Ends {
+    /// From the files with the CA's certificates, this process's own and its key.
+    fn read([ca, certificate, key]: [&Path; 3]) -> Result<Self> {
         let provider = Arc::new(provider());
         let roots = Arc::new(roots(ca)?);
         let chain = certificates(certificate)?;
@@ -71,7 +152,7 @@ impl Tls {
     }
 
     /// Without checking the certificate.
-    pub(super) fn new(
+    fn new(
         provider: &Arc<CryptoProvider>,
         roots: Arc<RootCertStore>,
         chain: Vec<CertificateDer<'static>>,
@@ -97,22 +178,17 @@ impl Tls {
             .with_client_auth_cert(chain, key)?;
         client.resumption = Resumption::disabled();
         client.enable_sni = false;
-        Ok(Self(Arc::new(Ends { client: Arc::new(client), server: Arc::new(server) })))
+        Ok(Self { client: Arc::new(client), server: Arc::new(server) })
     }
+}
 
-    /// The connecting side of a connection.
-    pub(crate) fn client(&self) -> io::Result<Session> {
-        // A name that is neither sent nor checked.
-        let name = ServerName::try_from("phalanx.invalid").map_err(io::Error::other)?;
-        let connection = ClientConnection::new(Arc::clone(&self.0.client), name);
-        Ok(Session::new(connection.map_err(io::Error::other)?.into()))
-    }
-
-    /// The accepting side of a connection.
-    pub(crate) fn server(&self) -> io::Result<Session> {
-        let connection = ServerConnection::new(Arc::clone(&self.0.server));
-        Ok(Session::new(connection.map_err(io::Error::other)?.into()))
-    }
+/// What these files are now; none if one of them cannot be found, as in the middle of a change.
+fn look(files: &[PathBuf; 3]) -> Option<Seen> {
+    let [ca, certificate, key] = files.each_ref().map(|path| {
+        let about = std::fs::metadata(path).ok()?;
+        Some((about.dev(), about.ino(), about.ctime(), about.ctime_nsec(), about.size()))
+    });
+    Some([ca?, certificate?, key?])
 }
 
 /// Accepts a server whose certificate is of the CA, whatever its names.

@@ -383,6 +383,34 @@ fn files_are_looked_at_before_anybody_connects() {
 }
 
 #[test]
+fn certificates_that_are_renewed_are_those_of_the_next_connection() {
+    let (ca, other) = (Authority::new(), Authority::new());
+    let (folder, renewed) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let paths = ca.write(&ca.certificate(), folder.path());
+    let next = other.write(&other.certificate(), renewed.path());
+    let [ca_file, certificate, key] = &paths;
+    let tls = Tls::read(ca_file, certificate, key).unwrap();
+    let peers = [&ca, &other].map(|ca| unchecked(ca, &ca.certificate()));
+    let accepts = || {
+        let with = |peer: &Tls| {
+            let [there, back] = [(&tls, peer), (peer, &tls)]
+                .map(|(client, server)| handshake(client, server, usize::MAX).is_ok());
+            assert_eq!(there, back);
+            there
+        };
+        [with(&peers[0]), with(&peers[1])]
+    };
+    assert_eq!(accepts(), [true, false]);
+    // In the middle of the change the certificate is of another CA than the file names, and then not that of the key.
+    for (place, expected) in [(1, [true, false]), (0, [true, false]), (2, [false, true])] {
+        std::fs::rename(&next[place], &paths[place]).unwrap();
+        assert_eq!(accepts(), expected, "{}", paths[place].display());
+    }
+    drop(folder);
+    assert_eq!(accepts(), [false, true], "the files are gone");
+}
+
+#[test]
 fn variables_go_together() {
     let folder = tempfile::tempdir().unwrap();
     let ca = Authority::new();

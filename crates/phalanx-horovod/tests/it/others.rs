@@ -189,6 +189,27 @@ fn process_sets_have_ranks_and_names_of_their_own() {
 }
 
 #[test]
+fn hosts_are_what_the_group_was_told_that_they_are() {
+    let places = ranks(3, Fabric::TwoHosts, &Options::default(), |hvd| {
+        let place = |hvd: &Horovod| {
+            let (local, cross) = ((hvd.local_rank(), hvd.local_size()), (hvd.cross_rank(), hvd.cross_size()));
+            (local, cross, hvd.is_homogeneous())
+        };
+        let set = hvd.add_process_set(&[Rank::new(1), Rank::new(2)]).unwrap();
+        (place(hvd), set.as_ref().map(place))
+    });
+    let apart = |host| Some(((0, 1), (host, 2), true));
+    assert_eq!(
+        places,
+        [
+            (((0, 2), (0, 2), false), None),
+            (((1, 2), (0, 1), false), apart(0)),
+            (((0, 1), (1, 2), false), apart(1)),
+        ]
+    );
+}
+
+#[test]
 fn values_parameters_and_sparse_gradients() {
     ranks(3, Fabric::Tcp, &Options { fusion_threshold: 100, ..Options::default() }, |hvd| {
         let rank = hvd.rank().get();

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use libtest_mimic::{Arguments, Trial};
 use phalanx::store::TcpStoreServer;
 use phalanx_horovod::{Horovod, Op};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 /// Set for a worker: what it does.
 const ROLE: &str = "PHALANX_TEST_HOROVOD_ROLE";
@@ -21,6 +22,7 @@ const HERE: &str = "PHALANX_TEST_HOROVOD_HERE";
 const TESTS: &[(&str, fn())] = &[
     ("what_dies_or_fails_in_an_elastic_job_leaves_the_others_at_the_last_commit", elastic::the_others_go_on),
     ("a_process_that_dies_is_named_by_every_handle", a_process_dies),
+    ("an_adasum_for_which_a_rank_has_no_memory_is_an_error_on_every_rank", no_memory),
     ("the_fusion_buffer_is_all_the_memory_that_is_added", memory),
     ("variables_reach_every_rank_and_bad_ones_are_named", variables),
 ];
@@ -53,6 +55,7 @@ fn work(role: &str) {
             hvd.barrier().unwrap();
         }
         "memory" => measure(&hvd),
+        "narrow" => narrow(&hvd),
         _ => train(&hvd),
     }
 }
@@ -84,14 +87,32 @@ fn train(hvd: &Horovod) {
     }
 }
 
+/// KiB of memory of this process, as the kernel counts them under this name.
+fn kib(name: &str) -> usize {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find(|line| line.starts_with(name)).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse().unwrap()
+}
+
 /// KiB of memory of this process: its own, and what it shares with other processes.
 fn resident() -> (usize, usize) {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap();
-    let field = |name: &str| -> usize {
-        let line = status.lines().find(|line| line.starts_with(name)).unwrap();
-        line.split_whitespace().nth(1).unwrap().parse().unwrap()
-    };
-    (field("RssAnon:"), field("RssShmem:"))
+    (kib("RssAnon:"), kib("RssShmem:"))
+}
+
+/// Rank 1 gets no more memory than its tensor has, and an Adasum needs twice as much.
+fn narrow(hvd: &Horovod) {
+    const BYTES: usize = 128 << 20;
+    let tensor = vec![1.0f32; BYTES / 4];
+    // What the first call needs is there.
+    hvd.allreduce("small", [1.0f32], Op::Adasum).unwrap();
+    if hvd.rank().get() == 1 {
+        let current = Some(((kib("VmSize:") << 10) + BYTES / 2) as u64);
+        setrlimit(Resource::As, Rlimit { current, ..getrlimit(Resource::As) }).unwrap();
+    }
+    match hvd.allreduce("large", tensor, Op::Adasum) {
+        Ok(_) => println!("it has had the memory"),
+        Err(error) => println!("out of memory: {}: {error}", error.is_out_of_memory()),
+    }
 }
 
 /// Reduces 80 tensors of 512 KiB five times, and prints how many KiB were added meanwhile.
@@ -121,18 +142,22 @@ fn measure(hvd: &Horovod) {
 
 /// Starts a world of workers, and returns what they print, by rank.
 fn world(role: &str, variables: &[(&str, &str)]) -> Vec<Output> {
+    world_of(WORLD, role, variables)
+}
+
+fn world_of(ranks: usize, role: &str, variables: &[(&str, &str)]) -> Vec<Output> {
     let started = Instant::now();
     let server = TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let port = server.local_addr().port();
     let start = |rank: usize| -> Child {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.env(ROLE, role).env("RANK", rank.to_string()).env("WORLD_SIZE", WORLD.to_string());
+        command.env(ROLE, role).env("RANK", rank.to_string()).env("WORLD_SIZE", ranks.to_string());
         command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
         command.env("TORCHELASTIC_USE_AGENT_STORE", "True");
         command.envs(variables.iter().copied()).stdout(Stdio::piped()).stderr(Stdio::piped());
         command.spawn().unwrap()
     };
-    let workers: Vec<Child> = (0..WORLD).map(start).collect();
+    let workers: Vec<Child> = (0..ranks).map(start).collect();
     let outputs = workers.into_iter().map(|worker| worker.wait_with_output().unwrap()).collect();
     assert!(started.elapsed() < Duration::from_secs(120));
     outputs
@@ -148,6 +173,15 @@ fn a_process_dies() {
             "rank {rank}: {outputs:?}"
         );
     }
+}
+
+fn no_memory() {
+    let outputs = world_of(2, "narrow", &[]);
+    for (rank, output) in outputs.iter().enumerate() {
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && text.contains("no memory for an adasum"), "{rank}: {outputs:?}");
+    }
+    assert!(String::from_utf8_lossy(&outputs[1].stdout).starts_with("out of memory: true"), "{outputs:?}");
 }
 
 fn memory() {

@@ -189,19 +189,16 @@ impl Part {
 impl Request {
     /// Checks what a program or another rank has written, in a world of `size`.
     pub fn check(&self, size: usize) -> Result<()> {
-        let refuse = |what: String| Err(Error::invalid_argument(what));
+        let refuse = |what: String, remedy: &str| Err(Error::invalid_argument(what).with_remedy(remedy));
         if self.name.is_empty() || self.name.len() > MAX_NAME_BYTES {
-            return refuse(format!(
-                "a tensor's name has {} bytes, and may have 1 to {MAX_NAME_BYTES}",
-                self.name.len()
-            ));
+            let what =
+                format!("a tensor's name has {} bytes, and may have 1 to {MAX_NAME_BYTES}", self.name.len());
+            return refuse(what, "give it a shorter name that is not empty");
         }
         if self.parts.len() > MAX_GROUP {
-            return refuse(format!(
-                "{} has {} tensors; at most {MAX_GROUP} are allowed",
-                self.name,
-                self.parts.len()
-            ));
+            let what =
+                format!("{} has {} tensors; at most {MAX_GROUP} are allowed", self.name, self.parts.len());
+            return refuse(what, "divide them among several names");
         }
         self.parts.iter().try_for_each(Part::check)?;
         if self.wire_bytes() > share(size) || self.answer_bytes(size) > MAX_ANSWER_BYTES {
@@ -219,21 +216,23 @@ impl Request {
                     .try_for_each(|part| reduction.check_for(part.dtype, part.stands_for, size))?;
             }
             Kind::Broadcast { root } if *root as usize >= size => {
-                return refuse(format!("root {root} is outside a world of {size}"));
+                let what = format!("root {root} is outside a world of {size}");
+                return refuse(what, "name a rank of this handle: those of a process set count from 0");
             }
             Kind::Allgather | Kind::Alltoall | Kind::Broadcast { .. } | Kind::Barrier => {}
         }
         if let Kind::Reducescatter(reduction) = &self.kind
             && reduction.op == Op::Adasum
         {
-            return refuse("a reducescatter cannot be an adasum: use allreduce".to_owned());
+            return refuse("a reducescatter cannot be an adasum".to_owned(), "use allreduce");
         }
         let has_rows = match &self.kind {
             Kind::Allgather | Kind::Alltoall | Kind::Reducescatter(_) => true,
             Kind::Allreduce(_) | Kind::Broadcast { .. } | Kind::Barrier => false,
         };
         if has_rows && self.parts.iter().any(|part| part.shape.is_empty()) {
-            return refuse(format!("{} of a scalar: it needs a first dimension", self.kind.name()));
+            let what = format!("{} of a scalar: it needs a first dimension", self.kind.name());
+            return refuse(what, "give it one, as of the shape [1]");
         }
         Ok(())
     }
@@ -445,9 +444,12 @@ mod tests {
         assert!(request(sum.clone(), &[1; MAX_DIMENSIONS + 1]).check(2).is_err());
         assert!(Request { name: String::new(), ..request(sum.clone(), &[1]) }.check(2).is_err());
         assert!(Request { name: "n".repeat(MAX_NAME_BYTES + 1), ..request(sum, &[1]) }.check(2).is_err());
-        assert!(request(Kind::Broadcast { root: 2 }, &[]).check(2).is_err());
-        for kind in [Kind::Allgather, Kind::Alltoall] {
-            assert!(request(kind, &[]).check(2).is_err());
+        let adasum = Kind::Reducescatter(Op::Adasum.into());
+        let scalars =
+            [Kind::Broadcast { root: 2 }, Kind::Allgather, Kind::Alltoall].map(|kind| request(kind, &[]));
+        for refused in scalars.into_iter().chain([request(adasum, &[2])]) {
+            let error = refused.check(2).unwrap_err();
+            assert!(error.is_invalid_argument() && error.remedy().is_some(), "{error}");
         }
     }
 

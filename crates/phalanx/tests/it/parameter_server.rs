@@ -378,11 +378,17 @@ fn settings_that_differ_or_cannot_be_are_refused_on_every_rank() {
         };
         let other = start(builder().consistency(Consistency::Ssp(u64::from(group.rank().get()))));
         assert!(other.is_mismatch() && other.to_string().contains("rank 1"), "{other}");
-        assert!(start(builder().servers(&[])).to_string().contains("at least one"));
-        assert!(start(builder().servers(&ranks(&[1])).replicated()).to_string().contains("second server"));
-        assert!(start(builder().workers(&ranks(&[0, 0]))).to_string().contains("twice"));
+        for (builder, why) in [
+            (builder().servers(&[]), "at least one"),
+            (builder().servers(&ranks(&[1])).replicated(), "second server"),
+            (builder().workers(&ranks(&[0, 0])), "twice"),
+        ] {
+            let error = start(builder);
+            assert!(error.to_string().contains(why) && error.remedy().is_some(), "{error}");
+        }
         assert!(start(builder().workers(&ranks(&[7]))).is_invalid_argument());
-        assert!(builder().start(&group, &mut [1.0]).unwrap_err().to_string().contains("15 elements"));
+        let error = builder().start(&group, &mut [1.0]).unwrap_err();
+        assert!(error.to_string().contains("15 elements") && error.remedy().is_some(), "{error}");
         group.barrier().unwrap();
     });
 }

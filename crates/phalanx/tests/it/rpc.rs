@@ -323,7 +323,8 @@ fn an_object_lives_on_its_owner_until_the_last_reference_is_dropped() {
                 drop(counter);
                 assert_eq!(clone.call::<_, i64>("add", &1i64).unwrap(), 11);
                 let ticket = clone.lend(Rank::new(1)).unwrap();
-                assert!(rpc.accept::<AtomicI64>(ticket).unwrap_err().to_string().contains("lent to rank 1"));
+                let error = rpc.accept::<AtomicI64>(ticket).unwrap_err();
+                assert!(error.to_string().contains("lent to rank 1") && error.remedy().is_some(), "{error}");
                 rpc.call::<_, ()>(Rank::new(1), "take", &ticket).unwrap();
                 drop(clone);
                 // Another type, and an object that could not be made.

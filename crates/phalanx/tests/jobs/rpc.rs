@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use phalanx::asynchronous::{Answer, Bytes, Rpc};
+use phalanx::asynchronous::{Answer, Bytes, LocalMethod, LocalUpdates, Rpc};
 use phalanx::{ProcessGroup, Rank};
 use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 
@@ -26,6 +26,12 @@ pub const TESTS: &[(&str, fn())] = &[
         "a_call_for_which_there_is_no_memory_ends_the_connection_and_no_process",
         a_call_for_which_there_is_no_memory_ends_the_connection_and_no_process,
     ),
+    ("parameters_for_which_there_is_no_memory_are_an_error_on_every_rank", || {
+        for (rank, (code, error)) in World::start("rpc::meets", 2, false, &[]).end().0.into_iter().enumerate()
+        {
+            assert_eq!(code, Some(0), "rank {rank}: {error}");
+        }
+    }),
 ];
 
 /// These need root and `ip`.
@@ -40,6 +46,7 @@ pub fn play(scenario: &str) {
         "across" => end_with(across()),
         "poor" => end_with(poor()),
         "narrow" => end_with(narrow()),
+        "meets" => end_with(meets()),
         other => panic!("no scenario {other}"),
     }
 }
@@ -94,6 +101,37 @@ fn poor() -> phalanx::Result<()> {
     started(&group.with_timeout(LIMIT * 10)).map(drop)
 }
 
+/// This process gets so many more bytes of memory, and no more.
+fn take_no_more_than(bytes: usize) {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let size = status.lines().find_map(|line| line.strip_prefix("VmSize:")).unwrap();
+    let size: u64 = size.trim().trim_end_matches("kB").trim().parse().unwrap();
+    let limit = Rlimit { current: Some((size << 10) + bytes as u64), ..getrlimit(Resource::As) };
+    setrlimit(Resource::As, limit).unwrap();
+}
+
+/// Rank 1 has no memory for the parameters of rank 0, which it meets.
+fn meets() -> phalanx::Result<()> {
+    const MUCH: usize = 128 << 20;
+    let group = phalanx::init()?;
+    let mut parameters = vec![1.0f32; MUCH / 4];
+    let mut local = LocalUpdates::new(&group, LocalMethod::Ring, 1, &mut parameters)?;
+    let before = local.state().clone();
+    group.barrier()?;
+    if group.rank() == Rank::new(1) {
+        take_no_more_than(MUCH / 2);
+    }
+    // An average needs memory to be sent from, and is refused before anything is sent: the group goes on.
+    let begun = LocalUpdates::new(&group, LocalMethod::Average, 1, &mut parameters);
+    let error = begun.expect_err("there is no memory for it");
+    assert!(error.is_out_of_memory() && error.to_string().contains("no memory for a copy of"), "{error}");
+    let error = local.step(&mut parameters).expect_err("there is no memory for it");
+    assert!(error.to_string().contains("rank 1 could not exchange its parameters"), "{error}");
+    assert!(error.to_string().contains("no memory for a copy of"), "{error}");
+    assert!(local.state() == &before && parameters.iter().all(|parameter| *parameter == 1.0));
+    Ok(())
+}
+
 /// Rank 1 gets no more memory when rank 0 sends it much.
 fn narrow() -> phalanx::Result<()> {
     const MUCH: usize = 200 << 20;
@@ -111,11 +149,7 @@ fn narrow() -> phalanx::Result<()> {
         assert!(error.to_string().contains("rank 1 has no memory for the"), "{error}");
         assert!(says_what_to_do(&error), "{error}");
     } else {
-        let status = std::fs::read_to_string("/proc/self/status").unwrap();
-        let size = status.lines().find_map(|line| line.strip_prefix("VmSize:")).unwrap();
-        let size: u64 = size.trim().trim_end_matches("kB").trim().parse().unwrap();
-        let limit = Rlimit { current: Some((size << 10) + MUCH as u64 / 2), ..getrlimit(Resource::As) };
-        setrlimit(Resource::As, limit).unwrap();
+        take_no_more_than(MUCH / 2);
         group.barrier()?;
         let deadline = Instant::now() + LIMIT;
         while rpc.failure(other)?.is_none() {

@@ -31,7 +31,7 @@ const RETRY_DELAY: Duration = Duration::from_millis(50);
 #[derive(Debug)]
 pub(super) struct Gateway {
     members: Vec<String>,
-    /// The member that answered last.
+    /// The member to ask first: the one that answered last, or the one after it if it has become silent.
     current: AtomicUsize,
     agent: ureq::Agent,
 }
@@ -105,14 +105,17 @@ impl Gateway {
             let mut last = None;
             for turn in 0..self.members.len() {
                 let member = (first + turn) % self.members.len();
-                match self.ask_one(&self.members[member], path, &body, deadline.remaining().min(TIMEOUT)) {
+                let answer =
+                    self.ask_one(&self.members[member], path, &body, deadline.remaining().min(TIMEOUT));
+                // Also if no other is asked now, or there is no time left for it: the next request must not wait for the same one.
+                let is_silent = matches!(answer, Err(Refused::Silent { .. }));
+                let next = if is_silent { (member + 1) % self.members.len() } else { member };
+                self.current.store(next, Ordering::Relaxed);
+                match answer {
                     Err(Refused::Silent { cause, was_heard }) if may_repeat || !was_heard => {
                         last = Some(cause)
                     }
-                    answer => {
-                        self.current.store(member, Ordering::Relaxed);
-                        return answer;
-                    }
+                    answer => return answer,
                 }
             }
             let pause = RETRY_DELAY.min(deadline.remaining());
@@ -272,6 +275,22 @@ mod tests {
             Err(Refused::Error(said)) => assert!(said.contains("space exceeded (429"), "{said}"),
             other => panic!("{other:?}"),
         }
+    }
+
+    #[test]
+    fn a_member_that_has_become_silent_is_not_the_first_to_be_asked_again() {
+        // Who connects gets no answer.
+        let silent = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let answers = member(&[DONE]).names();
+        let gateway = Gateway::new(&format!("{},{answers}", silent.local_addr().unwrap())).unwrap();
+        let ask = |milliseconds| {
+            let deadline = Deadline::after(Duration::from_millis(milliseconds));
+            gateway.ask("kv/deleterange", &Value::Null, false, deadline)
+        };
+        // It may have carried this out, so no other is asked.
+        let refused = ask(200).unwrap_err();
+        assert!(matches!(refused, Refused::Silent { was_heard: true, .. }), "{refused:?}");
+        ask(60_000).unwrap();
     }
 
     #[test]

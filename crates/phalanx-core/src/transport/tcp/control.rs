@@ -94,6 +94,12 @@ const PROBE_DELAY: Duration = Duration::from_secs(10);
 /// … this many times, every `PROBE_INTERVAL`, before its ranks are given up: after [`give_up`], if that is longer.
 const PROBES: u32 = 4;
 const PROBE_INTERVAL: Duration = Duration::from_secs(5);
+/// After so long without data the kernel sends a probe on the other connections to another host, too: firewalls and address translation forget a
+/// connection on which nothing passes, some after four minutes, and drop what comes later without a word.
+const IDLE_INTERVAL: Duration = Duration::from_secs(60);
+/// So many probes without an answer end such a connection, the most that Linux takes: who is silent is for the control connections to say, and
+/// for the operation's deadline.
+const IDLE_PROBES: u32 = 127;
 
 /// Lets the kernel notice that a host has lost power or its cable, for ranks that do not exchange heartbeats. The
 /// peer's kernel answers, even for a process that is busy or stopped. Only for control connections: on data
@@ -108,6 +114,17 @@ pub(super) fn keep_alive(connection: &Connection, heartbeat: Heartbeat) -> io::R
         Some(give_up) => tcp::recover_soon(stream, give_up),
         None => Ok(()),
     }
+}
+
+/// Keeps a connection for data or messages to another host, which a job may not use for hours, known to what is between. It ends no earlier
+/// than a control connection.
+fn keep_known(connection: &Connection, heartbeat: Heartbeat) -> io::Result<()> {
+    let (stream, least) = (connection.socket(), give_up(heartbeat).unwrap_or_default() / IDLE_PROBES);
+    set_socket_keepalive(stream, true)?;
+    set_tcp_keepidle(stream, IDLE_INTERVAL)?;
+    set_tcp_keepintvl(stream, IDLE_INTERVAL.max(least))?;
+    set_tcp_keepcnt(stream, IDLE_PROBES)?;
+    Ok(())
 }
 
 /// How long the kernel may get no acknowledgement of a rank on another host before it gives the connection up. The heartbeats say
@@ -168,6 +185,11 @@ fn watch(
     let (stop, stopped) = UnixStream::pair().map_err(failed)?;
     let mut control = connections.control.iter().flatten();
     control.try_for_each(|connection| keep_alive(connection, heartbeat)).map_err(failed)?;
+    // Those that are made later are within a host.
+    let mut far = connections.others().filter(|connection| !connection.is_within_host());
+    if let Err(error) = far.try_for_each(|connection| keep_known(connection, heartbeat)) {
+        tracing::debug!(%error, "a connection to another host has no probes while it is idle");
+    }
     // Before the thread starts: then a rank that is stopped right after the start counts as silent, and not as one
     // that has never sent anything.
     let introduction = Introduction::new(heartbeat.interval, process::own());
@@ -499,6 +521,39 @@ pub(super) mod tests {
             give_up(Heartbeat { network_timeout, ..Heartbeat::default() }).map(|limit| limit.as_secs())
         };
         assert_eq!([0, 1, 10, 15, 60].map(seconds), [None, Some(30), Some(30), Some(30), Some(120)]);
+    }
+
+    #[test]
+    fn a_connection_to_another_host_is_probed_while_it_is_idle() {
+        use std::sync::OnceLock;
+
+        use rustix::net::sockopt::{socket_keepalive, tcp_keepcnt, tcp_keepidle, tcp_keepintvl};
+
+        let mut peers = Vec::new();
+        let mut open = |(connection, peer): (Connection, TcpStream)| {
+            peers.push(peer);
+            connection
+        };
+        let control = vec![None, Some(open(pair())), Some(open(far()))];
+        let [data, messages] =
+            [(); 2].map(|()| vec![OnceLock::new(), open(pair()).into(), open(far()).into()]);
+        let connections = Arc::new(Connections { control, data, messages, ..Connections::default() });
+        let health = Health::new(Rank::MAIN, vec!["here".into(), "here".into(), "there".into()]);
+        let world = WorldSize::new(3).unwrap();
+        let heartbeat = Heartbeat { network_timeout: Duration::from_secs(24 * 3600), ..Heartbeat::default() };
+        let (stop, thread) = watch((Rank::MAIN, world), &connections, &health, heartbeat).unwrap();
+        for channel in [Channel::Data, Channel::Messages] {
+            let socket = |peer| connections.get(channel, Rank::new(peer)).unwrap().socket();
+            assert!(!socket_keepalive(socket(1)).unwrap(), "{channel:?}: nothing is between");
+            assert!(socket_keepalive(socket(2)).unwrap(), "{channel:?}");
+            assert_eq!(tcp_keepidle(socket(2)).unwrap(), IDLE_INTERVAL);
+            assert_eq!(tcp_keepcnt(socket(2)).unwrap(), IDLE_PROBES);
+            // A control connection does not end before that.
+            let ends = tcp_keepintvl(socket(2)).unwrap() * IDLE_PROBES;
+            assert!(ends >= give_up(heartbeat).unwrap(), "{channel:?}: {ends:?}");
+        }
+        drop(stop);
+        thread.join().unwrap();
     }
 
     fn end(connection: &Connection, timeout: Duration) -> End<'_> {
