@@ -86,7 +86,10 @@ const WITHOUT_MEANING: &[(&str, &str)] = &[
     ("HOROVOD_GLOO_IFACE", "use GLOO_SOCKET_IFNAME"),
     ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "use MASTER_ADDR"),
     ("HOROVOD_GLOO_RENDEZVOUS_PORT", "use MASTER_PORT"),
-    ("HOROVOD_GLOO_TIMEOUT_SECONDS", "use ProcessGroup::with_timeout"),
+    (
+        "HOROVOD_GLOO_TIMEOUT_SECONDS",
+        "use HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, or in Rust ProcessGroup::with_timeout",
+    ),
     ("HOROVOD_HIERARCHICAL_ALLGATHER", "ranks of one host always share memory"),
     ("HOROVOD_HIERARCHICAL_ALLREDUCE", "ranks of one host always share memory"),
     ("HOROVOD_LOG_HIDE_TIME", "the program's tracing subscriber decides"),
