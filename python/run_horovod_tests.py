@@ -4,7 +4,7 @@
     run_horovod_tests.py PATH-OF-A-CHECKOUT-OF-HOROVOD-0.28 [--ranks 2 4] [--only NAME] [--limit SECONDS]
 
 Each test has processes of its own, forked from one that has imported PyTorch. What it needs beside PyTorch, NumPy and pytest: packaging
-and cloudpickle. It ends with 1 if a test fails that `EXPECTED` does not name, and if one passes that it names.
+and cloudpickle. It ends with 1 if a test fails that `EXPECTED` does not name, if one passes that it names, and if none passes.
 """
 
 import argparse
@@ -150,6 +150,9 @@ def main():
                     print(reason, file=sys.stderr)
             print(f"| {name} | {kind} | {why} |", flush=True)
         print("\n" + ", ".join(f"{count} {kind}" for kind, count in counts.items()) + f", on {ranks} ranks\n", flush=True)
+        # Tests that do not run show nothing.
+        if not counts["passed"]:
+            unexpected.append(f"no test passes on {ranks} ranks")
     if unexpected:
         sys.exit("not as expected: " + "; ".join(unexpected))
 

@@ -15,6 +15,7 @@ import argparse
 import importlib.metadata
 import json
 import os
+import pathlib
 import subprocess
 import sys
 import tempfile
@@ -155,8 +156,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", type=int, nargs="*", default=[2, 3, 4], help="world sizes")
     parser.add_argument("--only", help="tests whose name contains this")
-    parser.add_argument("--log", default="torch-tests.log", help="what the tests print")
+    log = pathlib.Path(__file__).resolve().parent / "target" / "torch-tests.log"
+    parser.add_argument("--log", type=pathlib.Path, default=log, help="what the tests print [default: %(default)s]")
     arguments = parser.parse_args()
+    arguments.log.parent.mkdir(parents=True, exist_ok=True)
     failed = False
     with open(arguments.log, "w") as log:
         for world in arguments.world:

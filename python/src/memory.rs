@@ -161,7 +161,9 @@ impl Memory {
             ));
         }
         if written && read_only {
-            return Err(PyValueError::new_err("this array is read-only"));
+            return Err(PyValueError::new_err(
+                "this array is read-only: numpy.array makes a copy that is not",
+            ));
         }
         if interface.get_item("mask")?.is_some_and(|mask| !mask.is_none()) {
             return Err(PyTypeError::new_err(

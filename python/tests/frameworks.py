@@ -80,17 +80,27 @@ def ddp_no_sync(rank):
 
 
 def ddp_hook(rank, name):
-    from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
+    from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType
 
     model = network()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
     replica = nn.parallel.DistributedDataParallel(model)
-    kind = DDPCommHookType[name]
-    register_ddp_comm_hook(kind, replica, None)
+    # PowerSGD begins after 1,000 steps unless it is told otherwise, and is all_reduce until then.
+    options = {"start_powerSGD_iter": 2} if "POWER_SGD" in name else {}
+    DDPCommHookType[name].value(model=replica, state=None, **options)
     train(rank, replica, torch.optim.SGD(replica.parameters(), lr=0.1))
     mine = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     both = [torch.empty_like(mine) for _ in range(WORLD)]
     dist.all_gather(both, mine)
     assert torch.equal(both[0], both[1])
+    assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)), "nothing was learned"
+    exact, found = alone(), model.state_dict()
+    if options:
+        # The gradients of weights are products of a few columns, and not the averages themselves.
+        assert not torch.allclose(found["0.weight"], exact["0.weight"], atol=1e-6), "PowerSGD has not begun"
+        equals(found, exact, 0.02)
+    else:
+        equals(found, exact, {"ALLREDUCE": 1e-6, "FP16_COMPRESS": 2e-4, "BF16_COMPRESS": 2e-3}[name])
 
 
 def join(rank):

@@ -109,9 +109,10 @@ jobs() { case $1 in cuda | cpu) echo devices:: nccl:: ;; *) echo devices:: ;; es
 export CUBECL_AUTOTUNE_LEVEL=minimal
 # tests PROGRAM FEATURES TARGETS... -- ARGUMENTS...: builds the targets and runs them; or, with a folder for programs, one or the other. PROGRAM is
 # the target's name there. Tests that fail do not keep others from being run.
-failed=0
+failed=0 chosen=
 tests() {
     [ -z "$only" ] || [ "$only" = "$1" ] || return 0
+    chosen=1
     local program=$programs/$device/$1 features=$2 targets=()
     shift 2
     while [ "$1" != -- ]; do targets+=("$1"); shift; done
@@ -154,4 +155,6 @@ for device in "${devices[@]}"; do
         tests jobs-fusion "$(features "$device"),burn/fusion" --test jobs -- "$filter"
     done
 done
+# libtorch has no fusion: nothing of it would pass here.
+[ -n "$chosen" ] || { echo "$0: there is no $only on ${devices[*]}" >&2; exit 2; }
 exit "$failed"

@@ -8,8 +8,9 @@ needs "${PHALANX_TEST_PYTHON:=python3}" ip unshare
 # What is installed is tested: it has to be what lies here.
 installed=$("$PHALANX_TEST_PYTHON" -c 'import importlib.util as of; print(of.find_spec("phalanx_torch").submodule_search_locations[0])')
 cmp "$installed/ray.py" python/phalanx_torch/ray.py
-# Ray's own files, which it puts there, go with the test.
-mkdir -p /tmp/ray "$scratch/ray"
+# Ray's own files, which it puts there, go with the test, and so does the folder if it was not there.
+[ -d /tmp/ray ] || { mkdir /tmp/ray; trap 'clean_up; rmdir --ignore-fail-on-non-empty /tmp/ray' EXIT; }
+mkdir "$scratch/ray"
 code=0
 timeout -k 10 540 unshare --net --mount --pid --fork --kill-child --mount-proc bash -euc '
     mount --bind "$1/ray" /tmp/ray

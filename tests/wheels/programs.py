@@ -18,4 +18,6 @@ for page in map(Path, sys.argv[2:]):
             program = UNSOUND + program
         if "from ray." in program:
             program = NO_RAY + program
-        (folder / f"{page.stem.lower().replace('-', '_')}_{number}.py").write_text(program)
+        # Of two pages of one name neither may take the other's place.
+        with (folder / f"{page.stem.lower().replace('-', '_')}_{number}.py").open("x") as file:
+            file.write(program)

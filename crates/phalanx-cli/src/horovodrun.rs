@@ -222,11 +222,11 @@ refused! {
     autotune_steps_per_sample ["value"] => "autotune-steps-per-sample", "autotune measures for a fixed time";
     autotune_bayes ["value"] => "autotune-bayes-opt-max-samples", "autotune tries each setting in turn";
     autotune_noise ["value"] => "autotune-gaussian-process-noise", "autotune tries each setting in turn";
-    log_level ["value"] => "log-level", "the program's tracing subscriber decides";
-    log_timestamp => "log-with-timestamp", "the program's tracing subscriber decides";
-    log_without_timestamp => "log-without-timestamp", "the program's tracing subscriber decides";
-    log_hide_timestamp => "log-hide-timestamp", "the program's tracing subscriber decides";
-    no_log_hide_timestamp => "no-log-hide-timestamp", "the program's tracing subscriber decides";
+    log_level ["value"] => "log-level", "Rust's programs have a tracing subscriber, Python's warnings alone";
+    log_timestamp => "log-with-timestamp", "Rust's programs have a tracing subscriber, Python's warnings alone";
+    log_without_timestamp => "log-without-timestamp", "Rust's programs have a tracing subscriber, Python's warnings alone";
+    log_hide_timestamp => "log-hide-timestamp", "Rust's programs have a tracing subscriber, Python's warnings alone";
+    no_log_hide_timestamp => "no-log-hide-timestamp", "Rust's programs have a tracing subscriber, Python's warnings alone";
     no_timeline_mark_cycles => "no-timeline-mark-cycles", "the timeline always has the rounds of negotiation";
     prefix_time => "prefix-output-with-timestamp", "give --log-format json to `phalanx run`: every event has its time";
 }

@@ -76,7 +76,6 @@ pub use phalanx_core::host::loopback_is_down;
 pub use phalanx_core::interfaces;
 #[doc(hidden)]
 pub use phalanx_core::notice::warn;
-// For stores of other languages.
 #[doc(inline)]
 pub use phalanx_core::{
     Bool, Buffer, BufferKeeper, BufferPart, Caller, Communicator, Credentials, DType, Deadline, Element,
@@ -87,6 +86,7 @@ pub use phalanx_core::{
 #[cfg(feature = "launch")]
 #[doc(inline)]
 pub use phalanx_launch::spawn;
+// For stores of other languages.
 #[doc(hidden)]
 pub use phalanx_proto::store::count_there;
 

@@ -1,15 +1,14 @@
 //! A model of tch in an elastic job with real processes, one of which is killed.
 
 use std::collections::BTreeMap;
-use std::path::Path;
-use std::time::Duration;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
-use phalanx::WorldSize;
 use phalanx::elastic::{self, Context, Options};
 use phalanx::launch::{Event, Job, Outcome, Stream};
 use phalanx::reducer::hooks::{PowerSgd, PowerSgdOptions};
 use phalanx::sampler::ElasticSampler;
-use phalanx::{Error, ProcessGroup, Result};
+use phalanx::{Error, ProcessGroup, Rank, Result, WorldSize};
 use phalanx_tch::{Optimizer, Rule, TrainState};
 use rustix::process::{Pid, Signal, getpid, kill_process};
 use tch::{Kind, Tensor, nn};
@@ -95,10 +94,8 @@ pub fn play(case: &str, folder: &Path) -> Result<()> {
                 let loss = context.state.ddp.forward(loss)?;
                 nccl::assert_averages(&context.state.ddp);
                 context.state.optimizer.zero_grad()?;
-                if case.starts_with("dies") && rank.get() == 1 && context.state.steps() == DIES_AT {
-                    // The others are in backward by then.
-                    std::thread::sleep(Duration::from_secs(4));
-                    kill_process(getpid(), Signal::KILL).unwrap();
+                if case.starts_with("dies") && context.state.steps() == DIES_AT {
+                    dies_behind_the_others(folder, rank, world);
                 }
                 if case == "hook" {
                     // A step with a hook that keeps a state cannot be done again.
@@ -131,6 +128,22 @@ pub fn play(case: &str, folder: &Path) -> Result<()> {
     model.store.save(folder.join(format!("{rank}.safetensors"))).unwrap();
     println!("done rank {rank}");
     Ok(())
+}
+
+/// Ends the process of rank 1 when all others have nothing before them but backward, and have had some time for it.
+fn dies_behind_the_others(folder: &Path, rank: Rank, world: WorldSize) {
+    let came = |rank: u32| folder.join(format!("{rank}.came"));
+    if rank.get() != 1 {
+        std::fs::write(came(rank.get()), "").unwrap();
+        return;
+    }
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while (0..world.get()).any(|other| other != 1 && !came(other).exists()) {
+        assert!(Instant::now() < deadline, "the others have not come to the step");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    std::thread::sleep(Duration::from_secs(2));
+    kill_process(getpid(), Signal::KILL).unwrap();
 }
 
 fn job(case: &str, workers: u32, folder: &Path, variables: &[(&str, &str)]) -> Job {
@@ -225,7 +238,9 @@ fn died_in_backward_as(case: &str, workers: usize, variables: &[(&str, &str)]) -
 fn assert_same_models(folder: &Path, lines: &[String], workers: usize) {
     let done = lines.iter().filter(|line| line.starts_with("done")).count();
     assert_eq!(done, workers, "{lines:?}");
-    let files: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let is_model = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "safetensors");
+    let files: Vec<PathBuf> = files.filter(is_model).collect();
     let of = |path: &Path| {
         let mut tensors = Tensor::read_safetensors(path).unwrap();
         tensors.sort_by(|a, b| a.0.cmp(&b.0));

@@ -211,7 +211,7 @@ impl Link {
             let cause = format!("what was sent to rank {} before it is still under way", self.peer);
             return Err(Error::timeout(cause)
                 .with_peer(self.peer)
-                .with_remedy("is that rank or the network slow? A longer time-out can be set"));
+                .with_remedy("is that rank or the network slow? Rpc::with_timeout gives it more time"));
         };
         let to = self.rank_in(group);
         let parts = payload.parts();

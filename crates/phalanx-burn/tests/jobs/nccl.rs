@@ -5,7 +5,7 @@ use std::ops::{ControlFlow, Range};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use burn::module::{Module, Param};
 use burn::nn::BatchNormConfig;
@@ -845,9 +845,8 @@ fn outlive() -> Result<()> {
             let (step, rank) = (context.state.steps(), context.rank());
             let from = first_row(step, rank, context.world_size());
             let loss = context.state.model.forward(|net| net.loss(from, &[]))?;
-            if step == DIES_AT && rank.get() == 1 {
-                std::thread::sleep(Duration::from_secs(4)); // The others are in backward by then.
-                kill_process(getpid(), Signal::KILL).unwrap();
+            if step == DIES_AT {
+                dies_behind_the_others(rank, context.world_size());
             }
             let is_alone = context.state.model.world_size() == WorldSize::ONE;
             assert!(is_alone || format!("{:?}", context.state.model).contains("NCCL"));
@@ -862,6 +861,23 @@ fn outlive() -> Result<()> {
     let trained: Trained = (state.progress, floats(&state.model.model().valid()));
     std::fs::write(path, serde_json::to_vec(&trained).unwrap()).unwrap();
     Ok(())
+}
+
+/// Ends the process of rank 1 when all others have nothing before them but backward, and have had some time for it.
+fn dies_behind_the_others(rank: Rank, world: WorldSize) {
+    let folder = std::env::var(FOLDER).unwrap();
+    let came = |rank: u32| Path::new(&folder).join(format!("{rank}.came"));
+    if rank.get() != 1 {
+        std::fs::write(came(rank.get()), "").unwrap();
+        return;
+    }
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while (0..world.get()).any(|other| other != 1 && !came(other).exists()) {
+        assert!(Instant::now() < deadline, "the others have not come to the step");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    std::thread::sleep(Duration::from_secs(2));
+    kill_process(getpid(), Signal::KILL).unwrap();
 }
 
 fn survivors_go_on(workers: u32) {

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::thread::available_parallelism;
 
 use phalanx_sys::arena::memory_left_by_cgroups;
+use phalanx_sys::processors::rereads_slowly;
 use rustix::process::{Resource, Rlimit, getrlimit};
 
 use super::finding::Report;
@@ -30,7 +31,7 @@ pub(super) fn look(report: &mut Report, world: u32) {
     let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     memory(report, &meminfo, memory_left_by_cgroups());
     address_space(report);
-    cross_memory(report, ptrace_scope().as_deref());
+    cross_memory(report, ptrace_scope().as_deref(), rereads_slowly());
     descriptors(report, world, getrlimit(Resource::Nofile));
 }
 
@@ -94,9 +95,11 @@ fn ptrace_scope() -> Option<String> {
     }
 }
 
-fn cross_memory(report: &mut Report, scope: Option<&str>) {
+/// Whether ranks copy out of each other's processes. Where processors reread slowly they do not, whatever the kernel allows.
+fn cross_memory(report: &mut Report, scope: Option<&str>, rereads_slowly: bool) {
     // Children of a launcher are no children of each other.
     let text = match scope.map(str::trim) {
+        _ if rereads_slowly => "not used on AMD's processors: data is copied twice",
         Some("0") => {
             "allowed between processes of one user: messages and what collectives only copy are copied once"
         }
@@ -189,13 +192,22 @@ mod tests {
         assert_eq!(cores_of(2, ""), "2 usable; /proc/cpuinfo does not say of how many");
         let copies = |scope| {
             let mut report = Report::new("here".to_owned());
-            cross_memory(&mut report, scope);
+            cross_memory(&mut report, scope, false);
             report.findings.remove(0).text
         };
         assert!(copies(Some("0\n")).starts_with("allowed between processes of one user"));
         assert!(copies(Some("3\n")).starts_with("forbidden"));
         for unknown in [None, Some(""), Some("4\n")] {
             assert!(copies(unknown).starts_with("not known"), "{unknown:?}");
+        }
+    }
+
+    #[test]
+    fn memory_is_not_said_to_be_copied_once_where_no_rank_does_so() {
+        for scope in [None, Some("0\n"), Some("1\n")] {
+            let mut report = Report::new("here".to_owned());
+            cross_memory(&mut report, scope, true);
+            assert_eq!(report.findings.remove(0).text, "not used on AMD's processors: data is copied twice");
         }
     }
 

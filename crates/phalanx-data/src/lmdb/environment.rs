@@ -310,7 +310,9 @@ pub(super) fn explained(path: &Path, error: heed::Error) -> Error {
              Python), or read a copy",
         ),
         heed::Error::Mdb(MdbError::MapResized) => Some("it has grown while it was read: open it again"),
-        heed::Error::Mdb(MdbError::MapFull) => Some("raise the writer's `max_bytes`"),
+        heed::Error::Mdb(MdbError::MapFull) => {
+            Some("write it with a larger number in `LmdbWriter::with_max_bytes`")
+        }
         heed::Error::Mdb(MdbError::BadRslot) => Some("read one item of a data set at a time on a thread"),
         heed::Error::Mdb(MdbError::Invalid | MdbError::Corrupted | MdbError::PageNotFound) => {
             Some("it is damaged: copy it again, or pack it again")
@@ -324,9 +326,10 @@ pub(super) fn explained(path: &Path, error: heed::Error) -> Error {
             "does a process of the same number read it, in another container or on another host? Mount its folder read-only: then it is read \
              without locks",
         ),
-        heed::Error::Io(error) if error.kind() == io::ErrorKind::OutOfMemory => {
-            Some("there is too little address space for the file: raise `ulimit -v`")
-        }
+        heed::Error::Io(error) if error.kind() == io::ErrorKind::OutOfMemory => Some(
+            "there is too little address space for the file: raise `ulimit -v`. A writer takes less with \
+             `LmdbWriter::with_max_bytes`",
+        ),
         _ => None,
     };
     let cause = Error::other(io::Error::other(format!("{}: {error}", path.display())));
@@ -343,6 +346,13 @@ mod tests {
         // What LMDB returns if another process holds the lock of this number (`mdb_reader_pid`).
         let error = explained(Path::new("data.mdb"), heed::Error::Io(io::ErrorKind::WouldBlock.into()));
         assert!(error.remedy().is_some_and(|remedy| remedy.contains("read-only")), "{error}");
+    }
+
+    #[test]
+    fn a_writer_for_which_the_address_space_is_too_small_is_told_of_the_one_that_takes_less() {
+        let error = explained(Path::new("data.mdb"), heed::Error::Io(io::ErrorKind::OutOfMemory.into()));
+        let remedy = error.remedy().unwrap();
+        assert!(remedy.contains("ulimit -v") && remedy.contains("LmdbWriter::with_max_bytes"), "{error}");
     }
 
     #[test]

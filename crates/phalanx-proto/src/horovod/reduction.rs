@@ -152,11 +152,11 @@ impl Reduction {
             None => dtype.is_float(),
         };
         if !supported {
-            let remedy = "only floats have one: use Op::Sum, or convert to f32 or f64";
+            let remedy = "convert to f32 or f64, or take the sum";
             return refuse(format!("{} is not defined for {dtype}", self.op), remedy);
         }
         if self.op == Op::Adasum && !size.is_power_of_two() {
-            let remedy = "start 2, 4, 8, ... ranks, or use Op::Average";
+            let remedy = "start 2, 4, 8, ... ranks, or take the average";
             return refuse(format!("adasum is not defined for {size} ranks"), remedy);
         }
         for (name, Factor(factor)) in [("prescale", self.prescale), ("postscale", self.postscale)] {
@@ -202,8 +202,11 @@ mod tests {
     fn what_has_no_meaning_is_refused_with_what_has() {
         let refused =
             |reduction: Reduction, dtype, size| reduction.check(dtype, size).unwrap_err().to_string();
-        assert!(refused(Op::Average.into(), DType::I64, 2).contains("use Op::Sum"));
-        assert!(refused(Op::Adasum.into(), DType::F32, 3).contains("2, 4, 8"));
+        // Without Rust's names: Python's callers read this, too.
+        assert!(refused(Op::Average.into(), DType::I64, 2).contains("or take the sum"));
+        assert!(
+            refused(Op::Adasum.into(), DType::F32, 3).contains("2, 4, 8, ... ranks, or take the average")
+        );
         assert!(refused(Op::Adasum.into(), DType::U8, 2).contains("not defined for u8"));
         assert!(refused(Reduction::new(Op::Sum).prescale(0.5), DType::I32, 2).contains("prescale"));
         assert!(refused(Reduction::new(Op::Sum).postscale(f64::NAN), DType::F32, 2).contains("NaN"));
