@@ -385,7 +385,10 @@ fn gossip(group: &ProcessGroup, parameters: &mut [f32], peers: &[Rank]) -> Resul
 
 /// The parameters of each of `peers`, and then this rank's own to each of them.
 fn messages(parameters: &[f32], peers: &[Rank]) -> Result<Vec<P2pOp>> {
-    let memory = || Buffer::try_zeroed(DType::F32, parameters.len());
+    let memory = || {
+        let memory = Buffer::try_zeroed(DType::F32, parameters.len());
+        memory.map_err(|error| no_memory(parameters.len()).with_source(error))
+    };
     let receive = peers.iter().map(|peer| memory().map(|theirs| P2pOp::recv(theirs, *peer)));
     let send = peers.iter().map(|peer| {
         let mut own = memory()?;

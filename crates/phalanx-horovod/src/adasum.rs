@@ -46,10 +46,10 @@ pub(crate) fn all_reduce(
 
 /// Memory beside the tensors. An error if there is none, which ends the job on every rank: the partner waits.
 fn memory(dtype: DType, elements: usize) -> Result<Buffer> {
-    Buffer::try_zeroed(dtype, elements).map_err(|_| {
-        Error::out_of_memory(format!("there is no memory for an adasum of {elements} x {dtype}")).with_remedy(
-            "an adasum needs twice as much memory as its tensors have: submit fewer at once, or smaller ones",
-        )
+    Buffer::try_zeroed(dtype, elements).map_err(|error| {
+        Error::out_of_memory(format!("there is no memory for an adasum of {elements} x {dtype}"))
+            .with_source(error)
+            .with_remedy("an adasum needs twice as much memory as its tensors have: submit fewer at once, or smaller ones")
     })
 }
 

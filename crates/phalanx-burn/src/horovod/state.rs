@@ -3,7 +3,7 @@
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 use burn::tensor::{Bytes, Tensor, TensorData};
-use phalanx::{Error, Rank, Result};
+use phalanx::{Buffer, Error, Rank, Result};
 use phalanx_horovod::{Horovod, Reduction, Tensor as Named};
 
 use crate::alike;

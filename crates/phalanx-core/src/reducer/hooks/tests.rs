@@ -187,7 +187,7 @@ fn power_sgd_recovers_from_gradients_that_were_zero_or_no_numbers() {
 
 #[test]
 fn what_power_sgd_has_saved_of_another_shape_is_refused_and_any_step_is_taken() {
-    let group = crate::ProcessGroup::alone().unwrap();
+    let group = ProcessGroup::alone().unwrap();
     let bucket = || GradBucket {
         index: 0,
         is_last: true,
