@@ -1,5 +1,6 @@
 //! Memory that can be owned by an operation in flight.
 
+use std::collections::TryReserveError;
 use std::fmt;
 use std::hint::black_box;
 use std::ops::Range;
@@ -13,6 +14,10 @@ use crate::error::{Error, Result};
 
 /// What to do where there is no memory for what a call needs.
 pub(crate) const MEMORY_REMEDY: &str = "make less of it, or start fewer ranks on this host";
+
+fn out_of_memory(what: fmt::Arguments<'_>, error: TryReserveError) -> Error {
+    Error::out_of_memory(format!("no memory for {what}")).with_source(error).with_remedy(MEMORY_REMEDY)
+}
 
 /// A cache line: the unit in which buffers are allocated, so that every element type is aligned in them.
 #[derive(Clone, Copy, Pod, Zeroable)]
@@ -52,13 +57,13 @@ impl AlignedBytes {
     /// # Errors
     /// If there is no memory for them. Nothing has changed then.
     pub(crate) fn reserve_len(&mut self, len: usize) -> Result<()> {
+        self.grow(len).map_err(|error| out_of_memory(format_args!("{len} bytes"), error))
+    }
+
+    fn grow(&mut self, len: usize) -> std::result::Result<(), TryReserveError> {
         if len > self.len {
             let count = len.div_ceil(64);
-            self.lines.try_reserve_exact(count.saturating_sub(self.lines.len())).map_err(|error| {
-                Error::out_of_memory(format!("no memory for {len} bytes"))
-                    .with_source(error)
-                    .with_remedy(MEMORY_REMEDY)
-            })?;
+            self.lines.try_reserve_exact(count.saturating_sub(self.lines.len()))?;
             self.lines.resize(count, Line::zeroed());
             self.len = len;
         }
@@ -128,7 +133,8 @@ impl Buffer {
     pub fn try_zeroed(dtype: DType, elements: usize) -> Result<Self> {
         let mut bytes = AlignedBytes::default();
         // If it wrapped around, a short buffer would be taken for a long one.
-        bytes.reserve_len(elements.saturating_mul(dtype.size()))?;
+        let grown = bytes.grow(elements.saturating_mul(dtype.size()));
+        grown.map_err(|error| out_of_memory(format_args!("{elements} x {dtype}"), error))?;
         Ok(Self { storage: Storage::Unregistered(bytes), dtype })
     }
 
