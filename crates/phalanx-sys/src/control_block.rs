@@ -202,7 +202,7 @@ pub struct ControlBlock {
     processor: Processor,
     sequence: u64,
     /// The last call in which this rank has seen all ranks' headers. If that is not the one before the next, a late rank may read this rank's slot of
-    /// that one at any time: then this rank writes to its slots no more.
+    /// that one, and its window, at any time: then this rank writes to its slots no more, and begins no call.
     seen: u64,
     /// A copy of this rank's own slot header and data of this call. Reading the slot would have to wait for cache lines
     /// that a peer's processor is reading.
@@ -330,7 +330,8 @@ impl ControlBlock {
         let (mut small, mut ahead) = (None, false);
         match unregistered {
             Some(Unregistered::InSlot(part)) => small = Some(part),
-            Some(Unregistered::InWindow(fill)) if region.is_none() => {
+            // A late peer would take it for the next window of the call that was given up.
+            Some(Unregistered::InWindow(fill)) if region.is_none() && !self.has_given_up() => {
                 self.stage_ahead(&mut *watch, |window| fill(memory, window))?;
                 ahead = true;
             }
@@ -382,9 +383,10 @@ impl ControlBlock {
         if copied_from.is_some() {
             self.offer(memory);
         }
-        let is_small = small.is_some();
+        // Who brings nothing may still have much for itself.
+        let is_little = small.is_some() && !memory.is_empty();
         self.begin(header, note, memory, region.map(|offset| (MemoryKind::Shown, offset)), small);
-        if !is_small {
+        if !is_little {
             // Before what this rank does next, which may take long.
             fence(Ordering::SeqCst);
             self.wake();
@@ -403,6 +405,11 @@ impl ControlBlock {
         own.word(offered(self.sequence + 1)).store(address, Ordering::Relaxed);
     }
 
+    /// Whether this rank has begun a call and not seen all ranks' headers of it.
+    fn has_given_up(&self) -> bool {
+        self.seen != self.sequence
+    }
+
     /// Begins a call, with a region if there is one.
     fn begin(
         &mut self,
@@ -412,7 +419,7 @@ impl ControlBlock {
         region: Option<(MemoryKind, usize)>,
         small: Option<Range<usize>>,
     ) {
-        if self.seen != self.sequence {
+        if self.has_given_up() {
             self.sequence = NEVER;
             return;
         }

@@ -4,7 +4,7 @@ use super::ProcessGroup;
 use crate::caller::Caller;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
-use crate::sampler::{DistributedSampler, ElasticSampler};
+use crate::sampler::DistributedSampler;
 use crate::world_size::WorldSize;
 
 impl DistributedSampler {
@@ -26,9 +26,9 @@ impl DistributedSampler {
         Self::at(samples, group.rank(), group.world_size())
     }
 
-    /// Checks that all ranks of `group` have the same number of samples, options and epoch, and each its own part. All ranks call it together, such as
-    /// once before the first epoch. Nothing else compares them, as in PyTorch: ranks that differ would train on some samples twice, and on others not
-    /// at all.
+    /// Checks that all ranks of `group` have the same number of samples and options, where they shuffle also the same seed and epoch, and each its
+    /// own part. All ranks call it together, such as once before the first epoch. Nothing else compares them, as in PyTorch: ranks that differ
+    /// would train on some samples twice, and on others not at all.
     ///
     /// ```
     /// # use phalanx::sampler::DistributedSampler;
@@ -42,8 +42,7 @@ impl DistributedSampler {
     /// On every rank, if a rank's sampler differs from rank 0's, with both, or if the samples are not divided among the ranks of `group`
     /// ([`is_mismatch`](Error::is_mismatch)).
     pub fn check_ranks(&self, group: &ProcessGroup) -> Result<()> {
-        let all = format!("{}, epoch {}", ElasticSampler::from(self).describe(), self.epoch());
-        group.check_parts("sampler", (self.rank(), self.world_size()), &all)
+        group.check_parts("sampler", (self.rank(), self.world_size()), &self.describe())
     }
 }
 

@@ -19,7 +19,6 @@ use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::rank::Rank;
 use crate::store::{FileStore, PrefixStore, SharedStore, Store};
-use crate::world_size::WorldSize;
 
 /// All hellos: one line each, rank and number.
 const HELLOS: &str = "hellos";
@@ -38,7 +37,7 @@ pub(super) fn join(
     let file = match config.rank.is_main() {
         true => {
             let file = Arc::new(FileStore::create(path)?);
-            welcome_all(&file, config.world_size, deadline).map_err(|error| tell(&file, config, error))?;
+            welcome_all(&file, config, deadline).map_err(|error| tell(&file, config, error))?;
             file
         }
         false => greet(path, config, deadline)?,
@@ -48,9 +47,10 @@ pub(super) fn join(
     config.met(arrived, Ipv4Addr::LOCALHOST.into(), KeepAlive(Held::File { _store: file }), deadline)
 }
 
-/// Rank 0: answers every hello, until each other rank has sent one, or the time is almost up.
-fn welcome_all(store: &FileStore, world_size: WorldSize, deadline: Deadline) -> Result<()> {
-    let mut seen = vec![false; world_size.count()];
+/// Rank 0: answers every hello, until each other rank has sent one, one has ended the start, or the time is almost up.
+fn welcome_all(store: &FileStore, config: &RankConfig, deadline: Deadline) -> Result<()> {
+    let verdict = PrefixStore::key_in(&first_start(config), "verdict");
+    let mut seen = vec![false; config.world_size.count()];
     seen[0] = true;
     let mut answered = 0;
     // Time is left for the start of the world, which reports the missing ranks.
@@ -74,6 +74,9 @@ fn welcome_all(store: &FileStore, world_size: WorldSize, deadline: Deadline) -> 
             return Err(Error::mismatch("another process has replaced this job's file with its own")
                 .in_operation("rendezvous", None)
                 .with_remedy("does another job use the same path, or are there two processes with rank 0?"));
+        }
+        if store.check(&[&verdict], deadline)? {
+            break;
         }
         interrupt::check()?;
         std::thread::sleep(POLL_INTERVAL.min(until.remaining()));
@@ -119,6 +122,10 @@ fn greet(path: &Path, config: &RankConfig, deadline: Deadline) -> Result<Arc<Fil
 /// If the program of this rank has ended its wait, tells the ranks that have been answered, or will be.
 fn tell(file: &Arc<FileStore>, config: &RankConfig, error: Error) -> Error {
     let store: SharedStore = Arc::<FileStore>::clone(file);
-    // A file is that of one start.
-    report_aborted(&PrefixStore::new(format!("{}/0", config.scope), store), config, error)
+    report_aborted(&PrefixStore::new(first_start(config), store), config, error)
+}
+
+/// Where the start is in the file: it is that of one start.
+fn first_start(config: &RankConfig) -> String {
+    format!("{}/0", config.scope)
 }

@@ -397,6 +397,23 @@ fn who_ends_its_wait_before_all_have_met_in_a_file_tells_the_others() {
     assert!(String::from_utf8_lossy(&verdict).contains("rank 2 has left the start"), "{verdict:?}");
 }
 
+#[test]
+fn rank_0_hears_in_a_file_that_another_has_ended_its_wait_though_not_all_have_come() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("meet");
+    // Rank 2 never comes. Rank 0 would wait for it during most of this time.
+    let deadline = Deadline::after(Duration::from_secs(3600));
+    let join = |rank: u32| file::join(&path, &config(rank, 3), &identity(rank, "a"), deadline).unwrap_err();
+    WATCHED.set(path.clone());
+    let (own, told) = thread::scope(|scope| {
+        let main = scope.spawn(|| join(0));
+        let own = interruptible(|| ends_with(b"welcome/"), || join(1));
+        (own, main.join().unwrap())
+    });
+    assert!(own.is_aborted() && own.to_string().contains("enough"), "{own}");
+    assert!(told.is_aborted() && told.to_string().contains("rank 1 has left the start"), "{told}");
+}
+
 /// Waits until rank 1 has come for the second time to the store at `address`.
 fn wait_for_the_second_arrival_of_1(address: &str) {
     let store = TcpStore::connect(address, soon()).unwrap();

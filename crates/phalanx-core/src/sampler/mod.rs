@@ -135,6 +135,13 @@ impl DistributedSampler {
         self.epoch
     }
 
+    /// All that the order depends on, for people.
+    pub(crate) fn describe(&self) -> String {
+        let Self { share: Share { samples, drop_last, .. }, shuffle, seed, epoch, .. } = self;
+        let order = if *shuffle { format!(", seed {seed}, epoch {epoch}") } else { String::new() };
+        format!("samples {samples}, drop_last {drop_last}, shuffle {shuffle}{order}")
+    }
+
     /// How many indices this rank, and every other, gets in an epoch.
     pub fn len(&self) -> usize {
         self.share.places_per_rank()
@@ -393,6 +400,10 @@ mod tests {
             let last = group.rank().get() == 2;
             let sampler = |samples| DistributedSampler::for_group(samples, &group);
             sampler(10).check_ranks(&group).unwrap();
+            // Where nothing is shuffled, each rank may have a seed of its own, and has the same order in each epoch.
+            let mut in_order = sampler(10).shuffle(false).seed(last.into());
+            in_order.set_epoch(last.into());
+            in_order.check_ranks(&group).unwrap();
             let mut later = sampler(10);
             later.set_epoch(last.into());
             let alone = DistributedSampler::new(10, Rank::MAIN, WorldSize::ONE).unwrap();
@@ -400,7 +411,7 @@ mod tests {
                 (sampler(10 + usize::from(last)), "rank 2 is its own part among 3 ranks: samples 11"),
                 (sampler(10).seed(last.into()), "seed 1"),
                 (sampler(10).shuffle(last), "shuffle false"),
-                (sampler(10).drop_last(last), "tail Truncate"),
+                (sampler(10).drop_last(last), "drop_last true"),
                 (later, "epoch 1"),
                 (alone, "part of rank 0 of 1, and there are 3 ranks"),
             ];

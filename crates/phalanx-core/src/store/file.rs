@@ -175,13 +175,19 @@ impl FileStore {
         call: &Call<'_>,
         change: impl FnOnce(&mut Table) -> Result<(T, bool), Refusal>,
     ) -> Result<T> {
-        let mut log = self.log(call)?;
         let mut backoff = Backoff::new(PAUSES, call.deadline);
-        while !log.try_lock_newest(&self.path).map_err(|error| call.failed(error))? {
+        let mut log = loop {
+            let mut log = self.log(call)?;
+            if log.try_lock_newest(&self.path).map_err(|error| call.failed(error))? {
+                break log;
+            }
+            // Other threads read meanwhile, and so may what the check runs.
+            drop(log);
+            interrupt::check()?;
             if !backoff.pause() {
                 return Err(call.locked_out());
             }
-        }
+        };
         let outcome = log.change(call.keys, change);
         if matches!(outcome, Ok(Ok(_))) {
             log.compact_if_long(&self.path);
@@ -438,6 +444,7 @@ mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};
 
     use super::*;
+    use crate::interrupt::interruptible;
 
     fn soon() -> Deadline {
         Deadline::after(Duration::from_secs(60))
@@ -603,6 +610,9 @@ mod tests {
         let change: [(&str, &[u8], &[u8]); 2] = [questions[0], ("not there", b"", b"")];
         let soon_over = Deadline::after(Duration::from_millis(30));
         assert!(store.multi_compare_set(&change, soon_over).unwrap_err().is_timeout());
+        // Whoever waits for it looks up from that.
+        let ended = interruptible(|| Err(Error::aborted("enough")), || store.set("a", b"1", soon()));
+        assert!(ended.as_ref().is_err_and(Error::is_aborted), "{ended:?}");
         drop(file);
         store.set("a", b"1", soon()).unwrap();
     }

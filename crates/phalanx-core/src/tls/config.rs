@@ -5,6 +5,7 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
@@ -27,6 +28,9 @@ use crate::secret_file::{self, Unfit};
 
 /// The longest file of certificates, or of a key, that is read.
 const LONGEST: usize = 1 << 20;
+/// After this time, files that could not be used are read again though they have not changed: where clocks differ, a new certificate is valid in a
+/// moment.
+const RETRY_DELAY: Duration = Duration::from_secs(1);
 
 /// The certificates by which processes authenticate each other, and with which their connections are encrypted:
 /// TLS 1.3, in which each side must show a certificate of the same CA.
@@ -35,7 +39,7 @@ const LONGEST: usize = 1 << 20;
 /// of the job's or the cluster's own; `phalanx certgen` makes one.
 ///
 /// Certificates may be renewed while a job runs: files that have changed are read again for the next connection. If they cannot be used, as in
-/// the middle of a change, those that were read last still count.
+/// the middle of a change, or before the new certificate is valid, those before the change still count.
 #[derive(Clone)]
 pub struct Tls(Arc<Source>);
 
@@ -50,6 +54,8 @@ struct Current {
     ends: Ends,
     /// What the files were when they were last read, whether they could be used or not.
     seen: Option<Seen>,
+    /// If they could not, when they are read again.
+    again: Option<Instant>,
 }
 
 /// Of each file its place on the disk, the time of the last change of it or of who may read it, and its length.
@@ -82,7 +88,10 @@ impl Tls {
         let files = paths.map(|path| std::path::absolute(path).unwrap_or_else(|_| path.to_owned()));
         let seen = look(&files);
         let ends = Ends::read(paths)?;
-        Ok(Self(Arc::new(Source { files: Some(files), current: Mutex::new(Current { ends, seen }) })))
+        Ok(Self(Arc::new(Source {
+            files: Some(files),
+            current: Mutex::new(Current { ends, seen, again: None }),
+        })))
     }
 
     /// Without checking the certificate, which is in no file.
@@ -94,7 +103,10 @@ impl Tls {
         key: PrivateKeyDer<'static>,
     ) -> Result<Self, rustls::Error> {
         let ends = Ends::new(provider, roots, chain, key)?;
-        Ok(Self(Arc::new(Source { files: None, current: Mutex::new(Current { ends, seen: None }) })))
+        Ok(Self(Arc::new(Source {
+            files: None,
+            current: Mutex::new(Current { ends, seen: None, again: None }),
+        })))
     }
 
     /// The settings of the files as they are now, if these can be used.
@@ -103,15 +115,22 @@ impl Tls {
         let mut current = current.lock();
         if let Some(files) = files
             && let Some(seen) = look(files)
-            && current.seen != Some(seen)
         {
-            current.seen = Some(seen);
-            match Ends::read(files.each_ref().map(PathBuf::as_path)) {
-                Ok(ends) => current.ends = ends,
-                // The next change is tried again. Whoever connects does not wait for standard error.
-                Err(error) => Aside::default().warn(format!(
-                    "certificates have changed and cannot be used; those before the change still count: {error}"
-                )),
+            let has_changed = current.seen != Some(seen);
+            if has_changed || current.again.is_some_and(|again| again <= Instant::now()) {
+                current.seen = Some(seen);
+                match Ends::read(files.each_ref().map(PathBuf::as_path)) {
+                    Ok(ends) => (current.ends, current.again) = (ends, None),
+                    Err(error) => {
+                        current.again = Some(Instant::now() + RETRY_DELAY);
+                        if has_changed {
+                            // Whoever connects does not wait for standard error.
+                            Aside::default().warn(format!(
+                                "certificates have changed and cannot be used; those before the change still count: {error}"
+                            ));
+                        }
+                    }
+                }
             }
         }
         current.ends.clone()

@@ -4,6 +4,7 @@
 use std::ffi::OsString;
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Write};
 use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
 
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::{CryptoProvider, ring};
@@ -408,6 +409,26 @@ fn certificates_that_are_renewed_are_those_of_the_next_connection() {
     }
     drop(folder);
     assert_eq!(accepts(), [false, true], "the files are gone");
+}
+
+#[test]
+fn a_renewed_certificate_that_is_not_valid_yet_is_that_of_a_later_connection() {
+    let (ca, other) = (Authority::new(), Authority::new());
+    let (folder, renewed) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let paths = ca.write(&ca.certificate(), folder.path());
+    let [ca_file, certificate, key] = &paths;
+    let tls = Tls::read(ca_file, certificate, key).unwrap();
+    // As where the clock of the host with the CA is ahead.
+    let valid_from = SystemTime::now() + Duration::from_secs(3);
+    let next = other.certificate_with(|params| params.not_before = valid_from.into());
+    for (next, path) in other.write(&next, renewed.path()).iter().zip(&paths) {
+        std::fs::rename(next, path).unwrap();
+    }
+    let (peer, start) = (unchecked(&other, &other.certificate()), Instant::now());
+    while handshake(&tls, &peer, usize::MAX).is_err() {
+        assert!(start.elapsed() < Duration::from_secs(60));
+        std::thread::yield_now();
+    }
 }
 
 #[test]

@@ -817,6 +817,39 @@ fn who_has_given_up_a_call_writes_to_its_slots_no_more() {
     }
 }
 
+/// A late peer takes what is staged next for the next window of its own call.
+#[test]
+fn who_has_given_up_a_call_stages_no_window_of_another() {
+    let mut blocks = blocks(2);
+    let ((mut late, _), (mut control_block, _)) = (blocks.swap_remove(1), blocks.swap_remove(0));
+    for value in [1, 2] {
+        let fill = |_: &[u8], window: &mut [u8]| {
+            window.fill(value);
+            Ok(())
+        };
+        let ahead = (SHARES, Unregistered::InWindow(&fill));
+        let outcome = control_block.in_place(CALL, &mut [0; 8], ahead, &mut |_| Err("enough"), |_| Ok(()));
+        assert_eq!(outcome, Err("enough"));
+    }
+    let mut taken = Vec::new();
+    let mut watch = |_| Err("there is no other window");
+    let later = (SHARES, Unregistered::Later);
+    let outcome = late.in_place(CALL, &mut [0; 8], later, &mut watch, |operation| {
+        operation.pass(
+            2,
+            |_, _, _| Ok(()),
+            |operation, _| {
+                operation.take(|windows, _| {
+                    taken.push(windows[0][0]);
+                    Ok(())
+                })
+            },
+            None,
+        )
+    });
+    assert_eq!((outcome, taken), (Err("there is no other window"), vec![1]));
+}
+
 /// The peer has published its header, and its window with it, and dies before it reads this rank's.
 #[test]
 fn a_peer_that_ends_between_its_flag_and_its_reading_is_waited_for_by_name() {

@@ -18,6 +18,7 @@ use serde_json::Value;
 
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::interrupt;
 use crate::store::tcp::resolve_in_order;
 
 /// By default etcd accepts 1.5 MiB in a request, and base64 makes 4 bytes of 3.
@@ -43,6 +44,8 @@ pub(super) enum Refused {
     Silent { cause: io::Error, was_heard: bool },
     /// It returned an error.
     Error(String),
+    /// None has answered, and this thread's check has ended the wait.
+    Ended(Error),
 }
 
 impl Gateway {
@@ -118,6 +121,7 @@ impl Gateway {
                     answer => return answer,
                 }
             }
+            interrupt::check().map_err(Refused::Ended)?;
             let pause = RETRY_DELAY.min(deadline.remaining());
             if pause.is_zero() {
                 let cause = last.unwrap_or_else(|| io::ErrorKind::TimedOut.into());
@@ -201,6 +205,7 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
 
     use super::*;
+    use crate::interrupt::interruptible;
 
     type Answer = (&'static str, &'static str);
 
@@ -265,6 +270,14 @@ mod tests {
             Err(Refused::Silent { cause, was_heard: true }) => {
                 assert!(cause.to_string().contains("leader changed (503"), "{cause}");
             }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_thread_makes_its_check_while_no_member_answers() {
+        match interruptible(|| Err(Error::aborted("enough")), || asked(&[TOO_MANY], true)) {
+            Err(Refused::Ended(error)) => assert!(error.is_aborted(), "{error}"),
             other => panic!("{other:?}"),
         }
     }

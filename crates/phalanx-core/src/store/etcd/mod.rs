@@ -343,6 +343,7 @@ fn answer(call: &Call<'_>, answer: Result<Value, Refused>) -> Result<Value> {
             let remedy = refusal_remedy(&why);
             Err(call.broken(why).with_remedy(remedy))
         }
+        Err(Refused::Ended(error)) => Err(error),
     }
 }
 

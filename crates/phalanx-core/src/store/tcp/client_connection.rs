@@ -65,6 +65,8 @@ pub(super) struct Link {
     /// answered the greeting so.
     pub is_own: bool,
     pub deadline: Deadline,
+    /// The process that has made it, and not one that was forked from that.
+    process: u32,
 }
 
 impl Drop for Link {
@@ -72,6 +74,10 @@ impl Drop for Link {
     /// server would not know of the end if that packet were lost.
     fn drop(&mut self) {
         const MOST: usize = 64;
+        if self.process != std::process::id() {
+            // The connection is the parent's.
+            return;
+        }
         let mut unread = [0; 4096];
         if self.stream.set_nonblocking(true).is_ok() {
             let reads = (0..MOST).take_while(|_| self.stream.read(&mut unread).is_ok_and(|count| count > 0));
@@ -348,8 +354,8 @@ impl Link {
     }
 
     fn over(stream: TcpStream, deadline: Deadline) -> Self {
-        let (buffer, owed) = (Vec::new(), VecDeque::new());
-        Self { stream, tls: None, buffer, start: 0, owed, is_own: false, deadline }
+        let (buffer, owed, process) = (Vec::new(), VecDeque::new(), std::process::id());
+        Self { stream, tls: None, buffer, start: 0, owed, is_own: false, deadline, process }
     }
 
     /// Sends a request that a server answers if it admits this client. Returns the beginning of the answer.
@@ -753,10 +759,17 @@ mod tests {
     fn a_server_sees_the_end_of_a_connection_that_a_forked_process_has_too() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let _copy = stream.try_clone().unwrap();
+        let copy = stream.try_clone().unwrap();
         let mut server = listener.accept().unwrap().0;
         server.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
-        drop(Link::over(stream, Deadline::after(Duration::from_secs(20))));
+        let deadline = Deadline::after(Duration::from_secs(20));
+        // What the forked process does with its copy ends nothing: its parent still writes.
+        let mut forked = Link::over(copy.try_clone().unwrap(), deadline);
+        forked.process = 0;
+        drop(forked);
+        (&copy).write_all(&[7]).unwrap();
+        assert_eq!(server.read(&mut [0]).unwrap(), 1);
+        drop(Link::over(stream, deadline));
         assert_eq!(server.read(&mut [0]).unwrap(), 0);
     }
 

@@ -50,6 +50,8 @@ pub(crate) struct Monitor {
     health: Arc<Health>,
     silent: Arc<SilentHosts>,
     leave_grace: Duration,
+    /// The process that has started it, and not one that was forked from that.
+    process: u32,
 }
 
 /// The addresses of hosts that have not answered the goodbye of one of a rank's groups, and when: for a while its other groups do not
@@ -154,7 +156,8 @@ impl Monitor {
         // The others are connected: without the failure they would only see that their connections end.
         let (stop, thread) = watched.map_err(|error| health.fail(error))?;
         let (stop, thread, leave_grace) = (Some(stop), Some(thread), leave_grace(heartbeat));
-        Ok(Self { stop, thread, caller: None, connections, health, silent, leave_grace })
+        let process = std::process::id();
+        Ok(Self { stop, thread, caller: None, connections, health, silent, leave_grace, process })
     }
 
     /// Answers and makes calls from now on, until the monitor is dropped.
@@ -214,6 +217,11 @@ fn watch(
 
 impl Drop for Monitor {
     fn drop(&mut self) {
+        if self.process != std::process::id() {
+            // Its threads and connections are the parent's: they may neither be waited for, nor ended, nor said goodbye to.
+            std::mem::forget((self.thread.take(), self.caller.take()));
+            return;
+        }
         if let Some(requests) = &self.connections.requests {
             requests.stop();
         }
@@ -499,13 +507,46 @@ pub(super) mod tests {
     }
 
     #[test]
+    fn a_process_that_was_forked_from_a_rank_s_does_not_leave_for_it() {
+        let (own, mut peer) = pair();
+        let connections = Arc::new(Connections { control: vec![Some(own), None], ..Connections::default() });
+        let health = Health::new(Rank::new(1), vec!["a".into(), "b".into()]);
+        let identity = (Rank::new(1), WorldSize::new(2).unwrap());
+        let (heartbeat, silent) = (Heartbeat::default(), Arc::default());
+        let mut monitor = Monitor::start(identity, connections.clone(), health, heartbeat, silent).unwrap();
+        let stop = monitor.stop.as_ref().unwrap().try_clone().unwrap();
+        // Of no process.
+        monitor.process = 0;
+        drop(monitor);
+        // The end of all that has been sent.
+        connections.control[0].as_ref().unwrap().finish_sending();
+        peer.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        let mut received = Buffered::default();
+        peer.read_to_end(&mut received.bytes).unwrap();
+        while let Some(message) = received.next().unwrap() {
+            assert_ne!(message, Control::Goodbye);
+        }
+        stop.shutdown(Shutdown::Both).unwrap();
+    }
+
+    #[test]
     fn a_rank_that_leaves_lets_the_cause_of_a_failure_be_told_first() {
         let (own, mut peer) = pair();
         let connections = Arc::new(Connections { control: vec![Some(own), None], ..Connections::default() });
         let health = Health::new(Rank::new(1), vec!["a".into(), "b".into()]);
         let failing = fail_slowly(&health, &connections);
         let (silent, leave_grace) = (Arc::default(), LEAVE_GRACE);
-        drop(Monitor { stop: None, thread: None, caller: None, connections, health, silent, leave_grace });
+        let process = std::process::id();
+        drop(Monitor {
+            stop: None,
+            thread: None,
+            caller: None,
+            connections,
+            health,
+            silent,
+            leave_grace,
+            process,
+        });
         failing.join().unwrap();
         peer.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         let mut received = Buffered::default();
@@ -721,6 +762,7 @@ pub(super) mod tests {
                 health,
                 silent,
                 leave_grace,
+                process: std::process::id(),
             });
         }
         assert_eq!(silent.0.lock().len(), 1);
