@@ -135,6 +135,8 @@ impl HostManager {
             return Some(active + ended);
         }
         if self.is_ending() {
+            // Nobody is waited for.
+            self.few_since = None;
             return (active + ended < self.limits.min).then_some(active + ended);
         }
         // A host that has failed, and is tried again, may fail again: each try would begin the time anew, and there would be no end of tries.
