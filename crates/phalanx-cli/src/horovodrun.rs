@@ -255,8 +255,10 @@ impl Horovodrun {
         if self.start_timeout.is_none() {
             self.start_timeout = given("HOROVOD_START_TIMEOUT")?;
         }
-        // Without it the job is not elastic, and the variable may be that of all jobs.
-        if self.elastic_timeout.is_none() && self.min_np.is_some() {
+        // It is about hosts of elastic jobs, and refused for others, while the variable may be that of all jobs.
+        let names_hosts =
+            [&self.hosts, &self.hostfile, &self.host_discovery_script].into_iter().any(Option::is_some);
+        if self.elastic_timeout.is_none() && self.min_np.is_some() && names_hosts {
             self.elastic_timeout = given("HOROVOD_ELASTIC_TIMEOUT")?;
         }
         Ok(self)
@@ -456,10 +458,13 @@ mod tests {
             let (arguments, _) = parse(line)?.with_variables(variable)?.translated()?;
             Ok::<_, String>(arguments.join(OsStr::new(" ")).into_string().unwrap())
         };
-        let [alone, elastic] = ["horovodrun -np 1 x", "horovodrun -np 2 --min-np 1 x"];
+        let [alone, elastic] = ["horovodrun -np 1 x", "horovodrun -np 2 --min-np 1 -H a:1,b:1 x"];
         assert_eq!(given(alone, "90").unwrap(), "run --num-proc 1 --start-timeout 90 -- x");
-        let both = "run --num-proc 2 --start-timeout 90 --min-np 1 --elastic-timeout 90 -- x";
+        let both = "run --num-proc 2 --hosts a:1,b:1 --start-timeout 90 --min-np 1 --elastic-timeout 90 -- x";
         assert_eq!(given(elastic, "90").unwrap(), both);
+        // Where no hosts are named, `phalanx run` refuses the option.
+        let here = "run --num-proc 2 --start-timeout 90 --min-np 1 -- x";
+        assert_eq!(given("horovodrun -np 2 --min-np 1 x", "90").unwrap(), here);
         assert_eq!(given(alone, "").unwrap(), "run --num-proc 1 -- x");
         // What is typed goes before them.
         let typed = "horovodrun -np 1 --start-timeout 5 x";

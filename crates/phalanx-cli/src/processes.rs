@@ -103,10 +103,11 @@ fn gpus(root: &Path, visible: Option<&str>) -> usize {
     };
     let present = names("dev").iter().filter(is_gpu).count();
     let Some(list) = visible else { return present };
-    // The driver says the UUID of each device; where it does not, any is taken for that of one.
+    // The driver says the UUID of each device, once that has been used; where it does not, any is taken for that of one.
     let uuids = || {
         let files = names(DRIVER).into_iter().map(|gpu| root.join(DRIVER).join(gpu).join("information"));
-        files.filter_map(|file| uuid(&fs::read_to_string(file).ok()?)).collect::<Vec<_>>()
+        let uuids = files.map(|file| uuid(&fs::read_to_string(file).ok()?));
+        uuids.collect::<Option<Vec<_>>>().unwrap_or_default()
     };
     match list.trim_start().get(..4) {
         // A program gets one instance, however many are named.
@@ -144,10 +145,10 @@ fn number(entry: &str) -> Option<usize> {
     digits[..end].parse().ok()
 }
 
-/// The UUID in what the driver says of a device.
+/// The UUID in what the driver says of a device; question marks stand for one that it does not know yet.
 fn uuid(information: &str) -> Option<String> {
-    let line = information.lines().find_map(|line| line.strip_prefix("GPU UUID:"))?;
-    Some(line.trim().to_owned())
+    let uuid = information.lines().find_map(|line| line.strip_prefix("GPU UUID:"))?.trim();
+    (!uuid.contains('?')).then(|| uuid.to_owned())
 }
 
 /// The only item, if there is just one: an abbreviated UUID may be that of several devices.
@@ -230,13 +231,14 @@ mod tests {
         assert_eq!((seen("GPU-77,0"), seen("MIG-a,MIG-b"), seen("MIG-GPU-12ab-01/1/0")), (1, 1, 1));
         let one = machine(&["GPU-12ab-01"]);
         assert_eq!(gpus(one.path(), Some("GPU-12ab-01,")), 1);
-        // Where the driver says nothing.
-        let root = machine(&[]);
-        let seen = |visible| gpus(root.path(), Some(visible));
-        assert_eq!(
-            (seen("GPU-a,GPU-b"), seen("GPU-a,GPU-a"), seen("GPU-a,0"), seen("GPU-a,GPU-b,GPU-c,GPU-d")),
-            (2, 0, 1, 3)
-        );
+        // Where the driver says nothing, or nothing yet of a device that nobody has used.
+        for root in [machine(&[]), machine(&["GPU-12ab-01", "GPU-????????-????", "GPU-????????-????"])] {
+            let seen = |visible| gpus(root.path(), Some(visible));
+            assert_eq!(
+                (seen("GPU-a,GPU-b"), seen("GPU-a,GPU-a"), seen("GPU-a,0"), seen("GPU-a,GPU-b,GPU-c,GPU-d")),
+                (2, 0, 1, 3)
+            );
+        }
         assert_eq!(gpus(Path::new("/nonexistent"), Some("MIG-a")), 0);
     }
 }

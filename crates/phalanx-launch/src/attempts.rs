@@ -17,6 +17,7 @@ use super::nodes::{AfterAttempt, AgentNode, AttemptEnd, Gathered, MultiNode, Nod
 use super::refusals::Refused;
 use super::supervisor;
 use crate::error::{Error, Result};
+use crate::world_size::MAX_WORLD_SIZE;
 
 const NO_KEY: &str = "this job has no key: any process that reaches its ports can join it. Make one with `phalanx keygen \
                       FILE`, copy it to every node, and start each launcher with --job-key-file FILE";
@@ -30,8 +31,10 @@ pub(super) fn run(job: &Job, observer: &mut dyn Observer) -> Result<Report> {
     if lent.is_none() {
         control.tell(Event::Warning { text: NO_KEY });
     }
-    // Before a store is served, which admits the fewer clients at a time the lower the limit is.
-    descriptors::allow(job.workers.count(), job.workers.get().into());
+    // Before a store is served, which admits the fewer clients at a time the lower the limit is. Usually other nodes have as many workers.
+    let nodes = job.cluster.as_ref().map_or(1, |cluster| cluster.max_nodes);
+    let ranks = u64::from(job.workers.get()) * u64::from(nodes);
+    descriptors::allow(job.workers.count(), ranks.min(MAX_WORLD_SIZE.into()));
     let run_id = job.name_of_run()?;
     let logs = job.logs.as_ref().map(|logs| logs.open(&run_id)).transpose()?;
     if let Some(logs) = &logs {

@@ -121,9 +121,12 @@ fn descriptors(report: &mut Report, world: u32, Rlimit { current, maximum }: Rli
         None => "; `phalanx run` raises it if its job needs more".to_owned(),
     };
     let text = format!("{limit}, for worlds of up to {largest} ranks ({PER_RANK} for each other rank){more}");
-    match largest < if world > 1 { u64::from(world) } else { SMALL } {
-        true => report.bad("descriptors", text, "raise it: `ulimit -n 65536`, or LimitNOFILE of the service"),
-        false => report.good("descriptors", text),
+    let wanted = if world > 1 { u64::from(world) } else { SMALL };
+    let remedy = "raise it: `ulimit -n 65536`, or LimitNOFILE of the service";
+    match maximum.is_none_or(|hard| largest_world(hard) >= wanted) {
+        _ if largest >= wanted => report.good("descriptors", text),
+        true => report.advise("descriptors", text, format!("without `phalanx run`, {remedy}")),
+        false => report.bad("descriptors", text, remedy),
     }
 }
 
@@ -139,6 +142,7 @@ fn gib(bytes: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::doctor::finding::Verdict;
 
     #[test]
     fn worlds_are_as_large_as_descriptors_allow() {
@@ -159,6 +163,13 @@ mod tests {
         assert_eq!(told(Some(1024), Some(4096)), format!("{raised}, up to 4096"));
         assert_eq!(told(Some(1024), None), raised);
         assert!(told(None, None).ends_with("(3 for each other rank)"));
+        // Nothing fails in a job of `phalanx run` that raises it far enough.
+        let verdict = |maximum| {
+            let mut report = Report::new("here".to_owned());
+            descriptors(&mut report, 1000, Rlimit { current: Some(1024), maximum });
+            report.findings.remove(0).verdict
+        };
+        assert_eq!([None, Some(4096), Some(2048)].map(verdict), [Verdict::Note, Verdict::Note, Verdict::Bad]);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! `phalanx run` with real programs.
 
 use std::io::{BufRead, BufReader, Read};
+use std::net::TcpStream;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -8,7 +9,9 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use crate::support::{LIMIT, bare, exit_code, is_gone, output, phalanx, send, sorted_lines, start, text};
+use crate::support::{
+    LIMIT, bare, exit_code, free_port, is_gone, limit, node, output, phalanx, send, sorted_lines, start, text,
+};
 
 #[test]
 fn lines_carry_their_rank_and_stay_on_their_stream() {
@@ -396,6 +399,27 @@ fn a_limit_of_descriptors_that_may_be_raised_is_no_obstacle() {
     let said = text(&output.stdout);
     let limits: Vec<u32> = said.lines().map(|line| line["[0] ".len()..].parse().unwrap()).collect();
     assert!(limits.len() == 8 && limits.iter().all(|limit| *limit > 40), "{said}");
+}
+
+/// The store of all nodes' workers is served before it is known how many there are.
+#[test]
+fn the_limit_of_descriptors_is_raised_for_the_workers_of_other_nodes_too() {
+    let port = free_port();
+    let launcher = node("0", &port, &["--nproc-per-node", "8"], "true");
+    let mut waiting = limited(&launcher, "-S", 40).spawn().unwrap();
+    limit(&waiting);
+    // It serves a store, and waits for the other node.
+    while TcpStream::connect(format!("127.0.0.1:{port}")).is_err() {
+        assert!(waiting.try_wait().unwrap().is_none(), "it has ended");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let limits = std::fs::read_to_string(format!("/proc/{}/limits", waiting.id())).unwrap();
+    let files = limits.lines().find_map(|line| line.strip_prefix("Max open files")).unwrap();
+    let soft: u64 = files.split_whitespace().next().unwrap().parse().unwrap();
+    // 6 for each of its own workers, 3 for each rank of both nodes.
+    assert!(soft >= 8 * 6 + 16 * 3, "{limits}");
+    waiting.kill().unwrap();
+    waiting.wait().unwrap();
 }
 
 /// The same command, with so few descriptors; `-S` limits them softly.

@@ -15,7 +15,7 @@ use super::address::Known;
 use super::connection::{Connection, Incoming};
 use super::environment::environment;
 use super::hosts::Host;
-use super::inbox::{Inbox, WAITING};
+use super::inbox::{Inbox, POLL_INTERVAL, WAITING};
 use super::node::version;
 use super::peer::{LauncherEnd, Peer};
 use super::protocol::{FromLauncher, LauncherConfig, RemoteEvent, SentKey, ToLauncher};
@@ -128,7 +128,6 @@ impl<'a> Driver<'a> {
                 self.handle(id, incoming);
             }
             let launchers = &mut self.launchers;
-            launchers.acknowledge_lines();
             launchers.control.tell_refusal();
             if std::mem::take(&mut launchers.control.stops) && !self.is_stopped {
                 self.is_stopped = true;
@@ -292,17 +291,17 @@ impl Launchers<'_> {
         self.too_late(missing, what, self.job.shell.remedy_if_silent())
     }
 
+    /// Lets the launchers send more lines, unless the observer takes none now, and waits for what they say. The observer is asked once: if it took lines
+    /// again between two answers, nobody would say so to launchers that wait for it, and this would wait for them.
     fn wait(&mut self, wake_at: Option<Instant>) {
-        let timeout = wake_at.map_or(Duration::MAX, |at| at.saturating_duration_since(Instant::now()));
-        let connections = self.peers.iter().map(|peer| &peer.connection);
-        self.inbox.wait(&mut self.control, connections, timeout);
-    }
-
-    /// Lets the launchers send more lines, unless the observer takes none now.
-    fn acknowledge_lines(&mut self) {
+        let mut timeout = wake_at.map_or(Duration::MAX, |at| at.saturating_duration_since(Instant::now()));
         if self.control.observer.is_ready() {
             self.peers.iter_mut().for_each(Peer::acknowledge);
+        } else {
+            timeout = timeout.min(POLL_INTERVAL);
         }
+        let connections = self.peers.iter().map(|peer| &peer.connection);
+        self.inbox.wait(&self.control, connections, timeout);
     }
 
     fn handle_signals(&mut self) {
@@ -437,11 +436,46 @@ pub(super) mod tests {
             let room = line.room();
             driver.handle_message(0, FromLauncher::Event(line));
             assert_eq!(driver.launchers.peers[0].taken, room);
-            driver.launchers.acknowledge_lines();
+            driver.launchers.wait(Some(Instant::now()));
             driver.launchers.peers[0].taken
         }
         assert!(taken_after(&mut Paused::default()) > ENOUGH_TAKEN);
         assert_eq!(taken_after(&mut |_: Event<'_>| ControlFlow::Continue(())), 0);
+    }
+
+    /// It takes no lines the first time that it is asked.
+    #[derive(Default)]
+    struct Late {
+        asked: u32,
+    }
+
+    impl Observer for Late {
+        fn observe(&mut self, _: Event<'_>) -> ControlFlow<()> {
+            ControlFlow::Continue(())
+        }
+
+        fn is_ready(&mut self) -> bool {
+            self.asked += 1;
+            self.asked > 1
+        }
+    }
+
+    #[test]
+    fn no_wait_for_launchers_begins_before_they_hear_that_an_observer_takes_lines_again() {
+        let (_folder, job) = silent_job("node1");
+        let mut observer = Late::default();
+        let mut driver = Driver::start(&job, &mut observer, |launchers| {
+            Ok(Box::new(FixedHosts::start(launchers)?.running()) as _)
+        })
+        .unwrap();
+        driver.launchers.peers[0].taken = ENOUGH_TAKEN;
+        // It has an end of its own: nothing comes of a launcher that may send no lines.
+        driver.launchers.wait(Some(Instant::now() + Duration::from_secs(60)));
+        assert_eq!(driver.launchers.peers[0].taken, ENOUGH_TAKEN);
+        driver.launchers.wait(Some(Instant::now()));
+        assert_eq!(driver.launchers.peers[0].taken, 0);
+        drop(driver);
+        assert_eq!(observer.asked, 2);
     }
 
     #[test]

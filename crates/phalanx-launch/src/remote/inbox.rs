@@ -14,7 +14,7 @@ use crate::poll::{drain, poll_readable, wake_pipe};
 /// How many messages may wait; further ones stay in the pipes. Who takes so many at a time looks at something else then.
 pub(super) const WAITING: usize = 256;
 /// How often to poll what has no descriptor.
-const POLL_INTERVAL: Duration = Duration::from_millis(20);
+pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 #[derive(Debug)]
 pub(super) struct Inbox {
@@ -47,15 +47,13 @@ impl Inbox {
     /// Waits for any message, not longer than `timeout`.
     pub(super) fn wait<'a>(
         &mut self,
-        control: &mut Control<'_>,
+        control: &Control<'_>,
         connections: impl Iterator<Item = &'a Connection> + Clone,
         mut timeout: Duration,
     ) {
-        // Nothing else says when it takes lines again.
-        let is_ready = control.observer.is_ready();
         if self.left_over {
             timeout = Duration::ZERO;
-        } else if !is_ready || connections.clone().any(Connection::must_be_polled) {
+        } else if connections.clone().any(Connection::must_be_polled) {
             timeout = timeout.min(POLL_INTERVAL);
         }
         let mut descriptors: Vec<BorrowedFd<'_>> = connections.filter_map(Connection::end_notice).collect();
@@ -90,7 +88,7 @@ mod tests {
     fn messages_that_are_left_for_another_turn_end_the_wait_for_it() {
         let mut observer = |_: Event<'_>| ControlFlow::Continue(());
         let refused = Refused::new().unwrap();
-        let mut control = Control { signals: None, observer: &mut observer, refused, stops: false };
+        let control = Control { signals: None, observer: &mut observer, refused, stops: false };
         let mut inbox = Inbox::new().unwrap();
         let IncomingSender { host, sender, wake, .. } = inbox.incoming_sender(7);
         for _ in 0..2 {
@@ -98,11 +96,11 @@ mod tests {
             (&*wake).write_all(&[0]).unwrap();
         }
         // It empties the pipe.
-        inbox.wait(&mut control, empty(), Duration::from_secs(600));
+        inbox.wait(&control, empty(), Duration::from_secs(600));
         for _ in 0..2 {
             assert!(matches!(inbox.next(), Some((7, Incoming::StderrClosed))));
             // As long as the messages may be more, a wait is none.
-            inbox.wait(&mut control, empty(), Duration::from_secs(600));
+            inbox.wait(&control, empty(), Duration::from_secs(600));
         }
         assert!(inbox.next().is_none() && !inbox.left_over);
     }

@@ -9,6 +9,7 @@ use super::discovery::Discovery;
 use crate::agent::{AgentConfig, Instruction};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
+use crate::descriptors;
 use crate::elastic::Publisher;
 use crate::error::{Error, Result};
 use crate::event::Event;
@@ -117,6 +118,8 @@ impl ElasticPlan {
             workers: 0,
             nodes: 0,
         };
+        // Before a store is served, as in `attempts::run`.
+        descriptors::allow(0, limits.max.into());
         if let Some(address) = &job.master_addr {
             plan.serve(launchers, address)?;
         }

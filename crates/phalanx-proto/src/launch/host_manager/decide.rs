@@ -19,7 +19,7 @@ impl HostManager {
             self.retire(now, &mut actions);
             self.replace(now, &mut actions);
             self.launch(now, &mut actions);
-            let expected = self.hosts.iter().filter(|host| host.is_expected()).map(Host::active).sum();
+            let expected = self.expected_workers();
             if self.expected != Some(expected) {
                 self.expected = Some(expected);
                 actions.push(Action::Expect { workers: expected });
@@ -122,25 +122,39 @@ impl HostManager {
         first.unwrap_or(0)
     }
 
+    /// How many workers run, or will run soon.
+    fn expected_workers(&self) -> u32 {
+        self.hosts.iter().filter(|host| host.is_expected()).map(Host::active).sum()
+    }
+
     /// The number of workers, if it is too small and no more will come.
     fn too_few(&mut self, now: Instant) -> Option<u32> {
-        let there = self.hosts.iter().map(Host::active).sum::<u32>() + self.done + self.not_needed;
+        let ended = self.done + self.not_needed;
+        let active = self.hosts.iter().map(Host::active).sum::<u32>();
         if self.have_all_failed {
-            return Some(there);
+            return Some(active + ended);
         }
+        if self.is_ending() {
+            // Nobody is waited for.
+            self.few_since = None;
+            return (active + ended < self.limits.min).then_some(active + ended);
+        }
+        // A host that has failed, and is tried again, may fail again: each try would begin the time anew, and there would be no end of tries.
+        let there = self.expected_workers() + ended;
         if there >= self.limits.min {
             self.few_since = None;
             return None;
         }
         let coming = self.hosts.iter().filter(|host| host.is_listed).map(|host| match host.state {
             HostState::Waiting { .. } | HostState::Ending { .. } => host.slots,
+            HostState::Active { .. } if !host.is_expected() => host.active(),
             HostState::Active { .. } | HostState::GivenUp => 0,
         });
         let enough = coming.sum::<u32>().saturating_add(there) >= self.limits.min;
         // If none of them could start, the reason will be the same the next time. A host that was added may be a machine that is still starting.
         let is_settled = !self.limits.is_open && !self.hosts.is_empty();
         let hopeless = is_settled && !self.begun && self.hosts.iter().all(|host| host.failures > 0);
-        if self.is_ending() || hopeless || !(enough || self.limits.is_open) {
+        if hopeless || !(enough || self.limits.is_open) {
             return Some(there);
         }
         let since = *self.few_since.get_or_insert(now);

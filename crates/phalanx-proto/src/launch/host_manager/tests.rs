@@ -228,6 +228,40 @@ fn too_few_end_the_job_at_once_if_nobody_can_come_and_else_in_time() {
     assert_eq!(manager.decide(start + FIRST_DELAY)[..1], [launch(0, 0, 1)]);
 }
 
+/// However often a host is tried that fails again each time, before it has ever worked or after.
+#[test]
+fn tries_that_fail_do_not_begin_the_time_anew_in_which_workers_must_come() {
+    let start = crate::some_time();
+    for (is_open, has_worked) in [(true, false), (true, true), (false, true)] {
+        let limits = Limits { is_open, ..limits(1, 2, 1) };
+        let mut manager = manager_of(limits, &[("a", 1)], start);
+        manager.decide(start);
+        if has_worked {
+            manager.up(0, start);
+            manager.decide(start);
+        }
+        manager.lost(0, start);
+        let (mut now, mut tries) = (start, 0);
+        while !manager.decide(now).contains(&Action::TooFew { there: 0 }) {
+            tries += u32::from(manager.lost(0, now).is_some());
+            now = manager.wake_at().unwrap();
+        }
+        assert_eq!(now, start + TIMEOUT, "{is_open} {has_worked}");
+        assert!(tries > 2, "{tries}");
+    }
+    // One that answers ends the wait.
+    let mut manager = manager_of(limits(1, 2, 1), &[("a", 1)], start);
+    manager.decide(start);
+    manager.up(0, start);
+    manager.lost(0, start);
+    manager.decide(start);
+    manager.decide(start + FIRST_DELAY);
+    assert_eq!(manager.wake_at(), Some(start + TIMEOUT));
+    manager.up(0, start + FIRST_DELAY);
+    manager.decide(start + FIRST_DELAY);
+    assert_eq!(manager.wake_at(), None);
+}
+
 #[test]
 fn nobody_begins_when_one_has_ended_well() {
     let now = crate::some_time();
