@@ -91,7 +91,7 @@ pub struct Ddp<M> {
     gradient_as_bucket_view: bool,
     /// Whether each rank gets the averages of its own parameters only.
     sharded: bool,
-    /// Given to the optimizer for which gradients were sharded last; none has one that was made since then.
+    /// Given to each optimizer for which gradients are sharded; another one after the group has changed.
     sharding: ModelToken,
     /// Whether the model is this rank's stages of a pipeline of several ranks.
     is_of_stages: bool,

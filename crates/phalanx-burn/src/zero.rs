@@ -92,7 +92,7 @@ impl ZeroRedundancyOptimizer {
     ///
     /// # Errors
     /// If the exchange fails; inside [`Ddp::join`], if a rank has no data left, because no other rank can update its
-    /// part. If this optimizer is not the last one that was made for `ddp`, or `ddp` has changed its group since, as in an elastic job.
+    /// part. If this optimizer was made for another `Ddp`, or `ddp` has changed its group since, as in an elastic job.
     pub fn step<M: Module>(
         &mut self,
         ddp: &mut Ddp<M>,
