@@ -1,6 +1,6 @@
 //! Replicas of one process train as one model with the whole batch, and say what they move.
 
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 
 use crate::common::{Mlp, device, distance, floats, plain, run, samples};
 use burn::module::Module;
@@ -155,6 +155,7 @@ fn running_statistics_are_the_average_of_the_replicas() {
 /// The exchanges of replicas that run at once would meet those of other replicas on other ranks.
 #[test]
 fn statistics_over_ranks_are_refused_within_several_replicas() {
+    let all_are_here = Barrier::new(2);
     run(2, |group| {
         let norm = || SyncBatchNorm::new(BatchNormConfig::new(8).init(&device()), &group);
         let forward = |replicas: usize| {
@@ -165,6 +166,8 @@ fn statistics_over_ranks_are_refused_within_several_replicas() {
         // One replica is like no replica, also after it.
         assert!(forward(1).is_finite());
         assert!(norm().forward(batch(0).0).sum().into_scalar::<f32>().is_finite());
+        // None ends the group while the other is still in that exchange.
+        all_are_here.wait();
         assert!(forward(2).is_nan());
         let cause = norm().failure().unwrap();
         assert!(cause.to_string().contains("one of several replicas"), "{cause}");
