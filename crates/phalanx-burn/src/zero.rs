@@ -68,6 +68,7 @@ impl ZeroRedundancyOptimizer {
     /// If the state cannot be read. On every rank, if the optimizers do not do the same to parameters: if they are of several kinds, or their betas,
     /// decay, momentum or clipping differ. Each rank would update its part of one model in another way. Learning rates are
     /// compared after the first step and every 32 steps. On every rank, too, if some have a state of a parameter that others do not have, or after another number of steps.
+    /// If the group of `ddp` is a [`GroupHandle`](phalanx::GroupHandle) that leads to other ranks than when `ddp` was made.
     pub fn new<M: Module>(optimizer: ModuleOptimizer, ddp: &mut Ddp<M>) -> Result<Self> {
         let owners = assign_owners(ddp.parameters(), ddp.world_size());
         let mine = ddp.parameters().iter().zip(&owners).filter(|(_, owner)| **owner == ddp.rank());

@@ -297,6 +297,8 @@ fn a_part_of_the_state_is_not_taken_for_the_whole_after_the_group_has_changed() 
         handle.rebind(ProcessGroup::alone().unwrap());
         let mut errors = refused(&mut zero, &ddp, &saved);
         errors.push(zero.step(&mut ddp, 0.01, averages).unwrap_err());
+        errors.extend(ZeroRedundancyOptimizer::new(AdamWConfig::new().init(), &mut ddp).err());
+        assert_eq!(errors.len(), 5);
         for error in errors {
             assert!(error.to_string().contains("leads to another group"), "{error}");
         }
