@@ -383,7 +383,8 @@ impl<M: Module> Ddp<M> {
     /// As [`JoinGroup::join`]. An error of `body` ends the group; one that
     /// [`throw_on_early_termination`](JoinOptions::throw_on_early_termination) causes does not, comes from
     /// [`forward`](Self::forward), on the same step of every rank, and must be returned from `body`. On every rank, if some were done earlier, and
-    /// the ranks' optimizers do not do the same to parameters by now, as when `body` has exchanged `optimizer`.
+    /// the ranks' optimizers do not do the same to parameters by now, as when `body` has exchanged `optimizer`; this ends the groups if layers are
+    /// [divided](crate::parallel::tensor).
     pub fn join<T>(
         &mut self,
         optimizer: &mut ModuleOptimizer,
@@ -392,7 +393,8 @@ impl<M: Module> Ddp<M> {
     ) -> Result<T> {
         let joined = self.joining().run(options, || body(self, optimizer))?;
         if joined.uneven {
-            self.adopt(joined.last, optimizer)?;
+            let adopted = self.adopt(joined.last, optimizer);
+            adopted.map_err(|error| self.fail_for_sharers(error))?;
         }
         Ok(joined.value)
     }
