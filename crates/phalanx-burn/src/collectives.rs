@@ -6,8 +6,9 @@ use burn::module::Module;
 use burn::tensor::kind::Basic;
 use burn::tensor::{BoolStore, DType as BurnDType, Device, Tensor};
 use phalanx::adapter::has_room;
-use phalanx::{Buffer, Caller, Communicator, DType, Error, ProcessGroup, Rank, ReduceOp, Result};
+use phalanx::{Buffer, Caller, Communicator, DType, Error, ProcessGroup, Rank, ReduceOp, Result, WorldSize};
 
+use crate::data_parallel::refuse_several;
 use crate::parallel::gathered;
 use crate::tensor_bytes;
 use crate::{Ddp, device, read_back};
@@ -99,6 +100,8 @@ pub trait Collectives: Sized {
     /// # Errors
     /// See [above](Self#errors). If types differ, or shapes in another dimension, or one rank's tensor is part of a graph and
     /// another's is not: the error names the rank that differs.
+    /// If the tensor is part of a graph in one of several replicas of a [`DataParallel`](crate::DataParallel) or a
+    /// [`TowerGradients`](crate::TowerGradients), which run at once: this ends the group.
     #[doc(alias("allgather", "contrastive", "InfoNCE"))]
     fn all_gather(self, group: &ProcessGroup) -> Result<Self>;
 
@@ -135,6 +138,11 @@ impl<const D: usize, K: Basic + 'static> Collectives for Tensor<D, K> {
 
     fn all_gather(self, group: &ProcessGroup) -> Result<Self> {
         let tracked = as_tracked(&self);
+        if tracked.is_some() && group.world_size() != WorldSize::ONE {
+            // Before anything is exchanged.
+            refuse_several("an all_gather with gradients", "call it on what all replicas give")
+                .inspect_err(|error| group.abort(error.clone()))?;
+        }
         let (local, buffer) = local(self, group, copied)?;
         let own = local.shape.map(|side| side as i64);
         let is_tracked = i64::from(tracked.is_some());

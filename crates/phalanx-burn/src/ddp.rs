@@ -91,7 +91,7 @@ pub struct Ddp<M> {
     gradient_as_bucket_view: bool,
     /// Whether each rank gets the averages of its own parameters only.
     sharded: bool,
-    /// Given to the optimizer for which gradients were sharded last; none has one that was made since then.
+    /// Given to each optimizer for which gradients are sharded; another one after the group has changed.
     sharding: ModelToken,
     /// Whether the model is this rank's stages of a pipeline of several ranks.
     is_of_stages: bool,
@@ -383,7 +383,8 @@ impl<M: Module> Ddp<M> {
     /// As [`JoinGroup::join`]. An error of `body` ends the group; one that
     /// [`throw_on_early_termination`](JoinOptions::throw_on_early_termination) causes does not, comes from
     /// [`forward`](Self::forward), on the same step of every rank, and must be returned from `body`. On every rank, if some were done earlier, and
-    /// the ranks' optimizers do not do the same to parameters by now, as when `body` has exchanged `optimizer`.
+    /// the ranks' optimizers do not do the same to parameters by now, as when `body` has exchanged `optimizer`; this ends the groups if layers are
+    /// [divided](crate::parallel::tensor).
     pub fn join<T>(
         &mut self,
         optimizer: &mut ModuleOptimizer,
@@ -392,7 +393,8 @@ impl<M: Module> Ddp<M> {
     ) -> Result<T> {
         let joined = self.joining().run(options, || body(self, optimizer))?;
         if joined.uneven {
-            self.adopt(joined.last, optimizer)?;
+            let adopted = self.adopt(joined.last, optimizer);
+            adopted.map_err(|error| self.fail_for_sharers(error))?;
         }
         Ok(joined.value)
     }

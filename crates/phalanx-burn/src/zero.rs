@@ -68,6 +68,7 @@ impl ZeroRedundancyOptimizer {
     /// If the state cannot be read. On every rank, if the optimizers do not do the same to parameters: if they are of several kinds, or their betas,
     /// decay, momentum or clipping differ. Each rank would update its part of one model in another way. Learning rates are
     /// compared after the first step and every 32 steps. On every rank, too, if some have a state of a parameter that others do not have, or after another number of steps.
+    /// If the group of `ddp` is a [`GroupHandle`](phalanx::GroupHandle) that leads to other ranks than when `ddp` was made.
     pub fn new<M: Module>(optimizer: ModuleOptimizer, ddp: &mut Ddp<M>) -> Result<Self> {
         let owners = assign_owners(ddp.parameters(), ddp.world_size());
         let mine = ddp.parameters().iter().zip(&owners).filter(|(_, owner)| **owner == ddp.rank());
@@ -92,7 +93,7 @@ impl ZeroRedundancyOptimizer {
     ///
     /// # Errors
     /// If the exchange fails; inside [`Ddp::join`], if a rank has no data left, because no other rank can update its
-    /// part. If this optimizer is not the last one that was made for `ddp`, or `ddp` has changed its group since, as in an elastic job.
+    /// part. If this optimizer was made for another `Ddp`, or `ddp` has changed its group since, as in an elastic job.
     pub fn step<M: Module>(
         &mut self,
         ddp: &mut Ddp<M>,

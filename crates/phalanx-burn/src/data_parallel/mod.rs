@@ -15,7 +15,7 @@ use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, Tensor};
 use phalanx::{Error, Result};
 
-pub(crate) use self::replicas::is_one_of_several;
+pub(crate) use self::replicas::refuse_several;
 use self::replicas::{Replica, Replicas};
 pub use self::scatter::{Destination, Scatter};
 pub use self::towers::TowerGradients;
@@ -62,8 +62,9 @@ use crate::gradients::{Synced, SyncedGradients};
 ///
 /// Copies go through the host's memory; with `with_nccl`, of the feature `nccl`, they go from device to device. If the same device is listed several times, such as the one Flex device, there
 /// are several replicas with their own memory, each in a thread. Running statistics of the replicas, such as those of
-/// batch norm, are averaged, as Burn does for threads. A [`SyncBatchNorm`](crate::SyncBatchNorm) over several ranks does not train in
-/// one of several replicas: it ends its group with an error that says so.
+/// batch norm, are averaged, as Burn does for threads. A [`SyncBatchNorm`](crate::SyncBatchNorm), a [`TensorGroup`](crate::parallel::tensor::TensorGroup)
+/// and an [`all_gather`](crate::Collectives::all_gather) with gradients, over several ranks, are refused in one of several replicas: they end their group
+/// with an error that says so.
 ///
 /// Source: the technique as PyTorch documents it for `torch.nn.DataParallel`.
 #[doc(alias = "nn.DataParallel")]

@@ -27,10 +27,16 @@ thread_local! {
     static ONE_OF_SEVERAL: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether this thread runs one of several replicas, which all do the same at once. Exchanges with other ranks would
-/// then be in another order on each rank.
-pub(crate) fn is_one_of_several() -> bool {
-    ONE_OF_SEVERAL.get()
+/// An error if this thread runs one of several replicas, and `what` exchanges with other ranks: replicas of one process run at once, so one's exchange
+/// could meet that of another replica, or of another layer, on the next rank.
+pub(crate) fn refuse_several(what: &str, remedy: &str) -> Result<()> {
+    if !ONE_OF_SEVERAL.get() {
+        return Ok(());
+    }
+    Err(Error::invalid_argument(format!(
+        "{what} over several ranks is in one of several replicas of a DataParallel or a TowerGradients"
+    ))
+    .with_remedy(format!("start a process for each device and train with Ddp, or {remedy}")))
 }
 
 /// A model and the devices of its replicas.

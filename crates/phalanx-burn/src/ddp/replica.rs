@@ -159,8 +159,10 @@ impl<M: Module> Ddp<M> {
     }
 
     /// From now on each rank gets the averages of the parameters that it owns; `owners` are in the order of
-    /// [`parameters`](Self::parameters). The optimizer of these parts keeps what this gives.
+    /// [`parameters`](Self::parameters), and depend on these and on the number of ranks alone. Each optimizer of these parts keeps what this gives, which
+    /// is the same until the group changes: several may step in turns.
     pub(crate) fn shard(&mut self, owners: Vec<Rank>) -> Result<ModelToken> {
+        self.check_ranks()?;
         self.check_on_host("ZeroRedundancyOptimizer::new")?;
         if let Some(sink) = self.engine.sink() {
             sink.call(|reducer| reducer.shard(owners))?;
@@ -168,7 +170,6 @@ impl<M: Module> Ddp<M> {
             // Earlier gradients are those of all parameters.
             self.token = ModelToken::default();
         }
-        self.sharding = ModelToken::default();
         Ok(self.sharding.clone())
     }
 
@@ -180,12 +181,11 @@ impl<M: Module> Ddp<M> {
             return Ok(());
         }
         Err(Error::invalid_argument(
-            "the ZeroRedundancyOptimizer has a part of the state for another Ddp, or for this one before it changed its group or another \
-             ZeroRedundancyOptimizer was made for it",
+            "the ZeroRedundancyOptimizer has a part of the state for another Ddp, or for this one before it changed its group",
         )
         .with_remedy(
-            "use the optimizer that was made last for this Ddp; make it anew after the group has changed, with the whole state, such as that of \
-             a checkpoint",
+            "use the optimizer that was made for this Ddp; make it anew after the group has changed, with the whole state, such as that of a \
+             checkpoint",
         ))
     }
 

@@ -176,7 +176,7 @@ impl<M: Module> Ddp<M> {
     }
 
     /// Ends the groups with `error` if layers are divided: replicas compare without the ranks that have the other parts, and these without the replicas.
-    fn fail_for_sharers(&self, error: Error) -> Error {
+    pub(super) fn fail_for_sharers(&self, error: Error) -> Error {
         if self.sharers.is_some() { self.fail(error) } else { error }
     }
 

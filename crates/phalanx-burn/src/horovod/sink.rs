@@ -134,7 +134,8 @@ impl Sink {
     }
 
     /// Backward is over: submits what is held, zeros where they are asked for, and what waits for gradients of its group that do
-    /// not come. There are no zeros for `frozen` parameters, by their indices: an optimizer would change them.
+    /// not come. There are no zeros for `frozen` parameters, by their indices: an optimizer would change them. After an error
+    /// [`leave`](Self::leave).
     pub fn submit_held(&self, frozen: &HashSet<usize>) -> Result<()> {
         let state = &mut *self.0.lock();
         state.land();
@@ -142,8 +143,18 @@ impl Sink {
         if let Some(error) = state.failure.take() {
             return Err(error);
         }
-        let submitted = state.submit_rest(frozen);
-        state.told(submitted)
+        for index in 0..state.parameters.len() {
+            state.submit_sum(index)?;
+        }
+        for index in 0..state.parameters.len() {
+            if state.zero_missing && !state.parameters[index].is_submitted && !frozen.contains(&index) {
+                state.submit(index, |memory| {
+                    memory.fill(0);
+                    Ok(())
+                })?;
+            }
+        }
+        state.submit_waiting()
     }
 
     /// This rank's own gradients, which are not submitted. By the parameters' indices; of `frozen` ones there are none.
@@ -171,13 +182,13 @@ impl Sink {
         self.0.lock().hvd.shutdown();
     }
 
-    /// Submits what an optimizer has changed, by the parameters' indices.
+    /// Submits what an optimizer has changed, by the parameters' indices. After an error [`leave`](Self::leave).
     pub fn submit_changes(&self, changes: Vec<(usize, Buffer)>) -> Result<()> {
-        let state = &mut *self.0.lock();
-        let submit =
-            |(index, change): (usize, Buffer)| state.submit(index, |memory| copy(change.as_bytes(), memory));
-        let submitted = changes.into_iter().try_for_each(submit).and_then(|()| state.submit_waiting());
-        state.told(submitted)
+        let mut state = self.0.lock();
+        for (index, change) in changes {
+            state.submit(index, |memory| copy(change.as_bytes(), memory))?;
+        }
+        state.submit_waiting()
     }
 
     /// Waits for all that was submitted. By the parameters' indices.
@@ -239,15 +250,6 @@ impl SinkState {
         self.hvd.shutdown();
     }
 
-    /// `outcome`. If there was too little memory, the job ends: other ranks may have it, and would wait for this one.
-    fn told(&self, outcome: Result<()>) -> Result<()> {
-        outcome.inspect_err(|error| {
-            if error.is_out_of_memory() {
-                self.hvd.shutdown();
-            }
-        })
-    }
-
     /// Waits for a gradient, and takes it.
     fn copied(&mut self, index: usize, read: ReadBack) -> Result<()> {
         let copied = read.wait(|gradient| self.ready(index, gradient));
@@ -282,22 +284,6 @@ impl SinkState {
                 self.submit_sum(index)
             }
         }
-    }
-
-    /// Submits what is held, zeros where they are asked for, and what waits for gradients of its group that do not come.
-    fn submit_rest(&mut self, frozen: &HashSet<usize>) -> Result<()> {
-        for index in 0..self.parameters.len() {
-            self.submit_sum(index)?;
-        }
-        for index in 0..self.parameters.len() {
-            if self.zero_missing && !self.parameters[index].is_submitted && !frozen.contains(&index) {
-                self.submit(index, |memory| {
-                    memory.fill(0);
-                    Ok(())
-                })?;
-            }
-        }
-        self.submit_waiting()
     }
 
     /// Submits what is held of a gradient, if there is any.

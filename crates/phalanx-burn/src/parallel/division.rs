@@ -61,11 +61,11 @@ impl Division {
 }
 
 thread_local! {
-    /// While [`group_of`] asks: the group of the first part that was visited. Visitors are told names alone.
+    /// While [`group_of`] asks: the first group of several ranks of which a part was visited. Visitors are told names alone.
     static ASKED: RefCell<Option<Option<TensorGroup>>> = const { RefCell::new(None) };
 }
 
-/// The ranks among which the parameters of `module` are divided: those of the first, if there are several groups.
+/// The ranks among which the parameters of `module` are divided: the first group of several ranks, if there is one.
 pub(crate) fn group_of<M: Module>(module: &M) -> Option<TensorGroup> {
     struct Nothing;
     impl ModuleVisitor for Nothing {}
@@ -174,7 +174,9 @@ impl Module for Division {
 
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
         ASKED.with_borrow_mut(|asked| {
-            if let Some(found) = asked {
+            if let Some(found) = asked
+                && self.group.ranks() > 1
+            {
                 found.get_or_insert_with(|| self.group.clone());
             }
         });
@@ -190,7 +192,26 @@ impl Module for Division {
 
 #[cfg(test)]
 mod tests {
+    use burn::nn::{Linear, LinearConfig};
+    use phalanx::ProcessGroup;
+    use phalanx::testing::{Fabric, run};
+
+    use super::super::tensor::ColumnParallelLinear;
     use super::*;
+
+    #[test]
+    fn a_group_of_one_rank_hides_none_of_several() {
+        run(2, Fabric::InProcess, |group| {
+            let [alone, pair] = [&ProcessGroup::alone().unwrap(), &group].map(TensorGroup::new);
+            let layer = |group: &TensorGroup| {
+                let layer: Linear = LinearConfig::new(4, 4).init(&Device::flex().autodiff());
+                ColumnParallelLinear::new(layer, group).unwrap()
+            };
+            assert!(group_of(&layer(&alone)).is_none());
+            let found = group_of(&(layer(&alone), layer(&pair)));
+            assert_eq!(found.map(|group| group.ranks()), Some(2));
+        });
+    }
 
     #[test]
     fn a_part_is_read_as_it_is_written() {

@@ -9,6 +9,7 @@ use burn::tensor::{Shape, Slice, Tensor};
 use phalanx::{Buffer, Error, ProcessGroup, ReduceOp, Result, WorldSize};
 
 use super::op::ParallelOp;
+use crate::data_parallel::refuse_several;
 use crate::tensor_bytes::{self, HostAccess};
 
 /// One direction of an exchange. A number is a dimension of the tensor.
@@ -89,6 +90,7 @@ impl Step {
         group: &ProcessGroup,
         tensor: FloatTensor<B>,
     ) -> Result<FloatTensor<B>> {
+        refuse_several("an operation of a TensorGroup", "call it outside of the replicas")?;
         let ranks = group.world_size().count();
         if let &Self::Part(dim) | &Self::ReduceScatter(dim) = self {
             let size = tensor.shape()[dim];

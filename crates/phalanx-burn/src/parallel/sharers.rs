@@ -25,8 +25,8 @@ pub(crate) struct Sharers {
 impl Sharers {
     /// Of `model`, if it has parts of layers.
     pub fn of<M: Module>(model: &M) -> Option<Self> {
-        let group = group_of(model).filter(|group| group.ranks() > 1)?;
-        Some(Self { group, optimizers: alike::Watch::default(), steps: OptimizerSteps::default() })
+        let (optimizers, steps) = (alike::Watch::default(), OptimizerSteps::default());
+        group_of(model).map(|group| Self { group, optimizers, steps })
     }
 
     /// An error on every rank, which ends their groups, unless all ranks' optimizers do the same to parameters, with the same `rates` in the first step.

@@ -18,7 +18,7 @@ use phalanx::{Communicator, Error, Result};
 
 pub(crate) use self::op::computed_in;
 use self::op::{Layer, SyncBatchNormOp};
-use crate::data_parallel::is_one_of_several;
+use crate::data_parallel::refuse_several;
 use crate::read_back;
 
 /// [`BatchNorm`] whose statistics are those of the whole batch, over all ranks.
@@ -195,7 +195,11 @@ impl SyncBatchNorm {
         let length = shape.as_slice()[2..].iter().product();
         let x = input.reshape([samples, channels, length]);
 
-        let own = self.check_thread().and_then(|()| local_moments(x.clone().inner()));
+        let allowed = match self.exchange.ranks() {
+            1 => Ok(()),
+            _ => refuse_several("a SyncBatchNorm that trains", "take BatchNorm within the replicas"),
+        };
+        let own = allowed.and_then(|()| local_moments(x.clone().inner()));
         let moments = match own {
             Ok(own) => self.exchange.moments(own),
             Err(cause) => {
@@ -222,21 +226,6 @@ impl SyncBatchNorm {
             self.update(&self.running_var, variance);
         }
         Tensor::<3>::from_dispatch(output).reshape(shape)
-    }
-
-    /// Replicas of one process run at once, so one rank's exchange could meet that of another replica, or of another
-    /// layer, on the next rank.
-    fn check_thread(&self) -> Result<()> {
-        if is_one_of_several() && self.exchange.ranks() > 1 {
-            return Err(Error::invalid_argument(
-                "a SyncBatchNorm over several ranks trains in one of several replicas of a DataParallel or a \
-                 TowerGradients",
-            )
-            .with_remedy(
-                "start a process for each device and train with Ddp, or take BatchNorm within the replicas",
-            ));
-        }
-        Ok(())
     }
 
     fn update(&self, running: &RunningState<Tensor<1>>, batch: Tensor<1>) {

@@ -1,15 +1,16 @@
 //! Replicas of one process train as one model with the whole batch, and say what they move.
 
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 
 use crate::common::{Mlp, device, distance, floats, plain, run, samples};
 use burn::module::Module;
-use burn::nn::{BatchNormConfig, LinearConfig};
+use burn::nn::{BatchNormConfig, Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::tensor::{Device, Tensor};
 use parking_lot::Mutex;
-use phalanx_burn::{DataParallel, SyncBatchNorm, TowerGradients};
+use phalanx_burn::parallel::tensor::TensorGroup;
+use phalanx_burn::{Collectives, DataParallel, SyncBatchNorm, TowerGradients};
 
 const STEPS: usize = 10;
 /// Not divisible by three.
@@ -155,6 +156,7 @@ fn running_statistics_are_the_average_of_the_replicas() {
 /// The exchanges of replicas that run at once would meet those of other replicas on other ranks.
 #[test]
 fn statistics_over_ranks_are_refused_within_several_replicas() {
+    let all_are_here = Barrier::new(2);
     run(2, |group| {
         let norm = || SyncBatchNorm::new(BatchNormConfig::new(8).init(&device()), &group);
         let forward = |replicas: usize| {
@@ -165,6 +167,8 @@ fn statistics_over_ranks_are_refused_within_several_replicas() {
         // One replica is like no replica, also after it.
         assert!(forward(1).is_finite());
         assert!(norm().forward(batch(0).0).sum().into_scalar::<f32>().is_finite());
+        // None ends the group while the other is still in that exchange.
+        all_are_here.wait();
         assert!(forward(2).is_nan());
         let cause = norm().failure().unwrap();
         assert!(cause.to_string().contains("one of several replicas"), "{cause}");
@@ -176,6 +180,41 @@ fn statistics_over_ranks_are_refused_within_several_replicas() {
         let (loss, _) = towers.backward(batch(0).0, |norm, x| norm.forward(x).mean()).unwrap();
         assert!(loss.is_finite());
     });
+}
+
+/// As statistics, and backward would add gradients to other rows.
+#[test]
+fn rows_of_all_ranks_are_refused_within_several_replicas() {
+    let all_are_here = Barrier::new(2);
+    for of_tensor_group in [false, true] {
+        run(2, |group| {
+            let tensor = TensorGroup::new(&group);
+            let errors = |replicas: usize| {
+                let layer: Linear = LinearConfig::new(8, 3).init(&device());
+                let mut towers = TowerGradients::new(layer, vec![device(); replicas]).unwrap();
+                let errors = Mutex::new(Vec::new());
+                let pass = |layer: &Linear, x: Tensor<2>| {
+                    let own = layer.forward(x);
+                    let all = match of_tensor_group {
+                        true => {
+                            let all = tensor.gather(own.clone(), 0);
+                            tensor.failure().map_or(Ok(all), Err)
+                        }
+                        false => own.clone().all_gather(&group),
+                    };
+                    all.map_err(|error| errors.lock().push(error.to_string())).unwrap_or(own).mean()
+                };
+                towers.backward(batch(0).0, pass).unwrap();
+                errors.into_inner()
+            };
+            assert_eq!(errors(1), [""; 0]);
+            // None ends the group while the other is still in that exchange.
+            all_are_here.wait();
+            let errors = errors(2);
+            assert_eq!(errors.len(), 2);
+            assert!(errors.iter().all(|error| error.contains("one of several replicas")), "{errors:?}");
+        });
+    }
 }
 
 #[test]

@@ -498,6 +498,7 @@ fn an_adasum_of_parts_is_refused() {
 /// No gradient is combined that could say so, where this rank alone is the job.
 #[test]
 fn gradients_of_a_failed_exchange_among_parts_are_not_stepped_with() {
+    let all_are_here = Barrier::new(2);
     run(2, |group| {
         let tensor = TensorGroup::new(&group);
         let layer = LinearConfig::new(8, 3).init(&device());
@@ -511,6 +512,8 @@ fn gradients_of_a_failed_exchange_among_parts_are_not_stepped_with() {
             optimizer.step(0.1, layer)
         };
         let layer = step(layer).unwrap();
+        // None ends the group while the other is still in that step.
+        all_are_here.wait();
         if group.rank().is_main() {
             group.abort(Error::aborted("the cable was cut"));
             let error = step(layer).map(drop).unwrap_err().to_string();

@@ -1,5 +1,7 @@
 //! Ranks with unequal numbers of batches.
 
+use std::sync::Barrier;
+
 use crate::common::{Mlp, device, distance, floats, run, samples};
 use burn::lr_scheduler::linear::LinearLrSchedulerConfig;
 use burn::module::Module;
@@ -9,9 +11,11 @@ use burn::optim::{GradientsAccumulator, GradientsParams, ModuleOptimizer, SgdCon
 use burn::tensor::Tensor;
 use phalanx::checkpoint::Checkpoints;
 use phalanx::join::{JoinGroup, JoinOptions};
+use phalanx::mesh::DeviceMesh;
 use phalanx::reducer::ReducerOptions;
 use phalanx::reducer::hooks::PostLocalSgd;
 use phalanx::{Buffer, Communicator, ProcessGroup, ReduceOp, Result};
+use phalanx_burn::parallel::tensor::{RowParallelLinear, TensorGroup};
 use phalanx_burn::{Ddp, DdpOptions, PeriodicModelAverager, TrainState, ZeroRedundancyOptimizer};
 
 const BATCH: usize = 4;
@@ -323,6 +327,40 @@ fn an_optimizer_that_one_rank_alone_has_exchanged_in_a_join_is_an_error_on_every
         assert!(error.is_mismatch() && error.to_string().contains(said), "{error}");
     }
     run(2, |group| attempt(&group, 0).unwrap());
+}
+
+/// The replicas of the other parts have the same optimizers, and would wait for these ranks in their next exchange.
+#[test]
+fn an_optimizer_that_differs_after_a_join_ends_the_groups_among_which_layers_are_divided() {
+    let other = || SgdConfig::new().with_momentum(Some(MomentumConfig::new().with_momentum(0.5))).init();
+    let all_have_stepped = [Barrier::new(2), Barrier::new(2)];
+    let errors = run(4, |group| {
+        let mesh = DeviceMesh::new(&group, &[("data", 2), ("tensor", 2)]).unwrap();
+        let (data, part) = (mesh.coordinate("data").unwrap(), mesh.coordinate("tensor").unwrap());
+        let tensor = TensorGroup::new(mesh.group("tensor").unwrap());
+        let layer = RowParallelLinear::new(LinearConfig::new(8, 3).init(&device()), &tensor).unwrap();
+        let mut ddp = Ddp::new(layer, mesh.group("data").unwrap()).unwrap();
+        let outcome = ddp.join(&mut sgd(), JoinOptions::default(), |ddp, optimizer| {
+            for number in 0..1 + 2 * data {
+                if number == 2 && part == 0 {
+                    *optimizer = other();
+                }
+                let x = tensor.part(batch(0, number, data).0, 1);
+                let loss = ddp.forward(|layer| layer.forward(x).mean())?;
+                let gradients = ddp.backward(&loss)?;
+                ddp.step(optimizer, LEARNING_RATE, gradients)?;
+            }
+            // None ends the tensor group while the other is still in that step.
+            all_have_stepped[data].wait();
+            Ok(())
+        });
+        let next = outcome.and_then(|()| mesh.group("tensor").and_then(ProcessGroup::barrier));
+        next.unwrap_err().to_string()
+    });
+    for error in errors {
+        let said = "the optimizer of rank 1 changes parameters otherwise than that of rank 0";
+        assert!(error.contains(said), "{error}");
+    }
 }
 
 #[test]

@@ -297,6 +297,8 @@ fn a_part_of_the_state_is_not_taken_for_the_whole_after_the_group_has_changed() 
         handle.rebind(ProcessGroup::alone().unwrap());
         let mut errors = refused(&mut zero, &ddp, &saved);
         errors.push(zero.step(&mut ddp, 0.01, averages).unwrap_err());
+        errors.extend(ZeroRedundancyOptimizer::new(AdamWConfig::new().init(), &mut ddp).err());
+        assert_eq!(errors.len(), 5);
         for error in errors {
             assert!(error.to_string().contains("leads to another group"), "{error}");
         }
@@ -335,23 +337,51 @@ fn a_part_of_the_state_is_not_taken_for_the_whole_after_a_round_of_an_elastic_jo
 }
 
 #[test]
-fn the_optimizer_of_another_model_is_refused_and_so_is_an_earlier_one() {
+fn the_optimizer_of_another_model_is_refused() {
     let start = Mlp::new(&WIDTHS);
     run(2, |group| {
         let mut ddp = Ddp::new(start.clone(), &group).unwrap();
         let mut other = Ddp::new(start.clone(), &group).unwrap();
-        let adamw = || AdamWConfig::new().init();
-        let new = |ddp: &mut Ddp<Mlp>| ZeroRedundancyOptimizer::new(adamw(), ddp).unwrap();
-        let mut zeros = [new(&mut ddp), new(&mut other), new(&mut ddp)];
+        let new = |ddp: &mut Ddp<Mlp>| ZeroRedundancyOptimizer::new(AdamWConfig::new().init(), ddp).unwrap();
+        let (mut own, mut of_other) = (new(&mut ddp), new(&mut other));
         let before = floats(ddp.model());
-        for zero in &mut zeros[..2] {
-            let averages = gradients(&mut ddp, 0);
-            let error = zero.step(&mut ddp, 0.01, averages).unwrap_err();
-            assert!(error.is_invalid_argument() && error.to_string().contains("another Ddp"), "{error}");
-        }
+        let averages = gradients(&mut ddp, 0);
+        let error = of_other.step(&mut ddp, 0.01, averages).unwrap_err();
+        assert!(error.is_invalid_argument() && error.to_string().contains("another Ddp"), "{error}");
         assert_eq!(floats(ddp.model()), before);
         let averages = gradients(&mut ddp, 0);
-        zeros[2].step(&mut ddp, 0.01, averages).unwrap();
+        own.step(&mut ddp, 0.01, averages).unwrap();
+    });
+}
+
+/// As a generator and its discriminator in one model: each loss has gradients of one of them.
+#[test]
+fn two_optimizers_of_one_model_step_in_turns() {
+    type Both = (Mlp, Mlp);
+    let start = (Mlp::new(&WIDTHS), Mlp::new(&WIDTHS));
+    run(2, |group| {
+        let mut options = DdpOptions::default();
+        options.reducer = ReducerOptions::default().find_unused_parameters(true);
+        let new = || Ddp::with_options(start.clone(), &group, options.clone()).unwrap();
+        let gradients = |ddp: &mut Ddp<Both>, step: usize| {
+            let from = (step * 4 + group.rank().index()) * 4;
+            let pass = |(one, other): &Both| [one, other][step % 2].loss(samples(from, from + 4));
+            let loss = ddp.forward(pass).unwrap();
+            ddp.backward(&loss).unwrap()
+        };
+        let (mut whole, mut parts) = (new(), new());
+        let mut optimizers = [AdamWConfig::new().init(), SgdConfig::new().init()];
+        let zeros = optimizers.clone().map(|optimizer| ZeroRedundancyOptimizer::new(optimizer, &mut parts));
+        let mut zeros = zeros.map(Result::unwrap);
+        for step in 0..STEPS {
+            let averages = gradients(&mut whole, step);
+            whole.step(&mut optimizers[step % 2], 0.01, averages).unwrap();
+            let averages = gradients(&mut parts, step);
+            zeros[step % 2].step(&mut parts, 0.01, averages).unwrap();
+            assert_eq!(floats(whole.model()), floats(parts.model()), "step {step}");
+        }
+        let all = zeros[0].consolidate(&parts, Rank::MAIN).unwrap();
+        assert!(all.is_none_or(|all| content(&all) == content(&optimizers[0])));
     });
 }
 

@@ -628,6 +628,7 @@ fn optimizers_that_take_a_norm_of_a_part_are_refused() {
 /// No backward pass says so, where there are no replicas.
 #[test]
 fn gradients_of_a_failed_exchange_are_not_stepped_with() {
+    let all_are_here = Barrier::new(2);
     run(2, |group| {
         let tensor = TensorGroup::new(&group);
         let layer: Linear = LinearConfig::new(WIDTH, WIDTH).init(&device()).map(&mut Waves(0));
@@ -638,6 +639,8 @@ fn gradients_of_a_failed_exchange_are_not_stepped_with() {
         let loss = ddp.forward(|layer| weighed(layer.forward(x()))).unwrap();
         let gradients = ddp.backward(&loss).unwrap();
         ddp.step(&mut optimizer, 0.1, gradients).unwrap();
+        // None ends the group while the other still compares.
+        all_are_here.wait();
         if group.rank().is_main() {
             group.abort(Error::aborted("the cable was cut"));
             let loss = ddp.forward(|layer| weighed(layer.forward(x()))).unwrap();

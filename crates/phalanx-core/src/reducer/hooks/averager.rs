@@ -35,7 +35,7 @@ pub trait Replica {
 /// The optimizer's state and buffers are not averaged, as in PyTorch.
 ///
 /// Each average compares the period, the first steps that are left out, and the number of steps over the ranks: those of ranks that differ would be of
-/// models after other numbers of steps, without an error.
+/// models after other numbers of steps, without an error. The number of steps is left out where every step is averaged.
 ///
 /// How many steps there have been decides when the next average is due. `TrainState::with_averager` of an adapter makes that a part of
 /// checkpoints.
@@ -78,17 +78,27 @@ impl PeriodicModelAverager {
     /// Call it after a step of the optimizer. Returns whether the model was averaged. All ranks call it together.
     ///
     /// # Errors
-    /// As [`Replica::average_parameters`]. On every rank of an average, if their averagers have other settings, or have made other numbers of steps, as
-    /// after an uneven [`join`](crate::join) whose ranks did not take over a number with [`resume_at`](Self::resume_at).
+    /// As [`Replica::average_parameters`]. On every rank of an average, if their averagers have other settings, or, unless every step is averaged, have made
+    /// other numbers of steps, as after an uneven [`join`](crate::join) whose ranks did not take over a number with [`resume_at`](Self::resume_at).
     pub fn step(&mut self, replica: &mut impl Replica) -> Result<bool> {
         let after = self.step.checked_sub(self.warmup_steps);
         // A saved number may be any.
         self.step = self.step.saturating_add(1);
         let due = after.is_some_and(|after| after.is_multiple_of(self.period));
         if due {
-            replica.average_parameters(&format!("{self:?}"))?;
+            replica.average_parameters(&self.describe())?;
         }
         Ok(due)
+    }
+
+    /// What the ranks of an average compare. One after every step is due after any number of them.
+    fn describe(&self) -> String {
+        match self {
+            Self { period: 1, warmup_steps: 0, .. } => {
+                "PeriodicModelAverager { period: 1, warmup_steps: 0 }".to_owned()
+            }
+            Self { .. } => format!("{self:?}"),
+        }
     }
 }
 
@@ -136,6 +146,17 @@ mod tests {
                 assert!(error.is_none_or(|error| error.is_mismatch() && error.remedy().is_some()));
             }
         }
+    }
+
+    #[test]
+    fn an_average_of_every_step_may_come_after_other_numbers_of_steps() {
+        run(2, Fabric::InProcess, |mut group| {
+            let mut own = PeriodicModelAverager::new(1).unwrap();
+            own.resume_at(group.rank().get().into());
+            for _ in 0..3 {
+                assert!(own.step(&mut group).unwrap());
+            }
+        });
     }
 
     #[test]
