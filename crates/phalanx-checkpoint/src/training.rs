@@ -31,6 +31,9 @@ pub trait TrainingState {
     /// This rank, among those that train the model.
     fn place(&self) -> (Rank, WorldSize);
 
+    /// The group of those, if it is known.
+    fn group(&self) -> Option<ProcessGroup>;
+
     /// What the communication hook keeps between steps; nothing if it never keeps anything.
     ///
     /// # Errors
@@ -90,20 +93,20 @@ pub fn checkpoint<S: TrainingState>(state: &S, checkpoints: &Checkpoints) -> Res
 /// checkpoints, call it together.
 ///
 /// # Errors
-/// If a part cannot be written, or in the middle of a step. On every rank, if the ranks train by themselves and their models differ, or if `group` has more
-/// or fewer ranks than train the model.
+/// If a part cannot be written, or in the middle of a step. On every rank, if the ranks train by themselves and their models differ, or if not all ranks
+/// of `group` train the model together.
 pub fn save_shard_to<S: TrainingState>(
     state: &S,
     snapshot: &mut Snapshot,
     group: &ProcessGroup,
 ) -> Result<()> {
-    let ((_, here), there) = (state.place(), group.world_size());
-    if here != there {
+    if !all_train(state, group) {
+        let ((_, here), there) = (state.place(), group.world_size());
         return Err(Error::invalid_argument(format!(
-            "a share of a state that {here} ranks train was to be saved in a sharded checkpoint of {there} ranks: the others' shares would be those of \
-             another model's state"
+            "a share of a state that {here} ranks train was to be saved in a sharded checkpoint of {there} ranks, not all of which are among them: their \
+             shares would be those of another model's state"
         ))
-        .with_remedy("open the checkpoints with the group in which the model trains"));
+        .with_remedy("open the checkpoints with the group in which the model trains, or with one of some of its ranks"));
     }
     let hook = checked_hook(state, group)?;
     let own = hook.as_ref().filter(|hook| has_own(hook));
@@ -113,6 +116,21 @@ pub fn save_shard_to<S: TrainingState>(
     state.write(&mut writer)?;
     save_hook(state, hook.as_ref(), &mut writer, saved)?;
     own.map_or(Ok(()), |hook| save_own(state, hook, snapshot, rank))
+}
+
+/// Whether all ranks of `group` train `state` together: then each has the whole of it.
+fn all_train<S: TrainingState>(state: &S, group: &ProcessGroup) -> bool {
+    let ((_, here), there) = (state.place(), group.world_size());
+    match state.group() {
+        _ if there == WorldSize::ONE => true,
+        Some(own) if own.is_same(group) => true,
+        Some(own) if own.is_related(group) => {
+            let trains = |rank| group.global_rank(rank).is_ok_and(|global| own.group_rank(global).is_some());
+            there.ranks().all(trains)
+        }
+        // Of groups that were made apart only the numbers are known.
+        Some(_) | None => here == there,
+    }
 }
 
 /// Saves all of `state` by one rank, in the closure of [`Checkpoints::save`].
@@ -243,19 +261,19 @@ fn checked_hook<S: TrainingState>(state: &S, group: &ProcessGroup) -> Result<Opt
     if hook.is_empty() {
         return Ok(Some(hook));
     }
-    if !state.replicas_identical()? {
-        return Err(Error::invalid_argument(format!(
-            "the ranks' models differ since their last average, and a checkpoint has one (communication hook: {})",
-            hook.hook()
-        ))
-        .with_remedy(format!("call {} before, or save after a step in which the averager averages", S::AVERAGE)));
-    }
     let ((_, here), there) = (state.place(), group.world_size());
     if has_own(&hook) && here != there {
         return Err(Error::invalid_argument(format!(
             "the communication hook keeps tensors for each of {here} ranks, and the checkpoints are those of {there}"
         ))
         .with_remedy("open the checkpoints with the group in which the model trains"));
+    }
+    if !state.replicas_identical()? {
+        return Err(Error::invalid_argument(format!(
+            "the ranks' models differ since their last average, and a checkpoint has one (communication hook: {})",
+            hook.hook()
+        ))
+        .with_remedy(format!("call {} before, or save after a step in which the averager averages", S::AVERAGE)));
     }
     Ok(Some(hook))
 }
@@ -337,6 +355,10 @@ mod tests {
 
         fn place(&self) -> (Rank, WorldSize) {
             (self.group.rank(), self.group.world_size())
+        }
+
+        fn group(&self) -> Option<ProcessGroup> {
+            Some(self.group.clone())
         }
 
         fn hook_state(&self) -> Result<Option<HookState>> {
@@ -519,6 +541,37 @@ mod tests {
                 });
             }
         });
+    }
+
+    #[test]
+    fn a_share_of_a_state_is_saved_among_any_ranks_that_train_it_together() {
+        type Color = fn(u32) -> u32;
+        // Of four ranks: those that train together, and those that save together.
+        let cases: [(Color, Color, bool); 4] = [
+            (|rank| rank, |_| 0, false),
+            // As many, but of two models.
+            (|rank| rank / 2, |rank| rank % 2, false),
+            // As on disks of two hosts, and of each rank.
+            (|_| 0, |rank| rank / 2, true),
+            (|_| 0, |rank| rank, true),
+        ];
+        for (trains, saves, is_saved) in cases {
+            let folder = tempfile::tempdir().unwrap();
+            run(4, Fabric::InProcess, |all| {
+                let own = all.rank().get();
+                let part = |color: Color| all.split(Some(color(own)), 0).unwrap().unwrap();
+                let state = Keeping { is_empty: true, ..Keeping::new(part(trains), 0) };
+                let (group, path) = (part(saves), folder.path().join(saves(own).to_string()));
+                let checkpoints = Checkpoints::open(path, &group).unwrap();
+                let saved = checkpoints.save_sharded(1, |snapshot| save_shard_to(&state, snapshot, &group));
+                assert!(saved.is_ok() == is_saved, "{saved:?}");
+                assert!(
+                    saved.err().is_none_or(|error| error.to_string().contains("ranks train was to be saved"))
+                );
+                checkpoints.finish().unwrap();
+                assert_eq!(checkpoints.newest().unwrap().is_some(), is_saved);
+            });
+        }
     }
 
     #[test]
