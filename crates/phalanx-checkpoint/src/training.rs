@@ -386,7 +386,7 @@ mod tests {
         }
 
         fn replicas_identical(&self) -> Result<bool> {
-            Ok(true)
+            self.group.barrier().map(|()| true)
         }
 
         fn check_nothing_held(&self) -> Result<()> {
@@ -540,6 +540,18 @@ mod tests {
                     assert!(checkpoints.newest().unwrap().is_none());
                 });
             }
+        });
+    }
+
+    #[test]
+    fn what_each_rank_keeps_is_saved_by_no_rank_alone_and_no_other_waits_for_it() {
+        run(2, Fabric::InProcess, |group| {
+            let state = Keeping::new(group.clone(), 0);
+            if group.rank().is_main() {
+                let error = checked_hook(&state, &ProcessGroup::alone().unwrap()).unwrap_err();
+                assert!(error.to_string().contains("for each of 2 ranks"), "{error}");
+            }
+            group.barrier().unwrap();
         });
     }
 
