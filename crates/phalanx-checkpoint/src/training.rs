@@ -31,8 +31,10 @@ pub trait TrainingState {
     /// This rank, among those that train the model.
     fn place(&self) -> (Rank, WorldSize);
 
-    /// The group of those, if it is known.
-    fn group(&self) -> Option<ProcessGroup>;
+    /// The group of those, if it is known. By default it is not.
+    fn group(&self) -> Option<ProcessGroup> {
+        None
+    }
 
     /// What the communication hook keeps between steps; nothing if it never keeps anything.
     ///
