@@ -397,7 +397,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
     where
         T: 'static,
     {
-        training::check_progress_of_ranks(&self.progress, checkpoints.group())?;
+        training::check_progress_of_ranks(&self.progress, checkpoints)?;
         let saved = checkpoints.newest()?;
         saved.map_or(Ok(false), |saved| self.load_from(&saved).map(|()| true))
     }

@@ -203,14 +203,17 @@ pub fn check_progress<T: 'static>(own: &T, saved: &Saved, name: &str) -> Result<
     }
 }
 
-/// Checks that the progress of every rank distributes the same samples in the same order, if it is a sampler. All ranks of `group` call it
-/// together, before they load a checkpoint: if there is none, nothing else would show that one rank has other data or another seed.
+/// Checks that the progress of every rank distributes the same samples in the same order, if it is a sampler. All ranks of `checkpoints` call it
+/// together, before they load one: if there is none, nothing else would show that one rank has other data or another seed. They wait for each other as
+/// long as in [`newest`](Checkpoints::newest).
 ///
 /// # Errors
 /// On every rank, if one's sampler is another ([`is_mismatch`](Error::is_mismatch)).
-pub fn check_progress_of_ranks<T: 'static>(own: &T, group: &ProcessGroup) -> Result<()> {
+pub fn check_progress_of_ranks<T: 'static>(own: &T, checkpoints: &Checkpoints) -> Result<()> {
     match (own as &dyn Any).downcast_ref::<ElasticSampler>() {
-        Some(own) => verify_description(&group.in_call(Caller::TrainStateResume), "sampler", &own.describe()),
+        Some(own) => {
+            verify_description(&checkpoints.patient(Caller::TrainStateResume), "sampler", &own.describe())
+        }
         None => Ok(()),
     }
 }
@@ -318,6 +321,7 @@ fn own_of_all(hook: &HookState, group: &ProcessGroup) -> Result<Vec<HookState>> 
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::time::Duration;
 
     use phalanx_core::elastic::Parts;
     use phalanx_core::testing::{Fabric, run};
@@ -460,18 +464,25 @@ mod tests {
 
     #[test]
     fn ranks_whose_samplers_differ_are_told_before_they_begin() {
+        let folder = tempfile::tempdir().unwrap();
         run(2, Fabric::InProcess, |group| {
+            let impatient = group.with_timeout(Duration::from_millis(100));
+            let checkpoints = Checkpoints::open(folder.path(), &impatient).unwrap();
             let sampler = |seed| ElasticSampler::new(100).seed(seed);
             let mut ahead = sampler(1);
             ahead.set_epoch(group.rank().get().into());
-            check_progress_of_ranks(&ahead, &group).unwrap();
+            if group.rank().is_main() {
+                // It makes its data ready, and the other one waits longer than the group does.
+                std::thread::sleep(Duration::from_millis(500));
+            }
+            check_progress_of_ranks(&ahead, &checkpoints).unwrap();
             let other = sampler(group.rank().get().into());
-            let error = check_progress_of_ranks(&other, &group).unwrap_err();
+            let error = check_progress_of_ranks(&other, &checkpoints).unwrap_err();
             let said = error.to_string();
             assert!(error.is_mismatch() && said.contains("seed 0") && said.contains("seed 1"), "{said}");
             assert!(group.failure().is_none());
             // What else a program keeps may be each rank's own.
-            check_progress_of_ranks(&group.rank().get(), &group).unwrap();
+            check_progress_of_ranks(&group.rank().get(), &checkpoints).unwrap();
         });
     }
 

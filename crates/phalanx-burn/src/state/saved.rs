@@ -25,7 +25,7 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     where
         T: 'static,
     {
-        training::check_progress_of_ranks(&self.progress, checkpoints.group())?;
+        training::check_progress_of_ranks(&self.progress, checkpoints)?;
         let saved = checkpoints.newest()?;
         saved.map_or(Ok(false), |saved| self.load_from(&saved).map(|()| true))
     }
