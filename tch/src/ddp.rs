@@ -66,7 +66,7 @@ impl Default for DdpOptions {
 ///
 /// | what | when |
 /// |---|---|
-/// | names, shapes, types and ties of all variables, and the kind of device on which they are; the [options](DdpOptions) and the order of gradients | [`new`](Self::new), and each new group of a [`TrainState`](crate::TrainState) |
+/// | names, shapes, types and ties of all variables, which of them are buffers, and the kind of device on which they are; the [options](DdpOptions) and the order of gradients | [`new`](Self::new), and each new group of a [`TrainState`](crate::TrainState) |
 /// | communication hooks and their settings | [`register_comm_hook`](Self::register_comm_hook) |
 /// | an optimizer's rules and groups, the number of steps, the state that was loaded last, and the model averager | [`TrainState::with_group`](crate::TrainState::with_group) and its relatives |
 /// | rules, groups and learning rates of all steps, norms of [`clip_grad_norm`](Self::clip_grad_norm), whether one rank alone has a new optimizer, the steps and runs of the checkpoints that each rank has loaded, and the sampler of [`TrainState::next_batch`](crate::TrainState::next_batch) | after the first [`TrainState::step`](crate::TrainState::step), and every 32 steps; the error comes in a later [`backward`](Self::backward), and they may differ by rounding |
@@ -278,9 +278,10 @@ impl Ddp {
     fn average_by(&mut self, averager: Option<&str>) -> Result<()> {
         let Some(sink) = &self.sink else { return self.check_world() };
         sink.call(Reducer::check_joined)?;
-        let (count, group) = (self.group.active_ranks(), self.group.in_call(Caller::DdpAverageParameters));
-        let all = count == self.group.world_size().count();
         let begin = Instant::now();
+        // In a `join` a rank may be done behind its last step, without this average.
+        let (count, group) = (self.group.step()?, self.group.in_call(Caller::DdpAverageParameters));
+        let all = count == self.group.world_size().count();
         if let Some(averager) = averager {
             self.or_end(verify_description(&group, "model averager", averager))?;
         }

@@ -28,7 +28,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use half::{bf16, f16};
-use phalanx::Communicator as _;
 use phalanx::adapter::{ComparedCalls, Comparison, Elsewhere, ElsewhereCall, ElsewhereOp, JoinGroup};
 use phalanx::reducer::hooks::{GradBucket, GradientPlace, HookState, Pending, PowerSgdOptions};
 use phalanx::{Caller, Communicator as _, DType, Deadline, Error, ProcessGroup, ReduceOp, Result, WorldSize};

@@ -397,7 +397,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
     where
         T: 'static,
     {
-        training::check_progress_of_ranks(&self.progress, checkpoints.group())?;
+        training::check_progress_of_ranks(&self.progress, checkpoints)?;
         let saved = checkpoints.newest()?;
         saved.map_or(Ok(false), |saved| self.load_from(&saved).map(|()| true))
     }
@@ -443,7 +443,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
     ///
     /// # Errors
     /// If a tensor or the progress cannot be written, or in the middle of a step. On every rank, if the ranks train by themselves and their
-    /// models differ, or `group` has more or fewer ranks than train the model.
+    /// models differ, or not all ranks of `group` train the model together.
     pub fn save_shard_to(&self, snapshot: &mut Snapshot, group: &ProcessGroup) -> Result<()> {
         training::save_shard_to(self, snapshot, group)
     }
@@ -572,6 +572,10 @@ impl<T: Serialize + DeserializeOwned> TrainingState for TrainState<T> {
 
     fn place(&self) -> (Rank, WorldSize) {
         (self.ddp.rank(), self.ddp.world_size())
+    }
+
+    fn group(&self) -> Option<ProcessGroup> {
+        self.ddp.group().process_group()
     }
 
     fn hook_state(&self) -> Result<Option<HookState>> {

@@ -31,6 +31,11 @@ pub trait TrainingState {
     /// This rank, among those that train the model.
     fn place(&self) -> (Rank, WorldSize);
 
+    /// The group of those, if it is known. By default it is not.
+    fn group(&self) -> Option<ProcessGroup> {
+        None
+    }
+
     /// What the communication hook keeps between steps; nothing if it never keeps anything.
     ///
     /// # Errors
@@ -90,20 +95,20 @@ pub fn checkpoint<S: TrainingState>(state: &S, checkpoints: &Checkpoints) -> Res
 /// checkpoints, call it together.
 ///
 /// # Errors
-/// If a part cannot be written, or in the middle of a step. On every rank, if the ranks train by themselves and their models differ, or if `group` has more
-/// or fewer ranks than train the model.
+/// If a part cannot be written, or in the middle of a step. On every rank, if the ranks train by themselves and their models differ, or if not all ranks
+/// of `group` train the model together.
 pub fn save_shard_to<S: TrainingState>(
     state: &S,
     snapshot: &mut Snapshot,
     group: &ProcessGroup,
 ) -> Result<()> {
-    let ((_, here), there) = (state.place(), group.world_size());
-    if here != there {
+    if !all_train(state, group) {
+        let ((_, here), there) = (state.place(), group.world_size());
         return Err(Error::invalid_argument(format!(
-            "a share of a state that {here} ranks train was to be saved in a sharded checkpoint of {there} ranks: the others' shares would be those of \
-             another model's state"
+            "a share of a state that {here} ranks train was to be saved in a sharded checkpoint of {there} ranks, not all of which are among them: their \
+             shares would be those of another model's state"
         ))
-        .with_remedy("open the checkpoints with the group in which the model trains"));
+        .with_remedy("open the checkpoints with the group in which the model trains, or with one of some of its ranks"));
     }
     let hook = checked_hook(state, group)?;
     let own = hook.as_ref().filter(|hook| has_own(hook));
@@ -113,6 +118,21 @@ pub fn save_shard_to<S: TrainingState>(
     state.write(&mut writer)?;
     save_hook(state, hook.as_ref(), &mut writer, saved)?;
     own.map_or(Ok(()), |hook| save_own(state, hook, snapshot, rank))
+}
+
+/// Whether all ranks of `group` train `state` together: then each has the whole of it.
+fn all_train<S: TrainingState>(state: &S, group: &ProcessGroup) -> bool {
+    let ((_, here), there) = (state.place(), group.world_size());
+    match state.group() {
+        _ if there == WorldSize::ONE => true,
+        Some(own) if own.is_same(group) => true,
+        Some(own) if own.is_related(group) => {
+            let trains = |rank| group.global_rank(rank).is_ok_and(|global| own.group_rank(global).is_some());
+            there.ranks().all(trains)
+        }
+        // Of groups that were made apart only the numbers are known.
+        Some(_) | None => here == there,
+    }
 }
 
 /// Saves all of `state` by one rank, in the closure of [`Checkpoints::save`].
@@ -183,14 +203,17 @@ pub fn check_progress<T: 'static>(own: &T, saved: &Saved, name: &str) -> Result<
     }
 }
 
-/// Checks that the progress of every rank distributes the same samples in the same order, if it is a sampler. All ranks of `group` call it
-/// together, before they load a checkpoint: if there is none, nothing else would show that one rank has other data or another seed.
+/// Checks that the progress of every rank distributes the same samples in the same order, if it is a sampler. All ranks of `checkpoints` call it
+/// together, before they load one: if there is none, nothing else would show that one rank has other data or another seed. They wait for each other as
+/// long as in [`newest`](Checkpoints::newest).
 ///
 /// # Errors
 /// On every rank, if one's sampler is another ([`is_mismatch`](Error::is_mismatch)).
-pub fn check_progress_of_ranks<T: 'static>(own: &T, group: &ProcessGroup) -> Result<()> {
+pub fn check_progress_of_ranks<T: 'static>(own: &T, checkpoints: &Checkpoints) -> Result<()> {
     match (own as &dyn Any).downcast_ref::<ElasticSampler>() {
-        Some(own) => verify_description(&group.in_call(Caller::TrainStateResume), "sampler", &own.describe()),
+        Some(own) => {
+            verify_description(&checkpoints.patient(Caller::TrainStateResume), "sampler", &own.describe())
+        }
         None => Ok(()),
     }
 }
@@ -243,19 +266,19 @@ fn checked_hook<S: TrainingState>(state: &S, group: &ProcessGroup) -> Result<Opt
     if hook.is_empty() {
         return Ok(Some(hook));
     }
-    if !state.replicas_identical()? {
-        return Err(Error::invalid_argument(format!(
-            "the ranks' models differ since their last average, and a checkpoint has one (communication hook: {})",
-            hook.hook()
-        ))
-        .with_remedy(format!("call {} before, or save after a step in which the averager averages", S::AVERAGE)));
-    }
     let ((_, here), there) = (state.place(), group.world_size());
     if has_own(&hook) && here != there {
         return Err(Error::invalid_argument(format!(
             "the communication hook keeps tensors for each of {here} ranks, and the checkpoints are those of {there}"
         ))
         .with_remedy("open the checkpoints with the group in which the model trains"));
+    }
+    if !state.replicas_identical()? {
+        return Err(Error::invalid_argument(format!(
+            "the ranks' models differ since their last average, and a checkpoint has one (communication hook: {})",
+            hook.hook()
+        ))
+        .with_remedy(format!("call {} before, or save after a step in which the averager averages", S::AVERAGE)));
     }
     Ok(Some(hook))
 }
@@ -282,7 +305,10 @@ fn own_of_all(hook: &HookState, group: &ProcessGroup) -> Result<Vec<HookState>> 
     let ranks = if group.rank() == Rank::MAIN { group.world_size().count() } else { 0 };
     let mut all = vec![HookState::default(); ranks];
     for tensor in hook.tensors().iter().filter(|tensor| tensor.is_own) {
-        let gathered = group.gather_async(Buffer::try_from_slice(&tensor.elements)?, Rank::MAIN)?.wait()?;
+        let own = Buffer::try_from_slice(&tensor.elements);
+        let gathering = own.and_then(|own| group.gather_async(own, Rank::MAIN));
+        // Without memory for them, as on rank 0, which takes those of all: the others would wait for this rank.
+        let gathered = gathering.inspect_err(|error| group.abort(error.clone()))?.wait()?;
         let mut parts = gathered.as_slice::<f32>()?.chunks(tensor.elements.len().max(1));
         for state in &mut all {
             let elements = parts.next().unwrap_or_default().to_vec();
@@ -295,6 +321,7 @@ fn own_of_all(hook: &HookState, group: &ProcessGroup) -> Result<Vec<HookState>> 
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::time::Duration;
 
     use phalanx_core::elastic::Parts;
     use phalanx_core::testing::{Fabric, run};
@@ -339,6 +366,10 @@ mod tests {
             (self.group.rank(), self.group.world_size())
         }
 
+        fn group(&self) -> Option<ProcessGroup> {
+            Some(self.group.clone())
+        }
+
         fn hook_state(&self) -> Result<Option<HookState>> {
             self.reads.fetch_add(1, Ordering::Relaxed);
             if self.is_lost {
@@ -364,7 +395,7 @@ mod tests {
         }
 
         fn replicas_identical(&self) -> Result<bool> {
-            Ok(true)
+            self.group.barrier().map(|()| true)
         }
 
         fn check_nothing_held(&self) -> Result<()> {
@@ -433,18 +464,25 @@ mod tests {
 
     #[test]
     fn ranks_whose_samplers_differ_are_told_before_they_begin() {
+        let folder = tempfile::tempdir().unwrap();
         run(2, Fabric::InProcess, |group| {
+            let impatient = group.with_timeout(Duration::from_millis(100));
+            let checkpoints = Checkpoints::open(folder.path(), &impatient).unwrap();
             let sampler = |seed| ElasticSampler::new(100).seed(seed);
             let mut ahead = sampler(1);
             ahead.set_epoch(group.rank().get().into());
-            check_progress_of_ranks(&ahead, &group).unwrap();
+            if group.rank().is_main() {
+                // It makes its data ready, and the other one waits longer than the group does.
+                std::thread::sleep(Duration::from_millis(500));
+            }
+            check_progress_of_ranks(&ahead, &checkpoints).unwrap();
             let other = sampler(group.rank().get().into());
-            let error = check_progress_of_ranks(&other, &group).unwrap_err();
+            let error = check_progress_of_ranks(&other, &checkpoints).unwrap_err();
             let said = error.to_string();
             assert!(error.is_mismatch() && said.contains("seed 0") && said.contains("seed 1"), "{said}");
             assert!(group.failure().is_none());
             // What else a program keeps may be each rank's own.
-            check_progress_of_ranks(&group.rank().get(), &group).unwrap();
+            check_progress_of_ranks(&group.rank().get(), &checkpoints).unwrap();
         });
     }
 
@@ -519,6 +557,49 @@ mod tests {
                 });
             }
         });
+    }
+
+    #[test]
+    fn what_each_rank_keeps_is_saved_by_no_rank_alone_and_no_other_waits_for_it() {
+        run(2, Fabric::InProcess, |group| {
+            let state = Keeping::new(group.clone(), 0);
+            if group.rank().is_main() {
+                let error = checked_hook(&state, &ProcessGroup::alone().unwrap()).unwrap_err();
+                assert!(error.to_string().contains("for each of 2 ranks"), "{error}");
+            }
+            group.barrier().unwrap();
+        });
+    }
+
+    #[test]
+    fn a_share_of_a_state_is_saved_among_any_ranks_that_train_it_together() {
+        type Color = fn(u32) -> u32;
+        // Of four ranks: those that train together, and those that save together.
+        let cases: [(Color, Color, bool); 4] = [
+            (|rank| rank, |_| 0, false),
+            // As many, but of two models.
+            (|rank| rank / 2, |rank| rank % 2, false),
+            // As on disks of two hosts, and of each rank.
+            (|_| 0, |rank| rank / 2, true),
+            (|_| 0, |rank| rank, true),
+        ];
+        for (trains, saves, is_saved) in cases {
+            let folder = tempfile::tempdir().unwrap();
+            run(4, Fabric::InProcess, |all| {
+                let own = all.rank().get();
+                let part = |color: Color| all.split(Some(color(own)), 0).unwrap().unwrap();
+                let state = Keeping { is_empty: true, ..Keeping::new(part(trains), 0) };
+                let (group, path) = (part(saves), folder.path().join(saves(own).to_string()));
+                let checkpoints = Checkpoints::open(path, &group).unwrap();
+                let saved = checkpoints.save_sharded(1, |snapshot| save_shard_to(&state, snapshot, &group));
+                assert!(saved.is_ok() == is_saved, "{saved:?}");
+                assert!(
+                    saved.err().is_none_or(|error| error.to_string().contains("ranks train was to be saved"))
+                );
+                checkpoints.finish().unwrap();
+                assert_eq!(checkpoints.newest().unwrap().is_some(), is_saved);
+            });
+        }
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::reducer::ReducerOptions;
 use phalanx::reducer::hooks::{
-    CommHook, Compressed, GradBucket, HookState, Pending, PowerSgd, PowerSgdOptions,
+    CommHook, Compressed, GradBucket, HookState, Pending, PeriodicModelAverager, PowerSgd, PowerSgdOptions,
 };
 use phalanx::trace::Trace;
 use phalanx::{
@@ -558,6 +558,34 @@ fn ranks_that_are_done_count_in_the_averages_or_do_not() {
         });
         assert_eq!(gradients[1], expected, "divide_by_initial_world_size: {divide}, forward: {in_forward}");
         assert_eq!(gradients[0], expected[..1]);
+    }
+}
+
+#[test]
+fn in_a_join_an_average_of_models_is_without_a_rank_that_was_done_before_it() {
+    for has_averager in [false, true] {
+        let ends = run(2, |group| {
+            let store = nn::VarStore::new(device());
+            let weight = store.root().var("weight", &[1], nn::Init::Const(1.0));
+            let mut ddp = Ddp::new(&store, &group).unwrap();
+            let mut optimizer = Optimizer::new(&store, Rule::sgd(0.0)).unwrap();
+            let mut averager = PeriodicModelAverager::new(1).unwrap();
+            let joined = ddp.join(&mut optimizer, JoinOptions::default(), |ddp, optimizer| {
+                let loss = ddp.forward(|| weight.sum(Kind::Float))?;
+                ddp.backward(&loss)?;
+                optimizer.step(0.01)?;
+                match has_averager {
+                    // It has made the step, and not the average.
+                    _ if group.rank().is_main() => Ok(()),
+                    true => averager.step(ddp).map(drop),
+                    false => ddp.average_parameters(),
+                }
+            });
+            joined.unwrap();
+            elements(&weight)
+        });
+        // A sum of both, divided by two, would be half of it.
+        assert!(ends.iter().all(|end| end[0] > 0.9), "{ends:?}");
     }
 }
 

@@ -29,9 +29,11 @@ impl<M: Module> Ddp<M> {
     pub(crate) fn average_by(&mut self, averager: Option<&str>) -> Result<()> {
         let Some(sink) = self.engine.sink() else { return self.check_world() };
         sink.call(Reducer::check_joined)?;
-        // The average of equal numbers may be another one: a third of three times a number is, for some.
-        let (ranks, weights) = (self.group.active_ranks(), Select::Trained(&self.inventory.indices));
         let (group, begin) = (self.group.in_call(Caller::DdpAverageParameters), Instant::now());
+        // In a `join` a rank may be done behind its last step, without this average.
+        let ranks = self.group.step()?;
+        // The average of equal numbers may be another one: a third of three times a number is, for some.
+        let weights = Select::Trained(&self.inventory.indices);
         if let Some(averager) = averager {
             verify_description(&group, "model averager", averager)?;
         }

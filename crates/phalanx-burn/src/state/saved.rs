@@ -8,7 +8,7 @@ use phalanx::checkpoint::{Checkpoints, Saved, Snapshot};
 use phalanx::reducer::LoadedState;
 use phalanx::reducer::hooks::{HookState, absent_hook};
 use phalanx::state::{StateReader, StateWriter};
-use phalanx::{ProcessGroup, Rank, Result, WorldSize};
+use phalanx::{Communicator as _, ProcessGroup, Rank, Result, WorldSize};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -25,7 +25,7 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     where
         T: 'static,
     {
-        training::check_progress_of_ranks(&self.progress, checkpoints.group())?;
+        training::check_progress_of_ranks(&self.progress, checkpoints)?;
         let saved = checkpoints.newest()?;
         saved.map_or(Ok(false), |saved| self.load_from(&saved).map(|()| true))
     }
@@ -75,8 +75,8 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     /// ```
     ///
     /// # Errors
-    /// If a tensor or the progress cannot be written. On every rank, if the ranks train by themselves and their models differ, or `group` has more or
-    /// fewer ranks than train the model.
+    /// If a tensor or the progress cannot be written. On every rank, if the ranks train by themselves and their models differ, or not all ranks of
+    /// `group` train the model together.
     pub fn save_shard_to(&self, snapshot: &mut Snapshot, group: &ProcessGroup) -> Result<()> {
         training::save_shard_to(self, snapshot, group)
     }
@@ -166,6 +166,10 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainingState for TrainState<M,
 
     fn place(&self) -> (Rank, WorldSize) {
         (self.model.rank(), self.model.world_size())
+    }
+
+    fn group(&self) -> Option<ProcessGroup> {
+        self.model.group().process_group()
     }
 
     fn hook_state(&self) -> Result<Option<HookState>> {

@@ -248,6 +248,32 @@ fn an_average_of_the_model_is_that_of_the_ranks_that_still_train() {
 }
 
 #[test]
+fn an_average_of_the_model_is_without_a_rank_that_was_done_before_it() {
+    let start = Mlp::new(&[8, 16, 3]);
+    for has_averager in [false, true] {
+        let ends = run(2, |group| {
+            let mut ddp = Ddp::new(start.clone(), &group).unwrap();
+            let mut averager = PeriodicModelAverager::new(1).unwrap();
+            let joined = ddp.join(&mut sgd(), JoinOptions::default(), |ddp, optimizer| {
+                let loss = ddp.forward(|model| model.loss(batch(0, 0, 0)))?;
+                let gradients = ddp.backward(&loss)?;
+                ddp.step(optimizer, LEARNING_RATE, gradients)?;
+                let before = floats(ddp.model());
+                match has_averager {
+                    // It has made the step, and not the average.
+                    _ if group.rank().is_main() => {}
+                    true => averager.step(ddp).map(drop)?,
+                    false => ddp.average_parameters()?,
+                }
+                Ok(before)
+            });
+            (joined.unwrap(), floats(ddp.model()))
+        });
+        assert!(ends.iter().all(|(_, after)| *after == ends[1].0), "a model was averaged with nothing");
+    }
+}
+
+#[test]
 fn an_optimizer_that_is_spread_says_that_it_needs_every_rank() {
     let start = Mlp::new(&[8, 16, 3]);
     let errors = run(2, |group| {

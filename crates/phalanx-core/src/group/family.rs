@@ -84,7 +84,8 @@ impl Family {
 
 impl ProcessGroup {
     /// Whether both were made from the same first group: its ranks are the global ranks of both.
-    pub(crate) fn is_related(&self, other: &Self) -> bool {
+    #[doc(hidden)]
+    pub fn is_related(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.inner.config.family, &other.inner.config.family)
     }
 

@@ -64,7 +64,7 @@ impl ProcessGroup {
                 "the {what} of rank 0 is {main}, and that of rank {rank} is {theirs}"
             ))
             .with_peer(rank)
-            .with_remedy("give every rank the same"));
+            .with_remedy("give every rank the same, and its own part of it"));
         }
         if place == own {
             return Ok(());

@@ -419,6 +419,9 @@ mod tests {
                 let error = sampler.check_ranks(&group).unwrap_err();
                 assert!(error.is_mismatch() && error.to_string().contains(said), "{error}");
             }
+            let of_main = DistributedSampler::new(10, Rank::MAIN, group.world_size()).unwrap();
+            let error = (if last { of_main } else { sampler(10) }).check_ranks(&group).unwrap_err();
+            assert!(error.remedy().is_some_and(|remedy| remedy.contains("its own part")), "{error}");
             assert!(group.failure().is_none());
         });
     }

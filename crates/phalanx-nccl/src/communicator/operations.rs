@@ -11,7 +11,8 @@ use crate::cuda::{DeviceMemory, Span};
 /// the [`Work`]; else this thread waits. Operations are sum, avg, product, min and max, and for floats sums of products with a rank's own factor
 /// ([`ReduceOp::PreMulSum`]); integers may be averaged, rounded as NCCL does.
 ///
-/// All of them fail if the sizes do not fit, the memory is on another device, or the communicator has failed.
+/// All of them fail if the sizes do not fit, the memory is on another device, a graph is captured from the communicator's stream, or the communicator has
+/// failed.
 impl Communicator {
     /// Combines the ranks' elements, in place on every rank.
     ///

@@ -218,7 +218,7 @@ pub struct PowerSgd {
 struct PowerSgdState {
     factors: BTreeMap<usize, Vec<f32>>,
     losses: BTreeMap<usize, Vec<f32>>,
-    /// Buckets between their first message and the end, whose factors are not here.
+    /// Buckets that have begun and not come to their end, whose factors may not be here.
     under_way: usize,
 }
 
@@ -267,6 +267,7 @@ impl CommHook for PowerSgd {
         }
         let GradBucket { index, mut buffer, .. } = bucket;
         let (options, memory, messages) = (self.options, self.memory.clone(), self.messages.share());
+        memory.lock().under_way += 1;
         let mut first = messages.take(group, (index, 0), DType::F32, layout.left + layout.whole)?;
         {
             let mut memory = memory.lock();
@@ -290,7 +291,6 @@ impl CommHook for PowerSgd {
                 times(m, matrix.columns, &q, &mut left[matrix.left()]);
             }
             layout.gather(gradients, whole);
-            memory.under_way += 1;
         }
         let work = group.all_reduce_async(first, ReduceOp::Avg)?;
         Ok(Pending::then(work, move |mut first, group| {

@@ -207,6 +207,7 @@ fn what_power_sgd_has_saved_of_another_shape_is_refused_and_any_step_is_taken() 
         hook.load(state).unwrap();
         let error = hook.start(&group, bucket()).unwrap_err();
         assert!(error.is_mismatch() && error.to_string().contains(words), "{error}");
+        assert!(hook.state().unwrap_err().to_string().contains("a step was cut off"));
     }
     let mut hooks: [Box<dyn CommHook>; 2] = [Box::new(hook), Box::new(PostLocalSgd::new(1))];
     for hook in &mut hooks {
