@@ -67,7 +67,8 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamLoaderBuilder<D, B> 
         Self { shards: Some(shards), ..self }
     }
 
-    /// The seed of [what items draw](crate::WorkerInfo::seed), and of [shards](super::Shard::seed); 0 by default.
+    /// The seed of [what items draw](crate::WorkerInfo::seed), and of [shards](super::Shard::seed); 0 by default. It must be the same on every rank,
+    /// which [`check_ranks`](StreamLoader::check_ranks) compares: after a resume another rank may read a shard.
     pub fn seed(mut self, seed: u64) -> Self {
         self.settings.seed = seed;
         self
