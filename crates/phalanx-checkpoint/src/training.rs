@@ -282,10 +282,10 @@ fn own_of_all(hook: &HookState, group: &ProcessGroup) -> Result<Vec<HookState>> 
     let ranks = if group.rank() == Rank::MAIN { group.world_size().count() } else { 0 };
     let mut all = vec![HookState::default(); ranks];
     for tensor in hook.tensors().iter().filter(|tensor| tensor.is_own) {
-        let own = Buffer::try_from_slice(&tensor.elements);
-        let gathered = own.and_then(|own| group.gather_async(own, Rank::MAIN)?.wait());
+        let begun =
+            Buffer::try_from_slice(&tensor.elements).and_then(|own| group.gather_async(own, Rank::MAIN));
         // Without memory for it the others would wait for this rank.
-        let gathered = gathered.inspect_err(|error| group.abort(error.clone()))?;
+        let gathered = begun.inspect_err(|error| group.abort(error.clone()))?.wait()?;
         let mut parts = gathered.as_slice::<f32>()?.chunks(tensor.elements.len().max(1));
         for state in &mut all {
             let elements = parts.next().unwrap_or_default().to_vec();
