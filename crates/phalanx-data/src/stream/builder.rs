@@ -85,7 +85,7 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamLoaderBuilder<D, B> 
         Self { shard: (rank, world_size), failure: None, ..self }
     }
 
-    /// Whether to leave out each worker's last batch if it is not full. False by default.
+    /// Whether to leave out each worker's last batch if it is not full. False by default. A pass that has no other batch is a warning in the log.
     pub fn drop_last(mut self, drop_last: bool) -> Self {
         self.settings.drop_last = drop_last;
         self
