@@ -5,8 +5,9 @@
 //! ```
 //!
 //! Item n is the n-th file in the order of names: 4 bytes with the number of its class (little-endian), and then the file. Classes and files
-//! are numbered as by `ImageFolder`: those in folders of a class are its files too, and names that begin with a dot are left out. The names
-//! of the classes go beside it, into `classes.txt`, in their order. The second command line shows what was packed:
+//! are numbered as by `ImageFolder`: those in folders of a class are its files too, and names that begin with a dot are left out. Files that
+//! are no images are packed, too; `ImageFolder` leaves them out. The names of the classes go beside it, into `classes.txt`, in their order. The
+//! second command line shows what was packed:
 //!
 //! ```sh
 //! cargo run --release -p phalanx-data --features lmdb --example pack -- photos.lmdb

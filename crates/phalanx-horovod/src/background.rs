@@ -6,6 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use phalanx::trace::{Trace, Track};
@@ -145,7 +146,7 @@ impl Background {
         self.waits = waits;
         if let Some(mut next) = timeline {
             std::mem::swap(&mut self.timeline, &mut next.timeline);
-            next.timeline.trace.flush();
+            next.timeline.finish();
         }
         for submission in submitted {
             self.timeline.submitted(&submission.request.name);
@@ -229,7 +230,7 @@ impl Background {
             done.complete(Err(cause.clone()));
         }
         self.works.fail_all(cause);
-        self.timeline.trace.flush();
+        self.timeline.finish();
     }
 }
 
@@ -251,18 +252,20 @@ fn message(panic: &(dyn Any + Send)) -> &str {
 }
 
 /// The negotiation and the operation of each name, as events.
-#[derive(Clone, Default)]
+#[derive(Default)]
 pub(crate) struct Timeline {
     trace: Trace,
     /// A track for each name, and since when it is in flight. Names without a track of their own are here while they are in flight.
     names: HashMap<String, (u32, Instant)>,
     /// When its events were last added to the file.
     written: Option<Instant>,
+    /// What adds them: a disk that is slow, or a rank that is stopped while it has the file, must not hold up the cycles of all.
+    writer: Option<JoinHandle<()>>,
 }
 
 impl Timeline {
     pub fn new(trace: Trace) -> Self {
-        Self { trace, names: HashMap::new(), written: None }
+        Self { trace, names: HashMap::new(), written: None, writer: None }
     }
 
     /// A timeline in a file of its own. Rank 0 begins it before all others.
@@ -279,10 +282,25 @@ impl Timeline {
             return;
         }
         let since = *self.written.get_or_insert(now);
-        if now.saturating_duration_since(since) >= WRITE_INTERVAL {
-            self.trace.flush();
-            self.written = Some(now);
+        let is_writing = self.writer.as_ref().is_some_and(|writer| !writer.is_finished());
+        if is_writing || now.saturating_duration_since(since) < WRITE_INTERVAL {
+            return;
         }
+        let trace = self.trace.clone();
+        // Without a thread the events wait for the next time.
+        self.writer = Builder::new().name("phalanx-timeline".into()).spawn(move || trace.flush()).ok();
+        self.written = Some(now);
+    }
+
+    /// Adds the events that are left to the file, behind those that are just being added.
+    fn finish(&mut self) {
+        self.join_writer();
+        self.trace.flush();
+    }
+
+    fn join_writer(&mut self) {
+        // It has no result.
+        let _ = self.writer.take().map(JoinHandle::join);
     }
 
     fn submitted(&mut self, name: &str) {
@@ -349,14 +367,40 @@ mod tests {
             timeline.carried_out(&[name], begin);
             assert!(text().is_empty(), "it is written now and then");
             timeline.write_if_due(at);
+            timeline.join_writer();
         }
         assert!(text().contains("carry out first") && text().contains("carry out second"), "{}", text());
         timeline.submitted("third");
         timeline.carried_out(&["third"], begin);
         timeline.write_if_due(begin + WRITE_INTERVAL * 3 / 2);
+        timeline.join_writer();
         assert!(!text().contains("carry out third"));
         timeline.write_if_due(begin + WRITE_INTERVAL * 2);
+        timeline.join_writer();
         assert!(text().contains("carry out third"));
+    }
+
+    #[test]
+    fn a_timeline_that_cannot_be_written_now_holds_up_no_cycle() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("t.json");
+        let mut timeline = Timeline::to_file(&path, Rank::MAIN);
+        // As of a rank that is stopped while it adds.
+        let other = std::fs::File::create_new(&path).unwrap();
+        other.lock().unwrap();
+        let begin = Instant::now();
+        timeline.write_if_due(begin);
+        timeline.submitted("first");
+        timeline.carried_out(&["first"], begin);
+        timeline.write_if_due(begin + WRITE_INTERVAL);
+        assert!(timeline.writer.as_ref().is_some_and(|writer| !writer.is_finished()));
+        // The next cycles do not wait for it, and begin no other.
+        timeline.write_if_due(begin + WRITE_INTERVAL * 2);
+        assert_eq!(timeline.written, Some(begin + WRITE_INTERVAL));
+        drop(other);
+        timeline.finish();
+        drop(timeline);
+        assert!(std::fs::read_to_string(&path).unwrap().contains("carry out first"));
     }
 
     #[test]

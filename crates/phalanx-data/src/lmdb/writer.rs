@@ -22,7 +22,8 @@ const MAX_ITEM: usize = 1 << 30;
 
 /// Packs items into a new LMDB folder: item n under its number as 8 big-endian bytes, so in this order on the disk too.
 ///
-/// Its process ignores SIGXFSZ from then on, so that `ulimit -f` is an error of [`push`](Self::push), and not the end of the process.
+/// Its process ignores SIGXFSZ from then on, unless the program has a handler of its own, so that `ulimit -f` is an error of
+/// [`push`](Self::push), and not the end of the process. Processes that it starts inherit that.
 ///
 /// It writes into a hidden folder beside, which gets its name by [`finish`](Self::finish), when everything is on the disk. If the
 /// writer is dropped before, that is removed; if its process is killed, it stays (`.NAME.partial-..`), and may be removed by hand.
@@ -31,6 +32,8 @@ pub struct LmdbWriter {
     env: Option<(Env, Database<'static, Bytes, Bytes>)>,
     partial: PathBuf,
     folder: PathBuf,
+    /// Whether the folder has its name.
+    is_named: bool,
     len: u64,
     pending: Vec<Vec<u8>>,
     bytes: usize,
@@ -73,7 +76,8 @@ impl LmdbWriter {
         }
         fs::create_dir(&partial).map_err(failed)?;
         let _ = ignore_file_size_signal();
-        let mut writer = Self { env: None, partial, folder, len: 0, pending: Vec::new(), bytes: 0 };
+        let mut writer =
+            Self { env: None, partial, folder, is_named: false, len: 0, pending: Vec::new(), bytes: 0 };
         let size = max_bytes.clamp(1 << 20, 1 << 46).next_multiple_of(1 << 20);
         writer.env = Some(writer.database(size).map_err(|error| unwritten(&writer.partial, error))?);
         Ok(writer)
@@ -138,7 +142,7 @@ impl LmdbWriter {
     }
 
     /// Writes what is left, and gives the folder its name. Returns the number of items. After an error call it again when there is room, or when
-    /// what is in the way is gone: until the writer is dropped, nothing is lost.
+    /// what is in the way is gone: until the writer is dropped, nothing is lost. A call after success gives the number again.
     ///
     /// # Errors
     /// If it cannot be written, or there is something of that name by now.
@@ -147,10 +151,13 @@ impl LmdbWriter {
         // Closes it.
         self.env = None;
         let failed = |error: io::Error| io_error(&self.folder, &error);
-        // Only readers' places, of which there are none.
-        let _ = fs::remove_file(self.partial.join("lock.mdb"));
-        folder::sync(&self.partial).map_err(failed)?;
-        fs::rename(&self.partial, &self.folder).map_err(failed)?;
+        if !self.is_named {
+            // Only readers' places, of which there are none.
+            let _ = fs::remove_file(self.partial.join("lock.mdb"));
+            folder::sync(&self.partial).map_err(failed)?;
+            fs::rename(&self.partial, &self.folder).map_err(failed)?;
+            self.is_named = true;
+        }
         folder::sync(self.folder.parent().unwrap_or(Path::new("."))).map_err(failed)?;
         Ok(self.len as usize)
     }
@@ -178,8 +185,9 @@ fn io_error(path: &Path, error: &io::Error) -> Error {
 impl Drop for LmdbWriter {
     fn drop(&mut self) {
         self.env = None;
-        // It is not there any more if it was finished.
-        let _ = fs::remove_dir_all(&self.partial);
+        if !self.is_named {
+            let _ = fs::remove_dir_all(&self.partial);
+        }
     }
 }
 

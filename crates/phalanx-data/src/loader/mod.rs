@@ -201,7 +201,8 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
     /// Checks that all ranks of `group` load the same items in the same order, each its own part of them. All ranks call it together, such as
     /// once before the first pass. It compares the number of items and their [fingerprint](Dataset::fingerprint), the sampler's options or the order of a
     /// [`Sampler`](crate::Sampler) in this epoch, the [position](Self::position), `batch_size`, `drop_last` and `seed`. Nothing else does: ranks that differ would
-    /// train on some items twice, and on others not at all. It reads no item.
+    /// train on some items twice, and on others not at all. It reads no item. It refuses a loader that has all items on each rank, also one that a
+    /// trainer [divides by itself](Self::set_worker_rank), such as `DdpStrategy` of phalanx-burn: that compares what it needs.
     ///
     /// ```
     /// use phalanx_data::{DataLoader, InMemory};

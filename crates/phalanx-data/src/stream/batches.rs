@@ -29,6 +29,10 @@ pub struct StreamBatches<D: IterableDataset, B: Send + 'static> {
     issued: u64,
     /// The tasks, with their workers, whose results have not come yet.
     in_flight: VecDeque<(u64, usize)>,
+    /// Whether the loop has got anything of the pass, also before a resume.
+    has_begun: bool,
+    /// The items that fill no batch.
+    left_out: usize,
     waited: Duration,
 }
 
@@ -42,6 +46,7 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamBatches<D, B> {
             begun
         };
         let (epoch, workers) = (position.epoch(), inner.settings.num_workers.max(1));
+        let has_begun = position.read().iter().any(|read| *read > 0);
         let (seed, count) = (inner.settings.seed, position.shards());
         let shards_of = move |id: usize| {
             let mine = (rank.index()..count).step_by(world.count()).skip(id).step_by(workers);
@@ -63,8 +68,19 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamBatches<D, B> {
         let turns = (0..workers).collect();
         let (in_flight, waited) = (VecDeque::new(), Duration::ZERO);
         let groups_failure = inner.failure.lock().clone();
-        let mut pass =
-            Self { inner, pass, pool, failure, groups_failure, turns, issued: 0, in_flight, waited };
+        let mut pass = Self {
+            inner,
+            pass,
+            pool,
+            failure,
+            groups_failure,
+            turns,
+            issued: 0,
+            in_flight,
+            has_begun,
+            left_out: 0,
+            waited,
+        };
         pass.fill();
         pass
     }
@@ -98,6 +114,17 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamBatches<D, B> {
         ));
     }
 
+    /// Why the pass has had no batch, although there were items.
+    fn left_out(&self) -> Option<String> {
+        let (items, batch_size) = (self.left_out, self.inner.settings.batch_size);
+        (items > 0 && !self.has_begun).then(|| {
+            format!(
+                "a pass over a stream has no batch: `drop_last` leaves out its {items} items, of which no worker of this rank has {batch_size}. Take \
+                 smaller batches or fewer workers, or keep the last batches"
+            )
+        })
+    }
+
     fn progress(&self, change: impl FnOnce(&mut Progress<StreamPosition>)) {
         let mut progress = self.inner.progress.lock();
         if self.pass == progress.passes {
@@ -120,12 +147,13 @@ impl<D: IterableDataset + 'static, B: Send + 'static> Iterator for StreamBatches
             let Some((number, worker)) = self.in_flight.pop_front() else {
                 // The position stays at the end: other ranks may not have come to theirs.
                 self.pool = None;
+                self.left_out().into_iter().for_each(warn);
                 return None;
             };
             let begin = Instant::now();
             let outcome = pool.receive(worker, number, self.inner.settings.timeout);
             self.waited += begin.elapsed();
-            let Delivered { batch, read } = match outcome {
+            let Delivered { batch, read, left_out } = match outcome {
                 Ok(delivered) => delivered,
                 Err(missing) => {
                     self.pool.take().into_iter().for_each(Pool::abandon);
@@ -143,6 +171,7 @@ impl<D: IterableDataset + 'static, B: Send + 'static> Iterator for StreamBatches
                     return Some(Err(LoadError::new(During::Wait(Vec::new()), cause, None)));
                 }
             };
+            self.has_begun |= batch.is_some();
             match batch {
                 Some(Ok(batch)) => {
                     self.progress(|progress| progress.position.advance(&read));
@@ -151,6 +180,7 @@ impl<D: IterableDataset + 'static, B: Send + 'static> Iterator for StreamBatches
                 }
                 Some(Err(error)) => return Some(Err(error)),
                 None => {
+                    self.left_out += left_out;
                     self.progress(|progress| progress.position.advance(&read));
                     self.turns.retain(|turn| *turn != worker);
                     // What it was asked for besides comes to nothing.
@@ -182,6 +212,32 @@ mod tests {
         fn stream(&self, shard: &Shard) -> phalanx::Result<Self::Stream> {
             Ok(Box::new(shard.part_of((0..16).map(Ok))))
         }
+    }
+
+    #[test]
+    fn a_pass_that_leaves_out_all_items_is_told() {
+        let told = |batch_size: usize, num_workers: usize, drop_last: bool| {
+            let loader = StreamLoader::builder(Numbers).batch_size(batch_size).num_workers(num_workers);
+            let loader = loader.drop_last(drop_last).build().unwrap();
+            let mut batches = loader.iter();
+            let count = batches.by_ref().count();
+            (count, batches.left_out())
+        };
+        // Each of two workers has 8 of the 16 items.
+        let (count, said) = told(9, 2, true);
+        assert!(count == 0 && said.is_some_and(|said| said.contains("its 16 items")));
+        for (asked, count) in [((8, 2, true), 2), ((9, 1, true), 1), ((9, 2, false), 2)] {
+            let (batch_size, num_workers, drop_last) = asked;
+            assert_eq!(told(batch_size, num_workers, drop_last), (count, None));
+        }
+        // The first batch was taken before.
+        let loader = || StreamLoader::builder(Numbers).batch_size(9).drop_last(true).build().unwrap();
+        let first = loader();
+        first.iter().next().unwrap().unwrap();
+        let rest = loader();
+        rest.resume(&first.position()).unwrap();
+        let mut batches = rest.iter();
+        assert_eq!((batches.by_ref().count(), batches.left_out()), (0, None));
     }
 
     #[test]

@@ -67,7 +67,8 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamLoaderBuilder<D, B> 
         Self { shards: Some(shards), ..self }
     }
 
-    /// The seed of [what items draw](crate::WorkerInfo::seed), and of [shards](super::Shard::seed); 0 by default.
+    /// The seed of [what items draw](crate::WorkerInfo::seed), and of [shards](super::Shard::seed); 0 by default. It must be the same on every rank,
+    /// which [`check_ranks`](StreamLoader::check_ranks) compares: after a resume another rank may read a shard.
     pub fn seed(mut self, seed: u64) -> Self {
         self.settings.seed = seed;
         self
@@ -84,7 +85,7 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamLoaderBuilder<D, B> 
         Self { shard: (rank, world_size), failure: None, ..self }
     }
 
-    /// Whether to leave out each worker's last batch if it is not full. False by default.
+    /// Whether to leave out each worker's last batch if it is not full. False by default. A pass that has no other batch is a warning in the log.
     pub fn drop_last(mut self, drop_last: bool) -> Self {
         self.settings.drop_last = drop_last;
         self

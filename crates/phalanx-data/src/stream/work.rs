@@ -39,6 +39,8 @@ pub(super) struct Delivered<B> {
     /// None at the end of the worker's shards.
     pub batch: Option<Result<B, LoadError>>,
     pub read: Vec<(usize, u64)>,
+    /// The items at the end that fill no batch.
+    pub left_out: usize,
 }
 
 impl<D: IterableDataset, B> Reading<D, B> {
@@ -140,6 +142,7 @@ impl<D: IterableDataset, B: Send + 'static> Work for Reading<D, B> {
             // A loop that goes on after an error gets it with the next batch; a loop that resumes reads it again.
             Some(Err(_)) | None => Vec::new(),
         };
-        Some(Delivered { batch, read })
+        let left_out = if batch.is_none() { self.items.len() } else { 0 };
+        Some(Delivered { batch, read, left_out })
     }
 }

@@ -142,6 +142,10 @@ fn a_packing_that_cannot_be_finished_loses_nothing() {
     assert_eq!(LmdbDataset::open(&path).unwrap().get(0).unwrap(), b"first");
     let error = writer.push(b"second").unwrap_err();
     assert!(error.is_invalid_argument() && error.to_string().contains("was finished"), "{error}");
+    // As of a program that calls it again to be sure.
+    assert_eq!(writer.finish().unwrap(), 1);
+    drop(writer);
+    assert!(path.join("data.mdb").is_file());
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 
 use phalanx_data::lmdb::{LmdbDataset, LmdbWriter};
 use phalanx_data::{DataLoader, Dataset};
-use rustix::process::{Resource, Rlimit, setrlimit};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::ROLE;
 
@@ -57,7 +57,7 @@ pub fn play(role: &str) {
     match role {
         "limited" => {
             let path = PathBuf::from(String::from_utf8(input).unwrap());
-            let most = Rlimit { current: Some(8 << 20), maximum: None };
+            let most = Rlimit { current: Some(8 << 20), ..getrlimit(Resource::Fsize) };
             setrlimit(Resource::Fsize, most).unwrap();
             let mut writer = LmdbWriter::create(path).unwrap();
             // A program may make room, and push again.
