@@ -114,7 +114,7 @@ def as_callback(end: Callable[[], None]) -> Callable[[], None]:
 
 def refuse_in_callback(group: "ProcessGroup", operation: str) -> None:
     """Fails the group if such a callback makes a call: the ranks' next calls may be in each other's place."""
-    if threading.get_ident() in calling_back:
+    if threading.get_ident() in calling_back and group.size() > 1:
         group._native.abort(
             f"{operation}: a communication hook of DistributedDataParallel has made this call of rank {group.rank()} in a callback, and ranks run the "
             "callbacks of several buckets in different orders (wait in the hook, by the work's wait(), and then make the call)"

@@ -18,6 +18,7 @@ from conftest import SINCE_2_15, needs_async_op, waiting
 from torch.distributed import rpc
 
 import phalanx_torch
+from phalanx_torch import _ddp
 from phalanx_torch.work import Work
 
 
@@ -283,6 +284,20 @@ def calls_in_callbacks(rank):
 
 def test_calls_that_a_hook_makes_in_callbacks_are_refused_if_another_bucket_follows(ranks):
     ranks(2, calls_in_callbacks)
+
+
+def alone_in_a_callback(rank):
+    # As the thread is marked that runs such a callback.
+    _ddp.calling_back.add(threading.get_ident())
+    for is_asynchronous in (False, True):
+        tensor = torch.ones(1)
+        work = dist.all_reduce(tensor, async_op=is_asynchronous)
+        assert work is None or work.wait()
+    assert dist.group.WORLD.failure() is None
+
+
+def test_calls_in_callbacks_have_an_order_where_one_rank_is_alone(ranks):
+    ranks(1, alone_in_a_callback)
 
 
 def test_a_builtin_hook_of_ddp_is_the_one_of_its_name(ranks):
