@@ -28,20 +28,27 @@ _HERE = os.path.dirname(__file__)
 
 
 class _Hook(threading.local):
-    """Whether this thread is in a hook of DDP's."""
+    """Whether this thread is in a hook of DDP's, and that of another bucket follows in this step."""
 
     runs = False
+    is_followed = False
 
 
 _hook = _Hook()
+# The threads that run callbacks of a hook that another bucket's follows.
+calling_back: set[int] = set()
+os.register_at_fork(after_in_child=calling_back.clear)
 
 
-def wait_at_the_end_of_backward(group: "ProcessGroup", call: _native.Work) -> None:
-    """Lets a backward pass in which DDP, or a hook of it, has made ``call`` wait for that before DDP does.
+def wait_in_backward(group: "ProcessGroup", call: _native.Work) -> None:
+    """Lets a backward pass in which DDP, or a hook of it, has made ``call`` wait for that before DDP does: at its end, or at once if the hook makes
+    calls in callbacks.
 
     DDP waits in C++, which answers no Ctrl-C, and makes a ``RuntimeError`` without kind and peer of every error. Calls that others make in backward are
     theirs: peers may make them only after something that this rank does later.
     """
+    if _hook.runs and _calls_again():
+        return _wait_for(group, [call])
     number = _backward()
     if number == -1 or not _is_by_ddp():
         return
@@ -67,18 +74,51 @@ def _is_by_ddp() -> bool:
 
 
 # PyTorch's hooks that make calls in a callback of an earlier one.
-_CALLING_AGAIN = {f"torch.distributed.algorithms.ddp_comm_hooks.{name}" for name in ("ddp_zero_hook", "powerSGD_hook", "quantization_hooks")}
+_HOOKS_OF_TORCH = "torch.distributed.algorithms.ddp_comm_hooks."
+_CALLING_AGAIN = {
+    "powerSGD_hook",
+    "batched_powerSGD_hook",
+    "quantization_pertensor_hook",
+    "quantization_perchannel_hook",
+    "hook_with_zero_interleaved_fn",
+}
 
 
-def calls_again() -> bool:
-    """Whether one of these hooks has called the caller. Callbacks run on threads of their own: with several buckets, ranks would make the calls in
+def _calls_again() -> bool:
+    """Whether one of these hooks has made a call. Callbacks run on threads of their own: with several buckets, ranks would make the calls in
     different orders, in each other's place if they are of one length."""
-    frame: types.FrameType | None = sys._getframe(1) if _hook.runs else None
+    frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _ENGINE:
-        if frame.f_globals.get("__name__") in _CALLING_AGAIN:
+        if frame.f_code.co_name in _CALLING_AGAIN and frame.f_globals.get("__name__", "").startswith(_HOOKS_OF_TORCH):
             return True
         frame = frame.f_back
     return False
+
+
+def as_callback(end: Callable[[], None]) -> Callable[[], None]:
+    """``end``, which runs the callbacks of a future on another thread; with a note of that if a hook has asked for the future, and that of another
+    bucket follows."""
+    if not (_hook.runs and _hook.is_followed):
+        return end
+
+    def noted() -> None:
+        thread = threading.get_ident()
+        calling_back.add(thread)
+        try:
+            end()
+        finally:
+            calling_back.discard(thread)
+
+    return noted
+
+
+def refuse_in_callback(group: "ProcessGroup", operation: str) -> None:
+    """Fails the group if such a callback makes a call: the ranks' next calls may be in each other's place."""
+    if threading.get_ident() in calling_back and group.size() > 1:
+        group._native.abort(
+            f"{operation}: a communication hook of DistributedDataParallel has made this call of rank {group.rank()} in a callback, and ranks run the "
+            "callbacks of several buckets in different orders (wait in the hook, by the work's wait(), and then make the call)"
+        )
 
 
 def _wait_for(group: "ProcessGroup", calls: list[_native.Work]) -> None:
@@ -102,10 +142,10 @@ def _register_and_note(reducer: Any, state: Any, comm_hook: Any) -> None:
     """As PyTorch's; notes that the hook runs."""
 
     @functools.wraps(comm_hook)
-    def noted(*arguments: Any) -> Any:
-        _hook.runs = True
+    def noted(state: Any, bucket: Any) -> Any:
+        _hook.runs, _hook.is_followed = True, not bucket.is_last()
         try:
-            return comm_hook(*arguments)
+            return comm_hook(state, bucket)
         finally:
             _hook.runs = False
 

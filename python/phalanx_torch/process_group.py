@@ -22,6 +22,7 @@ from torch._C import _distributed_c10d as c10d
 
 from phalanx_torch import _coalescing, _ddp, _exit, _layout, _native, _traces, _uncompiled, _versions, _warnings, device_backend, observed, sparse
 from phalanx_torch import work as works
+from phalanx_torch._ddp import calling_back
 from phalanx_torch._errors import Error
 from phalanx_torch._functional import stored, waited
 from phalanx_torch.observed import is_of_graph, is_watched, modes, profiler
@@ -798,6 +799,8 @@ class ProcessGroup(dist.ProcessGroup):
         run: Callable[[How], _native.Work | None],
         staged: _Staged | _Earlier | None = None,
     ) -> Ended | Work:
+        if calling_back:
+            _ddp.refuse_in_callback(self, operation)
         self._sequence += 1
         if self._coalesced is not None:
             how = (how[0], False)
@@ -810,7 +813,7 @@ class ProcessGroup(dist.ProcessGroup):
         if native is not None:
             if finish is not None:
                 self._expect_copy(work)
-            _ddp.wait_at_the_end_of_backward(self, native)
+            _ddp.wait_in_backward(self, native)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -842,7 +845,7 @@ class ProcessGroup(dist.ProcessGroup):
 
         For the most frequent calls: their preparation costs more than the native part takes for a few bytes.
         """
-        if self._coalesced is not None or self._is_observed or profiler._is_profiler_enabled or _traces.is_running or modes():
+        if self._coalesced is not None or self._is_observed or profiler._is_profiler_enabled or _traces.is_running or calling_back or modes():
             return None
         self._sequence += 1
         sequence = self._sequence
@@ -1247,6 +1250,8 @@ class ProcessGroup(dist.ProcessGroup):
         if written:
             # Pipelines receive into leaves, whose gradients they send back.
             _warn_of_graph("recv", [tensor for tensor in tensors if not getattr(tensor, "is_leaf", True)])
+        if calling_back:
+            _ddp.refuse_in_callback(self, "message")
         self._sequence += 1
         work = Work(start(staged.lend(tensor, written)), tensors, staged.finish(), self._sequence, "message")
         if self._coalesced is not None:

@@ -1,6 +1,5 @@
 """Operations in flight, as PyTorch sees them."""
 
-import contextlib
 import datetime
 import threading
 import time
@@ -200,10 +199,6 @@ class Work(dist.Work):
         return self._tensors
 
     def get_future(self) -> "torch.futures.Future[Any]":
-        if self._native is not None and _ddp.calls_again():
-            # Its callbacks then run in the hook. Its error is for them.
-            with contextlib.suppress(Error):
-                self._native.wait()
         with self._lock:
             if self._future is not None:
                 return self._future
@@ -212,7 +207,7 @@ class Work(dist.Work):
             # for it too.
             future = ended.then(self._outcome)
             # If nobody can tell of the end, there is no future.
-            if self._native is None or not self._native.when_done(lambda: ended.set_result(None)):
+            if self._native is None or not self._native.when_done(_ddp.as_callback(lambda: ended.set_result(None))):
                 ended.set_result(None)
             self._future = future
             return future

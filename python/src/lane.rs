@@ -53,6 +53,30 @@ impl Lane {
 
     /// Runs `operation` after all before it, and returns when it has ended.
     pub fn run(&self, operation: impl FnOnce() -> Outcome + Send + 'static) -> Outcome {
+        if self.take()? {
+            return self.run_here(operation);
+        }
+        let pending = Arc::new(Pending::default());
+        let done = pending.clone();
+        self.submit(operation, move |outcome| done.complete(outcome));
+        pending.wait(None).unwrap_or_else(|| Err(closed()))
+    }
+
+    /// Runs `operation` on this thread if nothing is before it, and else as `submit`. Calls `done` with its outcome.
+    pub fn start(
+        &self,
+        operation: impl FnOnce() -> Outcome + Send + 'static,
+        done: impl FnOnce(Outcome) + Send + 'static,
+    ) {
+        match self.take() {
+            Ok(true) => done(self.run_here(operation)),
+            Ok(false) => self.submit(operation, done),
+            Err(error) => done(Err(error)),
+        }
+    }
+
+    /// Takes the lane for an operation on this thread, if nothing is before it. Returns whether it has.
+    fn take(&self) -> Result<bool, Error> {
         if RUNS.get() {
             return Err(in_handler());
         }
@@ -61,14 +85,14 @@ impl Lane {
             return Err(closed());
         }
         if state.busy || !state.jobs.is_empty() {
-            drop(state);
-            let pending = Arc::new(Pending::default());
-            let done = pending.clone();
-            self.submit(operation, move |outcome| done.complete(outcome));
-            return pending.wait(None).unwrap_or_else(|| Err(closed()));
+            return Ok(false);
         }
         state.busy = true;
-        drop(state);
+        Ok(true)
+    }
+
+    /// Runs `operation` on this thread, which has taken the lane.
+    fn run_here(&self, operation: impl FnOnce() -> Outcome) -> Outcome {
         RUNS.set(true);
         let outcome = guarded(operation);
         RUNS.set(false);

@@ -225,8 +225,11 @@ impl Messages {
         };
         match wait {
             true => {
-                done(lane.run(receive));
-                pending.wait(None);
+                lane.start(receive, done);
+                // Not for what is before it on the lane: that may wait for a later message, and brings this one.
+                if let Some(Err(error)) = pending.wait(None) {
+                    self.received.give_up(number, &error);
+                }
             }
             false => lane.submit(receive, done),
         }

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from conftest import SINCE_2_15, blind_watcher, free_port, needs_async_op, processes, waiting
 
 import phalanx_torch
@@ -220,9 +220,11 @@ def test_the_dead_is_named_in_all_survivors(ranks):
 
 def dies_in_ddp(rank, how):
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
-    ddp = torch.nn.parallel.DistributedDataParallel(model, **({how: True} if how and how != "hook" else {}))
+    ddp = torch.nn.parallel.DistributedDataParallel(model, **({how: True} if how and "hook" not in how else {}))
     if how == "hook":
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif how == "hook that calls again":
+        ddp.register_comm_hook(powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook)
     # From the third backward pass on, DDP makes no calls but those of its buckets.
     for _ in range(4):
         ddp(torch.ones(2, 8)).sum().backward()
@@ -233,7 +235,7 @@ def dies_in_ddp(rank, how):
     assert caught.value.kind == "peer_failed" and caught.value.peer == 1 and isinstance(caught.value, dist.DistBackendError)
 
 
-@pytest.mark.parametrize("how", [None, "hook", "static_graph", "find_unused_parameters", "gradient_as_bucket_view"])
+@pytest.mark.parametrize("how", [None, "hook", "hook that calls again", "static_graph", "find_unused_parameters", "gradient_as_bucket_view"])
 def test_the_dead_is_named_in_the_backward_of_ddp(ranks, how):
     ranks(2, dies_in_ddp, how, dies=(1,))
 

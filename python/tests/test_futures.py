@@ -14,10 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
-from conftest import needs_async_op, waiting
+from conftest import SINCE_2_15, needs_async_op, waiting
 from torch.distributed import rpc
 
 import phalanx_torch
+from phalanx_torch import _ddp
 from phalanx_torch.work import Work
 
 
@@ -218,6 +219,9 @@ def test_ddp_and_its_hooks_keep_replicas_equal(ranks, hook):
     assert first == second
 
 
+quantizes = pytest.mark.skipif(not SINCE_2_15, reason="this PyTorch's hook takes results in the form in which NCCL alone gives them")
+
+
 def trained_in_buckets(rank, hook):
     """Several buckets of one length, whose hooks make calls in callbacks."""
     from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook, default_hooks, powerSGD_hook, quantization_hooks
@@ -225,13 +229,14 @@ def trained_in_buckets(rank, hook):
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[layer for _ in range(6) for layer in (torch.nn.Linear(16, 16), torch.nn.Tanh())])
-    ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001, static_graph=hook == "ZeRO")
+    ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001, static_graph="ZeRO" in hook)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     if hook == "quantization":
         ddp.register_comm_hook(dist.group.WORLD, quantization_hooks.quantization_pertensor_hook)
-    elif hook == "ZeRO":
+    elif "ZeRO" in hook:
         optimizer = ZeroRedundancyOptimizer(ddp.parameters(), optimizer_class=torch.optim.SGD, lr=0.01, overlap_with_ddp=True)
-        ddp.register_comm_hook(None, ddp_zero_hook.hook_with_zero_step_interleaved(default_hooks.allreduce_hook, ddp, optimizer))
+        with_step = ddp_zero_hook.hook_with_zero_step if "step" in hook else ddp_zero_hook.hook_with_zero_step_interleaved
+        ddp.register_comm_hook(None, with_step(default_hooks.allreduce_hook, ddp, optimizer))
     else:
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
         inner = powerSGD_hook.powerSGD_hook
@@ -244,10 +249,55 @@ def trained_in_buckets(rank, hook):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
 
 
-@pytest.mark.parametrize("hook", ["powerSGD", "wrapped", "quantization", "ZeRO"])
+@pytest.mark.parametrize("hook", ["powerSGD", "wrapped", pytest.param("quantization", marks=quantizes), "ZeRO", "step of ZeRO"])
 def test_hooks_that_make_calls_in_callbacks_keep_replicas_equal(ranks, hook):
     first, second = ranks(2, trained_in_buckets, hook)
     assert first == second and all(map(math.isfinite, first))
+
+
+def calls_in_callbacks(rank):
+    store, passes = dist.group.WORLD.get_group_store(), [[]]
+
+    def averaged(future):
+        return dist.all_reduce(future.value()[0] / 4, async_op=True).get_future().wait()[0]
+
+    def hook(_, bucket):
+        passes[-1].append(bucket.index())
+        if rank == 1:
+            # So rank 0 has asked for the callback before there is anything to tell.
+            store.wait([f"asked {len(passes)}"])
+        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(averaged)
+        store.set(f"asked {len(passes)}", "")
+        return future
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.00005)
+    ddp.register_comm_hook(None, hook)
+    # PyTorch divides the gradients as it is told from the second pass on.
+    ddp(torch.ones(1, 4)).sum().backward()
+    assert model[1].bias.grad.tolist() == [1.0] * 4
+    passes.append([])
+    with pytest.raises(RuntimeError, match="all_reduce: a communication hook .* in a callback"):
+        ddp(torch.ones(1, 4)).sum().backward()
+    assert "wait in the hook" in str(dist.group.WORLD.failure()) and passes == [[0], [0, 1]]
+
+
+def test_calls_that_a_hook_makes_in_callbacks_are_refused_if_another_bucket_follows(ranks):
+    ranks(2, calls_in_callbacks)
+
+
+def alone_in_a_callback(rank):
+    # As the thread is marked that runs such a callback.
+    _ddp.calling_back.add(threading.get_ident())
+    for is_asynchronous in (False, True):
+        tensor = torch.ones(1)
+        work = dist.all_reduce(tensor, async_op=is_asynchronous)
+        assert work is None or work.wait()
+    assert dist.group.WORLD.failure() is None
+
+
+def test_calls_in_callbacks_have_an_order_where_one_rank_is_alone(ranks):
+    ranks(1, alone_in_a_callback)
 
 
 def test_a_builtin_hook_of_ddp_is_the_one_of_its_name(ranks):

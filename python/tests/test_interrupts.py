@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import free_port, press, processes
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import phalanx_torch
 
@@ -91,8 +92,11 @@ def test_work_goes_on_when_its_wait_is_interrupted(ranks, wait):
     ranks(2, _work, wait)
 
 
-def _backward_of_ddp(rank):
+def _backward_of_ddp(rank, with_hook):
     ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    if with_hook:
+        # It makes calls in callbacks, and waits in itself.
+        ddp.register_comm_hook(powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook)
     for _ in range(4):
         ddp(torch.ones(1, 2)).sum().backward()
     if rank == 0:
@@ -105,8 +109,9 @@ def _backward_of_ddp(rank):
         dist.barrier()
 
 
-def test_the_backward_of_ddp_is_interrupted_and_the_group_fails_with_the_cause(ranks):
-    ranks(2, _backward_of_ddp)
+@pytest.mark.parametrize("with_hook", [False, True])
+def test_the_backward_of_ddp_is_interrupted_and_the_group_fails_with_the_cause(ranks, with_hook):
+    ranks(2, _backward_of_ddp, with_hook)
 
 
 def _recv(rank):

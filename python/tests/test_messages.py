@@ -157,6 +157,26 @@ def test_a_receive_from_any_of_one_rank_is_refused(ranks):
     ranks(1, alone)
 
 
+def objects_before_an_earlier_receive(rank, source):
+    store = dist.group.WORLD.get_group_store()
+    if rank == 0:
+        found, last = [None], torch.zeros(1)
+        work = dist.irecv(last, source, tag=5)
+        assert phalanx_torch.recv_object_list(found, source) == 1 and found == ["x"]
+        store.set("found", "")
+        work.wait()
+        assert last.item() == 5.0
+    else:
+        phalanx_torch.send_object_list(["x"], 0)
+        store.wait(["found"])
+        dist.send(torch.full((1,), 5.0), 0, tag=5)
+
+
+@pytest.mark.parametrize("source", [1, None])
+def test_objects_do_not_wait_for_what_an_earlier_receive_waits_for(ranks, source):
+    ranks(2, objects_before_an_earlier_receive, source)
+
+
 def unlike(rank):
     if rank == 0:
         with pytest.raises(phalanx_torch.Error):
