@@ -221,7 +221,7 @@ fn rows_of_all_ranks_are_refused_within_several_replicas() {
 fn a_scope_is_entered_for_each_replica() {
     let entered = Arc::new(Mutex::new(vec![0; 3]));
     let counter = entered.clone();
-    let model: burn::nn::Linear = LinearConfig::new(8, 3).init(&device());
+    let model: Linear = LinearConfig::new(8, 3).init(&device());
     let mut parallel =
         DataParallel::new(model, vec![device(); 3]).unwrap().with_scope(move |number, work| {
             counter.lock()[number] += 1;

@@ -130,7 +130,7 @@ fn a_store_listens_at_the_master_address() {
     let lines = BufReader::new(child.stdout.take().unwrap()).lines().take(2);
     let lines: Vec<String> = lines.map(|line| line.unwrap()["[0] ".len()..].to_owned()).collect();
     let port: u16 = lines[1].parse().unwrap();
-    let connection = std::net::TcpStream::connect((lines[0].as_str(), port));
+    let connection = TcpStream::connect((lines[0].as_str(), port));
     let taken = output(phalanx(&["--master-port", &lines[1]], "echo never"));
     send(&child, Signal::TERM);
     assert_eq!(exit_code(&mut child), Some(143));
