@@ -208,6 +208,16 @@ class All(unittest.TestCase):
                 self.assertTrue((out / "zero-2.files/run/checkpoints").is_dir())
             self.assertTrue((out / "zero-2").is_dir())
 
+    def test_a_part_that_was_named_and_is_left_out_is_a_failure(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            out = str(Path(folder) / "out")
+            # In place of Python: it has no phalanx_torch.
+            done = self.all("--out", out, "python-plane", PYTHON="false")
+            self.assertIn("left out: python-plane: false has no phalanx_torch", done.stdout)
+            self.assertEqual(done.returncode, 1, done.stderr)
+            done = self.all("--dry-run", "--out", out, "python-plane", PYTHON="false")
+            self.assertEqual(done.returncode, 0, done.stderr)
+
     def test_no_part_takes_programs_that_cargo_has_not_built(self) -> None:
         for part, command in COMMANDS.items():
             self.assertNotIn("target/release", command, f"{part}: cargo builds into CARGO_TARGET_DIR, if it is set")
