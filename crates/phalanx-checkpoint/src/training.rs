@@ -105,8 +105,8 @@ pub fn save_shard_to<S: TrainingState>(
     if !all_train(state, group) {
         let ((_, here), there) = (state.place(), group.world_size());
         return Err(Error::invalid_argument(format!(
-            "a share of a state that {here} ranks train was to be saved in a sharded checkpoint of {there} ranks, not all of which are among them: their \
-             shares would be those of another model's state"
+            "the {there} ranks of a sharded checkpoint do not all train this model together: its group has world size {here}. Some shares would be of \
+             another model's state"
         ))
         .with_remedy("open the checkpoints with the group in which the model trains, or with one of some of its ranks"));
     }
@@ -552,7 +552,10 @@ mod tests {
                     let save = |snapshot: &mut Snapshot| save_shard_to(&state, snapshot, &group);
                     let error = checkpoints.save_sharded(1, save).unwrap_err();
                     let said = error.to_string();
-                    assert!(error.is_invalid_argument() && said.contains("that 1 ranks train"), "{said}");
+                    assert!(
+                        error.is_invalid_argument() && said.contains("its group has world size 1"),
+                        "{said}"
+                    );
                     assert!(checkpoints.newest().unwrap().is_none());
                 });
             }
@@ -594,7 +597,9 @@ mod tests {
                 let saved = checkpoints.save_sharded(1, |snapshot| save_shard_to(&state, snapshot, &group));
                 assert!(saved.is_ok() == is_saved, "{saved:?}");
                 assert!(
-                    saved.err().is_none_or(|error| error.to_string().contains("ranks train was to be saved"))
+                    saved.err().is_none_or(|error| error
+                        .to_string()
+                        .contains("do not all train this model together"))
                 );
                 checkpoints.finish().unwrap();
                 assert_eq!(checkpoints.newest().unwrap().is_some(), is_saved);
