@@ -5,10 +5,14 @@
 //! backward once every use of the parameter has added its share, so what it sees is the finished gradient.
 //!
 //! **Depth.** Burn runs its tape by graph depth, deepest first. A bare identity on a leaf has depth 1: all hooks would
-//! run together after the last layer, and nothing would overlap. So each hook has a second parent, a *token* that
-//! carries no gradient and grows by [`LEVELS`] empty operations for each parameter in module order. That lifts the hook
+//! run together after the last layer, and nothing would overlap. So the parent of each hook is a *token* that carries
+//! no gradient and grows by [`LEVELS`] empty operations for each parameter in module order. That lifts the hook
 //! of a late layer to about the depth of the layer itself. Depth decides only when a hook runs, never what it sees,
 //! because a parent always runs after its children.
+//!
+//! **No leaf.** The parameter itself is no parent: its gradient ends at the hook. Its leaf is the same in all clones of a model, and Burn can lock up all
+//! threads of a process where two of them have graphs with one leaf: its `backward` holds the lock of the graph and then takes that of all graphs, and an
+//! operation that joins two graphs takes them in the other order.
 //!
 //! **No global state.** Arguments that are not tensors pass through the extension macro untouched, so the operation
 //! takes a [`Target`], which holds the sink itself, and keeps it as the state of its backward pass.
@@ -115,7 +119,8 @@ pub struct Leaf(Arc<OnceLock<NodeId>>);
 /// the module is private.
 #[backend_extension(Autodiff, Flex, Cube: cfg(feature = "cube"), LibTorch: cfg(feature = "tch"))]
 pub trait GradientHook: Backend {
-    /// Identity on `tensor`; its backward reports the finished gradient to `target`. `token` only carries depth.
+    /// Identity on `tensor`, which needs a gradient; its backward reports the finished gradient to `target`, and `tensor` itself gets none. `token`
+    /// only carries depth.
     fn gradient_hook(
         tensor: FloatTensor<Self>,
         token: FloatTensor<Self>,
@@ -151,9 +156,9 @@ impl<B: Backend + HostAccess, C: CheckpointStrategy> GradientHook for Autodiff<B
         token: FloatTensor<Self>,
         target: Target,
     ) -> FloatTensor<Self> {
-        let (primitive, node) = tensor.into_parts();
+        let (primitive, _) = tensor.into_parts();
         let (_, token_node) = token.into_parts();
-        match Deliver.prepare::<C>([node, token_node]).compute_bound().stateful() {
+        match Deliver.prepare::<C>([token_node]).compute_bound().stateful() {
             OpsKind::Tracked(prep) => prep.finish(target, primitive),
             OpsKind::UnTracked(prep) => prep.finish(primitive),
         }
@@ -177,10 +182,10 @@ impl<B: Backend + HostAccess, C: CheckpointStrategy> GradientHook for Autodiff<B
 #[derive(Debug)]
 struct Deliver;
 
-impl<B: Backend + HostAccess> Backward<B, 2> for Deliver {
+impl<B: Backend + HostAccess> Backward<B, 1> for Deliver {
     type State = Target;
 
-    fn backward(self, ops: Ops<Target, 2>, gradients: &mut Gradients, _: &mut Checkpointer) {
+    fn backward(self, ops: Ops<Target, 1>, gradients: &mut Gradients, _: &mut Checkpointer) {
         // The gradient is not registered for the parameter: the sink has taken what it needs, so its memory is freed
         // now and not after the last layer.
         let gradient = gradients.consume::<B>(&ops.node);
@@ -200,7 +205,12 @@ impl<B: Backend> Backward<B, 1> for StepDown {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 mod tests {
+    use std::sync::mpsc::{Receiver, Sender, channel};
+    use std::thread::spawn;
+    use std::time::Duration;
+
     use burn::nn::{Linear, LinearConfig};
     use parking_lot::Mutex;
 
@@ -217,6 +227,12 @@ mod tests {
         }
     }
 
+    /// `x` with a hook of its own depth, which is not on the path of its gradient.
+    fn beside(x: &Tensor<2>, target: Target) -> Tensor<2> {
+        let [x, token] = [x.clone(), x.clone()].map(Tensor::into_dispatch);
+        Tensor::from_dispatch(Dispatch::gradient_hook(x, token, target))
+    }
+
     #[test]
     fn a_layer_s_gradients_are_ready_before_backward_reaches_the_layer_below_its_neighbour() {
         const LAYERS: usize = 12;
@@ -226,16 +242,12 @@ mod tests {
         let model: Vec<Linear> = (0..LAYERS).map(|_| LinearConfig::new(4, 4).init(&device)).collect();
         let indices = Inventory::of(&model).unwrap().indices;
         let sink = Arc::new(Order::default());
-        let no_depth = Tensor::<1>::zeros([1], &device).require_grad();
-
         let mut x = Tensor::<2>::ones([2, 4], &device).require_grad();
         let mut marks = Tensor::<1>::zeros([1], &device);
         for (number, layer) in hooked(&model, &device, &indices, sink.clone()).iter().enumerate() {
-            // Beside the path of the gradient, a hook of no depth of its own: it runs when backward gets here.
+            // Beside the path of the gradient, a hook one level above this: it runs when backward gets here.
             let target = Target { sink: sink.clone(), index: MARK + number };
-            let mark =
-                Dispatch::gradient_hook(x.clone().into_dispatch(), no_depth.clone().into_dispatch(), target);
-            marks = marks + Tensor::<2>::from_dispatch(mark).sum();
+            marks = marks + beside(&x, target).sum();
             x = layer.forward(x).tanh();
         }
         drop((x.sum() + marks).backward());
@@ -248,5 +260,46 @@ mod tests {
                 assert!(place(parameter) < place(MARK + layer - 1), "layer {layer}: {order:?}");
             }
         }
+    }
+
+    /// Waits in a backward pass until it is let on.
+    struct Gate {
+        reached: Sender<()>,
+        open: Mutex<Receiver<()>>,
+    }
+
+    impl GradientSink for Gate {
+        fn ready(&self, _: usize, _: Access<'_>) {
+            self.reached.send(()).unwrap();
+            // The other end is dropped if the test fails.
+            let _ = self.open.lock().recv();
+        }
+    }
+
+    /// As of the ranks of a process that all train clones of one model. If a hook waited for the other thread's backward, both could for ever.
+    #[test]
+    fn a_parameter_that_is_in_another_thread_s_backward_is_hooked_meanwhile() {
+        const LIMIT: Duration = Duration::from_secs(120);
+        let device = Device::flex().autodiff();
+        let layer: Linear = LinearConfig::new(4, 4).init(&device);
+        let indices = Inventory::of(&layer).unwrap().indices;
+        let ((reached, has_reached), (let_on, open)) = (channel(), channel());
+        let gate: Arc<dyn GradientSink> = Arc::new(Gate { reached, open: Mutex::new(open) });
+        let input = || Tensor::<2>::ones([2, 4], &device);
+        let y = layer.forward(input());
+        let target = Target { sink: gate, index: 0 };
+        let other = spawn(move || drop((beside(&y, target) + y).sum().backward()));
+        has_reached.recv_timeout(LIMIT).unwrap();
+        let (order, (passed, has_passed)) = (Arc::new(Order::default()), channel());
+        let (sink, x) = (order.clone(), input());
+        let own = spawn(move || {
+            drop(hooked(&layer, &x.device(), &indices, sink).forward(x).sum().backward());
+            passed.send(()).unwrap();
+        });
+        has_passed.recv_timeout(LIMIT).expect("the hook waits for the backward pass of the other thread");
+        drop(let_on);
+        own.join().unwrap();
+        other.join().unwrap();
+        assert_eq!(order.0.lock().len(), 2);
     }
 }
