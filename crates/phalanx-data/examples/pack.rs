@@ -42,7 +42,14 @@ pub fn pack(folder: &Path, packed: &Path) -> Result<(), Box<dyn Error>> {
         classes.push(class.file_name().unwrap_or_default().to_string_lossy().into_owned());
     }
     let items = writer.finish()?;
-    fs::write(packed.join("classes.txt"), classes.join("\n"))?;
+    let names = packed.join("classes.txt");
+    fs::write(&names, classes.join("\n")).map_err(|error| {
+        format!(
+            "{}: {error}: the classes have no names; remove {} and pack it again",
+            names.display(),
+            packed.display()
+        )
+    })?;
     println!("{items} files of {} classes", classes.len());
     Ok(())
 }
@@ -76,7 +83,8 @@ fn sorted(folder: &Path) -> std::io::Result<Vec<PathBuf>> {
 
 fn show(packed: &Path) -> Result<(), Box<dyn Error>> {
     let dataset = LmdbDataset::open(packed)?;
-    let classes = fs::read_to_string(packed.join("classes.txt"))?;
+    let names = packed.join("classes.txt");
+    let classes = fs::read_to_string(&names).map_err(|error| format!("{}: {error}", names.display()))?;
     let classes: Vec<&str> = classes.lines().collect();
     let mut counts = vec![(0_usize, 0_usize); classes.len()];
     for index in 0..dataset.len() {

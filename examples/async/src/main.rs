@@ -92,9 +92,17 @@ const GOAL: f64 = 0.9;
 
 fn main() -> Result<()> {
     let options = Options::parse();
-    ensure!(options.slow >= 1.0, "--slow says how many times as long the last rank sleeps: 1 or more");
-    ensure!(options.compute_ms > 0, "--compute-ms 0 leaves no rank that is slower: take 1 or more");
-    ensure!(options.seconds > 0.0 && options.every > 0, "--seconds and --every are more than 0");
+    // NaN is in no range.
+    ensure!(
+        (1.0..=1e6).contains(&options.slow),
+        "--slow says how many times as long the last rank sleeps: from 1 to 1000000"
+    );
+    ensure!(
+        (1..=1_000_000).contains(&options.compute_ms),
+        "--compute-ms is from 1 to 1000000: 0 leaves no rank that is slower"
+    );
+    ensure!((1e-3..=1e6).contains(&options.seconds), "--seconds is from 0.001 to 1000000");
+    ensure!(options.every > 0, "--every is more than 0");
     ensure!(options.ranks > 1, "--ranks 1 has nobody to wait for: take 2 or more");
     Ok(phalanx::spawn(options.ranks, || match options.model {
         model::Name::Convolutions => compare::<Network>(&options),

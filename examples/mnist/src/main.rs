@@ -30,7 +30,7 @@ struct Options {
     #[arg(long, default_value_t = 2)]
     ranks: u32,
     /// Passes over the training images
-    #[arg(long, default_value_t = 6)]
+    #[arg(long, default_value_t = 6, value_parser = clap::value_parser!(u64).range(1..))]
     epochs: u64,
     /// Images in a step of one rank
     #[arg(long, default_value_t = 64, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]

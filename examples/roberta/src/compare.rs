@@ -132,7 +132,12 @@ impl CompareOptions {
         let Some(path) = &self.keep else { return Ok(()) };
         let lines = all.iter().map(|figures| Ok(serde_json::to_string(figures)? + "\n"));
         let lines = lines.collect::<Result<String>>()?;
-        std::fs::write(path, lines).with_context(|| format!("{} cannot be written", path.display()))
+        // On a disk without room, what was kept stays.
+        let mut new = path.clone().into_os_string();
+        new.push(".new");
+        std::fs::write(&new, lines)
+            .and_then(|()| std::fs::rename(&new, path))
+            .with_context(|| format!("{} cannot be written", path.display()))
     }
 }
 
@@ -146,8 +151,11 @@ fn machine() -> String {
 }
 
 impl Figures {
+    /// The faster ones, with the largest batch that was found before.
     fn or_faster(self, other: Self) -> Self {
-        if other.epoch_s < self.epoch_s { other } else { self }
+        let largest_batch = other.largest_batch.or(self.largest_batch);
+        let faster = if other.epoch_s < self.epoch_s { other } else { self };
+        Self { largest_batch, ..faster }
     }
 }
 
@@ -211,6 +219,7 @@ pub fn compare(options: &CompareOptions, ranks: u32, work: &str) -> Result<()> {
             println!("{name}: the largest batch of a device within {megabytes} MB is {largest}");
             if let Some(place) = place(&all, devices) {
                 all[place].largest_batch = Some(largest);
+                options.save(&all)?;
             }
         }
     }
@@ -306,4 +315,30 @@ fn timed(devices: Devices, folder: &Path) -> Result<Figures> {
     ensure!(own(devices, &figures)?.status()?.success(), "{} failed", devices.name());
     let text = std::fs::read(&figures).with_context(|| format!("{} left no figures", devices.name()))?;
     Ok(serde_json::from_slice(&text)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_faster_epoch_has_the_largest_batch_that_was_found_before() {
+        let figures = |epoch_s, largest_batch| Figures {
+            devices: Devices::new(2, Strategy::Ddp, 1),
+            epoch_s,
+            texts_per_s: 1.0,
+            peak_main_mb: 1.0,
+            peak_other_mb: None,
+            cpu_main_percent: 100.0,
+            cpu_other_percent: None,
+            largest_batch,
+            accuracy: 1.0,
+            loss: 0.1,
+            conditions: String::new(),
+        };
+        for (kept, now) in [(3.0, 2.0), (2.0, 3.0)] {
+            let figures = figures(kept, Some(16)).or_faster(figures(now, None));
+            assert_eq!((figures.epoch_s, figures.largest_batch), (2.0, Some(16)));
+        }
+    }
 }

@@ -64,6 +64,9 @@ impl Evaluation {
     }
 }
 
+/// What a model is written to.
+pub const FILES: [&str; 3] = ["config.json", "tokenizer.json", "model.safetensors"];
+
 /// A model and its examples.
 pub trait Task: Send + Sync + 'static {
     /// The model.
@@ -93,10 +96,10 @@ pub trait Task: Send + Sync + 'static {
     /// The names of the answers, in the order of the model's scores; none if they are tokens. A run goes on only with the same.
     fn labels(&self) -> &[String];
 
-    /// Whether a model is better than the best so far.
+    /// Whether a model is better than the best so far. One whose loss is not a number is not.
     fn is_better(&self, new: &Evaluation, best: &Evaluation) -> bool;
 
-    /// Writes the model, as `transformers` reads it, to a folder that is there.
+    /// Writes the model, as `transformers` reads it, to a folder that is there: each of [`FILES`].
     fn save(&self, model: &Self::Model, folder: &Path) -> Result<()>;
 }
 
@@ -231,7 +234,11 @@ impl Task for Classification {
     }
 
     fn is_better(&self, new: &Evaluation, best: &Evaluation) -> bool {
-        (new.accuracy, -new.loss) > (best.accuracy, -best.loss)
+        match (new.loss.is_nan(), best.loss.is_nan()) {
+            (true, _) => false,
+            (false, true) => true,
+            (false, false) => (new.accuracy, -new.loss) > (best.accuracy, -best.loss),
+        }
     }
 
     fn labels(&self) -> &[String] {
@@ -317,7 +324,7 @@ impl Task for MaskedLanguage {
     }
 
     fn is_better(&self, new: &Evaluation, best: &Evaluation) -> bool {
-        new.loss < best.loss
+        new.loss < best.loss || (best.loss.is_nan() && !new.loss.is_nan())
     }
 
     fn labels(&self) -> &[String] {

@@ -20,7 +20,7 @@ use crate::loading::{Loader, Loading};
 use crate::mesh::Mesh;
 use crate::schedule::{linear_with_warmup, seed_of};
 use crate::strategy::{Devices, Engine, Stepped, Strategy};
-use crate::tasks::{Batch, Evaluation, Part, Task, loss_sum};
+use crate::tasks::{Batch, Evaluation, FILES, Part, Task, loss_sum};
 
 /// How to train.
 #[derive(Clone, Debug, Serialize, clap::Args)]
@@ -339,13 +339,14 @@ fn save_best<T: Task>(task: &Arc<T>, model: &T::Model, out: &Path) -> Result<()>
         fs::create_dir_all(folder).with_context(|| cannot(folder))?;
     }
     task.save(model, &new)?;
-    for file in fs::read_dir(&new).with_context(|| cannot(&new))? {
-        let file = file.with_context(|| cannot(&new))?;
+    for name in FILES {
+        let file = new.join(name);
         // Else a loss of power could leave an empty file in the place of a whole one.
-        fs::File::open(file.path()).and_then(|new| new.sync_all()).with_context(|| cannot(&new))?;
-        fs::rename(file.path(), best.join(file.file_name())).with_context(|| cannot(&best))?;
+        fs::File::open(&file).and_then(|file| file.sync_all()).with_context(|| cannot(&new))?;
+        fs::rename(&file, best.join(name)).with_context(|| cannot(&best))?;
     }
-    fs::remove_dir(&new).with_context(|| cannot(&new))
+    // With the half-written weights of a process that was killed here, if there are any.
+    fs::remove_dir_all(&new).with_context(|| cannot(&new))
 }
 
 /// Looks at each held-out example once: ranks have unequal numbers of them rather than repeated ones. Every rank gets the result.

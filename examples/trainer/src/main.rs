@@ -44,7 +44,7 @@ struct Options {
     #[arg(long, default_value_t = 2)]
     ranks: u32,
     /// Passes over the training images
-    #[arg(long, default_value_t = 2)]
+    #[arg(long, default_value_t = 2, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     epochs: usize,
     /// Images in a step of all ranks together
     #[arg(long, default_value_t = 64, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
@@ -211,6 +211,12 @@ impl InferenceStep for Classifier {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_training_without_a_pass_is_refused() {
+        assert!(Options::try_parse_from(["trainer", "--epochs", "1"]).is_ok());
+        assert!(Options::try_parse_from(["trainer", "--epochs", "0"]).is_err());
+    }
 
     #[test]
     fn a_batch_that_ranks_cannot_divide_is_refused() {

@@ -22,7 +22,10 @@ impl ProcessGroup {
     /// let group = phalanx::init()?;
     /// let tokens = group.main_process_first(|| {
     ///     if !cache.exists() {
-    ///         std::fs::write(&cache, "17 4 3").map_err(phalanx::Error::other)?; // rank 0 alone
+    ///         // Rank 0 alone. It gets its name when it is whole: a process that is killed leaves no half of it there.
+    ///         let half_done = cache.with_extension("half-done");
+    ///         std::fs::write(&half_done, "17 4 3").map_err(phalanx::Error::other)?;
+    ///         std::fs::rename(&half_done, &cache).map_err(phalanx::Error::other)?;
     ///     }
     ///     std::fs::read_to_string(&cache).map_err(phalanx::Error::other) // all
     /// })?;

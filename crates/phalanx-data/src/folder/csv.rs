@@ -100,14 +100,6 @@ impl<T: DeserializeOwned> CsvDataset<T> {
         Self::with_options(path, CsvOptions::new())
     }
 
-    /// [`open`](Self::open) for values that are separated by something else, such as `b'\t'`.
-    ///
-    /// # Errors
-    /// As [`open`](Self::open).
-    pub fn with_delimiter(path: impl AsRef<Path>, delimiter: u8) -> Result<Self> {
-        Self::with_options(path, CsvOptions::new().delimiter(delimiter))
-    }
-
     /// [`open`](Self::open) for a file that is written otherwise.
     ///
     /// ```no_run

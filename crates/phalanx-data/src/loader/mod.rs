@@ -99,8 +99,10 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
     /// If the position belongs to another data set or to another order, also if a [`Sampler`](crate::Sampler) gives another one now for the epoch of the position.
     #[doc(alias = "load_state_dict")]
     pub fn resume(&self, position: &Position) -> Result<()> {
+        let own = self.inner.progress.lock().position.clone();
+        // A sampler is the program's code, and may ask this loader: no lock is held meanwhile.
+        let wanted = position.for_loader(&own, self.inner.own.as_ref())?;
         let mut progress = self.inner.progress.lock();
-        let wanted = position.for_loader(&progress.position, self.inner.own.as_ref())?;
         (progress.position, progress.begun) = (wanted, false);
         progress.passes += 1;
         Ok(())
@@ -163,10 +165,13 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
     /// The number of items of a whole pass on this rank, those of a last batch that is [dropped](DataLoaderBuilder::drop_last) too. With
     /// [`Tail::Drop`] those of full batches alone.
     pub fn items(&self) -> usize {
-        let progress = self.inner.progress.lock();
-        let (places, epoch) = (&progress.position, progress.position.epoch());
+        let (places, shard) = {
+            let progress = self.inner.progress.lock();
+            (progress.position.clone(), progress.shard)
+        };
+        let epoch = places.epoch();
         let samples = self.inner.own.as_ref().map_or(places.samples(), |own| own.indices(epoch).len());
-        of_rank(places, samples, self.batch_size(), progress.shard, epoch).len()
+        of_rank(&places, samples, self.batch_size(), shard, epoch).len()
     }
 
     /// The same loader with another collate function, and with a position of its own, which begins at this one's.
@@ -200,7 +205,7 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
 
     /// Checks that all ranks of `group` load the same items in the same order, each its own part of them. All ranks call it together, such as
     /// once before the first pass. It compares the number of items and their [fingerprint](Dataset::fingerprint), the sampler's options or the order of a
-    /// [`Sampler`](crate::Sampler) in this epoch, the [position](Self::position), `batch_size`, `drop_last` and `seed`. Nothing else does: ranks that differ would
+    /// [`Sampler`](crate::Sampler) in this epoch, the tail, the [position](Self::position), `batch_size`, `drop_last` and `seed`. Nothing else does: ranks that differ would
     /// train on some items twice, and on others not at all. It reads no item. It refuses a loader that has all items on each rank, also one that a
     /// trainer [divides by itself](Self::set_worker_rank), such as `DdpStrategy` of phalanx-burn: that compares what it needs.
     ///
@@ -226,7 +231,8 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
         let order = match &self.inner.own {
             Some(own) => {
                 let indices = own.indices(places.epoch());
-                format!("an order of {} items (digest {:016x})", indices.len(), own.digest(&indices))
+                let (digest, places) = (own.digest(&indices), position::over(&places, indices.len()));
+                format!("an order of its own (digest {digest:016x}) with {}", places.describe())
             }
             None => places.describe(),
         };

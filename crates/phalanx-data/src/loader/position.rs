@@ -73,12 +73,13 @@ impl Position {
             ));
         }
         if saved != mine {
-            return Err(Error::invalid_argument(format!(
-                "the position was saved in another order, of {}; that of the loader is of {}",
-                saved.describe(),
-                mine.describe()
-            ))
-            .with_remedy("resume with the same options, or begin with the next epoch: set_epoch"));
+            let (there, here) = (saved.describe(), mine.describe());
+            let cause = match there == here {
+                true => "by another sampler, or with another seed".to_owned(),
+                false => format!("of {there}; that of the loader is of {here}"),
+            };
+            return Err(Error::invalid_argument(format!("the position was saved in another order, {cause}"))
+                .with_remedy("resume with the same options, or begin with the next epoch: set_epoch"));
         }
         Ok(wanted)
     }

@@ -190,18 +190,19 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamLoader<D, B> {
     }
 
     /// Checks that all ranks of `group` divide the stream into the same shards, and that each reads its own: as
-    /// [`DataLoader::check_ranks`](crate::DataLoader::check_ranks). It compares the number of shards, the epoch and `seed`. Without
+    /// [`DataLoader::check_ranks`](crate::DataLoader::check_ranks). It compares the number of shards, the epoch, `seed`, and the position at which the
+    /// next pass begins: a rank that alone has [resumed](Self::resume) passes over other items. Without
     /// [`shards`](StreamLoaderBuilder::shards) their number depends on `num_workers`.
     ///
     /// # Errors
     /// As [`DataLoader::check_ranks`](crate::DataLoader::check_ranks).
     pub fn check_ranks(&self, group: &ProcessGroup) -> Result<()> {
-        let (shards, epoch, place) = {
+        let (shards, position, place) = {
             let progress = self.inner.progress.lock();
-            (progress.position.shards(), progress.position.epoch(), progress.shard)
+            (progress.position.shards(), progress.position.describe(), progress.shard)
         };
         let seed = self.inner.settings.seed;
-        let stream = format!("{shards} shards, epoch {epoch}, the loader's seed {seed}");
+        let stream = format!("{shards} shards, {position}, the loader's seed {seed}");
         group.check_parts("loader", place, &stream)
     }
 }

@@ -3,6 +3,8 @@
 use phalanx::{Error, Rank, Result, WorldSize};
 use serde::{Deserialize, Serialize};
 
+use crate::worker::mix;
+
 /// The most items of a shard: counting on from there never overflows.
 const MAX_READ: u64 = u64::MAX / 2;
 
@@ -29,27 +31,25 @@ impl StreamPosition {
         let Some((first, others)) = ranks.split_first() else {
             return Err(Error::invalid_argument("no position was given: one for each rank is needed"));
         };
-        let all = others.iter().try_fold(first.clone(), |mut all, one| {
-            if (all.epoch, all.read.len()) != (one.epoch, one.read.len()) {
-                return Err(Error::mismatch(format!(
-                    "a rank is in epoch {} of {} shards, another in epoch {} of {}",
-                    all.epoch,
-                    all.read.len(),
-                    one.epoch,
-                    one.read.len()
-                ))
-                .with_remedy(
-                    "ask all ranks for their positions after the same step, or between two passes",
-                ));
-            }
-            all.read.iter_mut().zip(&one.read).for_each(|(all, one)| *all = (*all).max(*one));
-            Ok(all)
-        })?;
-        let mut parts: Vec<Option<(u32, u32)>> = ranks.iter().map(|one| one.part).collect();
-        parts.sort_unstable();
+        let of = |one: &Self| (one.epoch, one.read.len());
+        if let Some(other) = others.iter().find(|other| of(other) != of(first)) {
+            return Err(Error::mismatch(format!(
+                "a rank is in epoch {} of {} shards, another in epoch {} of {}",
+                first.epoch,
+                first.read.len(),
+                other.epoch,
+                other.read.len()
+            ))
+            .with_remedy("ask all ranks for their positions after the same step, or between two passes"));
+        }
+        let mut by_rank: Vec<&Self> = ranks.iter().collect();
+        by_rank.sort_unstable_by_key(|one| one.part);
+        let parts: Vec<Option<(u32, u32)>> = by_rank.iter().map(|one| one.part).collect();
         let world = first.part.map_or(0, |(_, world)| world);
         if parts.iter().copied().eq((0..world).map(|rank| Some((rank, world)))) {
-            return Ok(Self { part: None, ..all });
+            // Of each shard what the rank says that reads it: another one may have begun the pass elsewhere, as one that alone has resumed.
+            let read = (0..first.read.len()).map(|shard| by_rank[shard % by_rank.len()].read[shard]);
+            return Ok(Self { epoch: first.epoch, read: read.collect(), part: None });
         }
         Err(Error::invalid_argument(format!(
             "`StreamPosition::merged` needs the position of each rank once, and got those of {}",
@@ -71,6 +71,18 @@ impl StreamPosition {
     /// How many items of each shard were in batches that the loop has got.
     pub fn read(&self) -> &[u64] {
         &self.read
+    }
+
+    /// Where it is, as ranks compare it: that of all ranks is the same on each, and within a pass each rank has its own.
+    pub(super) fn describe(&self) -> String {
+        let items = match self.part {
+            None => {
+                let items = self.read.iter().fold(0, |sum: u64, read| sum.saturating_add(*read));
+                format!("behind {items} items (digest {:016x})", mix(&self.read))
+            }
+            Some(_) => "within a pass".to_owned(),
+        };
+        format!("epoch {} {items}", self.epoch)
     }
 
     /// Notes how far these shards were read.

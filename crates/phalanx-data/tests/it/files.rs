@@ -164,7 +164,9 @@ fn table(path: &Path) -> Result<Vec<Record>> {
     let name = path.file_name().unwrap().to_str().unwrap();
     match name {
         name if name.ends_with("jsonl") => all(JsonLinesDataset::open(path)?),
-        name if name.ends_with("tsv") => all(CsvDataset::with_delimiter(path, b'\t')?),
+        name if name.ends_with("tsv") => {
+            all(CsvDataset::with_options(path, CsvOptions::new().delimiter(b'\t'))?)
+        }
         name if name.ends_with("headless.csv") => {
             all(CsvDataset::with_options(path, CsvOptions::new().headers(false))?)
         }

@@ -8,7 +8,7 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, SystemTime};
 
 use phalanx_data::folder::{
-    CsvDataset, ElementType, ImageFolder, JsonLinesDataset, NpyDataset, SafetensorsDataset, files,
+    CsvDataset, CsvOptions, ElementType, ImageFolder, JsonLinesDataset, NpyDataset, SafetensorsDataset, files,
 };
 use phalanx_data::{DataLoader, Dataset};
 use serde::{Deserialize, Serialize};
@@ -83,7 +83,7 @@ fn records_of_csv_are_read_by_their_places() {
         assert_eq!(mails.get(n).unwrap(), mail(n));
     }
     let tabs = written(folder.path(), "tabs", "spam\ttext\ntrue\ta,b\n");
-    let tabs = CsvDataset::<Mail>::with_delimiter(tabs, b'\t').unwrap();
+    let tabs = CsvDataset::<Mail>::with_options(tabs, CsvOptions::new().delimiter(b'\t')).unwrap();
     assert_eq!(tabs.get(0).unwrap(), Mail { text: "a,b".into(), spam: true });
     let bad =
         CsvDataset::<Mail>::open(written(folder.path(), "x.csv", "text,spam\na,true\n\"b\nc\",maybe\n"))
@@ -99,7 +99,8 @@ fn records_of_csv_are_read_by_their_places() {
     names(twice, &["z.csv", "two columns", "\"text\""]);
     let path = written(folder.path(), "few.csv", "text,spam\na,true\n");
     for delimiter in [b'"', b'\n', b'\r'] {
-        names(CsvDataset::<Mail>::with_delimiter(&path, delimiter), &["cannot be the delimiter", "b','"]);
+        let options = CsvOptions::new().delimiter(delimiter);
+        names(CsvDataset::<Mail>::with_options(&path, options), &["cannot be the delimiter", "b','"]);
     }
 }
 

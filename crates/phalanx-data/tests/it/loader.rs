@@ -4,12 +4,12 @@ use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use phalanx::sampler::{DistributedSampler, ElasticSampler, Tail};
 use phalanx::testing::{Fabric, run};
-use phalanx::{Error, Rank, Result, WorldSize};
+use phalanx::{Error, ProcessGroup, Rank, Result, WorldSize};
 use phalanx_data::{
     DataLoader, Dataset, InMemory, LoadError, Sampler, WorkerInfo, from_fn, set_item, worker_info,
 };
@@ -222,6 +222,36 @@ fn a_position_of_something_else_is_refused() {
     let own = DataLoader::builder(numbers(10)).sampler(from_fn(|_| vec![1, 2])).build().unwrap();
     let error = own.resume(&loader.position()).unwrap_err().to_string();
     assert!(error.contains("10 samples in the epoch; now there are 2"), "{error}");
+    // Both take the places in their order, which is not that of the items.
+    let own = DataLoader::builder(numbers(10)).sampler(from_fn(|_| (0..10).rev().collect())).build().unwrap();
+    own.iter().next();
+    let plain = DataLoader::builder(numbers(10)).build().unwrap();
+    let error = plain.resume(&own.position()).unwrap_err().to_string();
+    assert!(error.contains("another order, by another sampler"), "{error}");
+}
+
+#[test]
+fn a_sampler_may_ask_its_loader() {
+    struct Asking(Arc<OnceLock<DataLoader<InMemory<usize>>>>);
+    impl Sampler for Asking {
+        fn order(&self, _: u64) -> Vec<usize> {
+            let items =
+                self.0.get().map_or(10, |loader| loader.position().consumed() + loader.dataset().len());
+            (0..items.min(10)).collect()
+        }
+    }
+    let (tell, told) = channel();
+    std::thread::spawn(move || {
+        let place = Arc::new(OnceLock::new());
+        let loader = DataLoader::builder(numbers(10)).sampler(Asking(place.clone())).build().unwrap();
+        assert!(place.set(loader.clone()).is_ok());
+        loader.iter().next();
+        let position = loader.position();
+        loader.resume(&position).unwrap();
+        loader.check_ranks(&ProcessGroup::alone().unwrap()).unwrap();
+        tell.send((loader.items(), loader.len(), loader.iter().count())).unwrap();
+    });
+    assert_eq!(told.recv_timeout(Duration::from_secs(60)).unwrap(), (10, 10, 9));
 }
 
 #[test]
@@ -850,6 +880,7 @@ fn ranks_that_load_something_else_are_told_on_every_rank() {
             (loader(3, 10).batch_size(1 + second), "batch_size 2"),
             (loader(3, 10).drop_last(second == 1), "drop_last true"),
             (weighted(second), "digest"),
+            (weighted(1).tail([Tail::Repeat, Tail::Drop][second]), "tail Drop"),
             // Each has all items, or the same part.
             (DataLoader::builder(numbers(10)), "part of rank 0 of 1, and there are 2 ranks"),
             (DataLoader::builder(numbers(10)).shard(Rank::MAIN, world(2)), "the part of rank 0 of 2"),

@@ -73,6 +73,52 @@ fn ranks_that_divide_a_stream_in_another_way_are_told() {
     });
 }
 
+#[test]
+fn ranks_that_begin_a_stream_at_different_places_are_told() {
+    run(2, Fabric::InProcess, |group| {
+        let loader =
+            || StreamLoader::builder(Numbers(40)).group(&group).shards(4).batch_size(3).build().unwrap();
+        let first = loader();
+        first.iter().take(2).for_each(|batch| drop(batch.unwrap()));
+        let position = StreamPosition::merged(&group.all_gather_object(&first.position()).unwrap()).unwrap();
+        let (all, one) = (loader(), loader());
+        all.resume(&position).unwrap();
+        all.check_ranks(&group).unwrap();
+        // Within a pass each rank has come to its own place.
+        first.check_ranks(&group).unwrap();
+        if group.rank().is_main() {
+            one.resume(&position).unwrap();
+        }
+        let error = one.check_ranks(&group).unwrap_err();
+        assert!(error.is_mismatch() && error.to_string().contains("behind 12 items"), "{error}");
+    });
+}
+
+#[test]
+fn each_shard_is_where_the_rank_is_that_reads_it() {
+    let loader = |(rank, world): (Rank, WorldSize)| {
+        let loader = StreamLoader::builder(Numbers(40)).shards(2).shard(rank, world);
+        loader.batch_size(5).build().unwrap()
+    };
+    let loaders: Vec<_> = shards(2).map(loader).collect();
+    let alone = loader((Rank::MAIN, world(1)));
+    let read = |loader: &StreamLoader<Numbers>, batches: usize| {
+        loader.iter().take(batches).for_each(|batch| drop(batch.unwrap()));
+    };
+    // Of the first shard 20 items, and of the second 10.
+    read(&alone, 6);
+    assert_eq!(alone.position().read(), [20, 10]);
+    // Rank 0 alone goes on there, and rank 1 begins anew.
+    loaders[0].resume(&alone.position()).unwrap();
+    read(&loaders[0], 1);
+    read(&loaders[1], 1);
+    let positions: Vec<StreamPosition> = loaders.iter().map(StreamLoader::position).collect();
+    for order in [[0, 1], [1, 0]] {
+        let all = StreamPosition::merged(&order.map(|rank: usize| positions[rank].clone())).unwrap();
+        assert_eq!(all.read(), [20, 5]);
+    }
+}
+
 /// A source that says nothing until its sender is dropped.
 struct Silent(Mutex<Receiver<()>>);
 

@@ -85,7 +85,8 @@ impl StepPlaces {
 }
 
 impl PartialEq for ElasticSampler {
-    /// Whether both are at the same place of the same order.
+    /// Whether both are at the same place of the same order. The seed counts also without `shuffle`: for the order of a program's own a loader
+    /// notes there by what it knows that order again.
     fn eq(&self, other: &Self) -> bool {
         let place = |it: &Self| (it.samples, it.shuffle, it.seed, it.tail, it.epoch, it.consumed);
         place(self) == place(other) && self.again == other.again
@@ -153,12 +154,14 @@ impl ElasticSampler {
     /// ```
     ///
     /// # Errors
-    /// If the number of samples, the seed, `shuffle` or the tail differs ([`is_mismatch`](Error::is_mismatch)); the error names each with
-    /// both values.
+    /// If the number of samples, `shuffle`, the tail, or with `shuffle` the seed differs ([`is_mismatch`](Error::is_mismatch)); the error names
+    /// each with both values.
     pub fn check_resumes(&self, saved: &Self) -> Result<()> {
-        let pairs = saved.options().into_iter().zip(self.options()).filter(|(saved, here)| saved != here);
         let differences =
-            pairs.map(|((name, saved), (_, here))| format!("`{name}` was {saved} and is {here}"));
+            saved.options().into_iter().zip(self.options()).filter_map(|((name, saved), (_, here))| {
+                let (saved, here) = saved.zip(here)?;
+                (saved != here).then(|| format!("`{name}` was {saved} and is {here}"))
+            });
         let differences = differences.collect::<Vec<_>>().join(", ");
         if differences.is_empty() {
             return Ok(());
@@ -172,15 +175,17 @@ impl ElasticSampler {
     /// twice, and on others not at all.
     #[doc(hidden)]
     pub fn describe(&self) -> String {
-        self.options().map(|(name, value)| format!("{name} {value}")).join(", ")
+        let options = self.options().into_iter();
+        options.filter_map(|(name, value)| Some(format!("{name} {}", value?))).collect::<Vec<_>>().join(", ")
     }
 
-    fn options(&self) -> [(&'static str, String); 4] {
+    /// Each option, if the order depends on it.
+    fn options(&self) -> [(&'static str, Option<String>); 4] {
         [
-            ("samples", self.samples.to_string()),
-            ("shuffle", self.shuffle.to_string()),
-            ("seed", self.seed.to_string()),
-            ("tail", format!("{:?}", self.tail)),
+            ("samples", Some(self.samples.to_string())),
+            ("shuffle", Some(self.shuffle.to_string())),
+            ("seed", self.shuffle.then(|| self.seed.to_string())),
+            ("tail", Some(format!("{:?}", self.tail))),
         ]
     }
 
@@ -408,6 +413,11 @@ mod tests {
         saved.set_epoch(4);
         step(&mut saved, 2, 3);
         own().check_resumes(&saved).unwrap();
+        // Nothing depends on the seed of an order that is not shuffled.
+        let ordered = |seed| own().shuffle(false).seed(seed);
+        ordered(5).check_resumes(&ordered(3)).unwrap();
+        assert_eq!(ordered(5).describe(), ordered(3).describe());
+        assert_ne!(own().describe(), own().seed(5).describe());
         for (other, said) in [
             (own().with_samples(150), "`samples` was 100 and is 150"),
             (own().shuffle(false), "`shuffle` was true and is false"),

@@ -95,3 +95,23 @@ fn steps_without_images_are_refused() {
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.code() == Some(2) && text.contains("--batch-size"), "{text}");
 }
+
+#[test]
+fn times_that_no_clock_has_are_refused() {
+    for (option, value) in [
+        ("--seconds", "inf"),
+        ("--seconds", "1e300"),
+        ("--seconds", "NaN"),
+        ("--slow", "1e300"),
+        ("--compute-ms", "18446744073709551615"),
+    ] {
+        let output = Command::new(env!("CARGO_BIN_EXE_async_digits"))
+            .args([option, value])
+            .env_remove("RANK")
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && text.contains(option), "{value}: {text}");
+        assert!(!text.contains("panicked"), "{value}: {text}");
+    }
+}

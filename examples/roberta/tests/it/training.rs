@@ -681,6 +681,26 @@ fn a_masked_language_model_learns_and_its_perplexity_falls() {
 }
 
 #[test]
+fn a_model_whose_loss_is_not_a_number_is_never_the_best() {
+    let corpus = Corpus::new(8, 4);
+    let data = Dataset::read(corpus.folder.path()).unwrap();
+    let language = MaskedLanguage::new(corpus.config.clone(), text(&corpus), &data, 60);
+    let labels = classification(&corpus, 0.1);
+    let with = |loss| Evaluation { loss, accuracy: 0.5 };
+    let [broken, worse, better] = [f64::NAN, 2.0, 1.0].map(with);
+    for (new, best, expected) in [
+        (better, worse, true),
+        (worse, better, false),
+        (worse, broken, true),
+        (broken, worse, false),
+        (broken, broken, false),
+    ] {
+        assert_eq!(language.is_better(&new, &best), expected, "{new:?} {best:?}");
+        assert_eq!(labels.is_better(&new, &best), expected, "{new:?} {best:?}");
+    }
+}
+
+#[test]
 fn a_full_disk_under_the_best_model_is_everybody_s_error_and_nothing_is_lost() {
     let corpus = Corpus::new(24, 8);
     let task = classification(&corpus, 0.1);
@@ -702,14 +722,16 @@ fn a_full_disk_under_the_best_model_is_everybody_s_error_and_nothing_is_lost() {
     let status = RunStatus::read(&out).unwrap().unwrap();
     assert!(status.state() == RunState::Failed && status.cause().unwrap().contains(cause), "{status:?}");
 
-    // There is room again.
+    // There is room again. Beside it lies what a process left that was killed while it wrote the weights.
     std::fs::remove_file(out.join("best.new/config.json")).unwrap();
+    std::fs::write(out.join("best.new/model.safetensors.7-0.tmp"), "half").unwrap();
     let epochs = on_ranks(2, |group| train(&task, &model, &group, &more).unwrap());
     assert_eq!(epochs[0].len(), 12);
     let record = Record::read(&out);
     assert_eq!(record.steps("train/loss"), (1..=36).collect::<Vec<_>>(), "each once");
     assert_eq!(record.steps("held_out/loss"), (1..=12).map(|epoch| 3 * epoch).collect::<Vec<_>>());
     assert!(!out.join("best.new").exists());
+    assert_eq!(std::fs::read_dir(out.join("best")).unwrap().count(), 3, "the model's files alone");
 }
 
 #[test]

@@ -80,14 +80,15 @@ impl PeriodicModelAverager {
     /// # Errors
     /// As [`Replica::average_parameters`]. On every rank of an average, if their averagers have other settings, or, unless every step is averaged, have made
     /// other numbers of steps, as after an uneven [`join`](crate::join) whose ranks did not take over a number with [`resume_at`](Self::resume_at).
+    /// After an error the step does not count: the next call averages.
     pub fn step(&mut self, replica: &mut impl Replica) -> Result<bool> {
         let after = self.step.checked_sub(self.warmup_steps);
-        // A saved number may be any.
-        self.step = self.step.saturating_add(1);
         let due = after.is_some_and(|after| after.is_multiple_of(self.period));
         if due {
             replica.average_parameters(&self.describe())?;
         }
+        // A saved number may be any.
+        self.step = self.step.saturating_add(1);
         Ok(due)
     }
 
@@ -146,6 +147,22 @@ mod tests {
                 assert!(error.is_none_or(|error| error.is_mismatch() && error.remedy().is_some()));
             }
         }
+    }
+
+    #[test]
+    fn an_average_that_failed_is_still_due() {
+        struct Failing(u32);
+        impl Replica for Failing {
+            fn average_parameters(&mut self, _: &str) -> Result<()> {
+                self.0 += 1;
+                if self.0 == 2 { Err(Error::invalid_argument("the second average fails")) } else { Ok(()) }
+            }
+        }
+        let (mut replica, mut averager) = (Failing(0), PeriodicModelAverager::new(2).unwrap());
+        let steps = (0..6).map(|_| averager.step(&mut replica).ok());
+        let steps: Vec<Option<bool>> = steps.collect();
+        assert_eq!(steps, [Some(true), Some(false), None, Some(true), Some(false), Some(true)]);
+        assert_eq!(averager.steps(), 5);
     }
 
     #[test]
