@@ -1,7 +1,7 @@
 //! Values that can be serialised, parameters, and sparse gradients: made of the collectives.
 
 use phalanx::group::MAX_OBJECT_BYTES;
-use phalanx::{Caller, DType, Element, Error, Rank, Result};
+use phalanx::{Buffer, Caller, DType, Element, Error, Rank, Result};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -168,7 +168,8 @@ impl Horovod {
                 land(&mut flying)?;
                 bytes = size_of_val(&*parameter);
             }
-            let handle = self.broadcast_async(&format!("broadcast.{name}"), &*parameter, root)?;
+            let copy = Buffer::try_from_slice(parameter)?;
+            let handle = self.broadcast_async(&format!("broadcast.{name}"), copy, root)?;
             flying.push((handle, parameter));
         }
         land(&mut flying)
