@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::floats::copy_of;
 use super::layout::Layout;
 use super::service::{Hosted, Service};
 use super::shard::Shard;
 use super::{Compensation, ParameterServer, Place, State};
+use crate::buffer::copy_of;
 use crate::caller::Caller;
 use crate::clock::{Clocks, Consistency};
 use crate::error::{Error, Result};

@@ -11,9 +11,10 @@ use std::sync::Arc;
 use parking_lot::{Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
 
-use super::floats::{Floats, copy_of};
+use super::floats::Floats;
 use super::shard::{Op, Shard};
 use super::{Place, ShardStatistics};
+use crate::buffer::copy_of;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::rpc::{Answer, Bytes, Context, PendingCall, RpcBuilder, aside, caught, waiting};

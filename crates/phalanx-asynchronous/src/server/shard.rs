@@ -21,8 +21,9 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::Staleness;
-use super::floats::{Floats, copy_of, with_room, zeros};
+use super::floats::{Floats, zeros};
 use super::layout::Layout;
+use crate::buffer::{copy_of, with_room};
 use crate::clock::{Clocks, Consistency};
 use crate::error::{Error, Result};
 use crate::optimizer::UpdateRule;
