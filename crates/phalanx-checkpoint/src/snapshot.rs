@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use phalanx_core::buffer::copy_of;
+use phalanx_proto::wire::object;
 use serde::Serialize;
 
 use super::layout::Proposed;
@@ -228,9 +229,8 @@ impl Snapshot {
     /// # Errors
     /// As [`part`](Self::part), and if the value cannot be encoded.
     pub fn value<T: Serialize + ?Sized>(&mut self, name: &str, value: &T) -> Result<()> {
-        let bytes = postcard::to_stdvec(value).map_err(|error| {
-            Error::not_serialized(format!("the part {name:?} could not be written"), error)
-        })?;
+        let mut bytes = Vec::new();
+        object::write(value, &mut bytes, &format!("the part {name:?}"))?;
         self.part(name, bytes)
     }
 }

@@ -10,6 +10,7 @@ use crate::tensor::Tensor;
 use phalanx::adapter::elements::scale;
 use phalanx_proto::horovod::controller::ranks;
 use phalanx_proto::horovod::reduction::Op;
+use phalanx_proto::wire::object;
 
 /// The gradient of a tensor of which few rows have one: the numbers of these rows, and what is to be added to them. A row may
 /// occur more than once.
@@ -234,8 +235,9 @@ fn land<T: Element>(flying: &mut Vec<(crate::Handle<Tensor>, &mut [T])>) -> Resu
 }
 
 fn written<T: Serialize>(value: &T) -> Result<Vec<u8>> {
-    postcard::to_stdvec(value)
-        .map_err(|error| Error::not_serialized("the object could not be written", error))
+    let mut bytes = Vec::new();
+    object::write(value, &mut bytes, "the object")?;
+    Ok(bytes)
 }
 
 fn read<T: DeserializeOwned>(bytes: &[u8], from: Rank) -> Result<T> {

@@ -17,7 +17,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use super::spare::{LEAST, Spare};
 use crate::buffer::Buffer;
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::wire::object;
 
 thread_local! {
     /// The bytes that this thread is writing.
@@ -171,13 +172,7 @@ impl Written {
     /// If `value`, which is `what`, cannot be written, or there is no memory for it.
     pub(super) fn behind<T: Serialize + ?Sized>(own: Vec<u8>, value: &T, what: &str) -> Result<Self> {
         let written = postcard::serialize_with_flavor(value, Self { own, lent: Vec::new() });
-        written.map_err(|error| match error {
-            postcard::Error::SerializeBufferFull => {
-                Error::out_of_memory(format!("there is no memory for the bytes of {what}"))
-                    .with_remedy("send less in one call, or start fewer ranks on this host")
-            }
-            error => Error::invalid_argument(format!("{what} could not be written")).with_source(error),
-        })
+        written.map_err(|error| object::unwritten(what, error))
     }
 
     fn make_room(&mut self, more: usize) -> postcard::Result<()> {
