@@ -7,6 +7,7 @@ use serde::de::DeserializeOwned;
 
 use crate::horovod::Horovod;
 use crate::tensor::Tensor;
+use phalanx::adapter::copy_of;
 use phalanx::adapter::elements::scale;
 use phalanx_proto::horovod::controller::ranks;
 use phalanx_proto::horovod::reduction::Op;
@@ -223,7 +224,7 @@ impl Horovod {
         };
         let dtype: DType = values.dtype();
         scale(dtype, values.as_bytes_mut(), factor)?;
-        Ok(SparseGradient { indices: indices.as_slice()?.to_vec(), values })
+        Ok(SparseGradient { indices: copy_of(indices.as_slice()?)?, values })
     }
 }
 
