@@ -4,6 +4,7 @@ use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use phalanx::adapter::copy_of;
 use phalanx::reducer::{ParameterSpec, StateTensor, broadcast_state_from, states_identical};
 use phalanx::{Communicator, Error, Rank, Result};
 use tch::nn::{VarStore, Variables};
@@ -302,7 +303,7 @@ pub(crate) fn with_elements<T>(
     let rows = rows(tensors)?;
     let copy = |(index, row): &(usize, Tensor)| {
         let bytes = shim::bytes(row).ok_or_else(|| without_memory(*index))?;
-        Ok((shim::dtype(row.kind())?, bytes.to_vec()))
+        Ok((shim::dtype(row.kind())?, copy_of(bytes)?))
     };
     let mut copies = rows.iter().map(copy).collect::<Result<Vec<_>>>()?;
     let mut parts: Vec<_> =
@@ -341,7 +342,7 @@ pub(crate) fn copies(tensors: &[Tensor]) -> Result<Vec<Vec<u8>>> {
 
 /// The elements of `tensor`, row by row.
 pub(crate) fn copy(tensor: &Tensor) -> Result<Vec<u8>> {
-    read_elements(&[tensor.shallow_clone()], |parts| Ok(parts.next().unwrap_or_default().to_vec()))
+    read_elements(&[tensor.shallow_clone()], |parts| copy_of(parts.next().unwrap_or_default()))
 }
 
 /// Writes `elements`, row by row, to `tensor`.

@@ -10,8 +10,9 @@ use burn::module::ParamId;
 use burn::optim::{ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Bytes, DType, Device};
 use burn_pack::{Reader, Scalar, Tensor, Writer};
+use phalanx::adapter::copy_of;
 use phalanx::reducer::{broadcast_bytes, states_identical};
-use phalanx::{Communicator, Error, Rank, Result, WorldSize};
+use phalanx::{Buffer, Communicator, Error, Rank, Result, WorldSize};
 use serde::{Deserialize, Serialize};
 
 use crate::parameters::Parameter;
@@ -202,10 +203,10 @@ pub(crate) fn from_rank(
     parameters: &[Parameter],
 ) -> Result<ModuleOptimizer> {
     if group.rank() == root {
-        broadcast(group, root, &own_state(optimizer, group, parameters)?)?;
+        broadcast_bytes(group, root, &own_state(optimizer, group, parameters)?, MAX_BYTES)?;
         return Ok(optimizer.clone());
     }
-    let state = OptimizerState::from_bytes(broadcast(group, root, &[])?);
+    let state = received(&broadcast_bytes(group, root, &[], MAX_BYTES)?);
     // The root goes on, and would wait for this rank.
     let loaded = state.and_then(|state| state.load(optimizer, parameters));
     loaded.inspect_err(|error| group.abort(error.clone()))
@@ -258,10 +259,10 @@ pub(crate) fn gather(
     let mine = own_state(optimizer, group, parameters)?;
     let mut whole = OptimizerState::empty();
     for rank in group.world_size().ranks() {
-        let state = broadcast(group, rank, &mine)?;
+        let state = broadcast_bytes(group, rank, &mine, MAX_BYTES)?;
         if group.rank() == to {
             // The others go on, and wait for this rank's part.
-            whole.extend(OptimizerState::from_bytes(state).inspect_err(|error| group.abort(error.clone()))?);
+            whole.extend(received(&state).inspect_err(|error| group.abort(error.clone()))?);
         }
     }
     (group.rank() == to).then(|| whole.load(optimizer, parameters)).transpose()
@@ -285,10 +286,9 @@ pub(crate) fn bytes(optimizer: &ModuleOptimizer) -> Result<usize> {
     optimizer.to_record().into_bytes().map(|bytes| bytes.len()).map_err(unreadable)
 }
 
-/// The bytes of rank `root`, on every rank.
-fn broadcast(group: &dyn Communicator, root: Rank, mine: &[u8]) -> Result<Bytes> {
-    let bytes = broadcast_bytes(group, root, mine, MAX_BYTES)?;
-    Ok(Bytes::from_bytes_vec(bytes.as_bytes().to_vec()))
+/// The state that another rank has sent.
+fn received(state: &Buffer) -> Result<OptimizerState> {
+    OptimizerState::from_bytes(Bytes::from_bytes_vec(copy_of(state.as_bytes())?))
 }
 
 /// Checks that each parameter has as many dimensions as when the state was saved.

@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
+use phalanx_core::buffer::copy_of;
+use phalanx_proto::wire::object;
 use serde::Serialize;
 
 use super::layout::Proposed;
@@ -50,9 +52,9 @@ impl Snapshot {
     /// Adds a copy of a tensor: `elements` in row-major order. Its name may be any text, such as a path in the module.
     ///
     /// # Errors
-    /// If the shape has another number of elements, or there is a tensor of this name.
+    /// If the shape has another number of elements, there is a tensor of this name, or no memory for the copy.
     pub fn tensor<T: Element>(&mut self, name: &str, shape: &[usize], elements: &[T]) -> Result<()> {
-        self.tensor_bytes(name, T::DTYPE, shape, bytemuck::cast_slice::<T, u8>(elements).to_vec())
+        self.tensor_bytes(name, T::DTYPE, shape, copy_of(bytemuck::cast_slice::<T, u8>(elements))?)
     }
 
     /// Adds a tensor whose memory, of any owner, can be given away: little-endian elements in row-major order.
@@ -105,7 +107,7 @@ impl Snapshot {
             T::DTYPE,
             shape,
             (offsets, slice),
-            bytemuck::cast_slice::<T, u8>(elements).to_vec(),
+            copy_of(bytemuck::cast_slice::<T, u8>(elements))?,
         )
     }
 
@@ -227,9 +229,8 @@ impl Snapshot {
     /// # Errors
     /// As [`part`](Self::part), and if the value cannot be encoded.
     pub fn value<T: Serialize + ?Sized>(&mut self, name: &str, value: &T) -> Result<()> {
-        let bytes = postcard::to_stdvec(value).map_err(|error| {
-            Error::not_serialized(format!("the part {name:?} could not be written"), error)
-        })?;
+        let mut bytes = Vec::new();
+        object::write(value, &mut bytes, &format!("the part {name:?}"))?;
         self.part(name, bytes)
     }
 }

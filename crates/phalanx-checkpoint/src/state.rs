@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 
+use phalanx_core::buffer::copy_of;
 use phalanx_core::state::{StateReader, StateWriter};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -12,7 +13,7 @@ use crate::{Saved, Snapshot};
 
 impl StateWriter for Snapshot {
     fn tensor(&mut self, name: &str, dtype: DType, shape: &[usize], elements: &[u8]) -> Result<()> {
-        self.tensor_bytes(name, dtype, shape, elements.to_vec())
+        self.tensor_bytes(name, dtype, shape, copy_of(elements)?)
     }
 
     fn owned(

@@ -5,7 +5,7 @@
 
 use std::any::Any;
 
-use phalanx_core::buffer::Buffer;
+use phalanx_core::buffer::{Buffer, copy_of};
 use phalanx_core::group::ProcessGroup;
 use phalanx_core::reducer::hooks::HookState;
 use phalanx_core::reducer::verify_description;
@@ -311,7 +311,9 @@ fn own_of_all(hook: &HookState, group: &ProcessGroup) -> Result<Vec<HookState>> 
         let gathered = gathering.inspect_err(|error| group.abort(error.clone()))?.wait()?;
         let mut parts = gathered.as_slice::<f32>()?.chunks(tensor.elements.len().max(1));
         for state in &mut all {
-            let elements = parts.next().unwrap_or_default().to_vec();
+            let elements = copy_of(parts.next().unwrap_or_default());
+            // As above, if there are more tensors.
+            let elements = elements.inspect_err(|error| group.abort(error.clone()))?;
             *state = std::mem::take(state).own(&tensor.field, tensor.parameter, elements);
         }
     }

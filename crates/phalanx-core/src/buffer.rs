@@ -113,6 +113,29 @@ pub fn has_room(bytes: usize) -> bool {
     has_room
 }
 
+/// Empty memory for so many elements: for what grows with the parameters or the ranks, and for what others have said the length of.
+/// Without memory, to let a `Vec` take it would end the process.
+///
+/// # Errors
+/// If there is none.
+pub fn with_room<T>(elements: usize) -> Result<Vec<T>> {
+    let mut memory = Vec::new();
+    memory.try_reserve_exact(elements).map_err(|error| {
+        out_of_memory(format_args!("{elements} elements of {} bytes", size_of::<T>()), error)
+    })?;
+    Ok(memory)
+}
+
+/// A copy of `elements`, as [`with_room`].
+///
+/// # Errors
+/// If there is no memory for it.
+pub fn copy_of<T: Copy>(elements: &[T]) -> Result<Vec<T>> {
+    let mut copy = with_room(elements.len())?;
+    copy.extend_from_slice(elements);
+    Ok(copy)
+}
+
 impl Buffer {
     /// `elements` zeros.
     ///
@@ -410,6 +433,17 @@ mod tests {
             let error = Buffer::try_zeroed(DType::F64, elements).unwrap_err();
             assert!(error.is_out_of_memory() && error.remedy().is_some(), "{error}");
         }
+    }
+
+    #[test]
+    fn room_that_there_is_not_is_an_error() {
+        let error = with_room::<f32>(1 << 60).unwrap_err();
+        assert!(error.is_out_of_memory() && error.remedy().is_some(), "{error}");
+        assert!(
+            error.to_string().contains("no memory for 1152921504606846976 elements of 4 bytes"),
+            "{error}"
+        );
+        assert_eq!(copy_of(&[1u64, 2]).unwrap(), [1, 2]);
     }
 
     #[test]

@@ -1,15 +1,17 @@
 //! Values that can be serialised, parameters, and sparse gradients: made of the collectives.
 
 use phalanx::group::MAX_OBJECT_BYTES;
-use phalanx::{Caller, DType, Element, Error, Rank, Result};
+use phalanx::{Buffer, Caller, DType, Element, Error, Rank, Result};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::horovod::Horovod;
 use crate::tensor::Tensor;
+use phalanx::adapter::copy_of;
 use phalanx::adapter::elements::scale;
 use phalanx_proto::horovod::controller::ranks;
 use phalanx_proto::horovod::reduction::Op;
+use phalanx_proto::wire::object;
 
 /// The gradient of a tensor of which few rows have one: the numbers of these rows, and what is to be added to them. A row may
 /// occur more than once.
@@ -168,7 +170,8 @@ impl Horovod {
                 land(&mut flying)?;
                 bytes = size_of_val(&*parameter);
             }
-            let handle = self.broadcast_async(&format!("broadcast.{name}"), &*parameter, root)?;
+            let copy = Buffer::try_from_slice(parameter)?;
+            let handle = self.broadcast_async(&format!("broadcast.{name}"), copy, root)?;
             flying.push((handle, parameter));
         }
         land(&mut flying)
@@ -221,7 +224,7 @@ impl Horovod {
         };
         let dtype: DType = values.dtype();
         scale(dtype, values.as_bytes_mut(), factor)?;
-        Ok(SparseGradient { indices: indices.as_slice()?.to_vec(), values })
+        Ok(SparseGradient { indices: copy_of(indices.as_slice()?)?, values })
     }
 }
 
@@ -233,8 +236,9 @@ fn land<T: Element>(flying: &mut Vec<(crate::Handle<Tensor>, &mut [T])>) -> Resu
 }
 
 fn written<T: Serialize>(value: &T) -> Result<Vec<u8>> {
-    postcard::to_stdvec(value)
-        .map_err(|error| Error::not_serialized("the object could not be written", error))
+    let mut bytes = Vec::new();
+    object::write(value, &mut bytes, "the object")?;
+    Ok(bytes)
 }
 
 fn read<T: DeserializeOwned>(bytes: &[u8], from: Rank) -> Result<T> {

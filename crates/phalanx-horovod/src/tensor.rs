@@ -6,7 +6,6 @@ use std::fmt;
 use phalanx::{Buffer, BufferPart, Caller, DType, Element, Error, Result};
 
 use phalanx::adapter::elements::{cast, cast_mut};
-use phalanx::adapter::has_room;
 
 /// Memory that an operation may own while it is in flight, such as a framework's. [`Buffer`] and `Vec<T>` are.
 ///
@@ -118,16 +117,13 @@ impl Tensor {
 
     /// Zeros, in ordinary memory. Other ranks have told the shape: if there is no memory for it, that is an error, and does not end the process.
     pub(crate) fn zeroed(dtype: DType, shape: Vec<usize>) -> Result<Self> {
-        let bytes = |elements: usize| elements.checked_mul(dtype.size());
-        let Some(elements) = elements(&shape).filter(|elements| bytes(*elements).is_some_and(has_room))
-        else {
-            return Err(Error::out_of_memory(format!(
-                "there is no memory for a tensor of {dtype} {shape:?}"
-            ))
-            .with_remedy("submit tensors that fit into the memory of every rank, also gathered from all"));
-        };
-        let memory = Box::new(Buffer::zeroed(dtype, elements));
-        Ok(Self { dtype, stands_for: None, shape, memory })
+        // More than addresses are more than any memory has.
+        let memory = Buffer::try_zeroed(dtype, elements(&shape).unwrap_or(usize::MAX)).map_err(|error| {
+            Error::out_of_memory(format!("there is no memory for a tensor of {dtype} {shape:?}"))
+                .with_source(error)
+                .with_remedy("submit tensors that fit into the memory of every rank, also gathered from all")
+        })?;
+        Ok(Self { dtype, stands_for: None, shape, memory: Box::new(memory) })
     }
 
     /// The same elements in another shape.

@@ -51,7 +51,7 @@
 //! [`Error::is_mismatch`] hold for adapters as well. A framework's own error is [`Error::other`]. Add the remedy with
 //! [`Error::with_remedy`].
 
-pub use phalanx_core::buffer::has_room;
+pub use phalanx_core::buffer::{copy_of, has_room, with_room};
 pub use phalanx_core::group::{Communicator, GroupHandle};
 pub use phalanx_core::host::{id as host_id, name as host_name};
 pub use phalanx_core::join::{ComparedCalls, Comparison, Elsewhere, ElsewhereCall, ElsewhereOp, JoinGroup};

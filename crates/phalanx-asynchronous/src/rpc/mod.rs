@@ -541,9 +541,7 @@ impl Shared {
             return Err(Error::invalid_argument(format!("the name of a function has 1 to {MAX_NAME} bytes"))
                 .with_remedy("call it by the name under which it was registered"));
         }
-        let payload = Written::behind(name.as_bytes().to_vec(), args).map_err(|error| {
-            Error::invalid_argument("the arguments could not be written").with_source(error)
-        })?;
+        let payload = Written::behind(name.as_bytes().to_vec(), args, "the arguments")?;
         if payload.len() > MAX_PAYLOAD {
             let cause = format!("the arguments take {} bytes; a call may take {MAX_PAYLOAD}", payload.len());
             return Err(

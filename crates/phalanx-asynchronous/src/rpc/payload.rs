@@ -17,6 +17,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use super::spare::{LEAST, Spare};
 use crate::buffer::Buffer;
 use crate::dtype::DType;
+use crate::error::Result;
+use crate::wire::object;
 
 thread_local! {
     /// The bytes that this thread is writing.
@@ -165,8 +167,16 @@ pub(super) struct Written {
 
 impl Written {
     /// `value` behind these bytes.
-    pub(super) fn behind<T: Serialize + ?Sized>(own: Vec<u8>, value: &T) -> postcard::Result<Self> {
-        postcard::serialize_with_flavor(value, Self { own, lent: Vec::new() })
+    ///
+    /// # Errors
+    /// If `value`, which is `what`, cannot be written, or there is no memory for it.
+    pub(super) fn behind<T: Serialize + ?Sized>(own: Vec<u8>, value: &T, what: &str) -> Result<Self> {
+        let written = postcard::serialize_with_flavor(value, Self { own, lent: Vec::new() });
+        written.map_err(|error| object::unwritten(what, error))
+    }
+
+    fn make_room(&mut self, more: usize) -> postcard::Result<()> {
+        self.own.try_reserve(more).map_err(|_| postcard::Error::SerializeBufferFull)
     }
 
     pub(super) fn len(&self) -> usize {
@@ -196,6 +206,7 @@ impl Flavor for Written {
     type Output = Self;
 
     fn try_push(&mut self, byte: u8) -> postcard::Result<()> {
+        self.make_room(1)?;
         self.own.push(byte);
         Ok(())
     }
@@ -204,7 +215,10 @@ impl Flavor for Written {
         // Most are short, and are not looked for.
         match (bytes.len() >= LEAST).then(|| lent(bytes)).flatten() {
             Some(bytes) => self.lent.push((self.own.len(), bytes)),
-            None => self.own.extend_from_slice(bytes),
+            None => {
+                self.make_room(bytes.len())?;
+                self.own.extend_from_slice(bytes);
+            }
         }
         Ok(())
     }
@@ -264,7 +278,7 @@ mod tests {
     #[test]
     fn long_bytes_are_neither_copied_when_they_are_written_nor_when_they_are_read() {
         let (spare, sent) = (Arc::new(Spare::default()), Bytes::from(vec![3; 1 << 20]));
-        let written = Written::behind(b"name".to_vec(), &(1u8, &sent, "text")).unwrap();
+        let written = Written::behind(b"name".to_vec(), &(1u8, &sent, "text"), "a value").unwrap();
         let parts = written.parts();
         assert_eq!(parts[0], [&b"name"[..], &[1, 0x80, 0x80, 0x40]].concat());
         assert!(std::ptr::eq::<[u8]>(parts[1], &*sent));
@@ -287,7 +301,7 @@ mod tests {
         let spare = Arc::new(Spare::default());
         let short = Bytes::from(vec![5; 10]);
         let sent = vec![short.clone(), long(1), Bytes::from(Vec::new()), long(2), long(1), short];
-        let written = Written::behind(Vec::new(), &sent).unwrap();
+        let written = Written::behind(Vec::new(), &sent, "a value").unwrap();
         assert_eq!(written.lent.len(), 3);
         let all = payload(&written, &spare);
         assert_eq!(read::<Vec<Bytes>>(&all, 0).unwrap(), sent);
@@ -309,7 +323,7 @@ mod tests {
             }
         }
         let (spare, sent) = (Arc::new(Spare::default()), long(7));
-        let written = Written::behind(Vec::new(), &Text(sent.clone())).unwrap();
+        let written = Written::behind(Vec::new(), &Text(sent.clone()), "a value").unwrap();
         assert!(written.lent.is_empty());
         let text: String = read(&payload(&written, &spare), 0).unwrap();
         assert_eq!(serde_json::from_str::<Bytes>(&text).unwrap(), sent);

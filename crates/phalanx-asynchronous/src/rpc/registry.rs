@@ -138,9 +138,7 @@ fn arguments<A: DeserializeOwned>(name: &str, context: &Context, args: &Argument
 }
 
 fn write_result<R: Serialize>(name: &str, result: &R) -> Result<Written> {
-    Written::behind(Vec::new(), result).map_err(|error| {
-        Error::invalid_argument(format!("the result of {name:?} could not be written")).with_source(error)
-    })
+    Written::behind(Vec::new(), result, &format!("the result of {name:?}"))
 }
 
 /// The duty to answer a call. If it is dropped, the caller gets an error.

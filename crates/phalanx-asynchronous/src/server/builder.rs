@@ -10,6 +10,7 @@ use super::layout::Layout;
 use super::service::{Hosted, Service};
 use super::shard::Shard;
 use super::{Compensation, ParameterServer, Place, State};
+use crate::buffer::copy_of;
 use crate::caller::Caller;
 use crate::clock::{Clocks, Consistency};
 use crate::error::{Error, Result};
@@ -93,7 +94,7 @@ impl ParameterServerBuilder {
     /// # Errors
     /// If the settings differ, or are impossible: no servers, a rank that is not in the group, a replica without a second
     /// server, more than 256 MiB of parameters on one server. If `parameters` are not as many as the keys have elements, on any
-    /// rank. If the group fails.
+    /// rank. If a server has no memory for its parameters: that ends the group. If the group fails.
     pub fn start(self, group: &ProcessGroup, parameters: &mut [f32]) -> Result<ParameterServer> {
         let Self { lengths, servers, workers, consistency, rule, compensation, replicated, timeout } = self;
         let world = group.world_size();
@@ -148,13 +149,18 @@ impl ParameterServerBuilder {
                 replica: replicated.then(|| servers[(index + 1) % servers.len()]),
             })
             .collect();
+        let shard = |place: &Place| {
+            let part = copy_of(&parameters[layout.place(&place.keys)?])?;
+            let clocks = Clocks::new(consistency, workers.iter().copied());
+            Shard::new(layout.part(&place.keys)?, part, rule.clone(), compensation, clocks)
+        };
         let mut hosted = Vec::new();
         for (index, place) in shards.iter().enumerate() {
             let is_here = place.primary == group.rank() || place.replica == Some(group.rank());
             if is_here && !place.keys.is_empty() {
-                let part = parameters[layout.place(&place.keys)?].to_vec();
-                let clocks = Clocks::new(consistency, workers.iter().copied());
-                let shard = Shard::new(layout.part(&place.keys)?, part, rule.clone(), compensation, clocks);
+                // The other ranks wait for this one.
+                let shard = shard(place)
+                    .map_err(|error| group.fail_half_way("start its parameter server", &error))?;
                 hosted.push(Hosted::new(index as u32, shard, place, group.rank()));
             }
         }

@@ -31,6 +31,11 @@ impl Layout {
         self.offsets.last().copied().unwrap_or(0)
     }
 
+    /// The most elements of a key.
+    pub(super) fn longest(&self) -> usize {
+        self.offsets.windows(2).map(|key| key[1] - key[0]).max().unwrap_or(0)
+    }
+
     /// The elements of these keys.
     pub(super) fn place(&self, keys: &Range<usize>) -> Result<Range<usize>> {
         let ends = self.offsets.get(keys.start).zip(self.offsets.get(keys.end));
@@ -91,7 +96,7 @@ mod tests {
     #[test]
     fn keys_have_places() {
         let layout = Layout::new(&[3, 0, 4]).unwrap();
-        assert_eq!((layout.keys(), layout.elements()), (3, 7));
+        assert_eq!((layout.keys(), layout.elements(), layout.longest()), (3, 7, 4));
         assert_eq!(layout.place(&(1..3)).unwrap(), 3..7);
         assert_eq!(layout.part(&(1..3)).unwrap(), Layout::new(&[0, 4]).unwrap());
         assert!(layout.place(&(2..4)).is_err() && Layout::new(&[usize::MAX, 1]).is_err());

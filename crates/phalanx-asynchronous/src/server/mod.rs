@@ -9,7 +9,6 @@ mod layout;
 mod service;
 mod shard;
 
-use std::borrow::Cow;
 use std::ops::Range;
 use std::time::Duration;
 
@@ -347,8 +346,7 @@ impl ParameterServer {
             let whole = self.layout.place(&own)?;
             let part = whole.start - place.start..whole.end - place.start;
             let local = own.start - held.keys.start..own.end - held.keys.start;
-            let push =
-                gradients.map(|gradients| (local.clone(), Floats(Cow::Borrowed(&gradients[part.clone()]))));
+            let push = gradients.map(|gradients| (local.clone(), Floats::Lent(&gradients[part.clone()])));
             let pull = parameters.is_some().then_some(local);
             let request = Request { shard: shard as u32, number, ask: Ask::Step { push, advance, pull } };
             let call = self.rpc.call_async(state.servers[shard], STEP, &request).ok();

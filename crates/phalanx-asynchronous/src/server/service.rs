@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::floats::Floats;
 use super::shard::{Op, Shard};
 use super::{Place, ShardStatistics};
+use crate::buffer::copy_of;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
 use crate::rpc::{Answer, Bytes, Context, PendingCall, RpcBuilder, aside, caught, waiting};
@@ -208,7 +209,7 @@ impl Hosted {
 
     fn reply(&self, worker: Rank, staleness: u64, pull: Option<&Range<usize>>) -> Result<Done> {
         let values = pull.map(|keys| self.shard.parameters(keys)).transpose()?.unwrap_or_default();
-        let values = bytemuck::cast_slice::<f32, u8>(values).to_vec().into();
+        let values = copy_of(bytemuck::cast_slice::<f32, u8>(values))?.into();
         let clock = self.shard.clocks().workers().get(&worker).copied().unwrap_or(0);
         Ok(Done { staleness, clock, values, is_replicated: false })
     }

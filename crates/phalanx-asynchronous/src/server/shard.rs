@@ -21,8 +21,9 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::Staleness;
-use super::floats::Floats;
+use super::floats::{Floats, zeros};
 use super::layout::Layout;
+use crate::buffer::{copy_of, with_room};
 use crate::clock::{Clocks, Consistency};
 use crate::error::{Error, Result};
 use crate::optimizer::UpdateRule;
@@ -95,6 +96,8 @@ pub(super) struct Shard {
     states: Vec<Vec<f32>>,
     /// The running mean of g², for [`DelayCompensation::Adaptive`].
     mean_square: Vec<f32>,
+    /// Memory for the corrected gradient of a key, for delay compensation.
+    corrected: Vec<f32>,
     /// The number of updates of each key.
     versions: Vec<u64>,
     clocks: Clocks,
@@ -139,18 +142,22 @@ struct Left {
 }
 
 impl Shard {
+    /// # Errors
+    /// If there is no memory for it.
     pub(super) fn new(
         layout: Layout,
         parameters: Vec<f32>,
         rule: Arc<dyn UpdateRule>,
         compensation: Compensation,
         clocks: Clocks,
-    ) -> Self {
+    ) -> Result<Self> {
         let members: Vec<Rank> = clocks.workers().keys().copied().collect();
         let adaptive = matches!(compensation.delay, Some(DelayCompensation::Adaptive { .. }));
+        let longest = if compensation.delay.is_some() { layout.longest() } else { 0 };
         let mut shard = Self {
-            states: vec![vec![0.0; parameters.len()]; rule.states()],
-            mean_square: vec![0.0; if adaptive { parameters.len() } else { 0 }],
+            states: (0..rule.states()).map(|_| zeros(parameters.len())).collect::<Result<_>>()?,
+            mean_square: zeros(if adaptive { parameters.len() } else { 0 })?,
+            corrected: with_room(longest)?,
             versions: vec![0; layout.keys()],
             layout,
             rule,
@@ -163,8 +170,11 @@ impl Shard {
             committed: 0,
             record: Staleness::default(),
         };
-        members.into_iter().for_each(|worker| shard.welcome(worker));
-        shard
+        for worker in members {
+            let known = shard.newcomer()?;
+            shard.welcome(worker, known);
+        }
+        Ok(shard)
     }
 
     /// Carries out `op`. Returns the staleness of its gradients.
@@ -175,10 +185,12 @@ impl Shard {
         match op {
             Op::Join(worker, number) => {
                 self.in_order(*worker, *number)?;
+                let is_new = self.clocks.lead(*worker).is_none();
+                let known = is_new.then(|| self.newcomer()).transpose()?;
                 self.note(*worker, *number, 0);
-                if self.clocks.lead(*worker).is_none() {
+                if let Some(known) = known {
                     self.clocks.join(*worker);
-                    self.welcome(*worker);
+                    self.welcome(*worker, known);
                 }
                 Ok(0)
             }
@@ -239,11 +251,15 @@ impl Shard {
         self.versions.iter().sum()
     }
 
-    fn welcome(&mut self, worker: Rank) {
-        let pulled = if self.compensation.delay.is_some() { self.parameters.clone() } else { Vec::new() };
+    /// A worker that has all parameters as they are now.
+    fn newcomer(&self) -> Result<Worker> {
+        let pulled = if self.compensation.delay.is_some() { copy_of(&self.parameters)? } else { Vec::new() };
+        Ok(Worker { seen: copy_of(&self.versions)?, pulled, since: 0, gradients: Gradients::new() })
+    }
+
+    fn welcome(&mut self, worker: Rank, newcomer: Worker) {
         let since = self.clocks.workers().get(&worker).copied().unwrap_or(0);
-        let (seen, gradients) = (self.versions.clone(), Gradients::new());
-        self.workers.insert(worker, Worker { seen, pulled, since, gradients });
+        self.workers.insert(worker, Worker { since, ..newcomer });
     }
 
     /// `worker` takes part no longer. If it has ended a step that the others have not, its gradients stay.
@@ -297,18 +313,22 @@ impl Shard {
         if push.is_some() || advance {
             self.clocks.check(worker)?;
         }
-        if let Some((keys, values)) = push {
-            let place = self.layout.place(keys)?;
-            if place.len() != values.0.len() {
-                return Err(Error::invalid_argument(format!(
-                    "{} gradients were pushed for keys {keys:?}, which have {} elements",
-                    values.0.len(),
-                    place.len()
-                )));
+        let push = match push {
+            Some((keys, values)) => {
+                let place = self.layout.place(keys)?;
+                if place.len() != values.len() {
+                    return Err(Error::invalid_argument(format!(
+                        "{} gradients were pushed for keys {keys:?}, which have {} elements",
+                        values.len(),
+                        place.len()
+                    )));
+                }
+                Some((keys, values.read()?, self.first_sums(worker, keys)?))
             }
-        }
+            None => None,
+        };
         let staleness = match push {
-            Some((keys, values)) => self.push(worker, keys, &values.0)?,
+            Some((keys, values, sums)) => self.push(worker, keys, &values, sums)?,
             None => 0,
         };
         self.note(worker, number, staleness);
@@ -340,17 +360,41 @@ impl Shard {
         }
     }
 
-    fn push(&mut self, worker: Rank, keys: &Range<usize>, values: &[f32]) -> Result<u64> {
+    /// Zeros for the keys of which `worker` has brought no gradient in this step, if gradients are averaged.
+    fn first_sums(&self, worker: Rank, keys: &Range<usize>) -> Result<Gradients> {
+        let mut sums = Gradients::new();
+        if self.clocks.consistency() == Consistency::Bsp
+            && let Some(known) = self.workers.get(&worker)
+        {
+            for key in keys.clone().filter(|key| !known.gradients.contains_key(key)) {
+                sums.insert(key, zeros(self.layout.place(&(key..key + 1))?.len())?);
+            }
+        }
+        Ok(sums)
+    }
+
+    /// `sums` are [those](Self::first_sums) of these keys.
+    fn push(
+        &mut self,
+        worker: Rank,
+        keys: &Range<usize>,
+        values: &[f32],
+        mut sums: Gradients,
+    ) -> Result<u64> {
         let lead = self.clocks.lead(worker).unwrap_or(0);
         let begin = self.layout.place(keys)?.start;
         let mut largest = 0;
+        if let Some(known) = self.workers.get_mut(&worker) {
+            known.gradients.append(&mut sums);
+        }
         for key in keys.clone() {
             let place = self.layout.place(&(key..key + 1))?;
             let gradient = &values[place.start - begin..place.end - begin];
             let Some(known) = self.workers.get_mut(&worker) else { break };
             if self.clocks.consistency() == Consistency::Bsp {
-                let sum = known.gradients.entry(key).or_insert_with(|| vec![0.0; gradient.len()]);
-                sum.iter_mut().zip(gradient).for_each(|(sum, gradient)| *sum += gradient);
+                if let Some(sum) = known.gradients.get_mut(&key) {
+                    sum.iter_mut().zip(gradient).for_each(|(sum, gradient)| *sum += gradient);
+                }
                 continue;
             }
             let staleness = self.versions[key] - known.seen[key];
@@ -379,19 +423,22 @@ impl Shard {
         };
         let now = &self.parameters[place.clone()];
         let drifted = gradient.iter().zip(now.iter().zip(pulled));
-        let gradient: Vec<f32> = match delay {
+        let mut corrected = std::mem::take(&mut self.corrected);
+        corrected.clear();
+        match delay {
             DelayCompensation::Constant(lambda) => {
-                drifted.map(|(g, (now, pulled))| g + lambda * g * g * (now - pulled)).collect()
+                corrected.extend(drifted.map(|(g, (now, pulled))| g + lambda * g * g * (now - pulled)));
             }
-            DelayCompensation::Adaptive { lambda, mean } => drifted
-                .zip(&mut self.mean_square[place.clone()])
-                .map(|((g, (now, pulled)), square)| {
+            DelayCompensation::Adaptive { lambda, mean } => {
+                let squares = &mut self.mean_square[place.clone()];
+                corrected.extend(drifted.zip(squares).map(|((g, (now, pulled)), square)| {
                     *square = mean * *square + (1.0 - mean) * g * g;
                     g + lambda / (*square + EPSILON).sqrt() * g * g * (now - pulled)
-                })
-                .collect(),
-        };
-        self.update(key, place, &gradient, scale);
+                }));
+            }
+        }
+        self.update(key, place, &corrected, scale);
+        self.corrected = corrected;
     }
 
     fn update(&mut self, key: usize, place: Range<usize>, gradient: &[f32], scale: f32) {

@@ -195,7 +195,7 @@ fn hosted(workers: &[u32], own: Rank) -> Arc<Service> {
     let place = Place { keys: 0..2, primary: Rank::MAIN, replica: None };
     let (layout, clocks) = (Layout::new(&KEYS).unwrap(), Clocks::new(Consistency::Bsp, ranks(workers)));
     let rule = Arc::new(Sgd::new(1.0));
-    let shard = Shard::new(layout, vec![1.0; 4], rule, Compensation::default(), clocks);
+    let shard = Shard::new(layout, vec![1.0; 4], rule, Compensation::default(), clocks).unwrap();
     Service::new(vec![Hosted::new(0, shard, &place, own)])
 }
 

@@ -3,6 +3,7 @@
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 use burn::tensor::{Bytes, Tensor, TensorData};
+use phalanx::adapter::copy_of;
 use phalanx::{Buffer, Error, Rank, Result};
 use phalanx_horovod::{Horovod, Reduction, Tensor as Named};
 
@@ -89,7 +90,7 @@ pub fn broadcast_optimizer_state<M: Module>(
     let own = match hvd.rank() == root {
         true => {
             let state = OptimizerState::of(optimizer, &parameters).and_then(OptimizerState::into_bytes);
-            or_shut_down(hvd, state.and_then(bounded))?.to_vec()
+            or_shut_down(hvd, state.and_then(bounded).and_then(|bytes| copy_of(&bytes)))?
         }
         false => Vec::new(),
     };
@@ -98,8 +99,10 @@ pub fn broadcast_optimizer_state<M: Module>(
     if hvd.rank() == root {
         return Ok(optimizer.clone());
     }
-    let state =
-        OptimizerState::from_bytes(Bytes::from_bytes_vec(all.as_bytes().to_vec())).and_then(|state| {
+    let state = copy_of(all.as_bytes())
+        .map(Bytes::from_bytes_vec)
+        .and_then(OptimizerState::from_bytes)
+        .and_then(|state| {
             fit::check(optimizer, (model, &parameters), &state.index(), Begun::Unknown)?;
             state.load(optimizer, &parameters)
         });

@@ -21,6 +21,7 @@ use burn::tensor::{DType as BurnDType, Shape, Slice, TensorData};
 use burn_cubecl::kernel::into_contiguous_aligned;
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
+use phalanx::adapter::copy_of;
 use phalanx::reducer::hooks::{GradientPlace, HookState, LowRankMatrix, PowerSgdOptions};
 use phalanx::{Error, Result};
 
@@ -162,13 +163,13 @@ impl LowRank {
         }
         let mut state = HookState::default().number("step", step);
         for (index, factor) in &self.factors {
-            state = state.common("factors", *index, factor.clone());
+            state = state.common("factors", *index, copy_of(factor)?);
         }
         if !with_losses {
             return Ok(state);
         }
         for (index, loss) in &self.loaded {
-            state = state.own("losses", *index, loss.clone());
+            state = state.own("losses", *index, copy_of(loss)?);
         }
         for (index, loss) in &self.losses {
             state = state.own("losses", *index, download(loss.clone())?);

@@ -9,6 +9,7 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::ModuleOptimizer;
 use burn::tensor::{Bool, Bytes, DType as BurnDType, Int, Tensor};
 use burn_pack::Scalar;
+use phalanx::adapter::copy_of;
 use phalanx::checkpoint::{Saved, Snapshot};
 use phalanx::{Caller, Error, ProcessGroup, Rank, Result};
 use serde::{Deserialize, Serialize};
@@ -244,7 +245,7 @@ impl ShardedState {
                     snapshot,
                     &in_optimizer(name, &own.name, &key.field),
                     layout.dtype,
-                    elements.to_vec(),
+                    copy_of(&elements)?,
                 )?;
             }
         }
@@ -574,14 +575,14 @@ impl Saver<'_> {
 
 impl ModuleVisitor for Saver<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.save(|| tensor_bytes::with_bytes(param.base(), |tensor| tensor.bytes.to_vec()));
+        self.save(|| tensor_bytes::with_bytes(param.base(), |tensor| copy_of(tensor.bytes))?);
     }
 
     fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
-        self.save(|| Ok(read_back::data(param.base())?.as_bytes().to_vec()));
+        self.save(|| copy_of(read_back::data(param.base())?.as_bytes()));
     }
 
     fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
-        self.save(|| Ok(read_back::data(param.base())?.as_bytes().to_vec()));
+        self.save(|| copy_of(read_back::data(param.base())?.as_bytes()));
     }
 }

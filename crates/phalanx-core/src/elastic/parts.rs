@@ -9,6 +9,7 @@ use xxhash_rust::xxh3::{Xxh3Default, xxh3_64};
 
 use super::commits::Summary;
 use crate::error::{Error, Result};
+use crate::wire::object;
 
 /// A state as bytes, in named parts: what a [`State`](super::State) is saved to and loaded from.
 ///
@@ -44,12 +45,7 @@ impl Parts {
     /// # Errors
     /// As [`put`](Self::put), and if the value cannot be written.
     pub fn serialize<T: Serialize + ?Sized>(&mut self, name: &str, value: &T) -> Result<()> {
-        self.put_with(name, 0, |part| {
-            *part = postcard::to_extend(value, std::mem::take(part)).map_err(|error| {
-                Error::not_serialized(format!("the part {name:?} of the state cannot be written"), error)
-            })?;
-            Ok(())
-        })
+        self.put_with(name, 0, |part| object::write(value, part, &format!("the part {name:?} of the state")))
     }
 
     /// The bytes of the part `name`.

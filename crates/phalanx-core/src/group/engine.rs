@@ -27,6 +27,9 @@ use crate::world_size::WorldSize;
 /// differ.
 const REMEMBERED: usize = 64;
 
+/// After so many collectives that have not needed it, scratch memory is freed.
+const IDLE_CALLS: u64 = 1_000;
+
 /// The memory to which a plan's ranges refer.
 enum Space<'a> {
     /// Sent and received elements are in one buffer.
@@ -49,8 +52,11 @@ pub(super) struct Engine {
     health: Arc<Health>,
     /// The elements being sent, if the same elements are received and combined in that step.
     snapshot: AlignedBytes,
-    /// Scratch memory: a copy of the whole input of a `reduce_scatter`, or the blocks of a tree.
+    /// Scratch memory: a copy of the whole input of a `reduce_scatter`, or the blocks of a tree. What none of the last [`IDLE_CALLS`] collectives
+    /// has needed half of is freed: one large call would keep it for the rest of a job.
     workspace: AlignedBytes,
+    /// The last collective that has needed half of it and more.
+    workspace_used: Sequence,
     collectives: Sequence,
     /// Of the collectives before the one that runs, as far as their data goes in frames.
     history: History,
@@ -80,6 +86,7 @@ impl Engine {
             health,
             snapshot: AlignedBytes::default(),
             workspace: AlignedBytes::default(),
+            workspace_used: Sequence::default(),
             collectives: Sequence::default(),
             history: History::default(),
             called: vec![None; REMEMBERED],
@@ -151,6 +158,9 @@ impl Engine {
         mut memory: Memory<'_>,
         timeout: &Timeout,
     ) -> Result<()> {
+        if sequence.0.saturating_sub(self.workspace_used.0) > IDLE_CALLS {
+            self.workspace = AlignedBytes::default();
+        }
         if let Some(hierarchy) = self.hierarchy.clone() {
             memory = match (memory, Hierarchical::of(call.operation)) {
                 (Memory::InPlace(data), Some(kind)) => {
@@ -229,6 +239,9 @@ impl Engine {
         work: impl FnOnce(&mut Self, &mut [u8]) -> Result<()>,
     ) -> Result<()> {
         let mut workspace = std::mem::take(&mut self.workspace);
+        if bytes > workspace.as_slice().len() / 2 {
+            self.workspace_used = sequence;
+        }
         let outcome = match workspace.reserve_len(bytes) {
             Ok(()) => work(self, &mut workspace.as_mut_slice()[..bytes]),
             Err(error) => Err(self.health.fail_operation(error, call, sequence)),
@@ -413,6 +426,30 @@ mod tests {
     use super::*;
     use crate::dtype::DType;
     use crate::testing::{Fabric, run};
+
+    #[test]
+    fn scratch_memory_of_one_large_call_is_not_kept_for_ever_and_that_of_every_step_is() {
+        run(2, Fabric::Tcp, |group| {
+            let held = || {
+                let held = |engine: &mut Engine| Ok(engine.workspace.as_slice().len());
+                group.run_in_turn(&group.operation_timeout(), held).unwrap()
+            };
+            let scatter = |elements: usize| {
+                let input = vec![1u8; 2 * elements];
+                group.reduce_scatter(&input, &mut vec![0u8; elements], ReduceOp::Sum).unwrap();
+            };
+            scatter(10_000);
+            assert_eq!(held(), 20_000);
+            // One that needs less than half of it does not keep it, and one that needs more does.
+            for (length, left) in [(10_000, 20_000), (10, 20)] {
+                for _ in 0..=IDLE_CALLS {
+                    group.barrier().unwrap();
+                    scatter(length);
+                }
+                assert_eq!(held(), left);
+            }
+        });
+    }
 
     #[test]
     fn a_rank_without_scratch_memory_fails_the_group_and_nobody_waits_for_it() {

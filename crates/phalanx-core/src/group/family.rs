@@ -24,7 +24,7 @@ pub(crate) struct Family {
 
 type Failure = (Arc<OnceLock<Error>>, Option<Arc<[Rank]>>);
 
-/// The most causes that are kept.
+/// The most causes that are kept of groups that are gone.
 const MAX_FAILURES: usize = 256;
 
 /// A section that takes long, as all ranks know.
@@ -48,9 +48,11 @@ impl Family {
         healths.push(own.clone());
         drop(healths);
         let mut failures = self.failures.lock();
-        failures.retain(|(first, _)| Arc::strong_count(first) > 1 || first.get().is_some());
-        if failures.len() == MAX_FAILURES {
-            failures.remove(0);
+        let is_gone = |(first, _): &Failure| Arc::strong_count(first) == 1;
+        failures.retain(|failure| !is_gone(failure) || failure.0.get().is_some());
+        // Of the groups that are still there, each has its threads and connections, too.
+        if failures.iter().filter(|failure| is_gone(failure)).count() > MAX_FAILURES {
+            failures.iter().position(is_gone).map(|oldest| failures.remove(oldest));
         }
         failures.push((group.health.first(), group.config.members.clone()));
         drop(failures);
@@ -208,6 +210,22 @@ mod tests {
     use crate::dtype::DType;
     use crate::rank::Rank;
     use crate::world_size::WorldSize;
+
+    #[test]
+    fn the_failure_of_a_group_is_known_however_many_others_there_are_and_not_all_of_those_that_are_gone() {
+        let group = ProcessGroup::in_process(WorldSize::ONE).unwrap().remove(0);
+        let make = || group.new_group(&[Rank::MAIN]).unwrap().unwrap();
+        let parts: Vec<ProcessGroup> = (0..MAX_FAILURES + 10).map(|_| make()).collect();
+        assert!(group.failure_in_family(|_| true).is_none());
+        parts[0].abort(Error::aborted("the first"));
+        assert!(group.failure_in_family(|cause| cause.to_string().contains("the first")).is_some());
+        for _ in 0..MAX_FAILURES + 10 {
+            make().abort(Error::aborted("one that is gone"));
+        }
+        let kept = group.inner.config.family.failures.lock().len();
+        assert!(kept <= 1 + parts.len() + MAX_FAILURES + 2, "{kept}");
+        assert!(group.failure_in_family(|cause| cause.to_string().contains("the first")).is_some());
+    }
 
     #[test]
     fn the_failure_of_a_smaller_group_blames_the_same_rank_in_the_whole_one() {

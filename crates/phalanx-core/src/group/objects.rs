@@ -13,8 +13,8 @@ use crate::deadline::Timeout;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::rank::Rank;
-use crate::wire::MAX_OBJECT_BYTES;
 use crate::wire::frame::Operation;
+use crate::wire::{MAX_OBJECT_BYTES, object};
 
 /// Sent in place of the length if a rank could not serialise its object: the others need an answer all the same.
 const UNWRITTEN: i64 = -1;
@@ -206,8 +206,9 @@ fn written<T: Serialize>(value: Option<&T>) -> Result<Vec<u8>> {
     let Some(value) = value else {
         return Err(Error::invalid_argument("broadcast_object: the root must bring a value"));
     };
-    postcard::to_stdvec(value)
-        .map_err(|error| Error::not_serialized("the object could not be written", error))
+    let mut bytes = Vec::new();
+    object::write(value, &mut bytes, "the object")?;
+    Ok(bytes)
 }
 
 fn announced(object: &Result<Vec<u8>>) -> i64 {

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, HashSet};
 use serde::{Deserialize, Serialize};
 
 use super::{StateReader, StateWriter};
+use crate::buffer::with_room;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::notice::warn;
@@ -135,7 +136,8 @@ pub fn load_hook(
             .with_remedy("build the model as it was built, and frozen, when the state was saved"));
         };
         let bytes = reader.tensor(&entry.name(name, rank), DType::F32, &[entry.elements])?;
-        let elements = bytes.chunks_exact(size_of::<f32>()).map(bytemuck::pod_read_unaligned).collect();
+        let mut elements = with_room(entry.elements)?;
+        elements.extend(bytes.chunks_exact(size_of::<f32>()).map(bytemuck::pod_read_unaligned::<f32>));
         state = state.tensor(HookTensor {
             field: entry.field.clone(),
             parameter,

@@ -4,6 +4,7 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::time::Duration;
 
+use phalanx::adapter::{copy_of, with_room};
 use phalanx::{Deadline, Error, Result};
 
 use super::device::Device;
@@ -54,14 +55,15 @@ impl<T: Element> DeviceBuffer<T> {
     /// Copies `elements` into the buffer.
     ///
     /// # Errors
-    /// If their number is another one, a graph is captured from the stream, or the stream does not get to the copy.
+    /// If their number is another one, this machine has no memory for a copy of them, a graph is captured from the stream, or the stream does not get to the
+    /// copy.
     pub fn write(&mut self, stream: &Stream, elements: &[T]) -> Result<()> {
         self.check(stream, elements.len())?;
         if elements.is_empty() {
             return Ok(());
         }
         // If the stream is stuck, the copy may still come: this memory then stays.
-        let staged = elements.to_vec();
+        let staged = copy_of(elements)?;
         let bound = stream.device().bind()?;
         let cuda = stream.device().cuda();
         // SAFETY: both have as many bytes, and live until the copy is done.
@@ -76,10 +78,11 @@ impl<T: Element> DeviceBuffer<T> {
     /// A copy of the elements, after all that has been queued on `stream`.
     ///
     /// # Errors
-    /// If the stream does not get to the copy.
+    /// If this machine has no memory for it, or the stream does not get to the copy.
     pub fn to_vec(&self, stream: &Stream) -> Result<Vec<T>> {
         self.check(stream, self.len)?;
-        let mut elements = vec![T::zeroed(); self.len];
+        let mut elements = with_room(self.len)?;
+        elements.resize(self.len, T::zeroed());
         if elements.is_empty() {
             return Ok(elements);
         }

@@ -6,6 +6,11 @@ use crate::world_size::MAX_WORLD_SIZE;
 /// The numbers from here on are Slurm's own for a batch script, an interactive shell and the like, which are no steps.
 const FIRST_RESERVED_STEP: u32 = 0xffff_fff0;
 
+/// The most brackets of a name in a list of nodes, each of which is expanded within the one before; Slurm writes a few.
+const MAX_BRACKETS: usize = 16;
+/// The most digits of a number in it, with leading zeros.
+const MAX_DIGITS: usize = 64;
+
 /// How to go without the allocation.
 const WITHOUT: &str = "`phalanx run --standalone` starts workers on this machine alone";
 
@@ -168,6 +173,9 @@ pub fn node_names(list: &str) -> Result<Vec<String>, String> {
     let mut rest = list;
     while !rest.is_empty() {
         let entry = rest.get(..end_of_entry(rest)?).unwrap_or(rest);
+        if entry.matches('[').count() > MAX_BRACKETS {
+            return Err(format!("an entry has more than {MAX_BRACKETS} brackets"));
+        }
         rest = rest.get(entry.len() + 1..).unwrap_or_default();
         expand(entry, String::new(), &mut names)?;
     }
@@ -211,7 +219,7 @@ fn expand(entry: &str, before: String, names: &mut Vec<String>) -> Result<(), St
     for range in ranges.split(',') {
         let (first, last) = range.split_once('-').unwrap_or((range, range));
         let parse = |text: &str| {
-            let digits = text.bytes().all(|byte| byte.is_ascii_digit());
+            let digits = text.len() <= MAX_DIGITS && text.bytes().all(|byte| byte.is_ascii_digit());
             text.parse::<u64>()
                 .ok()
                 .filter(|_| digits)
@@ -324,6 +332,10 @@ mod tests {
         ] {
             assert!(node_names(bad).is_err(), "{bad}");
         }
+        // Longer than any number that can be written, and deeper than calls may be.
+        let padded = format!("n[{}1]", "0".repeat(70_000));
+        assert!(node_names(&padded).unwrap_err().contains("is not a range of numbers"));
+        assert!(node_names(&"[1]".repeat(40_000)).unwrap_err().contains("more than 16 brackets"));
     }
 
     #[test]

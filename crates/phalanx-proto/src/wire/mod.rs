@@ -6,6 +6,7 @@ pub mod frame;
 pub mod greeting;
 pub mod handshake;
 pub mod hello;
+pub mod object;
 pub mod rpc;
 pub mod store;
 pub mod tls;

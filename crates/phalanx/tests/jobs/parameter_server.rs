@@ -6,6 +6,7 @@ use phalanx::asynchronous::{Consistency, ParameterServer, Sgd, UpdateRule};
 use phalanx::{ProcessGroup, Rank};
 use rustix::process::Signal;
 
+use crate::rpc::take_no_more_than;
 use crate::support::network::Network;
 use crate::support::world::{LIMIT, World, end_with};
 
@@ -20,6 +21,12 @@ pub const TESTS: &[(&str, fn())] = &[
     ("a_server_that_is_frozen_loses_no_acknowledged_update", || server_is_lost(Signal::STOP)),
     ("a_worker_that_is_killed_holds_up_nobody", || worker_is_lost(Signal::KILL)),
     ("a_worker_that_is_frozen_holds_up_nobody", || worker_is_lost(Signal::STOP)),
+    ("a_server_without_memory_for_its_parameters_is_an_error_on_every_rank", || {
+        let (outcomes, _) = World::start("parameter_server::poor", 2, false, &[]).end();
+        for (rank, (code, error)) in outcomes.into_iter().enumerate() {
+            assert_eq!(code, Some(0), "rank {rank}: {error}");
+        }
+    }),
 ];
 
 /// These need root and `ip`.
@@ -39,8 +46,27 @@ pub fn play(scenario: &str) {
         "ssp" => end_with(train(Consistency::Ssp(2), [2, 3], STEPS)),
         "across" => end_with(train(Consistency::Ssp(2), [2, 3], MANY_STEPS)),
         "halves" => end_with(train(Consistency::Ssp(2), [1, 2], MANY_STEPS / 4)),
+        "poor" => end_with(poor()),
         other => panic!("no scenario {other}"),
     }
+}
+
+/// Rank 1, which serves, has no memory for the parameters.
+fn poor() -> phalanx::Result<()> {
+    const MUCH: usize = 128 << 20;
+    let group = phalanx::init()?;
+    let mut parameters = vec![1.0f32; MUCH / 4];
+    // What the transport needs it has taken.
+    group.broadcast(&mut parameters, Rank::MAIN)?;
+    if group.rank() == Rank::new(1) {
+        take_no_more_than(MUCH / 2);
+    }
+    let started = ParameterServer::builder(&[MUCH / 4], Sgd::new(0.1))
+        .servers(&[Rank::new(1)])
+        .start(&group, &mut parameters);
+    let error = started.expect_err("there is no memory for it").to_string();
+    assert!(error.contains("rank 1 could not start its parameter server: there is no memory for"), "{error}");
+    Ok(())
 }
 
 fn gradient(rank: u32, step: u32) -> Vec<f32> {

@@ -26,6 +26,12 @@ pub const TESTS: &[(&str, fn())] = &[
         "a_call_for_which_there_is_no_memory_ends_the_connection_and_no_process",
         a_call_for_which_there_is_no_memory_ends_the_connection_and_no_process,
     ),
+    ("arguments_that_cannot_be_written_for_lack_of_memory_are_an_error_and_the_calls_go_on", || {
+        for (rank, (code, error)) in World::start("rpc::tight", 2, false, &[]).end().0.into_iter().enumerate()
+        {
+            assert_eq!(code, Some(0), "rank {rank}: {error}");
+        }
+    }),
     ("parameters_for_which_there_is_no_memory_are_an_error_on_every_rank", || {
         for (rank, (code, error)) in World::start("rpc::meets", 2, false, &[]).end().0.into_iter().enumerate()
         {
@@ -47,6 +53,7 @@ pub fn play(scenario: &str) {
         "poor" => end_with(poor()),
         "narrow" => end_with(narrow()),
         "meets" => end_with(meets()),
+        "tight" => end_with(tight()),
         other => panic!("no scenario {other}"),
     }
 }
@@ -102,7 +109,7 @@ fn poor() -> phalanx::Result<()> {
 }
 
 /// This process gets so many more bytes of memory, and no more.
-fn take_no_more_than(bytes: usize) {
+pub fn take_no_more_than(bytes: usize) {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let size = status.lines().find_map(|line| line.strip_prefix("VmSize:")).unwrap();
     let size: u64 = size.trim().trim_end_matches("kB").trim().parse().unwrap();
@@ -130,6 +137,24 @@ fn meets() -> phalanx::Result<()> {
     assert!(error.to_string().contains("no memory for a copy of"), "{error}");
     assert!(local.state() == &before && parameters.iter().all(|parameter| *parameter == 1.0));
     Ok(())
+}
+
+/// Rank 1 has no memory for what it would send.
+fn tight() -> phalanx::Result<()> {
+    const MUCH: usize = 128 << 20;
+    let group = phalanx::init()?;
+    let rpc = started(&group)?;
+    let other = Rank::new(1 - rpc.rank().get());
+    sums(&rpc, other)?;
+    if rpc.rank() == Rank::new(1) {
+        let much = "x".repeat(MUCH);
+        take_no_more_than(MUCH / 2);
+        let error = rpc.call::<_, i64>(other, "add", &much).expect_err("there is no memory for it");
+        assert!(error.is_out_of_memory() && error.remedy().is_some(), "{error}");
+        assert!(error.to_string().contains("no memory for the bytes of the arguments"), "{error}");
+    }
+    sums(&rpc, other)?;
+    rpc.shutdown()
 }
 
 /// Rank 1 gets no more memory when rank 0 sends it much.

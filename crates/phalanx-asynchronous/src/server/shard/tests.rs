@@ -1,5 +1,3 @@
-use std::borrow::Cow;
-
 use super::*;
 use crate::optimizer::{Adam, Sgd};
 
@@ -11,14 +9,18 @@ fn shard(
 ) -> Shard {
     let layout = Layout::new(&[1, 2]).unwrap();
     let clocks = Clocks::new(consistency, (0..workers).map(Rank::new));
-    Shard::new(layout, vec![1.0, 2.0, 3.0], Arc::new(rule), compensation, clocks)
+    Shard::new(layout, vec![1.0, 2.0, 3.0], Arc::new(rule), compensation, clocks).unwrap()
+}
+
+fn received(numbers: &[f32]) -> Floats<'static> {
+    Floats::Received(bytemuck::cast_slice::<f32, u8>(numbers).to_vec().into())
 }
 
 fn step(worker: u32, number: u64, push: &[f32], advance: bool, pull: bool) -> Op<'static> {
     Op::Step {
         worker: Rank::new(worker),
         number,
-        push: (!push.is_empty()).then(|| (0..2, Floats(Cow::Owned(push.to_vec())))),
+        push: (!push.is_empty()).then(|| (0..2, received(push))),
         advance,
         pull: pull.then_some(0..2),
     }
@@ -113,7 +115,7 @@ fn what_is_not_allowed_changes_nothing() {
     let bad = |push: Option<(Range<usize>, usize)>, pull: Option<Range<usize>>| Op::Step {
         worker: Rank::MAIN,
         number: 1,
-        push: push.map(|(keys, count)| (keys, Floats(Cow::Owned(vec![1.0; count])))),
+        push: push.map(|(keys, count)| (keys, received(&vec![1.0; count]))),
         advance: true,
         pull,
     };

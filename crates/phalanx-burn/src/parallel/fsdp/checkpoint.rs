@@ -1,6 +1,6 @@
 //! Shards in checkpoints: any number of ranks goes on with what any number has saved.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, hash_map};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -8,6 +8,7 @@ use burn::module::{Module, ParamId};
 use burn::optim::ModuleOptimizer;
 use burn::tensor::{Bytes, DType as BurnDType};
 use burn_pack::Scalar;
+use phalanx::adapter::{copy_of, with_room};
 use phalanx::checkpoint::{Saved, Snapshot};
 use phalanx::reducer::LoadedState;
 use phalanx::{Error, Rank, Result};
@@ -107,7 +108,12 @@ impl<M: Module> Fsdp<M> {
         let mut rows: HashMap<usize, Vec<u8>> = HashMap::new();
         parameters::each(self.model(), &self.pieces(), |piece, bytes| {
             let (unit, index) = self.place(piece)?;
-            let row = rows.entry(unit.unit).or_default();
+            let row = match rows.entry(unit.unit) {
+                hash_map::Entry::Occupied(row) => row.into_mut(),
+                hash_map::Entry::Vacant(place) => {
+                    place.insert(with_room(unit.own(rank).len() * unit.dtype.size())?)
+                }
+            };
             row.extend_from_slice(&bytes.bytes[..unit.piece_bytes(index, rank).len()]);
             Ok(())
         })?;
@@ -128,7 +134,7 @@ impl<M: Module> Fsdp<M> {
                 .with_remedy("take an optimizer that treats each element by itself, such as AdamW"));
             }
             let (whole, own) = part(&unit, index, rank);
-            let bytes = elements.get(..own.len() * layout.dtype.size()).unwrap_or_default().to_vec();
+            let bytes = copy_of(elements.get(..own.len() * layout.dtype.size()).unwrap_or_default())?;
             add(snapshot, &self.field(name, &key)?, layout.dtype, (whole, own), bytes)
         })
     }
@@ -178,7 +184,7 @@ impl<M: Module> Fsdp<M> {
             let row = rows.get(&unit.unit).map_or(&[][..], Vec::as_slice);
             let elements = match piece.is_empty() {
                 true => vec![0; size],
-                false => row[(piece.start - own.start) * size..(piece.end - own.start) * size].to_vec(),
+                false => copy_of(&row[(piece.start - own.start) * size..(piece.end - own.start) * size])?,
             };
             pieces.push(elements);
         }
@@ -241,7 +247,7 @@ impl<M: Module> Fsdp<M> {
                 let size = dtype.size();
                 let elements = match piece.is_empty() {
                     true => Vec::new(),
-                    false => row[(piece.start - own.start) * size..(piece.end - own.start) * size].to_vec(),
+                    false => copy_of(&row[(piece.start - own.start) * size..(piece.end - own.start) * size])?,
                 };
                 let key = Key { index: first + index, field: field.clone() };
                 tensors_of.push(tensor(key, dtype, elements, unit.piece_elements(index, rank)));

@@ -72,8 +72,8 @@ impl LoadedHook {
         reducer: Option<&HookedReducer<S>>,
         read: fn(&Reducer) -> Result<HookState>,
     ) -> Result<Option<HookState>> {
-        if self.state.is_some() {
-            return Ok(self.state.clone());
+        if let Some(state) = &self.state {
+            return state.copied().map(Some);
         }
         let Some(reducer) = reducer else { return Ok(None) };
         let state = reducer.ask(|reducer| read(reducer))?;
@@ -98,13 +98,14 @@ impl LoadedHook {
     /// As [`Reducer::load_hook_state`].
     pub fn load<S>(&mut self, reducer: Option<&HookedReducer<S>>, state: Option<HookState>) -> Result<()> {
         self.state = None;
-        if let (Some(state), Some(reducer)) = (&state, reducer)
+        let Some(state) = state else { return Ok(()) };
+        if let Some(reducer) = reducer
             && reducer.ask(|reducer| reducer.hook_label())?.hook == state.hook()
         {
-            return reducer.ask(|reducer| reducer.load_hook_state(state.clone()));
+            return reducer.ask(|reducer| reducer.load_hook_state(state));
         }
         // A hook that is registered later takes it; an empty state is what that begins with.
-        self.state = state.filter(|state| !state.is_empty());
+        self.state = Some(state).filter(|state| !state.is_empty());
         Ok(())
     }
 

@@ -9,7 +9,7 @@ use rand_mt::Mt;
 use super::linear::{dot, orthogonalize, outer, times, transposed_times};
 use super::spares::Spares;
 use super::{AllReduce, BuiltInHook, CommHook, GradBucket, GradientPlace, HookState, Pending};
-use crate::buffer::Buffer;
+use crate::buffer::{Buffer, copy_of};
 use crate::collective::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -331,8 +331,8 @@ impl CommHook for PowerSgd {
     fn state(&self) -> Result<HookState> {
         let state = self.common_state()?;
         let memory = self.memory.lock();
-        let losses = memory.losses.iter();
-        Ok(losses.fold(state, |state, (index, loss)| state.own("losses", *index, loss.clone())))
+        let mut losses = memory.losses.iter();
+        losses.try_fold(state, |state, (index, loss)| Ok(state.own("losses", *index, copy_of(loss)?)))
     }
 
     /// An error after a step that was cut off.
@@ -343,8 +343,9 @@ impl CommHook for PowerSgd {
             return Err(Error::aborted("a step was cut off, and what PowerSGD keeps is that of no step")
                 .with_remedy("go on from the last checkpoint"));
         }
-        let factors = memory.factors.iter();
-        Ok(factors.fold(state, |state, (index, factor)| state.common("factors", *index, factor.clone())))
+        let mut factors = memory.factors.iter();
+        factors
+            .try_fold(state, |state, (index, factor)| Ok(state.common("factors", *index, copy_of(factor)?)))
     }
 
     /// The number of steps, from the beginning on.

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use crate::buffer::copy_of;
 use crate::error::{Error, Result};
 use crate::hash::fnv1a;
 
@@ -60,6 +61,20 @@ impl HookState {
     #[must_use]
     pub fn own(self, field: &str, parameter: usize, elements: Vec<f32>) -> Self {
         self.tensor(HookTensor { field: field.to_owned(), parameter, is_own: true, elements })
+    }
+
+    /// A copy of it, whose tensors may be as large as the parameters.
+    ///
+    /// # Errors
+    /// If there is no memory for it.
+    pub(crate) fn copied(&self) -> Result<Self> {
+        let tensor = |tensor: &HookTensor| {
+            let HookTensor { field, parameter, is_own, elements } = tensor;
+            let elements = copy_of(elements)?;
+            Ok(HookTensor { field: field.clone(), parameter: *parameter, is_own: *is_own, elements })
+        };
+        let tensors = self.tensors.iter().map(tensor).collect::<Result<_>>()?;
+        Ok(Self { hook: self.hook.clone(), numbers: self.numbers.clone(), tensors })
     }
 
     pub(crate) fn tensor(mut self, tensor: HookTensor) -> Self {
@@ -145,5 +160,17 @@ impl HookState {
             "the saved state is that of the communication hook {}, and this hook keeps none",
             self.hook
         )))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_copy_has_all_of_a_state() {
+        let state = HookState::default().number("step", 7).common("factors", 1, vec![0.5; 3]);
+        let state = state.own("losses", 1, vec![f32::MAX; 4]).of("a hook".to_owned());
+        assert_eq!(state.copied().unwrap(), state);
     }
 }
