@@ -110,8 +110,8 @@ impl Configuration {
             false => None,
         };
         let rank = group.rank().index();
-        // With twenty configurations and two to four ranks, 200 steps are more than 40,000 passes.
-        let (all, less) = (steps(200, 10), steps(7, 1));
+        // With twenty configurations and two to four ranks, 100 steps are more than 20,000 passes.
+        let (all, less) = (steps(100, 10), steps(7, 1));
         let steps = if self.uneven { all - less * rank } else { all };
         ddp.join(&mut optimizer, JoinOptions::default(), |ddp, optimizer| {
             for step in 0..steps {

@@ -59,7 +59,7 @@ fn the_encoder_is_trained_in_the_same_ways() {
             "--batch-size",
             "8",
             "--seconds",
-            "2",
+            "1",
         ])
         .args(["--ways", "ddp,ssp4,local-sgd", "--every", "2"])
         .env_remove("RANK")
