@@ -5,7 +5,7 @@
 
 use std::any::Any;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use crate::buffer::Buffer;
 use crate::caller::Caller;
@@ -89,7 +89,7 @@ pub struct Exchange {
     guarded: Option<Line>,
 }
 
-/// An [`Exchange`] that does not keep a [`ProcessGroup`], for an operation in a graph, which may never run backward.
+/// An [`Exchange`] that does not keep a group, for an operation in a graph, which may never run backward.
 #[derive(Clone)]
 pub struct WeakExchange {
     line: WeakLine,
@@ -99,15 +99,18 @@ pub struct WeakExchange {
 #[derive(Clone)]
 enum WeakLine {
     Direct(WeakGroup),
-    /// It says nothing of what it leads to, and is kept.
-    Handle(Arc<dyn Communicator>),
+    /// With the group to which it leads.
+    Handle(Weak<dyn Communicator>, WeakGroup),
+    /// It leads to no group, or to one of this rank alone.
+    Kept(Arc<dyn Communicator>),
 }
 
 impl WeakLine {
     fn upgrade(&self) -> Result<Line> {
         Ok(match self {
             Self::Direct(group) => Line::Direct(group.upgrade()?),
-            Self::Handle(group) => Line::Handle(group.clone()),
+            Self::Handle(handle, group) => Line::Handle(handle.upgrade().ok_or_else(|| group.dropped())?),
+            Self::Kept(group) => Line::Handle(group.clone()),
         })
     }
 }
@@ -138,7 +141,12 @@ impl Line {
     fn downgrade(&self) -> WeakLine {
         match self {
             Self::Direct(group) => WeakLine::Direct(group.downgrade()),
-            Self::Handle(group) => WeakLine::Handle(group.clone()),
+            Self::Handle(handle) => match handle.process_group() {
+                Some(group) if group.world_size() != WorldSize::ONE => {
+                    WeakLine::Handle(Arc::downgrade(handle), group.downgrade())
+                }
+                Some(_) | None => WeakLine::Kept(handle.clone()),
+            },
         }
     }
 

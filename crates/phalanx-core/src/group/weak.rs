@@ -48,34 +48,37 @@ impl WeakGroup {
     /// If the program has dropped all its handles. Then all groups end that it has made from the same first one: what this rank was to give them could
     /// not be had.
     pub fn upgrade(&self) -> Result<ProcessGroup> {
-        self.group().ok_or_else(|| {
-            let error = Error::invalid_argument(
-                "the program has dropped a group that a backward pass, or another part of a step, needs still",
-            )
-            .with_remedy("keep the group, or what was made with it, such as a layer or a model, until the step is over");
-            self.abort_family(&error);
-            error
-        })
+        self.group().ok_or_else(|| self.dropped())
+    }
+
+    /// The error if the program has dropped the group, or what leads to it; the groups of this rank have ended with it.
+    pub(crate) fn dropped(&self) -> Error {
+        let error = Error::invalid_argument(
+            "the program has dropped a group that a backward pass, or another part of a step, needs still",
+        )
+        .with_remedy(
+            "keep the group, or what was made with it, such as a layer or a model, until the step is over",
+        );
+        self.abort_all(error.clone());
+        error
     }
 
     /// As [`ProcessGroup::abort_all`], also if the group is gone.
     pub fn abort_all(&self, cause: Error) {
         match self.group() {
             Some(group) => group.abort_all(cause),
-            None => self.abort_family(&cause),
+            None => {
+                for member in self.family.members() {
+                    member.aborted.store(true, Ordering::Relaxed);
+                    member.health.fail(cause.clone());
+                }
+            }
         }
     }
 
     fn group(&self) -> Option<ProcessGroup> {
         let inner = self.inner.upgrade()?;
         Some(ProcessGroup { inner, timeout: self.timeout, caller: self.caller })
-    }
-
-    fn abort_family(&self, cause: &Error) {
-        for member in self.family.members() {
-            member.aborted.store(true, Ordering::Relaxed);
-            member.health.fail(cause.clone());
-        }
     }
 }
 

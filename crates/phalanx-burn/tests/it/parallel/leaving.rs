@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use burn::nn::{BatchNormConfig, LinearConfig};
 use burn::tensor::Tensor;
+use phalanx::join::JoinGroup;
 use phalanx::{ProcessGroup, Rank};
 use phalanx_burn::parallel::StageLink;
 use phalanx_burn::parallel::fsdp::{FullySharded, ShardingGroup};
@@ -34,6 +35,11 @@ fn normalised(group: &ProcessGroup) -> Tensor<1> {
     SyncBatchNorm::new(norm, group).forward(input()).sum()
 }
 
+fn joined(group: &ProcessGroup) -> Tensor<1> {
+    let norm = BatchNormConfig::new(4).init(&device());
+    SyncBatchNorm::new(norm, &JoinGroup::new(group.clone())).forward(input()).sum()
+}
+
 fn linked(group: &ProcessGroup) -> Tensor<1> {
     let link = StageLink::new(group, Rank::new(1 - group.rank().get())).unwrap();
     if group.rank().is_main() {
@@ -52,10 +58,11 @@ fn sharded(group: &ProcessGroup) -> Tensor<1> {
 #[test]
 fn a_rank_leaves_with_its_last_handle_and_does_not_wait_for_a_graph_to_run_backward() {
     const LIMIT: Duration = Duration::from_secs(120);
-    let passes: [(&str, Pass); 5] = [
+    let passes: [(&str, Pass); 6] = [
         ("TensorGroup", reduced),
         ("all_gather", gathered),
         ("SyncBatchNorm", normalised),
+        ("SyncBatchNorm of a JoinGroup", joined),
         ("StageLink", linked),
         ("FullySharded", sharded),
     ];
