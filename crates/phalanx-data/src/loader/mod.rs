@@ -99,8 +99,10 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
     /// If the position belongs to another data set or to another order, also if a [`Sampler`](crate::Sampler) gives another one now for the epoch of the position.
     #[doc(alias = "load_state_dict")]
     pub fn resume(&self, position: &Position) -> Result<()> {
+        // Not under the lock: a sampler of the program's may ask this loader for something.
+        let own = self.inner.progress.lock().position.clone();
+        let wanted = position.for_loader(&own, self.inner.own.as_ref())?;
         let mut progress = self.inner.progress.lock();
-        let wanted = position.for_loader(&progress.position, self.inner.own.as_ref())?;
         (progress.position, progress.begun) = (wanted, false);
         progress.passes += 1;
         Ok(())
@@ -163,10 +165,14 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
     /// The number of items of a whole pass on this rank, those of a last batch that is [dropped](DataLoaderBuilder::drop_last) too. With
     /// [`Tail::Drop`] those of full batches alone.
     pub fn items(&self) -> usize {
-        let progress = self.inner.progress.lock();
-        let (places, epoch) = (&progress.position, progress.position.epoch());
+        // As in `resume`.
+        let (places, shard) = {
+            let progress = self.inner.progress.lock();
+            (progress.position.clone(), progress.shard)
+        };
+        let epoch = places.epoch();
         let samples = self.inner.own.as_ref().map_or(places.samples(), |own| own.indices(epoch).len());
-        of_rank(places, samples, self.batch_size(), progress.shard, epoch).len()
+        of_rank(&places, samples, self.batch_size(), shard, epoch).len()
     }
 
     /// The same loader with another collate function, and with a position of its own, which begins at this one's.

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use phalanx::sampler::{DistributedSampler, ElasticSampler, Tail};
@@ -222,6 +222,30 @@ fn a_position_of_something_else_is_refused() {
     let own = DataLoader::builder(numbers(10)).sampler(from_fn(|_| vec![1, 2])).build().unwrap();
     let error = own.resume(&loader.position()).unwrap_err().to_string();
     assert!(error.contains("10 samples in the epoch; now there are 2"), "{error}");
+}
+
+#[test]
+fn a_sampler_may_ask_its_loader() {
+    const LIMIT: Duration = Duration::from_secs(120);
+    type Ask = Arc<dyn Fn() -> u64 + Send + Sync>;
+    let asked: Arc<OnceLock<Ask>> = Arc::default();
+    let known = asked.clone();
+    let order = from_fn(move |epoch| {
+        if let Some(ask) = known.get().cloned() {
+            // On a thread of its own: a loader that is locked would hold up the test for ever.
+            let (say, said) = channel();
+            std::thread::spawn(move || say.send(ask()));
+            assert_eq!(said.recv_timeout(LIMIT), Ok(epoch));
+        }
+        (0..6).collect()
+    });
+    let loader = DataLoader::builder(numbers(10)).sampler(order).batch_size(2).build().unwrap();
+    let position = loader.position();
+    let asking = loader.clone();
+    assert!(asked.set(Arc::new(move || asking.epoch())).is_ok());
+    assert_eq!((loader.len(), loader.items()), (3, 6));
+    loader.resume(&position).unwrap();
+    assert_eq!(loader.iter().count(), 3);
 }
 
 #[test]
