@@ -222,10 +222,13 @@ impl SyncBatchNorm {
     }
 }
 
-/// The sums over all ranks, with a gradient; NaN if an exchange fails.
+/// The sums over all ranks, with a gradient; NaN if an exchange fails. The graph does not keep the group: who keeps a loss for its value may have
+/// left meanwhile.
 fn summed(part: &Tensor, exchange: &Exchange) -> std::result::Result<Tensor, tch::TchError> {
-    let line = exchange.clone();
+    let line = exchange.downgrade();
     let sum = move |values: &mut [f64]| {
+        // Without it all groups of this rank have ended with the cause.
+        let Ok(line) = line.upgrade() else { return values.fill(f64::NAN) };
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| line.sum(values))) {
             values.fill(f64::NAN);
             line.abort(panicked(&*panic));

@@ -241,7 +241,7 @@ impl<M: Module> Ddp<M> {
             Engine::Alone { .. } => pass(model, &self.inventory, None),
             Engine::Together { sink, passes, .. } => {
                 sink.check()?;
-                let token = Arc::new(Pass(sink.clone()));
+                let token = Arc::new(Pass::to(sink));
                 passes.retain(|pass| pass.strong_count() > 0);
                 passes.push(Arc::downgrade(&token));
                 pass(model, &self.inventory, Some(token))

@@ -1,6 +1,6 @@
 //! The receiver of hooks' gradients: they go to the reducer, or are added up here first.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 #[cfg(feature = "nccl")]
 use std::time::Instant;
 
@@ -29,20 +29,33 @@ pub(crate) enum Delivery {
 }
 
 /// One forward pass. It lives as long as its graph can still run backward.
-pub(crate) struct Pass(pub Arc<Sink>);
+///
+/// It does not keep the sink, and with it the group: Burn keeps the graph of a loss that never runs backward until some later backward pass of the
+/// process, on any thread, drops it under its locks. Until then the other ranks would not hear that this one has left, and that thread would wait for
+/// what the group has still to do.
+pub(crate) struct Pass(Weak<Sink>);
 
 impl GradientSink for Pass {
     fn ready(&self, index: usize, gradient: Access<'_>) {
-        // A failure is returned by the call that runs this backward pass.
-        let _kept = self.0.0.attempt(|reducer, deliveries| deliveries.accept(reducer, index, gradient));
+        if let Some(Sink(sink)) = self.0.upgrade().as_deref() {
+            // A failure is returned by the call that runs this backward pass.
+            let _kept = sink.attempt(|reducer, deliveries| deliveries.accept(reducer, index, gradient));
+        }
     }
 }
 
 impl Pass {
+    /// Of gradients that go to `sink`, as long as there is one.
+    pub fn to(sink: &Arc<Sink>) -> Self {
+        Self(Arc::downgrade(sink))
+    }
+
     /// A part of the gradient of parameter `index`: another one follows, with [`ready`](GradientSink::ready), unless backward ends
     /// before.
     pub fn part(&self, index: usize, gradient: TensorBytes<'_>) {
-        let _kept = self.0.0.attempt(|reducer, deliveries| deliveries.part(reducer, index, gradient));
+        if let Some(Sink(sink)) = self.0.upgrade().as_deref() {
+            let _kept = sink.attempt(|reducer, deliveries| deliveries.part(reducer, index, gradient));
+        }
     }
 }
 
@@ -408,7 +421,7 @@ mod tests {
             let sink = Arc::new(Sink::new(reducer));
             sink.start(Delivery::Now, None, None).unwrap();
             let bytes = bytemuck::bytes_of(&1.0f32);
-            Pass(sink.clone()).ready(
+            Pass::to(&sink).ready(
                 0,
                 match is_lost {
                     true => Access::Away(Box::new(Unreadable)),

@@ -5,13 +5,13 @@
 
 use std::any::Any;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use crate::buffer::Buffer;
 use crate::caller::Caller;
 use crate::collective::ReduceOp;
 use crate::error::{Error, Result};
-use crate::group::{Communicator, ProcessGroup};
+use crate::group::{Communicator, ProcessGroup, WeakGroup};
 use crate::world_size::WorldSize;
 
 /// A variance that is a smaller part of the squared mean than this is added up about the mean of all ranks.
@@ -86,7 +86,33 @@ impl Moments {
 pub struct Exchange {
     line: Line,
     /// A group that is ended together with the first.
-    guarded: Option<Arc<dyn Communicator>>,
+    guarded: Option<Line>,
+}
+
+/// An [`Exchange`] that does not keep a group, for an operation in a graph, which may never run backward.
+#[derive(Clone)]
+pub struct WeakExchange {
+    line: WeakLine,
+    guarded: Option<WeakLine>,
+}
+
+#[derive(Clone)]
+enum WeakLine {
+    Direct(WeakGroup),
+    /// With the group to which it leads.
+    Handle(Weak<dyn Communicator>, WeakGroup),
+    /// It leads to no group, or to one of this rank alone.
+    Kept(Arc<dyn Communicator>),
+}
+
+impl WeakLine {
+    fn upgrade(&self) -> Result<Line> {
+        Ok(match self {
+            Self::Direct(group) => Line::Direct(group.upgrade()?),
+            Self::Handle(handle, group) => Line::Handle(handle.upgrade().ok_or_else(|| group.dropped())?),
+            Self::Kept(group) => Line::Handle(group.clone()),
+        })
+    }
 }
 
 #[derive(Clone)]
@@ -112,6 +138,18 @@ impl Line {
         }
     }
 
+    fn downgrade(&self) -> WeakLine {
+        match self {
+            Self::Direct(group) => WeakLine::Direct(group.downgrade()),
+            Self::Handle(handle) => match handle.process_group() {
+                Some(group) if group.world_size() != WorldSize::ONE => {
+                    WeakLine::Handle(Arc::downgrade(handle), group.downgrade())
+                }
+                Some(_) | None => WeakLine::Kept(handle.clone()),
+            },
+        }
+    }
+
     fn sum(&self, values: &mut [f64]) -> Result<()> {
         match self {
             Self::Direct(group) => group.all_reduce(values, ReduceOp::Sum),
@@ -133,10 +171,7 @@ impl Exchange {
     /// Uses `statistics`, a group of the same ranks, from now on; what goes wrong there ends the first group too.
     #[must_use]
     pub fn over<C: Communicator + Clone + 'static>(self, statistics: &C) -> Self {
-        let guarded = self.guarded.unwrap_or_else(|| match self.line {
-            Line::Direct(group) => Arc::new(group),
-            Line::Handle(group) => group,
-        });
+        let guarded = self.guarded.unwrap_or(self.line);
         Self { guarded: Some(guarded), ..Self::new(statistics) }
     }
 
@@ -182,9 +217,31 @@ impl Exchange {
     /// Ends the group with `cause`: this rank has no statistics, and the others would wait for them.
     pub fn abort(&self, cause: Error) {
         if let Some(guarded) = &self.guarded {
-            guarded.abort(cause.clone());
+            guarded.group().abort(cause.clone());
         }
         self.line.group().abort(cause);
+    }
+
+    /// The same, which does not keep the group.
+    pub fn downgrade(&self) -> WeakExchange {
+        WeakExchange { line: self.line.downgrade(), guarded: self.guarded.as_ref().map(Line::downgrade) }
+    }
+}
+
+impl WeakExchange {
+    /// The exchange.
+    ///
+    /// # Errors
+    /// As [`WeakGroup::upgrade`].
+    pub fn upgrade(&self) -> Result<Exchange> {
+        let guarded = self.guarded.as_ref().map(WeakLine::upgrade).transpose()?;
+        Ok(Exchange { line: self.line.upgrade()?, guarded })
+    }
+}
+
+impl fmt::Debug for WeakExchange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("WeakExchange")
     }
 }
 

@@ -52,6 +52,8 @@
 //! [`Error::with_remedy`].
 
 pub use phalanx_core::buffer::{copy_of, has_room, with_room};
+#[doc(hidden)]
+pub use phalanx_core::group::WeakGroup;
 pub use phalanx_core::group::{Communicator, GroupHandle};
 pub use phalanx_core::host::{id as host_id, name as host_name};
 pub use phalanx_core::join::{ComparedCalls, Comparison, Elsewhere, ElsewhereCall, ElsewhereOp, JoinGroup};

@@ -1,5 +1,8 @@
 //! Batch norm over all ranks.
 
+use std::sync::Barrier;
+use std::time::Duration;
+
 use phalanx::{GroupHandle, ProcessGroup};
 use phalanx_tch::{Ddp, SyncBatchNorm};
 use tch::nn::{self, Module};
@@ -184,6 +187,27 @@ fn running_statistics_of_halves_take_their_share_of_a_variance_that_is_infinite_
 }
 
 /// A layer of three channels whose weights are 1.
+#[test]
+fn a_rank_leaves_with_its_last_handle_also_if_it_keeps_what_was_normalised() {
+    const LIMIT: Duration = Duration::from_secs(120);
+    let together = Barrier::new(2);
+    run(2, |group| {
+        let limited = group.with_timeout(LIMIT);
+        drop(group);
+        let output = Network::new(&limited).forward(&images(0, 2));
+        together.wait();
+        if limited.rank().is_main() {
+            let error = limited.barrier().unwrap_err();
+            together.wait();
+            assert!(!error.is_timeout(), "{error}");
+        } else {
+            drop(limited);
+            together.wait();
+        }
+        drop(output);
+    });
+}
+
 fn norm_of_3(store: &nn::VarStore, group: &ProcessGroup) -> SyncBatchNorm {
     let config = nn::BatchNormConfig { ws_init: nn::Init::Const(1.0), ..Default::default() };
     SyncBatchNorm::new(nn::batch_norm2d(store.root(), 3, config), config, group)

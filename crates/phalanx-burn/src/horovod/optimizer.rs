@@ -238,7 +238,7 @@ impl DistributedOptimizer {
 
     /// Runs `pass` on the model, so that a [`backward`](Self::backward) of its result submits gradients.
     pub fn forward<M: Module, T>(&mut self, model: &M, pass: impl FnOnce(&M) -> T) -> T {
-        let token = Arc::new(Pass(self.sink.clone()));
+        let token = Arc::new(Pass::to(&self.sink));
         self.passes.retain(|pass| pass.strong_count() > 0);
         self.passes.push(Arc::downgrade(&token));
         self.leaves = Leaves::of(model);

@@ -1,7 +1,7 @@
 //! What hooks deliver to: gradients are submitted by name, or added up first.
 
 use std::collections::HashSet;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use burn::tensor::{DType as BurnDType, TensorData};
 use parking_lot::Mutex;
@@ -29,11 +29,21 @@ pub(super) enum Delivery {
 }
 
 /// One forward pass. It lives as long as its graph can still run backward.
-pub(super) struct Pass(pub Arc<Sink>);
+///
+/// It does not keep the sink, and with it the job, for the reason that [`crate::sink::Pass`] has.
+pub(super) struct Pass(Weak<Sink>);
+
+impl Pass {
+    /// Of gradients that go to `sink`, as long as there is one.
+    pub fn to(sink: &Arc<Sink>) -> Self {
+        Self(Arc::downgrade(sink))
+    }
+}
 
 impl GradientSink for Pass {
     fn ready(&self, index: usize, gradient: Access<'_>) {
-        let state = &mut *self.0.0.lock();
+        let Some(sink) = self.0.upgrade() else { return };
+        let state = &mut *sink.0.lock();
         // Backward cannot return an error: the call that runs it asks for the first one.
         if state.failure.is_none()
             && let Err(error) = state.accept(index, gradient)
@@ -416,7 +426,7 @@ mod tests {
                 true => lost(),
                 false => Access::Here(TensorBytes { dtype: BurnDType::F32, bytes }),
             };
-            Pass(sink.clone()).ready(0, own);
+            Pass::to(&sink).ready(0, own);
             sink.set(Delivery::Ignore);
             let landed = sink.submit_held(&HashSet::new()).and_then(|()| sink.landed());
             landed.unwrap_err().to_string()

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, Dispatch, TensorMetadata};
 use burn::tensor::{Shape, Slice, Tensor};
+use phalanx::adapter::WeakGroup;
 use phalanx::{Buffer, Error, ProcessGroup, ReduceOp, Result, WorldSize};
 
 use super::op::ParallelOp;
@@ -33,21 +34,33 @@ pub(super) enum Step {
     ReduceScatterRows(Arc<[usize]>),
 }
 
-/// A pair of steps, each the gradient of the other.
+/// A pair of steps, each the gradient of the other. It does not keep the group: it stays in a graph that may never run backward.
 #[derive(Clone)]
 pub struct Exchange {
-    pub(super) group: ProcessGroup,
-    pub(super) forward: Step,
-    pub(super) backward: Step,
+    group: WeakGroup,
+    forward: Step,
+    backward: Step,
 }
 
 impl Exchange {
+    pub(super) fn new(group: &ProcessGroup, forward: Step, backward: Step) -> Self {
+        Self { group: group.downgrade(), forward, backward }
+    }
+
     pub(super) fn forward<B: Backend + HostAccess>(&self, tensor: FloatTensor<B>) -> FloatTensor<B> {
-        self.forward.run::<B>(&self.group, tensor)
+        self.run::<B>(&self.forward, tensor)
     }
 
     pub(super) fn backward<B: Backend + HostAccess>(&self, gradient: FloatTensor<B>) -> FloatTensor<B> {
-        self.backward.run::<B>(&self.group, gradient)
+        self.run::<B>(&self.backward, gradient)
+    }
+
+    fn run<B: Backend + HostAccess>(&self, step: &Step, tensor: FloatTensor<B>) -> FloatTensor<B> {
+        match self.group.upgrade() {
+            Ok(group) => step.run::<B>(&group, tensor),
+            // All groups of this rank have ended with the cause.
+            Err(_) => not_a_number::<B>(tensor.shape(), &tensor),
+        }
     }
 }
 
@@ -58,11 +71,7 @@ impl Exchange {
 /// one rank than on another, such as for padding, would change the order in which ranks exchange.
 pub(crate) fn gathered<const D: usize>(group: &ProcessGroup, tensor: Tensor<D>, rows: &[usize]) -> Tensor<D> {
     let rows: Arc<[usize]> = rows.into();
-    let exchange = Exchange {
-        group: group.clone(),
-        forward: Step::GatherRows(rows.clone()),
-        backward: Step::ReduceScatterRows(rows),
-    };
+    let exchange = Exchange::new(group, Step::GatherRows(rows.clone()), Step::ReduceScatterRows(rows));
     Tensor::from_dispatch(Dispatch::exchanged(tensor.into_dispatch(), exchange))
 }
 

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use burn::backend::Dispatch;
 use burn::tensor::{Device, Tensor, TensorData};
 use parking_lot::Mutex;
+use phalanx::adapter::WeakGroup;
 use phalanx::{Error, ProcessGroup, Rank, Result};
 
 use super::message::{Header, Kind, Layout};
@@ -54,7 +55,7 @@ use crate::tensor_bytes::{self, TensorBytes};
 /// Every rank runs backward from what it has: the last from the loss, the others from what
 /// [`send_forward`](Self::send_forward) gave, or from the sum if it was called several times. A tensor that was received must
 /// have a part in that, or the rank that sent it waits for its gradient until the time-out; unless it takes none, as a mask or the output of
-/// frozen layers. Clones are the same link. Make one for
+/// frozen layers. The link, or another handle to its group, must live until backward has returned. Clones are the same link. Make one for
 /// each pair of ranks and keep it, however many tensors go over it: gradients find their tensors in any order. With a second link of
 /// the same group between the same ranks, a gradient that comes for the other one is an error that says so.
 ///
@@ -80,16 +81,17 @@ use crate::tensor_bytes::{self, TensorBytes};
 /// share a parameter share a graph.
 #[derive(Clone)]
 pub struct StageLink {
-    inner: Arc<Inner>,
+    inner: Inner,
 }
 
+#[derive(Clone)]
 struct Inner {
     group: ProcessGroup,
     peer: Rank,
     /// The links of this process have different ones. Each counts its own tensors, and all links between two ranks have one line of
     /// messages: by the numbers alone a gradient of another link's tensor would be taken for one of this link's.
     id: u64,
-    state: Mutex<State>,
+    state: Arc<Mutex<State>>,
 }
 
 /// The number of the next link of this process.
@@ -121,7 +123,7 @@ impl StageLink {
             .with_remedy("give the rank of another stage"));
         }
         let id = NEXT_LINK.fetch_add(1, Ordering::Relaxed);
-        Ok(Self { inner: Arc::new(Inner { group: group.clone(), peer, id, state: Mutex::default() }) })
+        Ok(Self { inner: Inner { group: group.clone(), peer, id, state: Arc::default() } })
     }
 
     /// Sends `tensor` to the peer, which must call [`recv_forward`](Self::recv_forward). Gives what stands for the loss on this
@@ -144,7 +146,7 @@ impl StageLink {
         });
         // The peer waits for it.
         let layout = layout.inspect_err(|error| self.inner.group.abort_all(error.clone()))??;
-        let source = Source(Arc::new(Awaited { link: self.inner.clone(), number, layout }));
+        let source = Source(Arc::new(Awaited { link: self.inner.downgrade(), number, layout }));
         Ok(Tensor::from_dispatch(Dispatch::rooted(tensor.into_dispatch(), source)))
     }
 
@@ -157,7 +159,7 @@ impl StageLink {
     pub fn recv_forward<const D: usize>(&self, device: &Device) -> Result<Tensor<D>> {
         device::check(device).inspect_err(|error| self.inner.group.abort_all(error.clone()))?;
         let number = next(&mut self.inner.state.lock().received);
-        let Inner { group, peer, .. } = &*self.inner;
+        let Inner { group, peer, .. } = &self.inner;
         let header = Header::receive(group, *peer)?;
         let is_gradient = header.kind == Kind::Gradient;
         if is_gradient || (header.number, header.layout.shape.len()) != (number, D) {
@@ -174,7 +176,7 @@ impl StageLink {
         if !device.is_autodiff() || header.kind == Kind::Constant {
             return Ok(tensor);
         }
-        let target = Target(Arc::new(Returned { link: self.inner.clone(), number, of }));
+        let target = Target(Arc::new(Returned { link: self.inner.downgrade(), number, of }));
         Ok(Tensor::from_dispatch(Dispatch::delivered(tensor.require_grad().into_dispatch(), target)))
     }
 }
@@ -190,7 +192,27 @@ fn next(count: &mut u64) -> u64 {
     *count - 1
 }
 
+/// A link in a graph, which may never run backward: it does not keep the group.
+struct WeakLink {
+    group: WeakGroup,
+    peer: Rank,
+    id: u64,
+    state: Arc<Mutex<State>>,
+}
+
+impl WeakLink {
+    fn upgrade(&self) -> Result<Inner> {
+        let Self { group, peer, id, state } = self;
+        Ok(Inner { group: group.upgrade()?, peer: *peer, id: *id, state: state.clone() })
+    }
+}
+
 impl Inner {
+    fn downgrade(&self) -> WeakLink {
+        let Self { group, peer, id, state } = self;
+        WeakLink { group: group.downgrade(), peer: *peer, id: *id, state: state.clone() }
+    }
+
     /// `link` is that of the rank that has sent the tensor.
     fn send(
         &self,
@@ -291,7 +313,7 @@ fn named(kind: Kind) -> &'static str {
 
 /// The gradient that the peer sends.
 struct Awaited {
-    link: Arc<Inner>,
+    link: WeakLink,
     number: u64,
     /// Of the tensor, and so of its gradient.
     layout: Layout,
@@ -299,14 +321,14 @@ struct Awaited {
 
 impl GradientSource for Awaited {
     fn gradient(&self, _shape: &[usize]) -> Option<TensorData> {
-        let gradient = self.link.gradient(self.number, &self.layout);
+        let gradient = self.link.upgrade().and_then(|link| link.gradient(self.number, &self.layout));
         gradient.map_err(|error| self.link.group.abort_all(error)).ok()
     }
 }
 
 /// The gradient that goes back to the peer.
 struct Returned {
-    link: Arc<Inner>,
+    link: WeakLink,
     number: u64,
     /// The link of the peer that has sent the tensor.
     of: u64,
@@ -314,7 +336,7 @@ struct Returned {
 
 impl GradientTarget for Returned {
     fn deliver(&self, gradient: TensorBytes<'_>, shape: &[usize]) -> Result<()> {
-        self.link.send(Kind::Gradient, self.number, self.of, gradient, shape)
+        self.link.upgrade()?.send(Kind::Gradient, self.number, self.of, gradient, shape)
     }
 
     fn fail(&self, error: Error) {

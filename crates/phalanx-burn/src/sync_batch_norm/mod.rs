@@ -210,7 +210,8 @@ impl SyncBatchNorm {
         let (device, dtype) = (x.device(), computed_in(x.dtype()));
         let mean = per_channel(&moments.mean, &device, dtype);
         let variance = per_channel(&moments.variance, &device, dtype);
-        let layer = Layer { exchange: self.exchange.clone(), values: moments.values, epsilon: self.epsilon };
+        let exchange = self.exchange.downgrade();
+        let layer = Layer { exchange, values: moments.values, epsilon: self.epsilon };
         let output = Dispatch::sync_batch_norm(
             x.into_dispatch(),
             self.gamma.val().into_dispatch(),

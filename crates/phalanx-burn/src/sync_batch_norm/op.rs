@@ -13,14 +13,14 @@ use burn_autodiff::grads::Gradients;
 use burn_autodiff::ops::{Backward, Ops, OpsKind};
 use burn_autodiff::{Autodiff, NodeId};
 use phalanx::Result;
-use phalanx::batch_statistics::Exchange;
+use phalanx::batch_statistics::WeakExchange;
 
 use crate::read_back;
 
 /// What one forward pass of one layer keeps for its backward pass, besides tensors.
 #[derive(Clone, Debug)]
 pub struct Layer {
-    pub(super) exchange: Exchange,
+    pub(super) exchange: WeakExchange,
     /// How many values of each channel all ranks have together.
     pub(super) values: f64,
     pub(super) epsilon: f64,
@@ -120,10 +120,14 @@ impl<B: Backend> Backward<B, 3> for Normalise {
         let inverse = wide(B::float_recip(deviation));
         let normalised = B::float_mul(B::float_sub(x, wide(mean)), inverse.clone());
 
+        // Without it all groups of this rank have ended with the cause.
+        let exchange = layer.exchange.upgrade().ok();
         let own = [dy.clone(), B::float_mul(dy.clone(), normalised.clone())];
         let own = channel_sums::<B>(own).unwrap_or_else(|cause| {
             // This rank's device has failed. No other rank averages the NaN: the group has ended with the cause.
-            layer.exchange.abort(cause);
+            if let Some(exchange) = &exchange {
+                exchange.abort(cause);
+            }
             vec![f64::NAN; 2 * channels]
         });
         let vector = |values: &[f64], dtype| {
@@ -139,7 +143,10 @@ impl<B: Backend> Backward<B, 3> for Normalise {
         let Some(node) = x_node else { return };
 
         let mut all = own;
-        layer.exchange.sum(&mut all);
+        match &exchange {
+            Some(exchange) => exchange.sum(&mut all),
+            None => all.fill(f64::NAN),
+        }
         all.iter_mut().for_each(|sum| *sum /= layer.values);
         let centred = B::float_sub(dy, wide(vector(&all[..channels], dtype)));
         let projected = B::float_mul(normalised, wide(vector(&all[channels..], dtype)));

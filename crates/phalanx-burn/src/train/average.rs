@@ -126,7 +126,7 @@ impl<M: LearnerModel> Average<M> {
         input: <M as TrainStep>::Input,
     ) -> Result<<M as TrainStep>::Output> {
         let Inventory { device, indices, .. } = &self.inventory;
-        let hooked = hook::hooked(model, device, indices, Arc::new(Pass(sink.clone())));
+        let hooked = hook::hooked(model, device, indices, Arc::new(Pass::to(sink)));
         let TrainOutput { grads, item } = TrainStep::step(&hooked, input);
         // Backward has left none of its own.
         if !grads.is_empty() {

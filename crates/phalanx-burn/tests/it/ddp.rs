@@ -368,6 +368,30 @@ fn a_loss_that_ddp_has_not_seen_is_refused_on_every_rank() {
     }
 }
 
+/// Burn keeps the graph of a loss that has not run backward, here as long as the loss lives.
+#[test]
+fn a_rank_leaves_with_its_ddp_and_does_not_wait_for_a_loss_to_run_backward() {
+    const LIMIT: Duration = Duration::from_secs(120);
+    let together = Barrier::new(2);
+    run(2, |group| {
+        let limited = group.with_timeout(LIMIT);
+        drop(group);
+        let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &limited).unwrap();
+        let loss = ddp.forward(|model| model.loss(samples(0, 4))).unwrap();
+        together.wait();
+        if limited.rank().is_main() {
+            let error = ddp.backward(&loss).map(drop).unwrap_err();
+            together.wait();
+            assert!(!error.is_timeout(), "{error}");
+        } else {
+            drop((ddp, limited));
+            together.wait();
+            // Nothing takes its gradients any more.
+            drop(loss.backward());
+        }
+    });
+}
+
 #[test]
 fn several_forward_passes_may_share_a_backward_pass_or_have_their_own() {
     let model = Mlp::new(&[8, 6, 3]);

@@ -3,6 +3,7 @@
 mod state;
 
 use std::sync::Barrier;
+use std::time::Duration;
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::LinearConfig;
@@ -119,6 +120,31 @@ fn it_trains_as_ddp_does() {
             assert!(apart < ROUNDING, "{ranks} ranks, {options:?}: {apart:e}");
         }
     }
+}
+
+#[test]
+fn a_rank_leaves_with_its_optimizer_and_does_not_wait_for_a_loss_to_run_backward() {
+    const LIMIT: Duration = Duration::from_secs(120);
+    let together = Barrier::new(2);
+    run(2, |group| {
+        let limited = group.with_timeout(LIMIT);
+        drop(group);
+        let hvd = horovod(&limited);
+        let model = Mlp::new(&WIDTHS);
+        let mut optimizer = DistributedOptimizer::new(sgd(), &model, &hvd).unwrap();
+        // Burn keeps its graph.
+        let loss = optimizer.forward(&model, |model| model.loss(samples(0, 4)));
+        together.wait();
+        if hvd.rank().is_main() {
+            let error = hvd.barrier().unwrap_err().to_string();
+            together.wait();
+            assert!(error.contains("rank 1 has shut Horovod down"), "{error}");
+        } else {
+            drop((optimizer, hvd, limited));
+            together.wait();
+        }
+        drop(loss);
+    });
 }
 
 #[test]

@@ -1,11 +1,13 @@
 //! The configuration of a group, from which its sub-groups are made.
 
 use std::collections::{HashMap, VecDeque};
+use std::mem;
 use std::net::IpAddr;
-use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::LocalRank;
 use super::connect::{Connected, TransportOptions, connect_among, connect_in_process};
@@ -17,12 +19,16 @@ use crate::deadline::Deadline;
 use crate::domain::Partition;
 use crate::error::{Error, Result};
 use crate::health::Heartbeat;
+use crate::interrupt;
 use crate::rank::{Generation, Rank};
 use crate::store::{PrefixStore, SharedStore};
 use crate::transport::tcp::SilentHosts;
 use crate::transport::{MeshConfig, TransportKind};
 use crate::wire::hello::JobId;
 use crate::world_size::WorldSize;
+
+/// How often a thread that waits for the others of a new group looks whether they can still come.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The configuration with which a group was made, and with which its sub-groups are made.
 #[derive(Clone)]
@@ -68,21 +74,87 @@ pub(crate) enum Backend {
     },
 }
 
-/// Groups of threads of one process, until each rank has taken its connections.
+/// Groups of threads of one process, until all their ranks have come for their connections.
 #[derive(Default)]
-pub(crate) struct PendingGroups(Mutex<HashMap<String, Vec<Option<Connected>>>>);
+pub(crate) struct PendingGroups {
+    groups: Mutex<HashMap<String, PendingGroup>>,
+    /// All ranks of a group have come, or one of them waits no longer.
+    changed: Condvar,
+}
+
+/// A group of which a rank has not come yet.
+struct PendingGroup {
+    /// The connections of the ranks that have not come.
+    parts: Vec<Option<Connected>>,
+    /// Whether all have come, or why they cannot any more.
+    outcome: Arc<OnceLock<Result<()>>>,
+}
+
+impl PendingGroup {
+    fn of(world: WorldSize) -> Self {
+        Self { parts: connect_in_process(world).into_iter().map(Some).collect(), outcome: Arc::default() }
+    }
+}
 
 impl PendingGroups {
-    fn take(&self, scope: &str, world: WorldSize, rank: Rank) -> Result<Connected> {
-        let mut groups = self.0.lock();
-        let parts = groups
-            .entry(scope.to_owned())
-            .or_insert_with(|| connect_in_process(world).into_iter().map(Some).collect());
-        let part = parts.get_mut(rank.index()).and_then(Option::take);
-        if parts.iter().all(Option::is_none) {
-            groups.remove(scope);
+    /// The connections of `rank`, when all ranks have come. Who went on alone would wait in the group's first collective, and not hear there that one does
+    /// not come. An error of `watch` ends the wait.
+    fn take(
+        &self,
+        scope: &str,
+        (rank, world): (Rank, WorldSize),
+        watch: &(dyn Fn() -> Result<()> + Sync),
+        deadline: Deadline,
+    ) -> Result<Connected> {
+        let mut groups = self.groups.lock();
+        let group = groups.entry(scope.to_owned()).or_insert_with(|| PendingGroup::of(world));
+        let outcome = group.outcome.clone();
+        if let Some(Err(cause)) = outcome.get() {
+            return Err(cause.clone());
         }
-        part.ok_or_else(|| Error::mismatch(format!("rank {rank} of {scope} was taken twice")))
+        let part = group.parts.get_mut(rank.index()).and_then(Option::take);
+        let part = part.ok_or_else(|| Error::mismatch(format!("rank {rank} of {scope} was taken twice")))?;
+        if group.parts.iter().all(Option::is_none) {
+            let _ = outcome.set(Ok(()));
+            groups.remove(scope);
+            drop(groups);
+            self.changed.notify_all();
+            return Ok(part);
+        }
+        loop {
+            if let Some(outcome) = outcome.get() {
+                drop(groups);
+                return outcome.clone().map(|()| part);
+            }
+            // Both may run code of the program, or wait for others.
+            let watched = MutexGuard::unlocked(&mut groups, || interrupt::check().and_then(|()| watch()));
+            if outcome.get().is_some() {
+                continue;
+            }
+            let missing = groups.get(scope).and_then(|group| group.parts.iter().position(Option::is_some));
+            let missing = Rank::new(missing.unwrap_or_default() as u32);
+            let late = || {
+                Error::timeout(format!("rank {missing} of the new group has not come in time"))
+                    .with_peer(missing)
+                    .with_remedy(
+                        "does each rank make the same calls? A longer time-out can be set on the group",
+                    )
+            };
+            let ended = watched.err().or_else(|| deadline.has_passed().then(late));
+            if let Some(error) = ended {
+                let told =
+                    format!("rank {rank} does not wait for the others of the new group any more: {error}");
+                let _ = outcome.set(Err(Error::aborted(told).with_peer(rank)));
+                let rest = groups.get_mut(scope).map(|group| mem::take(&mut group.parts));
+                drop(groups);
+                self.changed.notify_all();
+                drop(rest);
+                return Err(error);
+            }
+            let _ = self
+                .changed
+                .wait_for(&mut groups, interrupt::at_most(deadline.remaining().min(POLL_INTERVAL)));
+        }
     }
 }
 
@@ -173,9 +245,9 @@ impl GroupConfig {
         deadline: Deadline,
     ) -> Result<Connected> {
         match &self.backend {
-            Backend::Process { pending, scope } => pending.take(scope, world, rank),
+            Backend::Process { pending, scope } => pending.take(scope, (rank, world), watch, deadline),
             Backend::Mesh { .. } if world == WorldSize::ONE => {
-                PendingGroups::default().take("alone", world, rank)
+                PendingGroups::default().take("alone", (rank, world), watch, deadline)
             }
             Backend::Mesh { store, interface, transport, host_id, heartbeat, credentials } => {
                 let options = TransportOptions {

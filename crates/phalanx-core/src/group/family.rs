@@ -78,7 +78,7 @@ impl Family {
         healths.iter().any(|health| health.first().get().is_some_and(&is_cause))
     }
 
-    fn members(&self) -> Vec<Arc<Inner>> {
+    pub(super) fn members(&self) -> Vec<Arc<Inner>> {
         // Not under the lock: if one of them is dropped here, its threads are waited for.
         self.groups.lock().iter().filter_map(Weak::upgrade).collect()
     }

@@ -22,6 +22,7 @@ mod reduce;
 mod remote_error;
 mod sampler;
 mod subgroup;
+mod weak;
 mod work;
 mod work_queue;
 
@@ -49,6 +50,8 @@ use self::messages::Messages;
 pub use self::point_to_point::P2pOp;
 #[doc(hidden)]
 pub use self::remote_error::RemoteError;
+#[doc(hidden)]
+pub use self::weak::WeakGroup;
 #[doc(hidden)]
 pub use self::work::Completer;
 pub use self::work::Work;

@@ -415,6 +415,7 @@ pub(super) fn digest(ranks: &[Rank]) -> i64 {
 #[cfg(test)]
 mod tests {
     use std::cell::Cell;
+    use std::sync::Barrier;
     use std::time::Instant;
 
     use super::*;
@@ -618,6 +619,62 @@ mod tests {
                 false => assert!(made.is_ok_and(|none| none.is_none())),
             }
             assert!(start.elapsed() < LIMIT / 2, "it took {:?}", start.elapsed());
+        });
+    }
+
+    #[test]
+    fn so_it_is_between_threads_of_one_process() {
+        let groups = ProcessGroup::in_process(WorldSize::new(3).unwrap()).unwrap();
+        let have_agreed = Barrier::new(groups.len());
+        std::thread::scope(|scope| {
+            for group in groups {
+                let have_agreed = &have_agreed;
+                scope.spawn(move || {
+                    let pair = [Rank::MAIN, Rank::new(2)];
+                    let group = group.with_timeout(LIMIT);
+                    let name = group.agree_on(&pair).unwrap();
+                    have_agreed.wait();
+                    match group.rank().get() {
+                        0 => {
+                            let error = group.join_part(&name, &pair, Caller::NewGroup).unwrap_err();
+                            assert!(error.to_string().contains("has ended: "), "{error}");
+                        }
+                        2 => group.abort(Error::aborted("a test")),
+                        _ => {}
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn a_thread_that_waits_no_longer_for_a_new_group_tells_those_that_wait_and_those_that_come_later() {
+        let groups = ProcessGroup::in_process(WorldSize::new(3).unwrap()).unwrap();
+        let has_ended = Barrier::new(groups.len());
+        std::thread::scope(|scope| {
+            for group in groups {
+                let has_ended = &has_ended;
+                scope.spawn(move || {
+                    let all: Vec<Rank> = group.world_size().ranks().collect();
+                    let name = group.agree_on(&all).unwrap();
+                    let come = |timeout| {
+                        let group = group.with_timeout(timeout);
+                        group.join_part(&name, &all, Caller::NewGroup).map(drop).unwrap_err()
+                    };
+                    let is_last = group.rank() == Rank::new(2);
+                    if is_last {
+                        has_ended.wait();
+                    }
+                    let error = come(if group.rank().is_main() { LIMIT / 100 } else { LIMIT });
+                    if !is_last {
+                        has_ended.wait();
+                    }
+                    match group.rank().is_main() {
+                        true => assert!(error.is_timeout() && error.peer().is_some(), "{error}"),
+                        false => assert!(error.to_string().contains("rank 0 does not wait"), "{error}"),
+                    }
+                });
+            }
         });
     }
 

@@ -205,14 +205,15 @@ impl Future for Work {
     type Output = Result<Buffer>;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let waker = context.waker().clone();
         let mut state = self.slot.state.lock();
         if let Some(outcome) = state.take() {
             return Poll::Ready(outcome.inspect_err(|_| self.note_returned()));
         }
-        match &mut *state {
-            WorkState::InFlight(Some(waker)) => waker.clone_from(context.waker()),
-            waiting => *waiting = WorkState::InFlight(Some(context.waker().clone())),
-        }
+        let before = std::mem::replace(&mut *state, WorkState::InFlight(Some(waker)));
+        drop(state);
+        // It may be the last that holds a task, and drop whatever that has.
+        drop(before);
         Poll::Pending
     }
 }
@@ -254,6 +255,7 @@ impl fmt::Debug for Work {
 mod tests {
     use std::future::poll_fn;
     use std::pin::pin;
+    use std::sync::atomic::{AtomicBool, Ordering};
     use std::task::Wake;
     use std::thread::Thread;
 
@@ -338,6 +340,30 @@ mod tests {
         let again = block_on(&mut work).unwrap_err();
         assert!(again.to_string().contains("taken already"), "{again}");
         assert!(work.wait().unwrap_err().to_string().contains("taken already"));
+    }
+
+    #[test]
+    fn a_waker_is_let_go_when_the_work_is_not_locked() {
+        /// When it is dropped, it notes whether it could ask for the work's state.
+        struct Asks(Arc<Slot>, Arc<AtomicBool>);
+
+        impl Wake for Asks {
+            fn wake(self: Arc<Self>) {}
+        }
+
+        impl Drop for Asks {
+            fn drop(&mut self) {
+                self.1.store(self.0.state.try_lock().is_some(), Ordering::Relaxed);
+            }
+        }
+
+        let (mut work, _completer) = Work::pending();
+        let could_ask = Arc::new(AtomicBool::new(false));
+        let waker = Waker::from(Arc::new(Asks(work.slot.clone(), could_ask.clone())));
+        assert!(Pin::new(&mut work).poll(&mut Context::from_waker(&waker)).is_pending());
+        drop(waker);
+        assert!(Pin::new(&mut work).poll(&mut Context::from_waker(Waker::noop())).is_pending());
+        assert!(could_ask.load(Ordering::Relaxed));
     }
 
     #[test]

@@ -10,14 +10,14 @@ use phalanx::{Buffer, Error, ReduceOp, Result, Work};
 
 use super::super::op::{GradientSource, GradientTarget, ParallelOp, Source, Supply, Target};
 use super::calls::Call;
-use super::exchanges::{Exchanges, Held, Place, Use};
+use super::exchanges::{Exchanges, Held, Place, Use, WeakExchanges};
 use super::layout::FlatLayout;
 use super::replicated::Replicated;
 use crate::tensor_bytes::TensorBytes;
 
 /// Takes the gradients of a unit's parameters from one forward pass, and gives that of the shard.
 pub(super) struct Collector {
-    exchanges: Arc<Exchanges>,
+    exchanges: WeakExchanges,
     unit: Arc<FlatLayout>,
     /// The replicas, which get the shard's gradient, if there are any.
     replicated: Option<Arc<Replicated>>,
@@ -43,7 +43,7 @@ impl Collector {
         if let Some(replicated) = &replicated {
             replicated.expect(unit.unit);
         }
-        Arc::new(Self { exchanges: exchanges.clone(), unit: unit.clone(), replicated, state })
+        Arc::new(Self { exchanges: exchanges.downgrade(), unit: unit.clone(), replicated, state })
     }
 
     /// A tensor of one element, to which backward comes last: then the gradients of `pieces`, this rank's shard, are had, at the
@@ -76,13 +76,14 @@ impl Collector {
     /// Takes the gradient of a parameter; with the last one, they are on their way. In a pass of weight 0 it stays zero, as if there
     /// were none.
     fn take(self: &Arc<Self>, index: usize, gradient: TensorBytes<'_>) -> Result<()> {
-        let is_void = self.exchanges.is_void();
+        let exchanges = self.exchanges.upgrade()?;
+        let is_void = exchanges.is_void();
         let mut state = self.state.lock();
         let Collected::Open(gradients, left) = &mut *state else {
             return Err(Error::aborted("a gradient comes after its unit's: this is a defect of phalanx"));
         };
         if gradients.is_none() {
-            *gradients = Some(self.exchanges.alloc(&self.unit, Use::Gradients)?);
+            *gradients = Some(exchanges.alloc(&self.unit, Use::Gradients)?);
         }
         let place = self.unit.place(index).zip(gradients.as_mut());
         let place = place.and_then(|(place, gradients)| gradients.value.as_bytes_mut().get_mut(place));
@@ -102,27 +103,28 @@ impl Collector {
         }
         *left = left.saturating_sub(1);
         if !is_void {
-            self.exchanges.has_gradient(&self.unit, index);
+            exchanges.has_gradient(&self.unit, index);
         }
         let is_last = *left == 0;
         drop(state);
-        if is_last { self.send() } else { self.exchanges.advance() }
+        if is_last { self.send() } else { exchanges.advance() }
     }
 
     /// Sends what has come. In the row, what has not is zero: for other ranks, which may have it.
     pub fn send(self: &Arc<Self>) -> Result<()> {
         let mut state = self.state.lock();
         let Collected::Open(gradients, _) = &mut *state else { return Ok(()) };
+        let exchanges = self.exchanges.upgrade()?;
         let Held { value, counted } = match gradients.take() {
             Some(gradients) => gradients,
-            None => self.exchanges.alloc(&self.unit, Use::Gradients)?,
+            None => exchanges.alloc(&self.unit, Use::Gradients)?,
         };
-        self.exchanges.note(Call::Scatter(self.unit.unit as u32), self.unit.bytes());
-        let group = &self.exchanges.group;
+        exchanges.note(Call::Scatter(self.unit.unit as u32), self.unit.bytes());
+        let group = &exchanges.group;
         let value = group.reduce_scatter_v_async(value, &self.unit.counts(), ReduceOp::Avg)?;
         *state = Collected::Sent(Held { value, counted });
         drop(state);
-        self.exchanges.scattering(self)
+        exchanges.scattering(self)
     }
 
     /// Whether the average has arrived, without waiting for it or taking it.
@@ -136,7 +138,7 @@ impl Collector {
         *state = match mem::replace(&mut *state, Collected::Over) {
             Collected::Sent(Held { value, counted }) => {
                 let buffer = value.wait()?;
-                let rank = self.exchanges.rank();
+                let rank = self.exchanges.upgrade()?.rank();
                 let piece = |index| self.unit.piece_data(index, rank, buffer.as_bytes());
                 let pieces = (0..self.unit.parameters.len()).map(piece).collect::<Result<Vec<_>>>()?;
                 let collected = match &self.replicated {

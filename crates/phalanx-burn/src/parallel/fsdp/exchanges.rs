@@ -16,6 +16,7 @@ use std::time::Instant;
 use burn::module::ParamId;
 use burn::tensor::Tensor;
 use parking_lot::Mutex;
+use phalanx::adapter::WeakGroup;
 use phalanx::trace::{Trace, Track};
 use phalanx::{Buffer, Caller, Error, ProcessGroup, ReduceOp, Result, Work, WorldSize};
 
@@ -145,7 +146,39 @@ impl Drop for Counted {
     }
 }
 
+/// The exchanges as long as there are units, or what they were made with: a graph, which may never run backward, does not keep the groups.
+#[derive(Clone)]
+pub(super) struct WeakExchanges {
+    exchanges: Weak<Exchanges>,
+    groups: [WeakGroup; 2],
+}
+
+impl WeakExchanges {
+    pub fn upgrade(&self) -> Result<Arc<Exchanges>> {
+        self.exchanges.upgrade().ok_or_else(dropped)
+    }
+
+    /// As [`Exchanges::fail`], also if they are gone.
+    pub fn fail(&self, error: Error) {
+        match self.exchanges.upgrade() {
+            Some(exchanges) => exchanges.fail(error),
+            None => self.groups.iter().for_each(|group| group.abort_all(error.clone())),
+        }
+    }
+}
+
+/// The error of a graph that outlives the units with which it was computed.
+pub(super) fn dropped() -> Error {
+    Error::invalid_argument("a model of units was dropped before a backward pass through it")
+        .with_remedy("keep the Fsdp until Fsdp::backward has returned")
+}
+
 impl Exchanges {
+    pub fn downgrade(self: &Arc<Self>) -> WeakExchanges {
+        let groups = [self.group.downgrade(), self.replicas.downgrade()];
+        WeakExchanges { exchanges: Arc::downgrade(self), groups }
+    }
+
     pub fn new(group: &ProcessGroup, replicas: &ProcessGroup, options: ShardingOptions) -> Arc<Self> {
         Arc::new(Self {
             group: group.in_call(Caller::Fsdp),

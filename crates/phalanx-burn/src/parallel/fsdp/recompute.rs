@@ -6,7 +6,7 @@
 //! share a node with it. So a unit's closure is a function pointer, which cannot capture tensors, and its inputs lose
 //! their graphs.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use burn::backend::Dispatch;
 use burn::module::Module;
@@ -18,7 +18,7 @@ use phalanx::{Error, Result};
 use super::super::op::{GradientTarget, KnownGradient, ParallelOp, Source};
 use super::super::random::OwnNumbers;
 use super::collector::Collector;
-use super::exchanges::{Place, Shard};
+use super::exchanges::{Place, Shard, WeakExchanges, dropped};
 use super::inputs::{FloatMapper, UnitInputs};
 use super::unit::{Unit, device_of};
 use super::whole::Role;
@@ -49,7 +49,9 @@ type Kept<M, I, const D: usize> = (Shard, I, fn(&M, I) -> Tensor<D>);
 
 /// Takes the gradient of a unit's output, and from it computes those of its inputs and parameters.
 pub(super) struct Recomputed<M, I, const D: usize> {
-    unit: Arc<Unit<M>>,
+    /// Neither it nor the groups are kept by the graph, which may never run backward.
+    unit: Weak<Unit<M>>,
+    exchanges: WeakExchanges,
     place: Place,
     seed: u64,
     /// None of a frozen unit.
@@ -66,11 +68,13 @@ impl<M: Module, I: UnitInputs, const D: usize> Recomputed<M, I, D> {
         (collector, slots): (Option<Arc<Collector>>, Slots),
         held: Kept<M, I, D>,
     ) -> Self {
-        Self { unit: unit.clone(), place, seed, collector, slots, held: Mutex::new(Some(held)) }
+        let (unit, exchanges) = (Arc::downgrade(unit), unit.exchanges.downgrade());
+        Self { unit, exchanges, place, seed, collector, slots, held: Mutex::new(Some(held)) }
     }
 
     fn run(&self, gradient: TensorBytes<'_>, shape: &[usize]) -> Result<()> {
-        let Unit { exchanges, layout, .. } = &*self.unit;
+        let unit = self.unit.upgrade().ok_or_else(dropped)?;
+        let Unit { exchanges, layout, .. } = &*unit;
         exchanges.check()?;
         let Some((shard, inputs, pass)) = self.held.lock().take() else {
             return Err(Error::aborted("backward runs twice through a unit: this is a defect of phalanx"));
@@ -79,7 +83,7 @@ impl<M: Module, I: UnitInputs, const D: usize> Recomputed<M, I, D> {
         let role = self.collector.clone().map_or(Role::Constant, Role::Leaf);
         let device = device_of(&shard);
         let next = exchanges.before(&self.place);
-        let module = self.unit.whole(&shard, Some(&self.place), next, role)?;
+        let module = unit.whole(&shard, Some(&self.place), next, role)?;
         exchanges.traced(Track::Backward, layout, || {
             let leaves = inputs.map_floats(&mut Leaves(self.slots.all()));
             let own_numbers = OwnNumbers::of(&device)?;
@@ -115,7 +119,7 @@ impl<M: Module, I: UnitInputs, const D: usize> GradientTarget for Recomputed<M, 
     }
 
     fn fail(&self, error: Error) {
-        self.unit.exchanges.fail(error);
+        self.exchanges.fail(error);
     }
 }
 

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use burn::tensor::Tensor;
 use parking_lot::Mutex;
+use phalanx::adapter::WeakGroup;
 use phalanx::pipeline::{Action, Plan};
 use phalanx::{Buffer, Error, ProcessGroup, Rank, Result, Work};
 
@@ -91,14 +92,21 @@ impl Outbox {
         works.into_iter().try_for_each(|work| work.wait().map(drop))
     }
 
-    fn fail(&self, error: Error) {
-        self.state.lock().failure.get_or_insert(error);
+    /// For a graph, which may never run backward: it does not keep the group.
+    pub fn downgrade(&self) -> WeakOutbox {
+        WeakOutbox { group: self.group.downgrade(), state: self.state.clone() }
     }
+}
+
+/// An [`Outbox`] as long as there is its group.
+pub(super) struct WeakOutbox {
+    group: WeakGroup,
+    state: Arc<Mutex<State>>,
 }
 
 /// The gradient of a stage's input, on its way to the stage before.
 pub(super) struct ToStage {
-    pub outbox: Outbox,
+    pub outbox: WeakOutbox,
     /// The rank that needs it; none if it is this one.
     pub to: Option<usize>,
     /// The action that needs it.
@@ -113,11 +121,13 @@ impl GradientTarget for ToStage {
             self.arrived.lock().insert(self.needed_by, data);
             return Ok(());
         };
-        self.outbox.send(Buffer::try_from_slice::<u8>(gradient.bytes)?, to)
+        let WeakOutbox { group, state } = &self.outbox;
+        let outbox = Outbox { group: group.upgrade()?, state: state.clone() };
+        outbox.send(Buffer::try_from_slice::<u8>(gradient.bytes)?, to)
     }
 
     fn fail(&self, error: Error) {
-        self.outbox.fail(error);
+        self.outbox.state.lock().failure.get_or_insert(error);
     }
 }
 

@@ -195,7 +195,7 @@ impl<'a, S: Stage<D>, const D: usize> Run<'a, S, D> {
         let needed_by = Action { pass: Pass::Backward, stage: stage.saturating_sub(1), microbatch };
         let to = self.plan.rank_of(needed_by.stage);
         let target = Target(Arc::new(ToStage {
-            outbox: self.outbox.clone(),
+            outbox: self.outbox.downgrade(),
             to: (to != self.group.rank().index()).then_some(to),
             needed_by,
             arrived: self.inbox.arrived.clone(),

@@ -33,7 +33,8 @@ use crate::{Collectives, device, read_back};
 ///
 /// A tensor that all ranks have goes through [`copy`](Self::copy) before each rank computes its own part with it, and partial sums go
 /// through [`reduce`](Self::reduce) into a tensor that all ranks have. Sums are over ranks. All ranks must do the same operations in
-/// the same order, forward and backward; backward runs in an order that depends on the graph alone.
+/// the same order, forward and backward; backward runs in an order that depends on the graph alone. A handle to the group, such as a layer's,
+/// must live until backward has returned.
 ///
 /// Source: Shoeybi et al., "Megatron-LM" (2019), arXiv 1909.08053; Korthikanti et al., "Reducing activation recomputation" (2022),
 /// arXiv 2205.05198.
@@ -132,7 +133,7 @@ impl TensorGroup {
             self.abort(error);
             return Tensor::full(forward.shape(tensor.shape(), &self.0), f64::NAN, (&device, dtype));
         }
-        let exchange = Exchange { group: self.0.clone(), forward, backward };
+        let exchange = Exchange::new(&self.0, forward, backward);
         Tensor::from_dispatch(Dispatch::exchanged(tensor.into_dispatch(), exchange))
     }
 

@@ -1,0 +1,87 @@
+//! Ranks that leave, with operations of their group in graphs that have not run backward. Burn keeps such a graph: here as long as its output lives,
+//! and else until a later backward pass of the process.
+
+use std::sync::Barrier;
+use std::time::Duration;
+
+use burn::nn::{BatchNormConfig, LinearConfig};
+use burn::tensor::Tensor;
+use phalanx::join::JoinGroup;
+use phalanx::{ProcessGroup, Rank};
+use phalanx_burn::parallel::StageLink;
+use phalanx_burn::parallel::fsdp::{FullySharded, ShardingGroup};
+use phalanx_burn::parallel::tensor::TensorGroup;
+use phalanx_burn::{Collectives, SyncBatchNorm};
+
+use crate::common::{device, run};
+
+/// What gives a tensor with a graph in which there are operations of the group.
+type Pass = fn(&ProcessGroup) -> Tensor<1>;
+
+fn input() -> Tensor<2> {
+    Tensor::ones([2, 4], &device()).require_grad()
+}
+
+fn reduced(group: &ProcessGroup) -> Tensor<1> {
+    TensorGroup::new(group).reduce(input()).sum()
+}
+
+fn gathered(group: &ProcessGroup) -> Tensor<1> {
+    input().all_gather(group).unwrap().sum()
+}
+
+fn normalised(group: &ProcessGroup) -> Tensor<1> {
+    let norm = BatchNormConfig::new(4).init(&device());
+    SyncBatchNorm::new(norm, group).forward(input()).sum()
+}
+
+fn joined(group: &ProcessGroup) -> Tensor<1> {
+    let norm = BatchNormConfig::new(4).init(&device());
+    SyncBatchNorm::new(norm, &JoinGroup::new(group.clone())).forward(input()).sum()
+}
+
+fn linked(group: &ProcessGroup) -> Tensor<1> {
+    let link = StageLink::new(group, Rank::new(1 - group.rank().get())).unwrap();
+    if group.rank().is_main() {
+        link.send_forward(input()).unwrap()
+    } else {
+        link.recv_forward::<2>(&device()).unwrap().sum()
+    }
+}
+
+fn sharded(group: &ProcessGroup) -> Tensor<1> {
+    let sharding = ShardingGroup::new(group).unwrap();
+    let unit = FullySharded::new(LinearConfig::new(4, 4).init(&device()), &sharding).unwrap();
+    unit.forward(input(), |layer, x| layer.forward(x)).sum()
+}
+
+#[test]
+fn a_rank_leaves_with_its_last_handle_and_does_not_wait_for_a_graph_to_run_backward() {
+    const LIMIT: Duration = Duration::from_secs(120);
+    let passes: [(&str, Pass); 6] = [
+        ("TensorGroup", reduced),
+        ("all_gather", gathered),
+        ("SyncBatchNorm", normalised),
+        ("SyncBatchNorm of a JoinGroup", joined),
+        ("StageLink", linked),
+        ("FullySharded", sharded),
+    ];
+    for (name, pass) in passes {
+        let together = Barrier::new(2);
+        run(2, |group| {
+            let limited = group.with_timeout(LIMIT);
+            drop(group);
+            let output = pass(&limited);
+            together.wait();
+            if limited.rank().is_main() {
+                let error = limited.barrier().unwrap_err();
+                together.wait();
+                assert!(!error.is_timeout(), "{name}: {error}");
+            } else {
+                drop(limited);
+                together.wait();
+            }
+            drop(output);
+        });
+    }
+}
