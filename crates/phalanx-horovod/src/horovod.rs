@@ -350,8 +350,10 @@ fn shared_by_all(group: &ProcessGroup, options: Result<Options>) -> Result<(Shar
     let told = options.as_ref().map(Shared::of).map_err(|error| RemoteError::of(error, group.rank()));
     let all: Vec<Result<Shared, RemoteError>> = group.all_gather_object(&told)?;
     let options = options?;
-    let mut all =
-        all.into_iter().collect::<Result<Vec<Shared>, RemoteError>>().map_err(RemoteError::error)?;
+    let mut all = all
+        .into_iter()
+        .collect::<Result<Vec<Shared>, RemoteError>>()
+        .map_err(|told| group.note_remote_error(told.error()))?;
     // Rank 0 is in every group.
     Ok((all.swap_remove(0), options))
 }

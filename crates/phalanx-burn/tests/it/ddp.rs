@@ -289,6 +289,27 @@ fn gradients_of_another_model_are_refused_and_change_nothing() {
 }
 
 #[test]
+fn a_norm_of_one_rank_that_is_none_ends_the_group() {
+    let all_are_here = Barrier::new(2);
+    run(2, |group| {
+        let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
+        let gradients = |ddp: &mut Ddp<Mlp>| {
+            let loss = ddp.forward(|model| model.loss(samples(0, 4)))?;
+            ddp.backward(&loss)
+        };
+        let mut first = gradients(&mut ddp).unwrap();
+        // The error ends the group, in which the other rank may still wait for the average.
+        all_are_here.wait();
+        if group.rank().is_main() {
+            assert!(ddp.clip_grad_norm(&mut first, f64::NAN).unwrap_err().is_invalid_argument());
+        } else {
+            let error = gradients(&mut ddp).unwrap_err().to_string();
+            assert!(error.contains("rank 0") && error.contains("max_norm"), "{error}");
+        }
+    });
+}
+
+#[test]
 fn the_norm_of_another_model_s_gradients_is_refused() {
     let all_are_here = Barrier::new(2);
     run(2, |group| {
