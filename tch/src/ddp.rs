@@ -444,7 +444,7 @@ impl Ddp {
     }
 
     /// An error ends the group, also if it is this rank's alone: the others wait for what it has not done.
-    fn or_end<T>(&self, outcome: Result<T>) -> Result<T> {
+    pub(crate) fn or_end<T>(&self, outcome: Result<T>) -> Result<T> {
         match (&self.sink, outcome) {
             (Some(sink), Err(error)) => sink.call(|_| Err(error)),
             (_, outcome) => outcome,
