@@ -152,8 +152,11 @@ impl Ddp {
 
     /// Whether the parameters of all replicas are the same, bit for bit. All ranks call it, and get the same answer.
     pub fn replicas_identical(&self) -> Result<bool> {
-        let values = self.sink.parameters.iter().map(Named::bytes).collect::<Result<Vec<_>>>()?;
-        states_identical(&self.group.in_call(Caller::DdpReplicasIdentical), values.iter().map(Vec::as_slice))
+        let call = self.group.in_call(Caller::DdpReplicasIdentical);
+        self.sink.call(|| {
+            let values = self.sink.parameters.iter().map(Named::bytes).collect::<Result<Vec<_>>>()?;
+            states_identical(&call, values.iter().map(Vec::as_slice))
+        })
     }
 
     /// Takes over rank 0's values of variables that are not trained, such as the statistics of batch norms, before an evaluation or a
@@ -175,8 +178,8 @@ impl Ddp {
         let joined = group.join(options, || body(self, optimizer))?;
         if joined.uneven {
             self.sink.adopt(joined.last)?;
-            let state = self.with_optimizer(optimizer)?;
-            self.sink.call(|| take_over(&group.in_call(Caller::Join), joined.last, &state))?;
+            let call = group.in_call(Caller::Join);
+            self.sink.call(|| take_over(&call, joined.last, &self.with_optimizer(optimizer)?))?;
         }
         Ok(joined.value)
     }
