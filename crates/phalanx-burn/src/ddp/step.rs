@@ -104,8 +104,8 @@ impl<M: Module> Ddp<M> {
     /// or it changed its group. After a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) was made for this
     /// `Ddp`: then no rank has all gradients, and only that optimizer may step. In the first step, and every 32 steps, if layers are
     /// [divided](crate::parallel::tensor) among ranks and the optimizer does not treat each element by itself, as LAMB, Muon and Burn's clipping
-    /// by norm do not: it would take a norm of this rank's part; or if an exchange among those ranks has failed. Each of these ends the group: replicas would drift apart, or train otherwise
-    /// than one process.
+    /// by norm do not: it would take a norm of this rank's part; or if an exchange among those ranks has failed. If a learning rate is infinite or not a number. Each of these ends the group:
+    /// replicas would drift apart, or train otherwise than one process.
     pub fn step(
         &mut self,
         optimizer: &mut ModuleOptimizer,
@@ -131,6 +131,7 @@ impl<M: Module> Ddp<M> {
         let gradients = gradients.of(&self.token).map_err(|error| self.fail(error))?;
         self.check_elementwise(optimizer)?;
         let rates: ModuleLearningRate = learning_rate.into();
+        lr::check(&rates, &self.inventory.parameters).map_err(|error| self.fail(error))?;
         let compared = self.compare_step(optimizer, &rates);
         compared.map_err(|error| self.fail_for_sharers(error))?;
         let (trace, begin) = (self.group.trace(), Instant::now());
