@@ -311,13 +311,12 @@ impl Horovod {
     /// Fails the job on every rank with `cause`: what is in flight and what is submitted later, also in the process sets that were made of
     /// this handle and have this rank. For a program that ends before its time, of which the others would otherwise only learn that it has left.
     pub fn abort(&self, cause: Error) {
+        // First, so that who is in a set finds it.
+        self.inner.groups.abort(&cause);
         let is_of_this = |set: &&Set| std::ptr::eq(set.of.as_ptr(), Arc::as_ptr(&self.inner));
         let sets: Vec<Arc<Inner>> =
             self.inner.sets.lock().iter().filter(is_of_this).filter_map(|set| set.handle.upgrade()).collect();
-        for inner in sets {
-            Self { inner }.abort(cause.clone());
-        }
-        self.inner.groups.abort(&cause);
+        sets.into_iter().for_each(|inner| Self { inner }.abort(cause.clone()));
     }
 
     /// Leaves because of an `error` of this rank, which cannot bring its part: the job fails on every rank with it, unless it has ended before,
