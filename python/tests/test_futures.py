@@ -286,9 +286,63 @@ def test_calls_that_a_hook_makes_in_callbacks_are_refused_if_another_bucket_foll
     ranks(2, calls_in_callbacks)
 
 
+def calls_in_callbacks_of_two_models(rank):
+    store, begun = dist.group.WORLD.get_group_store(), []
+
+    def averaged(future):
+        if rank == 0:
+            # The hook of the other model has begun, which this call may come before on another rank.
+            store.wait(["both have begun"])
+        return dist.all_reduce(future.value()[0] / 2, async_op=True).get_future().wait()[0]
+
+    def hook(_, bucket):
+        assert bucket.is_last()
+        begun.append(bucket.index())
+        if rank == 0 and len(begun) == 2:
+            store.set("both have begun", "")
+        if rank == 1 and len(begun) == 1:
+            # So rank 0 has asked for the callback before there is anything to tell.
+            store.wait(["asked"])
+        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(averaged)
+        store.set("asked", "")
+        return future
+
+    models = [torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4)) for _ in range(2)]
+    for model in models:
+        model.register_comm_hook(None, hook)
+    with pytest.raises(RuntimeError, match="a communication hook .* in a callback"):
+        sum(model(torch.ones(1, 4)).sum() for model in models).backward()
+    assert "wait in the hook" in str(dist.group.WORLD.failure())
+
+
+def test_calls_that_a_hook_makes_in_callbacks_are_refused_if_the_loss_goes_over_another_model(ranks):
+    ranks(2, calls_in_callbacks_of_two_models)
+
+
+def calls_in_callbacks_of_two_models_in_turns(rank):
+    def hook(_, bucket):
+        def averaged(future):
+            return dist.all_reduce(future.value()[0] / 4, async_op=True).get_future().wait()[0]
+
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(averaged)
+
+    models = [torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4)) for _ in range(2)]
+    for model in models:
+        model.register_comm_hook(None, hook)
+    for model in models * 2:
+        model.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        assert model.module.bias.grad.tolist() == [1.0] * 4
+    assert dist.group.WORLD.failure() is None
+
+
+def test_two_models_that_are_trained_in_turns_may_make_calls_in_callbacks_of_their_last_buckets(ranks):
+    ranks(2, calls_in_callbacks_of_two_models_in_turns)
+
+
 def alone_in_a_callback(rank):
     # As the thread is marked that runs such a callback.
-    _ddp.calling_back.add(threading.get_ident())
+    _ddp.calling_back[threading.get_ident()] = _ddp.Callback(None, -1, True)
     for is_asynchronous in (False, True):
         tensor = torch.ones(1)
         work = dist.all_reduce(tensor, async_op=is_asynchronous)

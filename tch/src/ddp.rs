@@ -233,9 +233,14 @@ impl Ddp {
     /// If an element is infinite or not a number, so is the norm, on every rank alike; the gradients are then left alone.
     ///
     /// # Errors
-    /// If `max_norm` is not a positive number; or if a call of [NCCL](Self::with_nccl)'s has failed.
+    /// If `max_norm` is not a positive number; if libtorch or a call of [NCCL](Self::with_nccl)'s has failed. Each ends the group.
     #[doc(alias = "clip_grad_norm_")]
     pub fn clip_grad_norm(&self, max_norm: f64) -> Result<f64> {
+        self.or_end(self.clipped(max_norm))
+    }
+
+    /// As [`clip_grad_norm`](Self::clip_grad_norm). An error may be this rank's alone.
+    fn clipped(&self, max_norm: f64) -> Result<f64> {
         adapter::check_max_norm(max_norm)?;
         let _guard = tch::no_grad_guard();
         let gradients = self.inventory.parameters.iter().map(|one| one.tensor.grad()).filter(Tensor::defined);
@@ -251,7 +256,7 @@ impl Ddp {
             false => norm,
         };
         // What was read is computed.
-        self.or_end(self.check_settled())?;
+        self.check_settled()?;
         if let Some(factor) = adapter::clip_factor(norm, max_norm) {
             for mut gradient in tensors::own_gradients(&self.inventory.parameters)? {
                 drop(gradient.f_mul_scalar_(factor).map_err(torch)?);
@@ -439,7 +444,7 @@ impl Ddp {
     }
 
     /// An error ends the group, also if it is this rank's alone: the others wait for what it has not done.
-    fn or_end<T>(&self, outcome: Result<T>) -> Result<T> {
+    pub(crate) fn or_end<T>(&self, outcome: Result<T>) -> Result<T> {
         match (&self.sink, outcome) {
             (Some(sink), Err(error)) => sink.call(|_| Err(error)),
             (_, outcome) => outcome,

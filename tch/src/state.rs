@@ -260,7 +260,8 @@ impl<T> TrainState<T> {
     /// The ranks [compare](Ddp#what-ranks-compare) their rules and learning rates.
     ///
     /// # Errors
-    /// As [`Optimizer::step`] and [`Ddp::average_parameters`]; if a trainable variable has a gradient, and the optimizer was made without it.
+    /// As [`Optimizer::step`] and [`Ddp::average_parameters`]; if a trainable variable has a gradient, and the optimizer was made without it. With
+    /// several ranks each ends the group: the others have made the step.
     pub fn step(&mut self, learning_rate: f64) -> Result<()> {
         self.step_groups(&vec![learning_rate; self.optimizer.rules().len()])
     }
@@ -270,8 +271,10 @@ impl<T> TrainState<T> {
     /// # Errors
     /// As [`step`](Self::step) and [`Optimizer::step_groups`].
     pub fn step_groups(&mut self, learning_rates: &[f64]) -> Result<()> {
-        self.optimizer.check_trains(self.ddp.variables())?;
-        self.optimizer.step_groups(learning_rates)?;
+        let known = self.optimizer.check_trains(self.ddp.variables());
+        let stepped = known.and_then(|()| self.optimizer.step_groups(learning_rates));
+        // It may be this rank's error alone, as that of a schedule: the others go on, and would wait for it.
+        self.ddp.or_end(stepped)?;
         self.ddp.stepped(learning_rates, &self.optimizer);
         self.steps += 1;
         if let Some(averager) = &mut self.averager {
@@ -391,15 +394,14 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
     /// Resumes from the newest of `checkpoints`; returns whether there was one. All ranks call it together.
     ///
     /// # Errors
-    /// As [`Checkpoints::newest`] and [`load_from`](Self::load_from). On every rank, whether there is a checkpoint or not, if
-    /// [`progress`](Self::progress) is an [`ElasticSampler`](phalanx::sampler::ElasticSampler), and one rank's has another number of samples or other options.
+    /// As [`Checkpoints::newest`]. On every rank, if one cannot load it, as by [`load_from`](Self::load_from): the others have loaded it then. On every
+    /// rank, whether there is a checkpoint or not, if [`progress`](Self::progress) is an [`ElasticSampler`](phalanx::sampler::ElasticSampler), and one rank's has another number of samples or other options.
     pub fn resume(&mut self, checkpoints: &Checkpoints) -> Result<bool>
     where
         T: 'static,
     {
         training::check_progress_of_ranks(&self.progress, checkpoints)?;
-        let saved = checkpoints.newest()?;
-        saved.map_or(Ok(false), |saved| self.load_from(&saved).map(|()| true))
+        training::resume(checkpoints, |saved| self.load_from(saved))
     }
 
     /// Saves all of it as the checkpoint after [`steps`](Self::steps). All ranks call it together; rank 0 writes, while training

@@ -298,8 +298,8 @@ impl LocalUpdates {
     /// returns the bytes that this rank has given to the group; otherwise None.
     ///
     /// # Errors
-    /// If `parameters` are not as many as before. As [`ProcessGroup::all_reduce`] or [`ProcessGroup::isend`]. If a rank has no memory for the
-    /// parameters of its peers, which ends the group. After an error the step is not done, and parameters and state are what they were before it.
+    /// As [`ProcessGroup::all_reduce`] or [`ProcessGroup::isend`]. If `parameters` are not as many as before, or a rank has no memory for the
+    /// parameters of its peers: each ends the group. After an error the step is not done, and parameters and state are what they were before it.
     pub fn step(&mut self, parameters: &mut [f32]) -> Result<Option<u64>> {
         if self.state.elements != parameters.len() {
             let cause = format!(
@@ -307,7 +307,10 @@ impl LocalUpdates {
                 self.state.elements,
                 parameters.len()
             );
-            return Err(Error::invalid_argument(cause).with_remedy("give the same parameters in each step"));
+            let error = Error::invalid_argument(cause).with_remedy("give the same parameters in each step");
+            // The others make it, and wait for this rank when they come together.
+            self.group.abort(error.clone());
+            return Err(error);
         }
         let steps = self.state.steps + 1;
         let bytes = match steps.is_multiple_of(self.state.every) {

@@ -338,7 +338,7 @@ impl<M: Module> Ddp<M> {
     }
 
     /// Ends the group with `error`, and that of the ranks that divide layers with this one, which would wait for it, too.
-    fn fail(&self, error: Error) -> Error {
+    pub(crate) fn fail(&self, error: Error) -> Error {
         if let Some(sink) = self.engine.sink() {
             sink.with_reducer(|reducer| reducer.abort(error.clone()));
         } else if self.group.world_size() != WorldSize::ONE {

@@ -14,6 +14,16 @@ pub(crate) fn of_each(rates: &ModuleLearningRate, parameters: &[Parameter]) -> i
     parameters.iter().map(move |one| rates.lr_from_param(one.id, Some(&one.name)))
 }
 
+/// An error for a rate by which no training goes, such as that of a schedule that divides by zero: parameters would become NaN.
+pub(crate) fn check(rates: &ModuleLearningRate, parameters: &[Parameter]) -> Result<()> {
+    let Some((rate, one)) = of_each(rates, parameters).zip(parameters).find(|(rate, _)| !rate.is_finite())
+    else {
+        return Ok(());
+    };
+    Err(Error::invalid_argument(format!("a step with the learning rate {rate}, of `{}`", one.name))
+        .with_remedy("give it one that is finite"))
+}
+
 /// How the learning rate depends on the number of ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LrScaling {

@@ -265,7 +265,9 @@ pub(crate) fn gather(
             whole.extend(received(&state).inspect_err(|error| group.abort(error.clone()))?);
         }
     }
-    (group.rank() == to).then(|| whole.load(optimizer, parameters)).transpose()
+    let loaded = (group.rank() == to).then(|| whole.load(optimizer, parameters)).transpose();
+    // The others go on, and would wait for this rank.
+    loaded.inspect_err(|error| group.abort(error.clone()))
 }
 
 /// `optimizer` with the state of only those `parameters` that are in `keep`.

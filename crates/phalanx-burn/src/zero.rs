@@ -6,7 +6,7 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ParamId};
 use burn::optim::ModuleOptimizer;
 use phalanx::checkpoint::{Saved, Snapshot};
-use phalanx::reducer::LoadedState;
+use phalanx::reducer::{LoadedState, verify_description};
 use phalanx::{Caller, Communicator, Error, Rank, Result, WorldSize};
 
 use crate::gradients::{ModelToken, Synced};
@@ -93,14 +93,15 @@ impl ZeroRedundancyOptimizer {
     ///
     /// # Errors
     /// If the exchange fails; inside [`Ddp::join`], if a rank has no data left, because no other rank can update its
-    /// part. If this optimizer was made for another `Ddp`, or `ddp` has changed its group since, as in an elastic job.
+    /// part. If this optimizer was made for another `Ddp`, or `ddp` has changed its group since, as in an elastic job: this ends the group, in which
+    /// the other ranks wait for this one's part.
     pub fn step<M: Module>(
         &mut self,
         ddp: &mut Ddp<M>,
         learning_rate: impl Into<ModuleLearningRate>,
         gradients: impl Synced,
     ) -> Result<()> {
-        ddp.check_shards(&self.sharding)?;
+        self.check_in_call(ddp)?;
         let (active, world) = (ddp.group().active_ranks(), ddp.world_size().count());
         if active < world {
             return Err(Error::invalid_argument(format!(
@@ -122,12 +123,21 @@ impl ZeroRedundancyOptimizer {
     /// call it together.
     ///
     /// # Errors
-    /// If there is no rank `to`, the exchange fails, or a state cannot be read; for another `ddp` as [`step`](Self::step).
+    /// On every rank, if there is no rank `to`, or the ranks name several. If the exchange fails, or a state cannot be read; for another `ddp` as
+    /// [`step`](Self::step).
     pub fn consolidate<M: Module>(&self, ddp: &Ddp<M>, to: Rank) -> Result<Option<ModuleOptimizer>> {
-        ddp.check_shards(&self.sharding)?;
-        let to = ddp.world_size().rank(to.get())?;
+        self.check_in_call(ddp)?;
         let group = ddp.group().in_call(Caller::ZeroConsolidate);
+        // Before it is looked at: one rank alone may name one that there is not.
+        verify_description(&group, "rank that gets the whole state", &to.to_string())?;
+        let to = ddp.world_size().rank(to.get())?;
         optimizer::gather(&self.inner, &group, to, ddp.state())
+    }
+
+    /// As [`Ddp::check_shards`], in a call of all ranks: they wait for this one if its optimizer alone is another one. That ends the group.
+    fn check_in_call<M: Module>(&self, ddp: &Ddp<M>) -> Result<()> {
+        ddp.check_ranks()?;
+        ddp.check_shards(&self.sharding).map_err(|error| ddp.fail(error))
     }
 
     /// Adds this rank's part of the state to a sharded checkpoint, tensor by tensor, under names that begin with `name`: every

@@ -6,7 +6,7 @@
 use std::any::Any;
 
 use phalanx_core::buffer::{Buffer, copy_of};
-use phalanx_core::group::ProcessGroup;
+use phalanx_core::group::{ProcessGroup, RemoteError};
 use phalanx_core::reducer::hooks::HookState;
 use phalanx_core::reducer::verify_description;
 use phalanx_core::sampler::ElasticSampler;
@@ -189,6 +189,19 @@ pub fn load_hook<S: TrainingState>(state: &S, reader: &impl StateReader) -> Resu
     }
     let (rank, ranks) = state.place();
     state::load_hook(reader, &state.parameter_names(), &name, (rank.index(), ranks.count())).map(Some)
+}
+
+/// Loads the newest of `checkpoints` by `load`; returns whether there is one. All ranks call it together.
+///
+/// # Errors
+/// As [`Checkpoints::newest`]. On every rank, if `load` fails on one: the others have loaded it then.
+pub fn resume(checkpoints: &Checkpoints, load: impl FnOnce(&Saved) -> Result<()>) -> Result<bool> {
+    let Some(saved) = checkpoints.newest()? else { return Ok(false) };
+    let loaded = load(&saved);
+    let told =
+        loaded.as_ref().map(|()| ()).map_err(|error| RemoteError::of(error, checkpoints.group().rank()));
+    let heard = checkpoints.patient(Caller::TrainStateResume).first_error_of_all(told);
+    loaded.and(heard).map(|()| true)
 }
 
 /// Checks that the value `name`, which is to replace the program's `own` progress, is of the same order if both are samplers. The sampler
@@ -461,6 +474,26 @@ mod tests {
                     assert!(error.contains("gradients are held"), "{error}");
                 });
             }
+        });
+    }
+
+    #[test]
+    fn a_state_that_one_rank_alone_cannot_load_is_an_error_on_every_rank() {
+        let folder = tempfile::tempdir().unwrap();
+        run(2, Fabric::InProcess, |group| {
+            let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+            assert!(!resume(&checkpoints, |_| Err(Error::aborted("there is none"))).unwrap());
+            checkpoints.save(3, |snapshot| snapshot.value("step", &3)).unwrap();
+            checkpoints.finish().unwrap();
+            let outcome = resume(&checkpoints, |saved| match group.rank().is_main() {
+                true => saved.value::<i32>("step").map(drop),
+                false => Err(Error::mismatch("the model is another")),
+            });
+            let error = outcome.unwrap_err();
+            assert!(error.to_string().contains("the model is another"), "{error}");
+            assert_eq!(error.peer(), group.rank().is_main().then_some(Rank::new(1)), "{error}");
+            // Nothing has failed but this call.
+            assert!(resume(&checkpoints, |_| Ok(())).unwrap());
         });
     }
 

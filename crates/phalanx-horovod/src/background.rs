@@ -82,9 +82,7 @@ impl Background {
             Err(Error::panicked(format!("Horovod's thread of rank {rank} panicked: {said}{whose}")))
         });
         let cause = ended.unwrap_or_else(|cause| {
-            // The other ranks wait for this one in either group.
-            self.groups.control.abort(cause.clone());
-            self.groups.data.abort(cause.clone());
+            self.groups.abort(&cause);
             cause
         });
         self.fail_all(&cause);

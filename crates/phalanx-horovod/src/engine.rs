@@ -24,6 +24,14 @@ pub(crate) struct Groups {
     pub data: ProcessGroup,
 }
 
+impl Groups {
+    /// Ends both with `cause`: other ranks may wait for this one in either.
+    pub fn abort(&self, cause: &Error) {
+        self.data.abort(cause.clone());
+        self.control.abort(cause.clone());
+    }
+}
+
 /// The thread that negotiates, and its queue.
 pub(crate) struct Engine {
     shared: Arc<Shared>,
@@ -230,9 +238,7 @@ impl Drop for Engine {
         if std::thread::panicking() {
             // The others must not mistake this for a clean end.
             let (rank, whose) = (self.groups.control.rank(), numbered_among(&self.groups.control));
-            let cause = Error::aborted(format!("rank {rank} panicked{whose}"));
-            self.groups.data.abort(cause.clone());
-            self.groups.control.abort(cause);
+            self.groups.abort(&Error::aborted(format!("rank {rank} panicked{whose}")));
         }
         self.shutdown();
     }

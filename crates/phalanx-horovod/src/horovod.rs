@@ -2,18 +2,19 @@
 
 use std::fmt;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use phalanx::group::RemoteError;
 use phalanx::trace::Trace;
-use phalanx::{Buffer, DType, ProcessGroup, Rank, Result};
+use phalanx::{Buffer, DType, Error, ProcessGroup, Rank, Result};
 
 use crate::background::Timeline;
 use crate::engine::{self, Engine, Groups, Stats};
 use crate::options::{Options, warnings};
 use crate::tensor::Tensor;
-use crate::topology::Topology;
+use crate::topology::{Topology, numbered_among};
 use phalanx_proto::horovod::controller::is_alone;
 use phalanx_proto::horovod::reduction::Reduction;
 
@@ -42,8 +43,19 @@ struct Inner {
     sets: Sets,
 }
 
-/// This rank in the process sets that were made of a handle, and of these, and what tells why each has ended. Those that have failed stay.
-type Sets = Arc<Mutex<Vec<(Rank, Arc<engine::Shared>)>>>;
+/// The process sets that were made of a handle, and of these.
+type Sets = Arc<Mutex<Vec<Set>>>;
+
+/// A process set. Those that have failed stay, also when the program has dropped them.
+struct Set {
+    /// This rank in it.
+    rank: Rank,
+    /// What tells why it has ended.
+    shared: Arc<engine::Shared>,
+    handle: Weak<Inner>,
+    /// The handle that it was made of.
+    of: Weak<Inner>,
+}
 
 /// The most process sets of which that is kept.
 const MAX_SETS: usize = 256;
@@ -59,22 +71,19 @@ const MAX_SETS: usize = 256;
 /// ```
 ///
 /// # Errors
-/// As [`phalanx::init`], and if a `HOROVOD_*` variable has no valid value.
+/// As [`phalanx::init`]. On every rank, if a `HOROVOD_*` variable of one has no valid value.
 #[doc(alias = "hvd.init")]
 pub fn init() -> Result<Horovod> {
-    // Before the others are kept waiting.
-    Options::from_env()?;
     init_in(&phalanx::init()?)
 }
 
 /// As [`init`], among the ranks of `group`: for a program that shuts down and begins again, whose ranks have met already.
 ///
 /// # Errors
-/// As [`Horovod::new`], and if a `HOROVOD_*` variable has no valid value.
+/// As [`Horovod::new`]. On every rank, if a `HOROVOD_*` variable of one has no valid value.
 pub fn init_in(group: &ProcessGroup) -> Result<Horovod> {
-    let options = Options::from_env()?;
     warn_of_variables(group.rank());
-    Horovod::new(group, options)
+    Horovod::start(group, Options::from_env(), true, Sets::default())
 }
 
 /// On rank 0, of variables that are set and have no meaning.
@@ -98,20 +107,26 @@ impl Horovod {
     /// As [`new`](Self::new). Unless it `begins_timeline`, its events are added to those of earlier handles, as in a later round of an elastic
     /// job.
     pub(crate) fn begin(group: &ProcessGroup, options: Options, begins_timeline: bool) -> Result<Self> {
-        Self::start(group, options, begins_timeline, Sets::default())
+        Self::start(group, Ok(options), begins_timeline, Sets::default())
     }
 
-    fn start(group: &ProcessGroup, options: Options, begins_timeline: bool, sets: Sets) -> Result<Self> {
+    /// The `options` may be this rank's error, which all ranks get.
+    fn start(
+        group: &ProcessGroup,
+        options: Result<Options>,
+        begins_timeline: bool,
+        sets: Sets,
+    ) -> Result<Self> {
         // The thread's calls are not the program's, and its cycles would fill a trace.
         let control = group.new_group_aside(Trace::disabled())?;
         let data = group.new_group_aside(group.trace())?;
-        let own = options.timeline.clone();
+        let own = options.as_ref().ok().and_then(|options| options.timeline.clone());
         // Rank 0 begins the file.
         let begun = own
             .as_ref()
             .filter(|_| control.rank().is_main() && begins_timeline)
             .map(|path| Timeline::to_file(path, control.rank()));
-        let shared = control.broadcast_object(Some(&Shared::of(&options)), Rank::MAIN)?;
+        let (shared, options) = shared_by_all(&control, options)?;
         let timeline = match (begun, &own) {
             (Some(timeline), _) => timeline,
             (None, Some(path)) => Timeline::new(Trace::onto_file(path, control.rank())),
@@ -121,7 +136,9 @@ impl Horovod {
         options.check()?;
         let topology = Topology::of(&control)?;
         let groups = Groups { control, data };
-        let engine = Engine::start(groups.clone(), &options, timeline)?;
+        // The threads of the others wait for this rank's.
+        let engine = Engine::start(groups.clone(), &options, timeline);
+        let engine = engine.inspect_err(|error| groups.abort(error))?;
         let group = group.clone();
         Ok(Self { inner: Arc::new(Inner { engine, groups, topology, options, group, sets }) })
     }
@@ -148,13 +165,17 @@ impl Horovod {
         // Its events would cross those of the same names here.
         let options = Options { timeline: None, ..self.inner.options.clone() };
         let Some(set) = self.inner.group.new_group(ranks)? else { return Ok(None) };
-        let set = Self::start(&set, options, true, self.inner.sets.clone())?;
+        let set = Self::start(&set, Ok(options), true, self.inner.sets.clone())?;
+        let (rank, shared) = (set.rank(), set.inner.engine.shared());
         let mut sets = self.inner.sets.lock();
-        sets.retain(|(rank, set)| Arc::strong_count(set) > 1 || set.failed_by_another(*rank).is_some());
+        sets.retain(|Set { rank, shared, .. }| {
+            Arc::strong_count(shared) > 1 || shared.failed_by_another(*rank).is_some()
+        });
         if sets.len() == MAX_SETS {
             sets.remove(0);
         }
-        sets.push((set.rank(), set.inner.engine.shared()));
+        let (handle, of) = (Arc::downgrade(&set.inner), Arc::downgrade(&self.inner));
+        sets.push(Set { rank, shared, handle, of });
         drop(sets);
         Ok(Some(set))
     }
@@ -270,15 +291,15 @@ impl Horovod {
     }
 
     /// The cause of the failure, if one has ended this job.
-    pub fn failure(&self) -> Option<phalanx::Error> {
+    pub fn failure(&self) -> Option<Error> {
         let Groups { control, data } = &self.inner.groups;
         control.failure().or_else(|| data.failure())
     }
 
     /// Why operations of a process set that was made of this handle have failed, if another rank has left it or has failed. Also if the program
     /// has dropped it since.
-    pub(crate) fn failure_of_set(&self) -> Option<phalanx::Error> {
-        self.inner.sets.lock().iter().find_map(|(rank, set)| set.failed_by_another(*rank))
+    pub(crate) fn failure_of_set(&self) -> Option<Error> {
+        self.inner.sets.lock().iter().find_map(|set| set.shared.failed_by_another(set.rank))
     }
 
     /// Leaves, and waits until this rank's thread has ended. Operations in flight fail on every rank. The drop of the last handle
@@ -287,12 +308,29 @@ impl Horovod {
         self.inner.engine.shutdown();
     }
 
-    /// Fails the job on every rank with `cause`: what is in flight and what is submitted later. For a program that ends before its time,
-    /// of which the others would otherwise only learn that it has left.
-    pub fn abort(&self, cause: phalanx::Error) {
-        let Groups { control, data } = &self.inner.groups;
-        data.abort(cause.clone());
-        control.abort(cause);
+    /// Fails the job on every rank with `cause`: what is in flight and what is submitted later, also in the process sets that were made of
+    /// this handle and have this rank. For a program that ends before its time, of which the others would otherwise only learn that it has left.
+    pub fn abort(&self, cause: Error) {
+        // First, so that who is in a set finds it.
+        self.inner.groups.abort(&cause);
+        let is_of_this = |set: &&Set| std::ptr::eq(set.of.as_ptr(), Arc::as_ptr(&self.inner));
+        let sets: Vec<Arc<Inner>> =
+            self.inner.sets.lock().iter().filter(is_of_this).filter_map(|set| set.handle.upgrade()).collect();
+        sets.into_iter().for_each(|inner| Self { inner }.abort(cause.clone()));
+    }
+
+    /// Leaves because of an `error` of this rank, which cannot bring its part: the job fails on every rank with it, unless it has ended before,
+    /// which the error may come from. For adapters.
+    #[doc(hidden)]
+    pub fn leave_with(&self, error: &Error) {
+        if self.is_initialized() {
+            let (rank, whose) = (self.rank(), numbered_among(&self.inner.groups.control));
+            let cause = format!("rank {rank} cannot take part{whose}: {}", error.full_cause());
+            self.inner
+                .groups
+                .abort(&error.remedy().into_iter().fold(Error::aborted(cause), Error::with_remedy));
+        }
+        self.shutdown();
     }
 
     pub(crate) fn engine(&self) -> &Engine {
@@ -304,6 +342,19 @@ impl fmt::Debug for Horovod {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Horovod(rank {} of {})", self.rank(), self.size())
     }
+}
+
+/// What all ranks use of rank 0's `options`, and this rank's own. An error on every rank if one has none.
+fn shared_by_all(group: &ProcessGroup, options: Result<Options>) -> Result<(Shared, Options)> {
+    let told = options.as_ref().map(Shared::of).map_err(|error| RemoteError::of(error, group.rank()));
+    let all: Vec<Result<Shared, RemoteError>> = group.all_gather_object(&told)?;
+    let options = options?;
+    let mut all = all
+        .into_iter()
+        .collect::<Result<Vec<Shared>, RemoteError>>()
+        .map_err(|told| group.note_remote_error(told.error()))?;
+    // Rank 0 is in every group.
+    Ok((all.swap_remove(0), options))
 }
 
 /// What must be the same on all ranks.
@@ -349,5 +400,25 @@ impl Shared {
             autotune,
             timeline: own.timeline,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use phalanx::testing::{Fabric, run};
+
+    use super::*;
+
+    #[test]
+    fn a_variable_of_one_rank_that_is_not_valid_is_an_error_on_every_rank_and_ends_no_group() {
+        run(3, Fabric::SharedMemory, |group| {
+            let bad = || Error::invalid_argument("HOROVOD_CYCLE_TIME is soon").with_remedy("give a number");
+            let options = if group.rank().get() == 1 { Err(bad()) } else { Ok(Options::default()) };
+            let error = Horovod::start(&group, options, true, Sets::default()).unwrap_err().to_string();
+            assert!(error.contains("HOROVOD_CYCLE_TIME is soon (give a number)"), "{error}");
+            assert!(group.rank().get() == 1 || error.contains("rank 1"), "{error}");
+            let hvd = Horovod::new(&group, Options::default()).unwrap();
+            hvd.barrier().unwrap();
+        });
     }
 }

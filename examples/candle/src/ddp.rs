@@ -132,24 +132,31 @@ impl Ddp {
     /// Scales averaged `gradients` so that their norm, as one vector, is at most `max_norm`; returns the norm before. If that is not
     /// finite, they are left alone, on every rank alike. This is `torch.nn.utils.clip_grad_norm_`.
     pub fn clip_grad_norm(&self, gradients: &mut GradStore, max_norm: f64) -> Result<f64> {
-        adapter::check_max_norm(max_norm)?;
-        let square = |one: &Tensor| one.to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar::<f64>();
-        let present = self.sink.parameters.iter().filter_map(|one| gradients.get(&one.var));
-        let squares = present.map(square).collect::<candle_core::Result<Vec<_>>>().map_err(Error::other)?;
-        let norm = squares.iter().sum::<f64>().sqrt();
-        if let Some(factor) = adapter::clip_factor(norm, max_norm) {
-            for one in &self.sink.parameters {
-                let Some(gradient) = gradients.remove(&one.var) else { continue };
-                gradients.insert(&one.var, (gradient * factor).map_err(Error::other)?);
+        // An error may be this rank's alone: the others go on, and would wait for it.
+        self.sink.call(|| {
+            adapter::check_max_norm(max_norm)?;
+            let square = |one: &Tensor| one.to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar::<f64>();
+            let present = self.sink.parameters.iter().filter_map(|one| gradients.get(&one.var));
+            let squares =
+                present.map(square).collect::<candle_core::Result<Vec<_>>>().map_err(Error::other)?;
+            let norm = squares.iter().sum::<f64>().sqrt();
+            if let Some(factor) = adapter::clip_factor(norm, max_norm) {
+                for one in &self.sink.parameters {
+                    let Some(gradient) = gradients.remove(&one.var) else { continue };
+                    gradients.insert(&one.var, (gradient * factor).map_err(Error::other)?);
+                }
             }
-        }
-        Ok(norm)
+            Ok(norm)
+        })
     }
 
     /// Whether the parameters of all replicas are the same, bit for bit. All ranks call it, and get the same answer.
     pub fn replicas_identical(&self) -> Result<bool> {
-        let values = self.sink.parameters.iter().map(Named::bytes).collect::<Result<Vec<_>>>()?;
-        states_identical(&self.group.in_call(Caller::DdpReplicasIdentical), values.iter().map(Vec::as_slice))
+        let call = self.group.in_call(Caller::DdpReplicasIdentical);
+        self.sink.call(|| {
+            let values = self.sink.parameters.iter().map(Named::bytes).collect::<Result<Vec<_>>>()?;
+            states_identical(&call, values.iter().map(Vec::as_slice))
+        })
     }
 
     /// Takes over rank 0's values of variables that are not trained, such as the statistics of batch norms, before an evaluation or a
@@ -171,8 +178,8 @@ impl Ddp {
         let joined = group.join(options, || body(self, optimizer))?;
         if joined.uneven {
             self.sink.adopt(joined.last)?;
-            let state = self.with_optimizer(optimizer)?;
-            self.sink.call(|| take_over(&group.in_call(Caller::Join), joined.last, &state))?;
+            let call = group.in_call(Caller::Join);
+            self.sink.call(|| take_over(&call, joined.last, &self.with_optimizer(optimizer)?))?;
         }
         Ok(joined.value)
     }

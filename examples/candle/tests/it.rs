@@ -1,8 +1,8 @@
 //! Ranks as threads, against one process that has the whole batch and candle's own optimizers.
 #![allow(missing_docs, clippy::unwrap_used)]
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Barrier};
 
 use candle_core::{CustomOp1, DType, Device, Layout, Result, Shape, Tensor};
 use candle_nn::{Module, Optimizer, ParamsAdamW, SGD, VarBuilder, VarMap, linear};
@@ -408,6 +408,7 @@ fn misuse_is_refused_by_name() {
 
 #[test]
 fn the_norm_is_that_of_the_averages() {
+    let all_are_here = Barrier::new(2);
     run(2, Fabric::InProcess, |group| {
         let map = pair_map(|vb| drop(pair(vb, 1.0, true).unwrap()));
         let mut ddp = Ddp::new(&map, &group, ReducerOptions::default()).unwrap();
@@ -418,6 +419,8 @@ fn the_norm_is_that_of_the_averages() {
         assert!((ddp.clip_grad_norm(&mut gradients, 100.0).unwrap() - norm).abs() < 1e-12);
         assert!((ddp.clip_grad_norm(&mut gradients, 1.0).unwrap() - norm).abs() < 1e-12);
         assert!((ddp.clip_grad_norm(&mut gradients, 1.0).unwrap() - 1.0).abs() < 1e-6);
+        // The error ends the group, in which the other rank may still wait for the average.
+        all_are_here.wait();
         assert!(ddp.clip_grad_norm(&mut gradients, f64::NAN).unwrap_err().is_invalid_argument());
     });
 }

@@ -1,7 +1,7 @@
 //! Gradients: where they lie, when they leave, and what is refused.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 
 use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::reducer::ReducerOptions;
@@ -379,6 +379,7 @@ fn a_generator_and_a_discriminator_train_in_turns_as_in_one_process() {
 
 #[test]
 fn clipped_gradients_have_the_norm_that_was_asked_for() {
+    let all_are_here = Barrier::new(2);
     run(2, |group| {
         let model = Mlp::new(&WIDTHS);
         let mut ddp = Ddp::new(&model.store, &group).unwrap();
@@ -387,8 +388,16 @@ fn clipped_gradients_have_the_norm_that_was_asked_for() {
         let before = ddp.clip_grad_norm(0.5).unwrap();
         let after = ddp.clip_grad_norm(1e9).unwrap();
         assert!(before > 0.5 && (after / 0.5 - 1.0).abs() < 1e-4, "{before} {after}");
-        assert!(ddp.clip_grad_norm(0.0).unwrap_err().is_invalid_argument());
-        assert!(ddp.clip_grad_norm(f64::NAN).is_err());
+        // The error ends the group, in which the other rank may still wait for the average.
+        all_are_here.wait();
+        if group.rank().is_main() {
+            assert!(ddp.clip_grad_norm(f64::NAN).unwrap_err().is_invalid_argument());
+        } else {
+            let told = ddp.forward(|| model.loss(samples(0, 4))).and_then(|loss| ddp.backward(&loss));
+            let error = told.unwrap_err().to_string();
+            assert!(error.contains("rank 0") && error.contains("max_norm"), "{error}");
+        }
+        assert!(ddp.clip_grad_norm(0.0).is_err());
     });
 }
 

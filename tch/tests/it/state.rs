@@ -491,6 +491,30 @@ fn a_rule_that_is_set_in_a_join_is_that_of_all_ranks_afterwards() {
     }
 }
 
+/// As by a schedule that divides by zero on one rank.
+#[test]
+fn a_step_that_one_rank_alone_cannot_make_is_an_error_on_every_rank() {
+    let all_are_here = Barrier::new(2);
+    run(2, |group| {
+        let mut training = Training::new(Rule::ADAMW).with_group(&group);
+        training.train(0..2);
+        let loss = training.loss(2).unwrap();
+        training.state.optimizer.zero_grad().unwrap();
+        training.state.ddp.backward(&loss).unwrap();
+        // The error ends the group, in which the other rank may still wait for the average.
+        all_are_here.wait();
+        let error = if group.rank().is_main() {
+            training.state.step(f64::NAN).unwrap_err()
+        } else {
+            training.state.step(0.01).unwrap();
+            training.loss(3).and_then(|loss| training.state.ddp.backward(&loss)).unwrap_err()
+        };
+        assert!(error.to_string().contains("the learning rate NaN"), "{error}");
+        assert!(group.rank().is_main() || error.to_string().contains("rank 0"), "{error}");
+        assert_eq!(training.state.steps(), if group.rank().is_main() { 2 } else { 3 });
+    });
+}
+
 #[test]
 fn ranks_come_to_a_group_with_rank_0_s_optimizer_and_the_same_number_of_steps() {
     let ends = run(2, |group| {

@@ -39,13 +39,14 @@ impl<M: Module> Ddp<M> {
     /// If an element is infinite or not a number, so is the norm, on every rank alike; the gradients are then left alone.
     ///
     /// # Errors
-    /// If `max_norm` is not a positive number; if layers of the model are [divided](crate::parallel::tensor) among ranks, or it has trained as
-    /// this rank's stages of a [`Pipeline`](crate::parallel::pipeline::Pipeline), which
-    /// [`parallel::clip_grad_norm`](crate::parallel::clip_grad_norm) clips; and, which ends the group, if the gradients are those of another `Ddp`, if
-    /// one is no float or cannot be read from its device, or if the exchange fails.
+    /// If layers of the model are [divided](crate::parallel::tensor) among ranks, or it has trained as this rank's stages of a
+    /// [`Pipeline`](crate::parallel::pipeline::Pipeline), which [`parallel::clip_grad_norm`](crate::parallel::clip_grad_norm) clips; and, which ends the
+    /// group, if `max_norm` is not a positive number, if the gradients are those of another `Ddp`, if one is no float or cannot be read from its
+    /// device, or if the exchange fails.
     #[doc(alias = "clip_grad_norm_")]
     pub fn clip_grad_norm(&self, gradients: &mut impl Clip, max_norm: f64) -> Result<f64> {
-        adapter::check_max_norm(max_norm)?;
+        // It may be computed, on this rank alone otherwise than on the others.
+        adapter::check_max_norm(max_norm).map_err(|error| self.fail(error))?;
         // The replicas have the same parts, and the same error.
         let is_whole = if self.is_of_stages { Err(of_stages()) } else { refuse_parts(self.model()) };
         is_whole.map_err(|error| match self.sharded {
@@ -56,8 +57,7 @@ impl<M: Module> Ddp<M> {
             false => error,
         })?;
         // The others wait for this rank's numbers, or for its next gradients.
-        let own = clip::squares_of(self.model(), gradients.parameters())
-            .inspect_err(|error| self.group.abort(error.clone()))?;
+        let own = clip::squares_of(self.model(), gradients.parameters()).map_err(|error| self.fail(error))?;
         if !self.sharded {
             let squares = own.into_iter().map(|(_, square)| square);
             return Ok(clip::scale(self.model(), gradients, max_norm, squares));
@@ -104,8 +104,8 @@ impl<M: Module> Ddp<M> {
     /// or it changed its group. After a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) was made for this
     /// `Ddp`: then no rank has all gradients, and only that optimizer may step. In the first step, and every 32 steps, if layers are
     /// [divided](crate::parallel::tensor) among ranks and the optimizer does not treat each element by itself, as LAMB, Muon and Burn's clipping
-    /// by norm do not: it would take a norm of this rank's part; or if an exchange among those ranks has failed. Each of these ends the group: replicas would drift apart, or train otherwise
-    /// than one process.
+    /// by norm do not: it would take a norm of this rank's part; or if an exchange among those ranks has failed. If a learning rate is infinite or not a number. Each of these ends the group:
+    /// replicas would drift apart, or train otherwise than one process.
     pub fn step(
         &mut self,
         optimizer: &mut ModuleOptimizer,
@@ -131,6 +131,7 @@ impl<M: Module> Ddp<M> {
         let gradients = gradients.of(&self.token).map_err(|error| self.fail(error))?;
         self.check_elementwise(optimizer)?;
         let rates: ModuleLearningRate = learning_rate.into();
+        lr::check(&rates, &self.inventory.parameters).map_err(|error| self.fail(error))?;
         let compared = self.compare_step(optimizer, &rates);
         compared.map_err(|error| self.fail_for_sharers(error))?;
         let (trace, begin) = (self.group.trace(), Instant::now());

@@ -118,13 +118,13 @@ impl<M: Module, T> ModelState<M, T> {
     /// Waits for the gradients that `averaging` has submitted, and lets the optimizer change the model by them.
     ///
     /// # Errors
-    /// As [`DistributedOptimizer::synchronize`].
+    /// As [`DistributedOptimizer::synchronize`], and if that has given the gradients already, which ends the job: call [`apply`](Self::apply) with them.
     pub fn step(
         &mut self,
         averaging: &mut DistributedOptimizer,
         learning_rate: impl Into<ModuleLearningRate>,
     ) -> Result<()> {
-        let gradients = averaging.synchronize(self.model())?;
+        let gradients = averaging.synchronize_step(self.model())?;
         self.apply(learning_rate, gradients);
         Ok(())
     }

@@ -177,6 +177,8 @@ pub struct DistributedOptimizer {
     combines_changes: bool,
     /// Backward passes since the last step.
     backwards: usize,
+    /// Whether [`synchronize`](Self::synchronize) has given gradients that were not applied.
+    has_given: bool,
     /// Whether the optimizer has been found to treat each element of divided layers by itself.
     is_elementwise: bool,
     /// The ranks among which layers are divided.
@@ -231,6 +233,7 @@ impl DistributedOptimizer {
             // Of one rank they are what it changes.
             combines_changes: options.op == Op::Adasum && hvd.size() > 1,
             backwards: 0,
+            has_given: false,
             is_elementwise: true,
             tensor: group_of(model),
         })
@@ -242,6 +245,7 @@ impl DistributedOptimizer {
         self.passes.retain(|pass| pass.strong_count() > 0);
         self.passes.push(Arc::downgrade(&token));
         self.leaves = Leaves::of(model);
+        self.has_given = false;
         let Inventory { device, indices, .. } = &self.inventory;
         self.changes = Changes::of(model, indices);
         pass(&hook::hooked(model, device, indices, token))
@@ -258,9 +262,10 @@ impl DistributedOptimizer {
     /// and not only on those that the closure of [`forward`](Self::forward) gets: a penalty on parameters belongs into the closure.
     pub fn backward<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<()> {
         if let Some(name) = &self.changes.unknown {
+            let error = another(name);
             // The others wait for what this rank does not submit.
-            self.sink.leave();
-            return Err(another(name));
+            self.sink.leave(&error);
+            return Err(error);
         }
         self.passes.retain(|pass| pass.strong_count() > 0);
         if !loss.is_tracked() || self.passes.is_empty() {
@@ -286,10 +291,10 @@ impl DistributedOptimizer {
         let past_hooks = loss.backward();
         self.sink.set(Delivery::Ignore);
         // The others wait for what this rank does not submit.
-        self.leaves.check(&past_hooks).inspect_err(|_| self.sink.leave())?;
+        self.leaves.check(&past_hooks).inspect_err(|error| self.sink.leave(error))?;
         drop(past_hooks);
         if is_last && !self.combines_changes {
-            self.sink.submit_held(&self.changes.frozen).inspect_err(|_| self.sink.leave())
+            self.sink.submit_held(&self.changes.frozen).inspect_err(|error| self.sink.leave(error))
         } else {
             self.sink.check()
         }
@@ -299,9 +304,9 @@ impl DistributedOptimizer {
     /// [`apply`](Self::apply), such as clipping; it must do the same on every rank.
     ///
     /// # Errors
-    /// If a gradient was not combined: the ranks disagree on it, or the job has failed. If `model` does not have the parameter of one. With
-    /// [`Op::Adasum`], which combines no gradients. If layers are divided, and an exchange among these ranks has failed, or the optimizer of
-    /// [`set_optimizer`](Self::set_optimizer) does not treat each element by itself, as in [`new`](Self::new): this ends the job.
+    /// If a gradient was not combined: the ranks disagree on it, or the job has failed. With [`Op::Adasum`], which combines no gradients. Each of
+    /// these ends the job: if `model` does not have the parameter of a gradient; if layers are divided, and an exchange among these ranks has
+    /// failed, or the optimizer of [`set_optimizer`](Self::set_optimizer) does not treat each element by itself, as in [`new`](Self::new).
     pub fn synchronize<M: Module>(&mut self, model: &M) -> Result<GradientsParams> {
         if self.combines_changes {
             return Err(Error::invalid_argument(
@@ -311,19 +316,40 @@ impl DistributedOptimizer {
         }
         // Gradients may be NaN, and nothing else says so where this rank is the job.
         if let Some(error) = self.tensor.as_ref().and_then(TensorGroup::failure) {
-            self.sink.leave();
+            self.sink.leave(&error);
             return Err(error);
         }
         if !self.is_elementwise {
             // The others wait for what this rank does not submit.
-            check_parts(&self.optimizer, model, &self.inventory).inspect_err(|_| self.sink.leave())?;
+            check_parts(&self.optimizer, model, &self.inventory)
+                .inspect_err(|error| self.sink.leave(error))?;
             self.is_elementwise = true;
         }
         self.leaves = Leaves::default();
         // Before the last of its backward passes: with what there is.
-        self.sink.submit_held(&self.changes.frozen).inspect_err(|_| self.sink.leave())?;
+        self.sink.submit_held(&self.changes.frozen).inspect_err(|error| self.sink.leave(error))?;
         self.backwards = 0;
-        self.of(model, self.sink.landed()?)
+        let landed = self.sink.landed()?;
+        // The others step, and wait for this rank in the next one.
+        let gradients = self.of(model, landed).inspect_err(|error| self.sink.leave(error))?;
+        self.has_given = true;
+        Ok(gradients)
+    }
+
+    /// As [`synchronize`](Self::synchronize), for a step with them. An error, which ends the job, if that has given them already: the step would
+    /// go without them.
+    pub(super) fn synchronize_step<M: Module>(&mut self, model: &M) -> Result<GradientsParams> {
+        if self.has_given {
+            let error = Error::invalid_argument(
+                "DistributedOptimizer::step after synchronize, which has given the gradients: the step would go without them",
+            )
+            .with_remedy("step with what synchronize gave: call apply in place of step");
+            self.sink.leave(&error);
+            return Err(error);
+        }
+        let gradients = self.synchronize(model)?;
+        self.has_given = false;
+        Ok(gradients)
     }
 
     /// Gradients by the parameters' indices, under the parameters' ids.
@@ -341,18 +367,20 @@ impl DistributedOptimizer {
         model: M,
         gradients: GradientsParams,
     ) -> M {
+        self.has_given = false;
         self.inventory.ties.retie(self.optimizer.step(learning_rate, model, gradients))
     }
 
     /// Waits for the gradients, and lets the optimizer change the model by them.
     ///
     /// # Errors
-    /// If a gradient, or a change, was not combined: the ranks disagree on it, or the job has failed.
+    /// If a gradient, or a change, was not combined: the ranks disagree on it, or the job has failed. If [`synchronize`](Self::synchronize) has
+    /// given the gradients already, which ends the job.
     pub fn step<M: Module>(&mut self, learning_rate: impl Into<ModuleLearningRate>, model: M) -> Result<M> {
         if self.combines_changes {
             return self.step_apart(learning_rate.into(), model);
         }
-        let gradients = self.synchronize(&model)?;
+        let gradients = self.synchronize_step(&model)?;
         Ok(self.apply(learning_rate, model, gradients))
     }
 
@@ -369,9 +397,9 @@ impl DistributedOptimizer {
             }
             Ok(())
         })
-        .inspect_err(|_| self.sink.leave())?;
+        .inspect_err(|error| self.sink.leave(error))?;
         // The others wait for what this rank would change.
-        let gradients = self.of(&model, own).inspect_err(|_| self.sink.leave())?;
+        let gradients = self.of(&model, own).inspect_err(|error| self.sink.leave(error))?;
         let model = self.optimizer.step(learning_rate, model, gradients);
         let mut changes = Vec::new();
         parameters::each(&model, indices, |index, values| {
@@ -382,8 +410,8 @@ impl DistributedOptimizer {
             }
             Ok(())
         })
-        .inspect_err(|_| self.sink.leave())?;
-        self.sink.submit_changes(changes).inspect_err(|_| self.sink.leave())?;
+        .inspect_err(|error| self.sink.leave(error))?;
+        self.sink.submit_changes(changes).inspect_err(|error| self.sink.leave(error))?;
         for (parameter, change) in parameters.iter_mut().zip(self.sink.landed()?) {
             if let (Some(parameter), Some(change)) = (parameter, change) {
                 elements::add(parameter.dtype(), parameter.as_bytes_mut(), change.as_bytes())?;

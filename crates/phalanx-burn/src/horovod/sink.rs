@@ -187,9 +187,9 @@ impl Sink {
         state.failure.take().map_or(Ok(own), Err)
     }
 
-    /// Ends the job: other ranks would wait for what this one cannot have.
-    pub fn leave(&self) {
-        self.0.lock().hvd.shutdown();
+    /// Ends the job because of an `error` of this rank: others would wait for what it cannot have.
+    pub fn leave(&self, error: &Error) {
+        self.0.lock().hvd.leave_with(error);
     }
 
     /// Submits what an optimizer has changed, by the parameters' indices. After an error [`leave`](Self::leave).
@@ -256,8 +256,8 @@ impl SinkState {
 
     /// A gradient is lost. The job ends: other ranks would wait for it.
     fn fail(&mut self, error: Error) {
+        self.hvd.leave_with(&error);
         self.failure = Some(error);
-        self.hvd.shutdown();
     }
 
     /// Waits for a gradient, and takes it.
@@ -400,6 +400,8 @@ fn copy(elements: &[u8], memory: &mut [u8]) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Barrier;
+
     use burn::module::ParamId;
     use phalanx::{ProcessGroup, WorldSize};
     use phalanx_horovod::{Op, Options};
@@ -410,9 +412,12 @@ mod tests {
     /// What each of two ranks is told, of which rank 0 has `lost` as its gradient, of a parameter of so many elements.
     fn told(elements: usize, lost: impl Fn() -> Access<'static> + Sync) -> Vec<String> {
         let groups = ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap();
+        let all_are_here = Barrier::new(2);
         let rank = |group: ProcessGroup| {
             let is_lost = group.rank().is_main();
             let hvd = Horovod::new(&group, Options::default()).unwrap();
+            // The rank that ends the job must not end that, in which the other may still be.
+            all_are_here.wait();
             let (id, name) = (ParamId::new(), "weight".to_owned());
             let shape = vec![if is_lost { elements } else { 1 }];
             let parameters = [Parameter { id, name, shape, dtype: BurnDType::F32 }];
@@ -440,15 +445,15 @@ mod tests {
 
     #[test]
     fn a_gradient_that_cannot_be_had_ends_the_job_and_does_not_count_as_zero() {
-        let errors = told(1, || Access::Away(Box::new(Unreadable)));
-        assert!(errors[0].contains("out of memory"), "{errors:?}");
-        assert!(errors[1].contains("rank 0"), "{errors:?}");
-        let errors = told(1, || Access::Here(TensorBytes { dtype: BurnDType::F64, bytes: &[0; 8] }));
-        assert!(errors[0].contains("is of type f64"), "{errors:?}");
-        assert!(errors[1].contains("rank 0"), "{errors:?}");
+        let check = |errors: Vec<String>, cause: &str| {
+            assert!(errors.iter().all(|error| error.contains(cause)), "{errors:?}");
+            assert!(errors[1].contains("rank 0 cannot take part"), "{errors:?}");
+        };
+        check(told(1, || Access::Away(Box::new(Unreadable))), "out of memory");
+        let other = || Access::Here(TensorBytes { dtype: BurnDType::F64, bytes: &[0; 8] });
+        check(told(1, other), "is of type f64");
         // More bytes than processors can address.
-        let errors = told(1 << 58, || Access::Here(TensorBytes { dtype: BurnDType::F32, bytes: &[0; 4] }));
-        assert!(errors[0].contains("no memory"), "{errors:?}");
-        assert!(errors[1].contains("rank 0"), "{errors:?}");
+        let large = || Access::Here(TensorBytes { dtype: BurnDType::F32, bytes: &[0; 4] });
+        check(told(1 << 58, large), "no memory");
     }
 }

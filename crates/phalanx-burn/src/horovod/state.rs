@@ -33,12 +33,12 @@ pub fn broadcast_parameters<M: Module>(hvd: &Horovod, model: M, root: Rank) -> R
         drop(model.valid());
     }
     let mut flying = Vec::with_capacity(names.len());
-    let values = or_shut_down(hvd, parameters::read(&model, Select::All))?;
+    let values = or_leave(hvd, parameters::read(&model, Select::All))?;
     for (index, (parameter, data)) in names.iter().zip(values).enumerate() {
         // One that stands in several places has several names.
         let name = format!("broadcast.{index}.{}", parameter.name);
         let dtype = tensor_bytes::dtype(parameter.dtype)?;
-        let tensor = or_shut_down(hvd, named(data.as_bytes(), &parameter.shape, dtype))?;
+        let tensor = or_leave(hvd, named(data.as_bytes(), &parameter.shape, dtype))?;
         flying.push((hvd.broadcast_async(&name, tensor, root)?, parameter));
     }
     let mut data = Vec::with_capacity(flying.len());
@@ -69,7 +69,7 @@ pub fn broadcast_optimizer_state<M: Module>(
     let Inventory { parameters: trained, state: parameters, .. } = Inventory::of(model)?;
     if hvd.size() > 1 {
         let made = alike::Watch::default().made(optimizer, (model, &trained), hvd.rank());
-        let made = or_shut_down(hvd, made)?;
+        let made = or_leave(hvd, made)?;
         let all = hvd.allgather_object("broadcast.optimizer_settings", &(root.get(), made))?;
         let (first_root, first_made) = &all[0];
         if let Some((rank, (other, _))) = all.iter().enumerate().find(|(_, (named, _))| named != first_root) {
@@ -90,7 +90,7 @@ pub fn broadcast_optimizer_state<M: Module>(
     let own = match hvd.rank() == root {
         true => {
             let state = OptimizerState::of(optimizer, &parameters).and_then(OptimizerState::into_bytes);
-            or_shut_down(hvd, state.and_then(bounded).and_then(|bytes| copy_of(&bytes)))?
+            or_leave(hvd, state.and_then(bounded).and_then(|bytes| copy_of(&bytes)))?
         }
         false => Vec::new(),
     };
@@ -106,7 +106,7 @@ pub fn broadcast_optimizer_state<M: Module>(
             fit::check(optimizer, (model, &parameters), &state.index(), Begun::Unknown)?;
             state.load(optimizer, &parameters)
         });
-    or_shut_down(hvd, state)
+    or_leave(hvd, state)
 }
 
 /// Combines tensors of all ranks under a name; every rank gets the result, on the tensor's device. Gradients do not flow through it, as they do through
@@ -126,7 +126,7 @@ pub fn allreduce<const D: usize>(
     let (shape, device, dtype) = (tensor.dims(), tensor.device(), tensor.dtype());
     let named_dtype = tensor_bytes::dtype(dtype)?;
     let own = tensor_bytes::with_bytes(tensor, |tensor| named(tensor.bytes, &shape, named_dtype));
-    let own = or_shut_down(hvd, own.and_then(|named| named))?;
+    let own = or_leave(hvd, own.and_then(|named| named))?;
     let combined = hvd.allreduce(name, own, reduction)?;
     let data: TensorData = tensor_bytes::tensor_data(combined.as_bytes(), &shape, dtype);
     Ok(Tensor::from_data(data, (&device, dtype)))
@@ -166,8 +166,8 @@ fn bounded(state: Bytes) -> Result<Bytes> {
 }
 
 /// What this rank has `read`. An error ends the job: the other ranks wait for this one.
-fn or_shut_down<T>(hvd: &Horovod, read: Result<T>) -> Result<T> {
-    read.inspect_err(|_| hvd.shutdown())
+fn or_leave<T>(hvd: &Horovod, read: Result<T>) -> Result<T> {
+    read.inspect_err(|error| hvd.leave_with(error))
 }
 
 /// A copy.

@@ -27,7 +27,7 @@ use crate::gradients::Clip;
 /// replicas would scale by different norms. Do without one here.
 ///
 /// # Errors
-/// If `max_norm` is not a positive number, or the exchange fails. These errors end the groups: the ranks give a different `max_norm` (it may differ by
+/// If the exchange fails. These errors end the groups: `max_norm` is not a positive number, the ranks give a different one (it may differ by
 /// rounding), a gradient is no float, no gradient is that of a parameter of `model`, layers are divided and `tensor` is none or another group, or the model has
 /// [units](super::fsdp::FullySharded), which [`Fsdp::clip_grad_norm`](super::fsdp::Fsdp::clip_grad_norm) clips.
 pub fn clip_grad_norm<M: Module>(
@@ -38,7 +38,6 @@ pub fn clip_grad_norm<M: Module>(
     pipeline: Option<&ProcessGroup>,
     tied: &[(&TiedParameter, ParamId)],
 ) -> Result<f64> {
-    adapter::check_max_norm(max_norm)?;
     let noted = noted(model);
     let divided: HashMap<ParamId, Span> = noted.iter().map(|(id, part)| (*id, part.span)).collect();
     let counts = |id: &ParamId| {
@@ -46,7 +45,8 @@ pub fn clip_grad_norm<M: Module>(
         !is_copy && tensor.is_none_or(|group| group.rank() == 0 || divided.contains_key(id))
     };
     let unknown = if tensor.is_some() { HashMap::new() } else { divided.clone() };
-    let squares = refuse(model, unknown).and_then(|()| clip::squares_of(model, gradients.parameters()));
+    let checked = adapter::check_max_norm(max_norm).and_then(|()| refuse(model, unknown));
+    let squares = checked.and_then(|()| clip::squares_of(model, gradients.parameters()));
     let squares = squares.and_then(|squares| {
         let own = squares.iter().filter_map(|(id, _)| noted.get(id));
         tensor.map_or(Ok(()), |group| check_group(group, own)).map(|()| squares)
@@ -61,10 +61,11 @@ pub fn clip_grad_norm<M: Module>(
     // The squares, the limits, and how many there are of them.
     let mut sums = [own, max_norm, 1.0];
     if let Some(group) = tensor {
-        group.sum(&mut sums)?;
+        group.sum(&mut sums).inspect_err(fail)?;
     }
     if let Some(group) = pipeline {
-        group.in_call(Caller::PipelineTrain).all_reduce(&mut sums, ReduceOp::Sum)?;
+        let summed = group.in_call(Caller::PipelineTrain).all_reduce(&mut sums, ReduceOp::Sum);
+        summed.inspect_err(fail)?;
     }
     let [sum, limits, ranks] = sums;
     let mean = limits / ranks;

@@ -145,7 +145,7 @@ impl StageLink {
             Ok::<_, Error>(Layout::of(bytes, &shape))
         });
         // The peer waits for it.
-        let layout = layout.inspect_err(|error| self.inner.group.abort_all(error.clone()))??;
+        let layout = layout.flatten().inspect_err(|error| self.inner.group.abort_all(error.clone()))?;
         let source = Source(Arc::new(Awaited { link: self.inner.downgrade(), number, layout }));
         Ok(Tensor::from_dispatch(Dispatch::rooted(tensor.into_dispatch(), source)))
     }
@@ -160,7 +160,7 @@ impl StageLink {
         device::check(device).inspect_err(|error| self.inner.group.abort_all(error.clone()))?;
         let number = next(&mut self.inner.state.lock().received);
         let Inner { group, peer, .. } = &self.inner;
-        let header = Header::receive(group, *peer)?;
+        let header = Header::receive(group, *peer).inspect_err(|error| group.abort_all(error.clone()))?;
         let is_gradient = header.kind == Kind::Gradient;
         if is_gradient || (header.number, header.layout.shape.len()) != (number, D) {
             return Err(self.inner.unexpected(&header, &format!("tensor {number}, of {D} dimensions")));

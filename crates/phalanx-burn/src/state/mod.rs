@@ -373,11 +373,13 @@ impl<M: Module, T> TrainState<M, T> {
     /// own).
     ///
     /// # Errors
-    /// If there is no [scheduler](Self::with_scheduler), and as [`step`](Self::step). The scheduler goes on with a step that was done, and with no other.
+    /// If there is no [scheduler](Self::with_scheduler), which ends the group, and as [`step`](Self::step). The scheduler goes on with a step that was done, and with no other.
     pub fn scheduled_step(&mut self, gradients: impl Synced) -> Result<f64> {
         let Some(mut scheduler) = self.scheduler.clone() else {
-            return Err(Error::invalid_argument("this TrainState has no learning-rate scheduler")
-                .with_remedy("give it one by with_scheduler, or a learning rate to `step`"));
+            let error = Error::invalid_argument("this TrainState has no learning-rate scheduler")
+                .with_remedy("give it one by with_scheduler, or a learning rate to `step`");
+            // Others may have one, and wait for this rank in the next pass.
+            return Err(self.model.fail(error));
         };
         let rate = scheduler.step();
         let base = rate.base();

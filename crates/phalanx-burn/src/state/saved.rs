@@ -19,15 +19,14 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     /// Resumes from the newest of `checkpoints`; returns whether there was one. All ranks call it together.
     ///
     /// # Errors
-    /// As [`Checkpoints::newest`] and [`load_from`](Self::load_from). On every rank, whether there is a checkpoint or not, if
-    /// [`progress`](Self::progress) is an [`ElasticSampler`](phalanx::sampler::ElasticSampler), and one rank's has another number of samples or other options.
+    /// As [`Checkpoints::newest`]. On every rank, if one cannot load it, as by [`load_from`](Self::load_from): the others have loaded it then. On every
+    /// rank, whether there is a checkpoint or not, if [`progress`](Self::progress) is an [`ElasticSampler`](phalanx::sampler::ElasticSampler), and one rank's has another number of samples or other options.
     pub fn resume(&mut self, checkpoints: &Checkpoints) -> Result<bool>
     where
         T: 'static,
     {
         training::check_progress_of_ranks(&self.progress, checkpoints)?;
-        let saved = checkpoints.newest()?;
-        saved.map_or(Ok(false), |saved| self.load_from(&saved).map(|()| true))
+        training::resume(checkpoints, |saved| self.load_from(saved))
     }
 
     /// Saves all of it as the checkpoint after [`steps`](Self::steps). All ranks call it together; rank 0 writes, while training

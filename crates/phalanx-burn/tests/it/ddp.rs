@@ -289,6 +289,58 @@ fn gradients_of_another_model_are_refused_and_change_nothing() {
 }
 
 #[test]
+fn a_norm_of_one_rank_that_is_none_ends_the_group() {
+    let all_are_here = Barrier::new(2);
+    run(2, |group| {
+        let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
+        let gradients = |ddp: &mut Ddp<Mlp>| {
+            let loss = ddp.forward(|model| model.loss(samples(0, 4)))?;
+            ddp.backward(&loss)
+        };
+        let mut first = gradients(&mut ddp).unwrap();
+        // The error ends the group, in which the other rank may still wait for the average.
+        all_are_here.wait();
+        if group.rank().is_main() {
+            assert!(ddp.clip_grad_norm(&mut first, f64::NAN).unwrap_err().is_invalid_argument());
+        } else {
+            let error = gradients(&mut ddp).map(drop).unwrap_err().to_string();
+            assert!(error.contains("rank 0") && error.contains("max_norm"), "{error}");
+        }
+    });
+}
+
+/// As by a schedule that divides by zero on one rank.
+#[test]
+fn a_learning_rate_of_one_rank_that_is_no_number_ends_the_group() {
+    let all_are_here = Barrier::new(2);
+    run(2, |group| {
+        let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
+        let mut optimizer = SgdConfig::new().init();
+        let gradients = |ddp: &mut Ddp<Mlp>| {
+            let loss = ddp.forward(|model| model.loss(samples(0, 4)))?;
+            ddp.backward(&loss)
+        };
+        let first = gradients(&mut ddp).unwrap();
+        ddp.step(&mut optimizer, 0.1, first).unwrap();
+        let second = gradients(&mut ddp).unwrap();
+        // The error ends the group, in which the other rank may still wait for the average.
+        all_are_here.wait();
+        let error = if group.rank().is_main() {
+            let before = floats(ddp.model());
+            let error = ddp.step(&mut optimizer, f64::NAN, second).unwrap_err();
+            assert_eq!(floats(ddp.model()), before);
+            error
+        } else {
+            ddp.step(&mut optimizer, 0.1, second).unwrap();
+            gradients(&mut ddp).map(drop).unwrap_err()
+        };
+        let error = error.to_string();
+        assert!(error.contains("rank 0") || group.rank().is_main(), "{error}");
+        assert!(error.contains("the learning rate NaN, of `layers.0.weight`"), "{error}");
+    });
+}
+
+#[test]
 fn the_norm_of_another_model_s_gradients_is_refused() {
     let all_are_here = Barrier::new(2);
     run(2, |group| {

@@ -253,6 +253,7 @@ fn adasum_has_no_gradients_of_all_ranks_to_give() {
 
 #[test]
 fn a_loss_that_depends_on_parameters_past_the_closure_is_refused() {
+    let all_are_here = Barrier::new(2);
     for op in [Op::Average, Op::Adasum] {
         run(2, |group| {
             let hvd = horovod(&group);
@@ -261,6 +262,8 @@ fn a_loss_that_depends_on_parameters_past_the_closure_is_refused() {
             let mut optimizer = DistributedOptimizer::with_options(sgd(), &model, &hvd, options).unwrap();
             let penalty = model.layers[1].weight.val().powi_scalar(2).sum();
             let loss = optimizer.forward(&model, |model| model.loss(batch(&group, 0))) + penalty;
+            // The first error ends the job, which the other rank may still begin.
+            all_are_here.wait();
             let error = optimizer.backward(&loss).unwrap_err().to_string();
             assert!(error.contains("the parameter `layers.1.weight` past the model"), "{error}");
         });
@@ -341,6 +344,37 @@ fn a_model_whose_parameters_have_other_ids_is_refused() {
             assert!(error.contains("`layers.0.weight` is another parameter"), "{error}");
         });
     }
+}
+
+#[test]
+fn a_step_after_the_gradients_were_given_is_refused_and_the_others_are_told() {
+    let all_are_here = Barrier::new(2);
+    run(2, |group| {
+        let hvd = horovod(&group);
+        let model = broadcast_parameters(&hvd, Mlp::new(&WIDTHS), Rank::MAIN).unwrap();
+        let mut optimizer = DistributedOptimizer::new(sgd(), &model, &hvd).unwrap();
+        let mut given = |model: Mlp, step: usize| {
+            let loss = optimizer.forward(&model, |model| model.loss(batch(&group, step)));
+            optimizer.backward(&loss)?;
+            let gradients = optimizer.synchronize(&model)?;
+            // Rank 0 forgets what it has.
+            match hvd.rank().is_main() && step == 2 {
+                true => {
+                    all_are_here.wait();
+                    optimizer.step(0.05, model)
+                }
+                false => {
+                    if step == 2 {
+                        all_are_here.wait();
+                    }
+                    Ok(optimizer.apply(0.05, model, gradients))
+                }
+            }
+        };
+        let error = (0..4).try_fold(model, &mut given).unwrap_err().to_string();
+        assert!(error.contains("the step would go without them"), "{error}");
+        assert!(hvd.rank().is_main() || error.contains("rank 0 cannot take part"), "{error}");
+    });
 }
 
 #[test]

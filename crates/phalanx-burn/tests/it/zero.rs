@@ -336,22 +336,48 @@ fn a_part_of_the_state_is_not_taken_for_the_whole_after_a_round_of_an_elastic_jo
     });
 }
 
-#[test]
-fn the_optimizer_of_another_model_is_refused() {
-    let start = Mlp::new(&WIDTHS);
+/// What is called with the optimizer of another model.
+#[derive(Clone, Copy)]
+enum Wrong {
+    Step,
+    Consolidate,
+}
+
+fn with_another_on_rank_0(calls: Wrong) {
+    let (start, all_are_here) = (Mlp::new(&WIDTHS), Barrier::new(2));
     run(2, |group| {
         let mut ddp = Ddp::new(start.clone(), &group).unwrap();
         let mut other = Ddp::new(start.clone(), &group).unwrap();
         let new = |ddp: &mut Ddp<Mlp>| ZeroRedundancyOptimizer::new(AdamWConfig::new().init(), ddp).unwrap();
         let (mut own, mut of_other) = (new(&mut ddp), new(&mut other));
-        let before = floats(ddp.model());
-        let averages = gradients(&mut ddp, 0);
-        let error = of_other.step(&mut ddp, 0.01, averages).unwrap_err();
-        assert!(error.is_invalid_argument() && error.to_string().contains("another Ddp"), "{error}");
-        assert_eq!(floats(ddp.model()), before);
         let averages = gradients(&mut ddp, 0);
         own.step(&mut ddp, 0.01, averages).unwrap();
+        let before = floats(ddp.model());
+        let averages = gradients(&mut ddp, 1);
+        // The first error ends the group, in which the other rank may still wait for the average.
+        all_are_here.wait();
+        let outcome = match (group.rank().is_main(), calls) {
+            (true, Wrong::Step) => of_other.step(&mut ddp, 0.01, averages),
+            (true, Wrong::Consolidate) => of_other.consolidate(&ddp, Rank::MAIN).map(drop),
+            // The other rank has the right one, and waits for rank 0's part.
+            (false, Wrong::Step) => own.step(&mut ddp, 0.01, averages),
+            (false, Wrong::Consolidate) => own.consolidate(&ddp, Rank::MAIN).map(drop),
+        };
+        let error = outcome.unwrap_err();
+        assert!(error.to_string().contains("another Ddp"), "{error}");
+        if group.rank().is_main() {
+            assert!(error.is_invalid_argument(), "{error}");
+            assert_eq!(floats(ddp.model()), before);
+        } else {
+            assert!(error.to_string().contains("rank 0"), "{error}");
+        }
     });
+}
+
+#[test]
+fn the_optimizer_of_another_model_on_one_rank_is_an_error_on_every_rank() {
+    with_another_on_rank_0(Wrong::Step);
+    with_another_on_rank_0(Wrong::Consolidate);
 }
 
 /// As a generator and its discriminator in one model: each loss has gradients of one of them.
@@ -416,6 +442,13 @@ fn a_state_goes_to_no_rank_that_there_is_not() {
         assert!(error.is_invalid_argument(), "{error}");
         assert!(error.to_string().contains("rank 2 is outside a world of 2"), "{error}");
         assert_eq!(zero.consolidate(&ddp, Rank::new(1)).unwrap().is_some(), !group.rank().is_main());
+        // Each rank would give its own to the other, and neither have all.
+        let error = zero.consolidate(&ddp, Rank::new(1 - group.rank().get())).err().unwrap();
+        assert!(error.is_mismatch(), "{error}");
+        let both = "of rank 0 is 1, and that of rank 1 is 0";
+        assert!(error.to_string().contains(both), "{error}");
+        let only = Rank::new(if group.rank().is_main() { 7 } else { 0 });
+        assert!(zero.consolidate(&ddp, only).err().unwrap().is_mismatch());
     });
 }
 

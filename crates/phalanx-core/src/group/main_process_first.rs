@@ -56,7 +56,7 @@ impl ProcessGroup {
     /// Runs `prepare` on the ranks that are `first`, and then on the others.
     fn some_first<T>(&self, first: bool, prepare: impl FnOnce() -> Result<T>) -> Result<T> {
         if !first {
-            self.prepared(Ok(()))?;
+            self.first_error_of_all(Ok(()))?;
             let _section = self.announce_section();
             return prepare();
         }
@@ -74,15 +74,16 @@ impl ProcessGroup {
                 Err(RemoteError::of(&Error::aborted(cause), me))
             }
         };
-        let heard = self.prepared(prepared);
+        let heard = self.first_error_of_all(prepared);
         match outcome {
             Ok(outcome) => outcome.and_then(|value| heard.map(|()| value)),
             Err(panic) => resume_unwind(panic),
         }
     }
 
-    /// Waits until all have come here, and hears whether all that came first are ready.
-    fn prepared(&self, own: Result<(), RemoteError>) -> Result<()> {
+    /// Waits until all have come here. The first rank's error is that of every rank. For libraries.
+    #[doc(hidden)]
+    pub fn first_error_of_all(&self, own: Result<(), RemoteError>) -> Result<()> {
         let all: Vec<Result<(), RemoteError>> = self.all_gather_object(&own)?;
         match all.into_iter().find_map(Result::err) {
             None => Ok(()),

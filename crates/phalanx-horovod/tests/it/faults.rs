@@ -229,6 +229,43 @@ fn a_rank_that_leaves_is_named_by_every_handle() {
 }
 
 #[test]
+fn the_cause_with_which_a_rank_ends_the_job_is_that_of_every_handle() {
+    let told = without_rank_1(&Options::default(), |hvd, _| {
+        hvd.abort(Error::aborted("a sample cannot be read"));
+    });
+    for (error, later) in told {
+        assert!(error.is_aborted() && error.rank() == Some(Rank::new(1)), "{error}");
+        assert!(error.to_string().contains("a sample cannot be read"), "{error}");
+        assert_eq!(later.to_string(), error.to_string());
+    }
+}
+
+#[test]
+fn the_end_of_the_job_ends_the_process_sets_of_the_rank_and_no_other() {
+    let all_are_here = Barrier::new(3);
+    run(3, Fabric::SharedMemory, |group| {
+        let hvd = Horovod::new(&group, Options::default()).unwrap();
+        let set_of = |ranks: [u32; 2]| hvd.add_process_set(&ranks.map(Rank::new)).unwrap();
+        let (with_rank_1, without) = (set_of([1, 2]), set_of([0, 2]));
+        hvd.barrier().unwrap();
+        // The rank that ends the job must not end that barrier, in which others may still be.
+        all_are_here.wait();
+        if hvd.rank().get() == 1 {
+            hvd.abort(Error::aborted("a sample cannot be read"));
+        }
+        let sum = |set: &Horovod| set.allreduce("x", [1.0f32], Op::Sum).map(drop);
+        if let Some(set) = &with_rank_1 {
+            // Rank 2 waits here for what rank 1 does not submit.
+            let outcome = if hvd.rank().get() == 1 { set.barrier() } else { sum(set) };
+            let error = outcome.unwrap_err().to_string();
+            assert!(error.contains("a sample cannot be read"), "{error}");
+        }
+        without.as_ref().map_or(Ok(()), sum).unwrap();
+        assert!(hvd.barrier().unwrap_err().to_string().contains("a sample cannot be read"));
+    });
+}
+
+#[test]
 fn tensors_that_a_rank_never_submits_are_named_with_the_rank() {
     let options = Options {
         stall_check_time: Some(Duration::from_millis(200)),

@@ -1,5 +1,7 @@
 //! Workers that train by themselves and meet now and then, against the same in one process.
 
+use std::sync::Barrier;
+
 use phalanx::asynchronous::{LocalMethod, LocalState, LocalUpdates, Sgd};
 use phalanx::testing::{Fabric, run};
 
@@ -266,8 +268,23 @@ fn settings_that_differ_or_cannot_be_are_refused_on_every_rank() {
         let method = if is_other { LocalMethod::Ring } else { LocalMethod::Average };
         assert!(start(method, 5, 3).is_mismatch());
         assert!(start(LocalMethod::Average, 5, if is_other { 4 } else { 3 }).is_mismatch());
-        let mut local = LocalUpdates::new(&group, LocalMethod::Average, 5, &mut [0.0; 3]).unwrap();
-        assert!(local.step(&mut [0.0; 2]).unwrap_err().is_invalid_argument());
-        group.barrier().unwrap();
     });
+}
+
+#[test]
+fn a_step_of_one_rank_with_other_parameters_is_an_error_on_every_rank() {
+    let all_are_here = Barrier::new(3);
+    for method in [LocalMethod::Average, LocalMethod::Ring] {
+        run(3, Fabric::InProcess, |group| {
+            let mut parameters = [0.0; 3];
+            let mut local = LocalUpdates::new(&group, method, 2, &mut parameters).unwrap();
+            local.step(&mut parameters).unwrap();
+            // The error ends the group, which another rank may still begin.
+            all_are_here.wait();
+            let is_other = group.rank().get() == 1;
+            let error = local.step(&mut parameters[usize::from(is_other)..]).unwrap_err();
+            assert!(error.to_string().contains("with 3 parameters, and this step has 2"), "{error}");
+            assert!(is_other || error.to_string().contains("rank 1"), "{error}");
+        });
+    }
 }

@@ -410,18 +410,19 @@ impl<M: Module> Fsdp<M> {
     /// If an element is infinite or not a number, so is the norm, on every rank alike; the gradients are then left alone.
     ///
     /// # Errors
-    /// If `max_norm` is not a positive number. These errors end the groups: the ranks give a different `max_norm` (it may differ by rounding), the gradients
+    /// These errors end the groups: `max_norm` is not a positive number, the ranks give a different one (it may differ by rounding), the gradients
     /// are those of another model, a gradient cannot be read from its device, or the exchange fails. If the `max_norm` of [replicas](ShardingGroup::hybrid)
     /// differ, a later [`backward`](Self::backward) returns the error.
     #[doc(alias = "clip_grad_norm_")]
     pub fn clip_grad_norm(&self, gradients: &mut impl Clip, max_norm: f64) -> Result<f64> {
-        adapter::check_max_norm(max_norm)?;
-        let squares = clip::squares_of(self.model(), gradients.parameters());
+        let squares = adapter::check_max_norm(max_norm)
+            .and_then(|()| clip::squares_of(self.model(), gradients.parameters()));
         // The others wait for this rank's number.
         let squares = squares.inspect_err(|error| self.exchanges.fail(error.clone()))?;
         let own: f64 = squares.iter().map(|(_, squares)| squares).sum();
         let mut all = vec![0.0; 2 * self.exchanges.ranks()];
-        self.exchanges.group.all_gather(&[own, max_norm], &mut all)?;
+        let gathered = self.exchanges.group.all_gather(&[own, max_norm], &mut all);
+        gathered.inspect_err(|error| self.exchanges.fail(error.clone()))?;
         let (all, _) = all.as_chunks::<2>();
         // It may be computed, and two that are infinite have no difference.
         let first = all[0][1];
@@ -506,8 +507,10 @@ impl<M: Module> Fsdp<M> {
             }
         })?;
         let mut mean = [number];
-        self.exchanges.group.all_reduce(&mut mean, ReduceOp::Avg)?;
-        self.exchanges.replicas.all_reduce(&mut mean, ReduceOp::Avg)?;
+        let groups = [&self.exchanges.group, &self.exchanges.replicas];
+        let averaged = groups.into_iter().try_for_each(|group| group.all_reduce(&mut mean, ReduceOp::Avg));
+        // The replicas wait for what this rank has not got.
+        averaged.inspect_err(|error| self.exchanges.fail(error.clone()))?;
         Ok(mean[0])
     }
 

@@ -244,6 +244,32 @@ fn a_tensor_for_which_there_is_no_memory_ends_the_group() {
 }
 
 #[test]
+fn a_tensor_that_cannot_be_sent_and_a_message_that_is_none_end_the_group() {
+    let errors = run(2, |group| {
+        let link = StageLink::new(&group, Rank::new(1 - group.rank().get())).unwrap();
+        match group.rank().is_main() {
+            true => {
+                link.send_forward(Tensor::<9>::ones([1; 9], &device())).map(drop).unwrap_err().to_string()
+            }
+            false => link.recv_forward::<2>(&device()).map(drop).unwrap_err().to_string(),
+        }
+    });
+    assert!(errors.iter().all(|error| error.contains("has at most 8 dimensions")), "{errors:?}");
+    run(2, |group| {
+        let peer = Rank::new(1 - group.rank().get());
+        if group.rank().is_main() {
+            // A message of the program's own.
+            let sent = group.send(&[9i64; 13], peer);
+            let ended = sent.and_then(|()| group.barrier()).unwrap_err().to_string();
+            assert!(ended.contains("unknown header") && ended.contains("rank 1"), "{ended}");
+        } else {
+            let error = StageLink::new(&group, peer).unwrap().recv_forward::<1>(&device()).unwrap_err();
+            assert!(error.is_mismatch() && error.to_string().contains("unknown header"), "{error}");
+        }
+    });
+}
+
+#[test]
 fn a_link_goes_with_ddp_and_evaluation_sends_no_gradients() {
     with_ddp(None);
 }

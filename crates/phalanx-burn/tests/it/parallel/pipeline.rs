@@ -146,16 +146,21 @@ fn a_pipeline_trains_as_one_process_does_and_its_norm_is_the_whole_one() {
 
 #[test]
 fn stages_that_are_clipped_to_different_norms_are_an_error_on_every_rank() {
-    let errors = run(2, |group| {
-        let mut pipeline = Pipeline::new(&group, Schedule::OneForwardOneBackward, 2).unwrap();
-        let mut ddp = Ddp::new(parts(&pipeline), &alone()).unwrap();
-        let mut step = pipeline.train(&mut ddp, &batches(2)).unwrap();
-        let max_norm = if group.rank().is_main() { 1.0 } else { 2.0 };
-        parallel::clip_grad_norm(ddp.model(), &mut step.gradients, max_norm, None, Some(&group), &[])
-            .unwrap_err()
-            .to_string()
-    });
-    assert!(errors.iter().all(|error| error.contains("the mean over all ranks is 1.5")), "{errors:?}");
+    let all_are_here = Barrier::new(2);
+    for (other, said) in [(2.0, "the mean over all ranks is 1.5"), (0.0, "max_norm is 0")] {
+        let errors = run(2, |group| {
+            let mut pipeline = Pipeline::new(&group, Schedule::OneForwardOneBackward, 2).unwrap();
+            let mut ddp = Ddp::new(parts(&pipeline), &alone()).unwrap();
+            let mut step = pipeline.train(&mut ddp, &batches(2)).unwrap();
+            let max_norm = if group.rank().is_main() { 1.0 } else { other };
+            // An error ends the group, in whose step the other rank may still be.
+            all_are_here.wait();
+            parallel::clip_grad_norm(ddp.model(), &mut step.gradients, max_norm, None, Some(&group), &[])
+                .unwrap_err()
+                .to_string()
+        });
+        assert!(errors.iter().all(|error| error.contains(said)), "{errors:?}");
+    }
 }
 
 #[test]

@@ -63,15 +63,18 @@ fn optimizers_that_take_a_norm_are_refused() {
 
 #[test]
 fn another_norm_on_one_rank_is_an_error_on_every_rank() {
-    let outcomes = run(2, |group| {
-        let sharding = ShardingGroup::new(&group)?;
-        let mut fsdp = Fsdp::new(Layers::new(&[4, 4, 4], &sharding)?, &sharding)?;
-        let x = Tensor::<2>::ones([2, 4], &device());
-        let loss = fsdp.forward(|model| model.forward(x).mean())?;
-        let mut gradients = fsdp.backward(&loss)?;
-        fsdp.clip_grad_norm(&mut gradients, if group.rank().is_main() { 1.0 } else { 2.0 })
-    });
-    all_say(&errors(outcomes), "rank 0 clips to the norm 1, and rank 1 to 2");
+    for (other, said) in [(2.0, "rank 0 clips to the norm 1, and rank 1 to 2"), (f64::NAN, "max_norm is NaN")]
+    {
+        let outcomes = run(2, |group| {
+            let sharding = ShardingGroup::new(&group)?;
+            let mut fsdp = Fsdp::new(Layers::new(&[4, 4, 4], &sharding)?, &sharding)?;
+            let x = Tensor::<2>::ones([2, 4], &device());
+            let loss = fsdp.forward(|model| model.forward(x).mean())?;
+            let mut gradients = fsdp.backward(&loss)?;
+            fsdp.clip_grad_norm(&mut gradients, if group.rank().is_main() { 1.0 } else { other })
+        });
+        all_say(&errors(outcomes), said);
+    }
 }
 
 #[test]
