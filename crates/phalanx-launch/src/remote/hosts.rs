@@ -55,11 +55,17 @@ impl HostList {
     /// # Errors
     /// If a line is no host: the error has its number. If there is no host.
     pub fn from_file(text: &str) -> Result<Self> {
-        Self::from_lines(text, 1)?.check()
+        Self::from_lines(text, 1, u32::saturating_add)?.check()
     }
 
-    /// Reads the same format, with so many slots for a host without a number; there may be no host.
-    pub(super) fn from_lines(text: &str, slots: u32) -> Result<Self> {
+    /// Reads what a discovery script prints: the same format, with so many slots for a host without a number. If it prints a host twice,
+    /// the last line counts, as in Horovod. There may be no host.
+    pub(super) fn discovered(text: &str, slots: u32) -> Result<Self> {
+        Self::from_lines(text, slots, |_, last| last)
+    }
+
+    /// `again` gives the slots of a host that is listed twice.
+    fn from_lines(text: &str, slots: u32, again: fn(u32, u32) -> u32) -> Result<Self> {
         let mut hosts = Self(Vec::new());
         // Some editors begin a file with a byte order mark.
         let text = text.strip_prefix('\u{feff}').unwrap_or(text);
@@ -70,7 +76,7 @@ impl HostList {
             }
             let host = host_of_line(line, slots)
                 .map_err(|cause| Error::invalid_argument(format!("line {}: {cause}", number + 1)))?;
-            hosts.add(host);
+            hosts.add(host, again);
         }
         Ok(hosts)
     }
@@ -111,9 +117,9 @@ impl HostList {
         &self.0
     }
 
-    fn add(&mut self, host: Host) {
+    fn add(&mut self, host: Host, again: fn(u32, u32) -> u32) {
         match self.0.iter_mut().find(|known| known.name == host.name) {
-            Some(known) => known.slots = known.slots.saturating_add(host.slots),
+            Some(known) => known.slots = again(known.slots, host.slots),
             None => self.0.push(host),
         }
     }
@@ -129,7 +135,7 @@ impl FromStr for HostList {
     fn from_str(text: &str) -> Result<Self> {
         let mut hosts = Self(Vec::new());
         for entry in text.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {
-            hosts.add(host(entry, 1).map_err(Error::invalid_argument)?);
+            hosts.add(host(entry, 1).map_err(Error::invalid_argument)?, u32::saturating_add);
         }
         hosts.check()
     }
@@ -195,7 +201,7 @@ pub fn fuzz(bytes: &[u8]) -> bool {
     let list = match kind {
         0 => text.parse::<HostList>(),
         1 => HostList::from_file(text),
-        2 => HostList::from_lines(text, 3).and_then(HostList::check),
+        2 => HostList::discovered(text, 3).and_then(HostList::check),
         _ => return false,
     };
     let Ok(list) = list else { return false };
@@ -253,12 +259,16 @@ mod tests {
         assert_eq!(HostList::from_file(&format!("\u{feff}{text}")).unwrap(), list);
         let cause = HostList::from_file("node1\nnode2 slot=4").unwrap_err().to_string();
         assert!(cause.contains("line 2") && cause.contains("slot"), "{cause}");
-        let list = HostList::from_lines("node1\nnode2:2\nnode1:1\n", 3).unwrap();
-        assert_eq!(pairs(&list), [("node1", 4), ("node2", 2)]);
-        assert!(HostList::from_lines("# nothing\n\n", 3).unwrap().hosts().is_empty());
         for bad in ["# nothing", "node1 slots", "node1 slots=", "node1 4", "node1 slots=0"] {
             assert!(HostList::from_file(bad).is_err(), "{bad}");
         }
+    }
+
+    #[test]
+    fn of_a_host_that_a_script_prints_twice_the_last_line_counts() {
+        let list = HostList::discovered("node1\nnode2:2\nnode1:1\nnode2:2\n", 3).unwrap();
+        assert_eq!(pairs(&list), [("node1", 1), ("node2", 2)]);
+        assert!(HostList::discovered("# nothing\n\n", 3).unwrap().hosts().is_empty());
     }
 
     #[test]
