@@ -126,7 +126,8 @@ impl TcpStoreServer {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
             .enable_time()
-            // It reads the kernel's tables of connections, if the kernel does not answer queries about single ones.
+            // It reads the kernel's tables of connections, if the kernel does not answer queries about single ones, and renewed
+            // certificates.
             .max_blocking_threads(1)
             .build()
             .map_err(|error| Error::io("cannot start the store's runtime", error))?;
