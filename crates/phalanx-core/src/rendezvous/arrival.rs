@@ -36,6 +36,7 @@ use crate::host;
 use crate::interrupt;
 use crate::notice::while_waiting;
 use crate::random;
+use crate::rank::Rank;
 use crate::store::{PrefixStore, SharedStore, Store};
 use crate::transport;
 use crate::wire::hello::JobId;
@@ -49,6 +50,10 @@ pub(super) const HOSTS: &str = "hosts";
 
 /// In a world of at most so many ranks, each checks which ranks are missing; in a larger one only rank 0.
 const ASKED: u32 = 64;
+/// So many ranks are asked for in one request: on a slow network the answer comes before the time is up.
+const ASKED_TOGETHER: usize = 512;
+/// What no rank writes as its entry.
+const NO_ENTRY: &[u8] = b"?";
 
 /// Who this process is.
 ///
@@ -378,10 +383,17 @@ fn missing(
     deadline: Deadline,
 ) -> ArrivalError {
     let mut missing = Missing::default();
-    for rank in config.world_size.ranks() {
-        let has_arrived = roll_call.check(&[&format!("rank/{rank}")], deadline).ok();
-        if !missing.note(rank, has_arrived) {
-            break;
+    let ranks: Vec<Rank> = config.world_size.ranks().collect();
+    'asked: for ranks in ranks.chunks(ASKED_TOGETHER) {
+        let keys: Vec<String> = ranks.iter().map(|rank| format!("rank/{rank}")).collect();
+        // They change nothing, and say what is there.
+        let questions: Vec<Change<'_>> = keys.iter().map(|key| (key.as_str(), NO_ENTRY, NO_ENTRY)).collect();
+        let entries = roll_call.multi_compare_set(&questions, deadline).ok();
+        for (index, rank) in ranks.iter().enumerate() {
+            let has_arrived = entries.as_ref().and_then(|entries| Some(entries.get(index)? != NO_ENTRY));
+            if !missing.note(*rank, has_arrived) {
+                break 'asked;
+            }
         }
     }
     missing.error(config.rank, config.world_size, started.elapsed().as_secs_f64())

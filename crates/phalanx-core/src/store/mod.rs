@@ -35,6 +35,8 @@ pub use memory::MemoryStore;
 pub use prefix::PrefixStore;
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub use tcp::fuzz as fuzz_reply;
+#[cfg(test)]
+pub(crate) use tcp::tests::far_away;
 pub use tcp::{
     Access, AtEnd, KeylessClients, MAX_RANKS, Patience, Refusals, addresses_to_serve, host_port, listen,
     resolve, warn_of_own_name,

@@ -524,7 +524,7 @@ fn a_stranger_takes_little_memory() {
 }
 
 /// A network to `server` on which each byte takes `delay` in each direction; counts the connections made through it.
-fn far_away(server: &TcpStoreServer, delay: Duration) -> (SocketAddr, Arc<AtomicUsize>) {
+pub(crate) fn far_away(server: &TcpStoreServer, delay: Duration) -> (SocketAddr, Arc<AtomicUsize>) {
     let (listener, made) = (TcpListener::bind("127.0.0.1:0").unwrap(), Arc::<AtomicUsize>::default());
     let (address, store, counter) = (listener.local_addr().unwrap(), server.local_addr(), made.clone());
     thread::spawn(move || {
