@@ -1,5 +1,6 @@
 //! The hosts of a job, and how many workers each takes: pure.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::str::FromStr;
 
@@ -27,6 +28,12 @@ impl Host {
     /// The host of this name, which another list has given.
     pub(super) fn named(name: &str, slots: u32) -> Self {
         Self { name: name.to_owned(), slots }
+    }
+
+    /// What it has in common with other spellings of its name: capitals count in a user's name alone, and a dot may end a host's.
+    fn key(&self) -> String {
+        let (user, address) = self.name.split_at(self.name.len() - self.address().len());
+        user.to_owned() + &address.trim_end_matches('.').to_ascii_lowercase()
     }
 
     /// Its name or address alone.
@@ -66,19 +73,14 @@ impl HostList {
 
     /// `again` gives the slots of a host that is listed twice.
     fn from_lines(text: &str, slots: u32, again: fn(u32, u32) -> u32) -> Result<Self> {
-        let mut hosts = Self(Vec::new());
         // Some editors begin a file with a byte order mark.
         let text = text.strip_prefix('\u{feff}').unwrap_or(text);
-        for (number, line) in text.lines().enumerate() {
-            let line = line.split_once('#').map_or(line, |(line, _)| line).trim();
-            if line.is_empty() {
-                continue;
-            }
-            let host = host_of_line(line, slots)
-                .map_err(|cause| Error::invalid_argument(format!("line {}: {cause}", number + 1)))?;
-            hosts.add(host, again);
-        }
-        Ok(hosts)
+        let lines = text.lines().map(|line| line.split_once('#').map_or(line, |(line, _)| line).trim());
+        let hosts = lines.enumerate().filter(|(_, line)| !line.is_empty()).map(|(number, line)| {
+            host_of_line(line, slots)
+                .map_err(|cause| Error::invalid_argument(format!("line {}: {cause}", number + 1)))
+        });
+        Self::collect(hosts, again)
     }
 
     /// Places `workers` on the hosts, in order, each filled before the next, and returns the hosts used, with the
@@ -117,11 +119,22 @@ impl HostList {
         &self.0
     }
 
-    fn add(&mut self, host: Host, again: fn(u32, u32) -> u32) {
-        match self.0.iter_mut().find(|known| known.name == host.name) {
-            Some(known) => known.slots = again(known.slots, host.slots),
-            None => self.0.push(host),
+    fn collect(hosts: impl Iterator<Item = Result<Host>>, again: fn(u32, u32) -> u32) -> Result<Self> {
+        let (mut list, mut places) = (Vec::<Host>::new(), HashMap::new());
+        for host in hosts {
+            let host = host?;
+            match places.get(&host.key()) {
+                Some(place) => {
+                    let known: &mut Host = &mut list[*place];
+                    known.slots = again(known.slots, host.slots);
+                }
+                None => {
+                    places.insert(host.key(), list.len());
+                    list.push(host);
+                }
+            }
         }
+        Ok(Self(list))
     }
 
     fn check(self) -> Result<Self> {
@@ -133,11 +146,9 @@ impl FromStr for HostList {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let mut hosts = Self(Vec::new());
-        for entry in text.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {
-            hosts.add(host(entry, 1).map_err(Error::invalid_argument)?, u32::saturating_add);
-        }
-        hosts.check()
+        let entries = text.split(',').map(str::trim).filter(|entry| !entry.is_empty());
+        let hosts = entries.map(|entry| host(entry, 1).map_err(Error::invalid_argument));
+        Self::collect(hosts, u32::saturating_add)?.check()
     }
 }
 
@@ -269,6 +280,12 @@ mod tests {
         let list = HostList::discovered("node1\nnode2:2\nnode1:1\nnode2:2\n", 3).unwrap();
         assert_eq!(pairs(&list), [("node1", 1), ("node2", 2)]);
         assert!(HostList::discovered("# nothing\n\n", 3).unwrap().hosts().is_empty());
+    }
+
+    #[test]
+    fn a_host_is_the_same_in_capitals_and_with_a_dot_at_its_end() {
+        let list: HostList = "Node1.a.example:2,me@node1:1,node1.A.example.:3,Me@node1:1".parse().unwrap();
+        assert_eq!(pairs(&list), [("Node1.a.example", 5), ("me@node1", 1), ("Me@node1", 1)]);
     }
 
     #[test]
