@@ -36,7 +36,6 @@ use crate::host;
 use crate::interrupt;
 use crate::notice::while_waiting;
 use crate::random;
-use crate::rank::Rank;
 use crate::store::{PrefixStore, SharedStore, Store};
 use crate::transport;
 use crate::wire::hello::JobId;
@@ -50,7 +49,7 @@ pub(super) const HOSTS: &str = "hosts";
 
 /// In a world of at most so many ranks, each checks which ranks are missing; in a larger one only rank 0.
 const ASKED: u32 = 64;
-/// So many ranks are asked for in one request: on a slow network the answer comes before the time is up.
+/// So many ranks are asked for in one request.
 const ASKED_TOGETHER: usize = 512;
 /// What no rank writes as its entry.
 const NO_ENTRY: &[u8] = b"?";
@@ -383,20 +382,27 @@ fn missing(
     deadline: Deadline,
 ) -> ArrivalError {
     let mut missing = Missing::default();
-    let ranks: Vec<Rank> = config.world_size.ranks().collect();
-    'asked: for ranks in ranks.chunks(ASKED_TOGETHER) {
-        let keys: Vec<String> = ranks.iter().map(|rank| format!("rank/{rank}")).collect();
-        // They change nothing, and say what is there.
-        let questions: Vec<Change<'_>> = keys.iter().map(|key| (key.as_str(), NO_ENTRY, NO_ENTRY)).collect();
-        let entries = roll_call.multi_compare_set(&questions, deadline).ok();
-        for (index, rank) in ranks.iter().enumerate() {
-            let has_arrived = entries.as_ref().and_then(|entries| Some(entries.get(index)? != NO_ENTRY));
-            if !missing.note(*rank, has_arrived) {
-                break 'asked;
-            }
+    let keys: Vec<String> = config.world_size.ranks().map(|rank| format!("rank/{rank}")).collect();
+    for (rank, has_arrived) in config.world_size.ranks().zip(are_there(roll_call, &keys, deadline)) {
+        if !missing.note(rank, has_arrived) {
+            break;
         }
     }
     missing.error(config.rank, config.world_size, started.elapsed().as_secs_f64())
+}
+
+/// Whether each of `keys` is there, as far as the store says so by `deadline`. On a slow network there is no time to ask for each by itself.
+pub(super) fn are_there<'a>(
+    store: &'a PrefixStore,
+    keys: &'a [String],
+    deadline: Deadline,
+) -> impl Iterator<Item = Option<bool>> + 'a {
+    keys.chunks(ASKED_TOGETHER).flat_map(move |keys| {
+        // They change nothing, and say what is there.
+        let questions: Vec<Change<'_>> = keys.iter().map(|key| (key.as_str(), NO_ENTRY, NO_ENTRY)).collect();
+        let entries = store.multi_compare_set(&questions, deadline).ok();
+        (0..keys.len()).map(move |index| Some(entries.as_ref()?.get(index)? != NO_ENTRY))
+    })
 }
 
 impl Arrived {
