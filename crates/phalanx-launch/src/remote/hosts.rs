@@ -120,14 +120,11 @@ impl HostList {
     }
 
     fn collect(hosts: impl Iterator<Item = Result<Host>>, again: fn(u32, u32) -> u32) -> Result<Self> {
-        let (mut list, mut places) = (Vec::<Host>::new(), HashMap::new());
+        let (mut list, mut places) = (Vec::<Host>::new(), HashMap::<String, usize>::new());
         for host in hosts {
             let host = host?;
             match places.get(&host.key()) {
-                Some(place) => {
-                    let known: &mut Host = &mut list[*place];
-                    known.slots = again(known.slots, host.slots);
-                }
+                Some(place) => list[*place].slots = again(list[*place].slots, host.slots),
                 None => {
                     places.insert(host.key(), list.len());
                     list.push(host);

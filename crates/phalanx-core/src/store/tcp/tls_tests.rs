@@ -154,7 +154,8 @@ fn a_disk_of_certificates_that_does_not_answer_holds_up_no_client_that_is_connec
     let server = serve(&with(servers.clone()), KeylessClients::None);
     let store = TcpStore::connect_with(server.local_addr(), &with(clients), soon()).unwrap();
     let held = servers.hold();
-    let newcomer = scanner(&server, &[[22, 3, 1, 0, 100, 1, 0, 0, 96].as_slice(), &[7; 100]].concat());
+    let hello: Vec<u8> = [&[22_u8, 3, 1, 0, 100, 1, 0, 0, 96][..], &[7; 100]].concat();
+    let newcomer = scanner(&server, &hello);
     // Its first message is there by now, and is read before the last of these.
     for number in 0..100 {
         store.set("number", &[number], soon()).unwrap();
