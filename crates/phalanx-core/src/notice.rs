@@ -109,7 +109,7 @@ pub fn while_waiting<R>(what: impl Fn() -> String + Send, wait: impl FnOnce() ->
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
     #[test]
@@ -120,7 +120,7 @@ mod tests {
     }
 
     /// Whoever tells it something does not come back, as from a write to standard error that nobody reads.
-    struct Stuck;
+    pub(crate) struct Stuck;
 
     impl tracing::Subscriber for Stuck {
         fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
