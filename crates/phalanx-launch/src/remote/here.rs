@@ -13,11 +13,11 @@ const LOOK_UP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Whether `name` means this machine.
 pub(super) fn is_here(name: &str) -> bool {
-    // A dot at its end says that no domain follows.
-    let name = name.trim_end_matches('.');
-    if name.eq_ignore_ascii_case("localhost") {
+    if host::is_localhost(name) {
         return true;
     }
+    // A dot at its end says that no domain follows.
+    let name = name.trim_end_matches('.');
     if let Ok(address) = name.parse::<IpAddr>() {
         return interfaces::is_own(address);
     }

@@ -27,6 +27,7 @@ use super::server_stream::Stream;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::{Error, LOOPBACK_IS_DOWN, Result, no_more_files};
+use crate::host::is_localhost;
 use crate::interfaces::is_every_hosts;
 use crate::key::JobKey;
 use crate::notice::Aside;
@@ -221,7 +222,7 @@ pub fn addresses_to_serve(address: &str, deadline: Deadline) -> Result<Vec<Socke
 /// to 127.0.1.1.
 pub fn warn_of_own_name(host: &str, bound: IpAddr) {
     let host = host.trim_matches(['[', ']']);
-    if is_every_hosts(bound) && host != "localhost" && host.parse::<IpAddr>().is_err() {
+    if is_every_hosts(bound) && !is_localhost(host) && host.parse::<IpAddr>().is_err() {
         // Whoever serves the store has not joined yet, and the others wait for it: standard error may have no reader.
         Aside::default().warn(format!(
             "{host} is {bound} on this host, where its store listens: other hosts cannot reach it there. If there are others, give the \
