@@ -36,7 +36,7 @@ use crate::host;
 use crate::interrupt;
 use crate::notice::while_waiting;
 use crate::random;
-use crate::store::{PrefixStore, SharedStore, Store};
+use crate::store::{PrefixStore, SharedStore, Store, are_there};
 use crate::transport;
 use crate::wire::hello::JobId;
 use crate::world_size::WorldSize;
@@ -49,10 +49,6 @@ pub(super) const HOSTS: &str = "hosts";
 
 /// In a world of at most so many ranks, each checks which ranks are missing; in a larger one only rank 0.
 const ASKED: u32 = 64;
-/// So many ranks are asked for in one request.
-const ASKED_TOGETHER: usize = 512;
-/// What no rank writes as its entry.
-const NO_ENTRY: &[u8] = b"?";
 
 /// Who this process is.
 ///
@@ -389,20 +385,6 @@ fn missing(
         }
     }
     missing.error(config.rank, config.world_size, started.elapsed().as_secs_f64())
-}
-
-/// Whether each of `keys` is there, as far as the store says so by `deadline`. On a slow network there is no time to ask for each by itself.
-pub(super) fn are_there<'a>(
-    store: &'a PrefixStore,
-    keys: &'a [String],
-    deadline: Deadline,
-) -> impl Iterator<Item = Option<bool>> + 'a {
-    keys.chunks(ASKED_TOGETHER).flat_map(move |keys| {
-        // They change nothing, and say what is there.
-        let questions: Vec<Change<'_>> = keys.iter().map(|key| (key.as_str(), NO_ENTRY, NO_ENTRY)).collect();
-        let entries = store.multi_compare_set(&questions, deadline).ok();
-        (0..keys.len()).map(move |index| Some(entries.as_ref()?.get(index)? != NO_ENTRY))
-    })
 }
 
 impl Arrived {

@@ -18,13 +18,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use super::RankConfig;
-use super::arrival::{are_there, nonce, reserve};
+use super::arrival::{nonce, reserve};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::notice::while_waiting;
 use crate::rank::{Generation, Rank};
-use crate::store::{PrefixStore, SharedStore, Store};
+use crate::store::{PrefixStore, SharedStore, Store, are_there};
 
 const START: &str = "start";
 const WELCOME: &str = "welcome";
