@@ -123,7 +123,16 @@ pub(crate) fn are_forced(groups: &[ProcessGroup], algorithms: &Algorithms) -> Re
 /// An error if the table in `path` cannot be read, or not be written. It does not change it.
 pub(crate) fn check_file(path: &Path) -> Result<()> {
     read(path)?;
-    let (_, beside) = places(path);
+    let (table, beside) = places(path)?;
+    // It would be replaced all the same: that asks only for the right to its folder.
+    match open::regular(&table, File::options().append(true)) {
+        Ok(file) if file.metadata().is_ok_and(|about| about.permissions().readonly()) => {
+            return Err(refused(path, &"nobody may write to it")
+                .with_remedy("name another file, or `chmod +w` this one"));
+        }
+        Err(error) if error.kind() != ErrorKind::NotFound => return Err(refused(path, &error)),
+        Ok(_) | Err(_) => {}
+    }
     let made = File::create(&beside).and_then(|_| fs::remove_file(&beside));
     made.map_err(|error| refused(path, &format!("a file beside it cannot be written: {error}")))
 }
@@ -141,21 +150,28 @@ fn read(path: &Path) -> Result<Tuning> {
     }
 }
 
-/// Where the table is, also if a link leads there, and where the next one is until it is whole.
-fn places(path: &Path) -> (PathBuf, PathBuf) {
-    let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
-    let mut beside = path.clone().into_os_string();
+/// Where the table is, also if a link leads there, and where the next one is until it is whole. An error if the link leads nowhere.
+fn places(path: &Path) -> Result<(PathBuf, PathBuf)> {
+    let place = match fs::canonicalize(path) {
+        Ok(place) => place,
+        Err(_) if path.is_symlink() => {
+            return Err(refused(path, &"this link leads to no file").with_remedy("name the file itself"));
+        }
+        Err(_) => path.to_owned(),
+    };
+    let mut beside = place.clone().into_os_string();
     beside.push(format!(".{}.new", std::process::id()));
-    (path, PathBuf::from(beside))
+    Ok((place, PathBuf::from(beside)))
 }
 
 /// Puts `table` in the place of the one in `path`. A run that ends in the middle leaves that as it was.
 fn replace(path: &Path, table: &str) -> Result<()> {
-    let (path, beside) = places(path);
+    let (path, beside) = places(path)?;
     let write = || {
         let mut file = File::create(&beside)?;
         if let Ok(about) = fs::metadata(&path) {
-            file.set_permissions(about.permissions())?;
+            // Some file systems have none. The table, which took long to measure, is worth more.
+            let _ = file.set_permissions(about.permissions());
         }
         file.write_all(table.as_bytes())?;
         file.sync_all()
@@ -329,6 +345,23 @@ mod tests {
         assert_eq!(Tuning::from_json(&text).unwrap(), Tuning::default());
         assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
         assert!(read(&path).unwrap().rows.iter().any(|row| row.world_max == 5));
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2, "nothing is left beside it");
+    }
+
+    #[test]
+    fn a_table_that_nobody_may_write_and_a_link_that_leads_nowhere_are_refused_before_anything_is_measured() {
+        let folder = tempfile::tempdir().unwrap();
+        let [path, link] = ["tuning.json", "link.json"].map(|name| folder.path().join(name));
+        std::os::unix::fs::symlink(&path, &link).unwrap();
+        let error = check_file(&link).unwrap_err();
+        assert!(error.to_string().contains("leads to no file") && error.remedy().is_some(), "{error}");
+        fs::write(&path, Tuning::default().to_json()).unwrap();
+        check_file(&link).unwrap();
+        let mut permissions = fs::metadata(&path).unwrap().permissions();
+        permissions.set_readonly(true);
+        fs::set_permissions(&path, permissions).unwrap();
+        // Also for root, who could.
+        assert!(check_file(&link).is_err() && check_file(&path).is_err());
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2, "nothing is left beside it");
     }
 

@@ -39,6 +39,11 @@ pub(crate) fn disk_id() -> String {
     format!("{boot} {}", name())
 }
 
+/// Whether `name` is that of the loopback, on every host. Capitals make no difference in names, and a dot may end one.
+pub fn is_localhost(name: &str) -> bool {
+    name.trim_end_matches('.').eq_ignore_ascii_case("localhost")
+}
+
 /// Why `text` can be neither a host's name nor its address, if it cannot: nobody has to wait for its address.
 pub fn unfit_host(text: &str) -> Option<&'static str> {
     let bare = text.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(text);

@@ -52,31 +52,27 @@ impl Aside {
     }
 }
 
-/// Reports a long wait now and then.
+/// Reports a long wait now and then. It never blocks: who waits has a deadline, and may hold what others need.
 #[derive(Debug)]
 pub(crate) struct Reminders {
     started: Instant,
     next: Duration,
+    aside: Aside,
 }
 
 impl Reminders {
     /// The wait begins.
     pub(crate) fn new() -> Self {
-        Self { started: Instant::now(), next: REMINDERS[0] }
+        Self { started: Instant::now(), next: REMINDERS[0], aside: Aside::default() }
     }
 
     /// Reports `what` is waited for, if it is time.
     pub(crate) fn remind(&mut self, what: impl FnOnce() -> String) {
-        self.due(what).into_iter().for_each(warn);
-    }
-
-    /// What is to be reported now, if it is time.
-    fn due(&mut self, what: impl FnOnce() -> String) -> Option<String> {
         let waited = self.started.elapsed();
-        (waited >= self.next).then(|| {
+        if waited >= self.next {
             self.next = after(waited);
-            format!("{} ({} s so far)", what(), waited.as_secs())
-        })
+            self.aside.warn(format!("{} ({} s so far)", what(), waited.as_secs()));
+        }
     }
 
     fn left(&self) -> Duration {
@@ -99,10 +95,9 @@ pub fn while_waiting<R>(what: impl Fn() -> String + Send, wait: impl FnOnce() ->
     let (done, ended) = channel::<()>();
     scope(|scope| {
         let remind = move || {
-            let (mut reminders, aside) = (Reminders::new(), Aside::default());
+            let mut reminders = Reminders::new();
             while ended.recv_timeout(reminders.left()) == Err(RecvTimeoutError::Timeout) {
-                // This thread is waited for, and standard error may have no reader.
-                reminders.due(&what).into_iter().for_each(|text| aside.warn(text));
+                reminders.remind(&what);
             }
         };
         // If the thread cannot be started, there are no reports.
@@ -114,7 +109,7 @@ pub fn while_waiting<R>(what: impl Fn() -> String + Send, wait: impl FnOnce() ->
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
     #[test]
@@ -122,6 +117,39 @@ mod tests {
         let seconds = [0, 4, 5, 14, 15, 30, 59, 60, 61, 119, 120, 3000];
         let next = seconds.map(|waited| after(Duration::from_secs(waited)).as_secs());
         assert_eq!(next, [5, 5, 15, 15, 30, 60, 60, 120, 120, 120, 180, 3060]);
+    }
+
+    /// Whoever tells it something does not come back, as from a write to standard error that nobody reads.
+    pub(crate) struct Stuck;
+
+    impl tracing::Subscriber for Stuck {
+        fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
+            true
+        }
+
+        fn event(&self, _: &tracing::Event<'_>) {
+            panic!("the thread that waits has written itself");
+        }
+
+        fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+            tracing::span::Id::from_u64(1)
+        }
+
+        fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+
+        fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+        fn enter(&self, _: &tracing::span::Id) {}
+
+        fn exit(&self, _: &tracing::span::Id) {}
+    }
+
+    #[test]
+    fn a_reminder_does_not_hold_up_the_thread_that_waits() {
+        let mut reminders = Reminders::new();
+        reminders.next = Duration::ZERO;
+        tracing::subscriber::with_default(Stuck, || reminders.remind(|| "rank 1 is waited for".to_owned()));
+        assert!(reminders.next >= REMINDERS[0]);
     }
 
     #[test]

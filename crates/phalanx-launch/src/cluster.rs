@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::env;
 use crate::error::{Error, Result};
 use crate::health::Heartbeat;
-use crate::host::unfit_host;
+use crate::host::{is_localhost, unfit_host};
 use crate::job::not_a_host;
 use crate::store::host_port;
 
@@ -185,7 +185,7 @@ impl Cluster {
     /// Whether the user says that the other nodes reach this one at the loopback: all are on this host.
     pub(super) fn is_all_here(&self) -> bool {
         self.local_addr.as_deref().is_some_and(|address| {
-            address == "localhost"
+            is_localhost(address)
                 || address.parse::<IpAddr>().is_ok_and(|address| address.to_canonical().is_loopback())
         })
     }
@@ -219,6 +219,15 @@ mod tests {
             assert!(error.is_invalid_argument() && error.to_string().contains("no place to meet"), "{error}");
         }
         assert!(Cluster::new(1, 2, "[::1]", 1).is_ok());
+    }
+
+    #[test]
+    fn all_nodes_are_on_a_host_that_names_itself_in_capitals() {
+        let cluster = Cluster::new(1, 2, "node0", 1).unwrap();
+        for here in ["localhost", "Localhost", "localhost.", "127.0.0.1", "[::1]"] {
+            assert!(cluster.clone().local_addr(here).is_all_here(), "{here}");
+        }
+        assert!(!cluster.is_all_here() && !cluster.clone().local_addr("localhost.example").is_all_here());
     }
 
     /// Others are added to them, and to the time of day.

@@ -103,7 +103,10 @@ fn cross_memory(report: &mut Report, scope: Option<&str>, rereads_slowly: bool) 
         Some("0") => {
             "allowed between processes of one user: messages and what collectives only copy are copied once"
         }
-        Some("1") => "allowed to a process's own children (ptrace_scope 1): such data is copied twice",
+        Some("1") => {
+            "allowed to a process's own children (ptrace_scope 1): such data is copied twice. `sysctl kernel.yama.ptrace_scope=0` allows it to \
+             all programs of a user, which may then read each other's memory"
+        }
         Some("2") => "allowed to CAP_SYS_PTRACE (ptrace_scope 2): without it data is copied twice",
         Some("3") => "forbidden (ptrace_scope 3): such data is copied twice",
         Some(_) | None => "not known: /proc/sys does not say; without it data is copied twice",
@@ -207,6 +210,7 @@ mod tests {
             report.findings.remove(0).text
         };
         assert!(copies(Some("0\n")).starts_with("allowed between processes of one user"));
+        assert!(copies(Some("1\n")).contains("copied twice. `sysctl kernel.yama.ptrace_scope=0`"));
         assert!(copies(Some("3\n")).starts_with("forbidden"));
         for unknown in [None, Some(""), Some("4\n")] {
             assert!(copies(unknown).starts_with("not known"), "{unknown:?}");

@@ -12,7 +12,7 @@ use super::finding::Report;
 /// Each launcher, and its variables or their prefix.
 const LAUNCHERS: [(&str, &[&str]); 12] = [
     ("env://", &["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]),
-    ("torchrun", &["TORCHELASTIC_"]),
+    ("torchrun", &["TORCHELASTIC_", "PET_"]),
     ("Phalanx", &["PHALANX_"]),
     ("Open MPI", &["OMPI_COMM_WORLD_"]),
     ("MVAPICH2", &["MV2_COMM_WORLD_"]),
@@ -137,6 +137,8 @@ mod tests {
     fn launchers_are_known_by_their_variables() {
         let names = ["RANK", "RANKS", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PATH"];
         assert_eq!(seen(&names.map(str::to_owned)), ["1 of env://", "2 of Open MPI", "1 of PMI"]);
+        // An operator of Kubernetes sets the options of torchrun.
+        assert_eq!(seen(&["PET_NNODES", "PETS"].map(str::to_owned)), ["1 of torchrun"]);
         assert!(seen(&[]).is_empty());
     }
 }

@@ -207,7 +207,9 @@ impl Store for RoundStore {
         changes: &[(&str, &[u8], &[u8])],
         deadline: Deadline,
     ) -> Result<Vec<Vec<u8>>> {
-        self.note(&changes.iter().map(|(key, ..)| *key).collect::<Vec<_>>(), deadline)?;
+        // Others only change what somebody has written, or ask for it.
+        let made = changes.iter().filter(|(_, expected, _)| expected.is_empty());
+        self.note(&made.map(|(key, ..)| *key).collect::<Vec<_>>(), deadline)?;
         self.round.multi_compare_set(changes, deadline)
     }
 
@@ -427,6 +429,8 @@ mod tests {
         // The store itself takes each of these by itself.
         let changes: [(&str, &[u8], &[u8]); 2] = [("d", b"", b"1"), ("e", b"", b"1")];
         assert_eq!(of(&|| drop(round.multi_compare_set(&changes, limit).unwrap())), 1 + 2);
+        let question: [(&str, &[u8], &[u8]); 1] = [("f", b"?", b"?")];
+        assert_eq!(of(&|| drop(round.multi_compare_set(&question, limit).unwrap())), 1, "it makes no key");
         assert_eq!(all.get("keys/1", limit).unwrap(), b"a\nb\nc\nd\ne\n");
     }
 

@@ -1,5 +1,6 @@
 //! One process's copy of the state, which its threads share.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
@@ -24,7 +25,8 @@ type OnChange<M> = Box<dyn Fn(&Replica<M>) + Send + Sync>;
 /// What a [`Replica`] holds.
 #[derive(Clone)]
 pub struct View<M: Machine> {
-    pub state: M,
+    /// Copies of the view share it: a launcher copies the view at each line of its workers, and the state names all nodes.
+    pub state: Arc<M>,
     /// The index of the next entry to be read.
     pub(super) next: u64,
     pub(super) own: Option<Own<M::Id>>,
@@ -95,7 +97,7 @@ impl<M: Machine> Replica<M> {
                 return;
             }
             let is_own = M::joining(&entry).is_some_and(|id| view.id() == Some(id));
-            if let Err(why) = view.state.apply(entry)
+            if let Err(why) = Arc::make_mut(&mut view.state).apply(entry)
                 && is_own
             {
                 view.refusal = Some(why);
@@ -108,7 +110,7 @@ impl<M: Machine> Replica<M> {
     fn pass(&self, view: &mut View<M>) {
         view.next += 1;
         if M::COMPACTION.is_some() && view.next.is_multiple_of(STRIDE) {
-            *self.checkpoint.lock() = Some((view.state.clone(), view.next));
+            *self.checkpoint.lock() = Some((M::clone(&view.state), view.next));
         }
     }
 
@@ -138,7 +140,7 @@ impl<M: Machine> Replica<M> {
     pub(super) fn restore(&self, state: M, next: u64) {
         self.change(|view| {
             if view.next <= next {
-                (view.state, view.next) = (state, next);
+                (view.state, view.next) = (Arc::new(state), next);
             }
         });
     }
@@ -185,7 +187,7 @@ impl<M: Machine> Replica<M> {
 
 impl<M: Machine> Default for View<M> {
     fn default() -> Self {
-        let (state, next, own) = (M::default(), 0, None);
+        let (state, next, own) = (Arc::default(), 0, None);
         let (refusal, warnings, lost, is_closing) = (None, Vec::new(), None, false);
         let (stood_still, standstill) = (None, Standstill::default());
         Self { state, next, own, refusal, warnings, lost, stood_still, standstill, is_closing }

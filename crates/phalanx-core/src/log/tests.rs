@@ -99,6 +99,15 @@ impl<const COMPACTED: bool> Machine for Heard<COMPACTED> {
     }
 }
 
+#[test]
+fn copies_of_a_view_share_the_state_until_it_changes() {
+    let replica = Replica::<Compacted>::new(|_| ());
+    let [before, again] = [(); 2].map(|()| replica.view().clone());
+    assert!(Arc::ptr_eq(&before.state, &again.state));
+    replica.apply(0, Entry::Word(5));
+    assert_eq!((&before.state.words[..], &replica.view().state.words[..]), (&[][..], &[5][..]));
+}
+
 /// A store that answers nothing that would change it, or fails, for as long as it is told to.
 #[derive(Default)]
 struct Faulty {
@@ -255,7 +264,7 @@ impl Reader {
     }
 
     fn state(&self) -> Compacted {
-        self.replica.view().state.clone()
+        Compacted::clone(&self.replica.view().state)
     }
 
     fn read_up_to(&self, end: u64) {

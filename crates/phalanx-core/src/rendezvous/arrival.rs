@@ -36,7 +36,7 @@ use crate::host;
 use crate::interrupt;
 use crate::notice::while_waiting;
 use crate::random;
-use crate::store::{PrefixStore, SharedStore, Store};
+use crate::store::{PrefixStore, SharedStore, Store, are_there};
 use crate::transport;
 use crate::wire::hello::JobId;
 use crate::world_size::WorldSize;
@@ -378,8 +378,8 @@ fn missing(
     deadline: Deadline,
 ) -> ArrivalError {
     let mut missing = Missing::default();
-    for rank in config.world_size.ranks() {
-        let has_arrived = roll_call.check(&[&format!("rank/{rank}")], deadline).ok();
+    let keys: Vec<String> = config.world_size.ranks().map(|rank| format!("rank/{rank}")).collect();
+    for (rank, has_arrived) in config.world_size.ranks().zip(are_there(roll_call, &keys, deadline)) {
         if !missing.note(rank, has_arrived) {
             break;
         }

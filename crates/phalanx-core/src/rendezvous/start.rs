@@ -24,7 +24,7 @@ use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::notice::while_waiting;
 use crate::rank::{Generation, Rank};
-use crate::store::{PrefixStore, SharedStore, Store};
+use crate::store::{PrefixStore, SharedStore, Store, are_there};
 
 const START: &str = "start";
 const WELCOME: &str = "welcome";
@@ -103,14 +103,7 @@ fn begin(starts: &PrefixStore, config: &RankConfig, deadline: Deadline) -> Resul
         is_replaced = current.is_ok_and(|current| current != text.as_bytes());
         if is_replaced { Err(Error::aborted("there is another start")) } else { Ok(()) }
     };
-    let missing = || {
-        let has_come = |key: &str| starts.check(&[key], until.at_most(ANSWER_TIMEOUT)).unwrap_or(false);
-        let missing =
-            others.iter().zip(&keys).filter(|(_, key)| !has_come(key)).map(|(rank, _)| rank.to_string());
-        // The first that are missing say it.
-        let missing: Vec<String> = missing.take(8).collect();
-        format!("rank 0 waits for the others: ranks {} have not arrived ({REMEDY})", missing.join(", "))
-    };
+    let missing = || missing(starts, &others, &hellos, until.at_most(ANSWER_TIMEOUT));
     let came =
         while_waiting(missing, || starts.set_and_get(&[(START, text.as_bytes())], &keys, until, &mut go_on));
     match came {
@@ -123,6 +116,21 @@ fn begin(starts: &PrefixStore, config: &RankConfig, deadline: Deadline) -> Resul
         Err(error) if error.is_timeout() => Ok(start),
         Err(error) => Err(error),
     }
+}
+
+/// For whom rank 0 waits: those of `others` whose hello is not there.
+fn missing(starts: &PrefixStore, others: &[Rank], hellos: &[String], deadline: Deadline) -> String {
+    let has_come = others.iter().zip(are_there(starts, hellos, deadline));
+    let missing = has_come.filter(|(_, has_come)| *has_come == Some(false)).map(|(rank, _)| rank.to_string());
+    // The first that are missing say it.
+    let missing: Vec<String> = missing.take(8).collect();
+    let who = match &missing[..] {
+        // The store has not answered.
+        [] => "not all have".to_owned(),
+        [rank] => format!("rank {rank} has not"),
+        ranks => format!("ranks {} have not", ranks.join(", ")),
+    };
+    format!("rank 0 waits for the others: {who} arrived ({REMEDY})")
 }
 
 /// Another rank: finds the start that rank 0 has begun for it.
@@ -213,7 +221,7 @@ mod tests {
     use std::thread;
 
     use super::*;
-    use crate::store::MemoryStore;
+    use crate::store::{MemoryStore, checking};
     use crate::world_size::WorldSize;
 
     fn config(rank: u32, size: u32, restarts: u64) -> RankConfig {
@@ -277,6 +285,22 @@ mod tests {
             });
             assert_ne!(second, first[0].scope);
         }
+    }
+
+    #[test]
+    fn ranks_of_which_the_store_says_nothing_are_not_said_to_be_missing() {
+        let others: Vec<Rank> = (1..5).map(Rank::new).collect();
+        let hellos: Vec<String> = others.iter().map(|rank| format!("hello/{rank}")).collect();
+        let store: SharedStore = Arc::new(MemoryStore::new());
+        let starts = PrefixStore::new("phalanx", store);
+        for rank in [2, 4] {
+            starts.set(&format!("hello/{rank}"), b"here", soon()).unwrap();
+        }
+        let said = missing(&starts, &others, &hellos, soon());
+        assert!(said.starts_with("rank 0 waits for the others: ranks 1, 3 have not arrived"), "{said}");
+        let silent = PrefixStore::new("phalanx", Arc::new(checking()));
+        let said = missing(&silent, &others, &hellos, soon());
+        assert!(said.starts_with("rank 0 waits for the others: not all have arrived"), "{said}");
     }
 
     #[test]

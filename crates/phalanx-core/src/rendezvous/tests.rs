@@ -11,7 +11,7 @@ use super::*;
 use crate::env::RendezvousEndpoint;
 use crate::group::{GroupOptions, ProcessGroup};
 use crate::interrupt::interruptible;
-use crate::store::Store;
+use crate::store::{Store, far_away};
 
 const RANK_0: tcp::Host = tcp::Host::Rank0 { bind: None };
 
@@ -266,6 +266,18 @@ fn missing_ranks_are_named_on_every_rank_that_came() {
         assert!(error.is_timeout() && said.contains("ranks 1, 3 of 4 have not arrived"), "{said}");
         assert_eq!(error.peer(), Some(Rank::new(1)));
     }
+}
+
+#[test]
+fn missing_ranks_are_named_over_a_slow_network_too() {
+    let server = TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
+    // For a round trip for each, the time that is kept for this would be too short.
+    let (address, _) = far_away(&server, Duration::from_millis(150));
+    let store: SharedStore = Arc::new(TcpStore::connect(address, soon()).unwrap());
+    let deadline = Deadline::after(Duration::from_secs(10));
+    let error = arrival::arrive(&store, None, &config(0, 64), &identity(0, "a"), deadline).err().unwrap();
+    let said = error.to_string();
+    assert!(said.contains("ranks 1, 2, 3, 4, 5, 6, 7, 8 and more of 64 have not arrived"), "{said}");
 }
 
 /// Joins as each of `configs`, in any kind of store: all must fail, and say `what`.

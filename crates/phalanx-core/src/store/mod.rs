@@ -35,6 +35,8 @@ pub use memory::MemoryStore;
 pub use prefix::PrefixStore;
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub use tcp::fuzz as fuzz_reply;
+#[cfg(test)]
+pub(crate) use tcp::tests::far_away;
 pub use tcp::{
     Access, AtEnd, KeylessClients, MAX_RANKS, Patience, Refusals, addresses_to_serve, host_port, listen,
     resolve, warn_of_own_name,
@@ -177,6 +179,27 @@ fn compare_set_after<S: Store + ?Sized>(
         Err(error) if error.is_timeout() && !deadline.has_passed() => Ok(None),
         Err(error) => Err(error),
     }
+}
+
+/// So many keys are asked for in one request.
+const ASKED_TOGETHER: usize = 512;
+/// What nobody writes.
+const NO_VALUE: &[u8] = b"nobody has written this";
+
+/// Whether each of `keys` is there, as far as `store` says so by `deadline`, without a wait. On a slow network there is no time to ask for each by
+/// itself.
+pub(crate) fn are_there<'a>(
+    store: &'a dyn Store,
+    keys: &'a [String],
+    deadline: Deadline,
+) -> impl Iterator<Item = Option<bool>> + 'a {
+    keys.chunks(ASKED_TOGETHER).flat_map(move |keys| {
+        // They change nothing, and say what is there.
+        let questions: Vec<(&str, &[u8], &[u8])> =
+            keys.iter().map(|key| (key.as_str(), NO_VALUE, NO_VALUE)).collect();
+        let values = store.multi_compare_set(&questions, deadline).ok();
+        (0..keys.len()).map(move |index| Some(values.as_ref()?.get(index)? != NO_VALUE))
+    })
 }
 
 /// A store that a group and others share.

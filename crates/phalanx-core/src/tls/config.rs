@@ -109,6 +109,12 @@ impl Tls {
         })))
     }
 
+    /// Until this is dropped, whoever needs the settings waits, as for a disk that does not answer.
+    #[cfg(test)]
+    pub(crate) fn hold(&self) -> impl Sized {
+        self.0.current.lock()
+    }
+
     /// The settings of the files as they are now, if these can be used.
     fn ends(&self) -> Ends {
         let Source { files, current } = &*self.0;

@@ -14,6 +14,7 @@ use crate::health::Health;
 use crate::interrupt;
 use crate::notice::Reminders;
 use crate::rank::Rank;
+use crate::store::are_there;
 
 /// How long the store may take to say which rank's message is missing.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -193,10 +194,12 @@ fn set_and_get(
 /// Who has not written its message, as far as the store says.
 fn missing(config: &MeshConfig<'_>, keys: &[(Rank, String)]) -> String {
     let soon = Deadline::after(ANSWER_TIMEOUT);
-    let is_missing = |(_, key): &&(Rank, String)| !config.store.check(&[key.as_str()], soon).unwrap_or(true);
+    let (ranks, keys): (Vec<Rank>, Vec<String>) = keys.iter().cloned().unzip();
+    let mut there = are_there(config.store, &keys, soon);
     // An error here is nobody's: the program's check is left for the wait itself.
-    match interrupt::undisturbed(|| keys.iter().find(is_missing)) {
-        Some((rank, _)) => format!("rank {rank}"),
+    let first = interrupt::undisturbed(|| there.position(|is_there| is_there == Some(false)));
+    match first.and_then(|first| ranks.get(first)) {
+        Some(rank) => format!("rank {rank}"),
         None => "other ranks".to_owned(),
     }
 }
@@ -242,7 +245,7 @@ mod tests {
     use std::thread;
 
     use super::*;
-    use crate::store::{MemoryStore, Store, checking};
+    use crate::store::{MemoryStore, Store, TcpStore, TcpStoreServer, checking, far_away};
     use crate::world_size::WorldSize;
 
     const LIMIT: Duration = Duration::from_secs(60);
@@ -282,6 +285,22 @@ mod tests {
         let config = MeshConfig::on_loopback(&store, Rank::new(1), world);
         let all = exchange(&config, &Starting::default(), "topic", &1u32, deadline).unwrap();
         assert_eq!(all, [vec![0; PART], vec![PART as u32; 4]].concat());
+    }
+
+    #[test]
+    fn who_is_missing_is_found_over_a_slow_network() {
+        let server = TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
+        // For a round trip for each, there would be no time.
+        let (address, _) = far_away(&server, Duration::from_millis(100));
+        let store = TcpStore::connect(address, Deadline::after(LIMIT)).unwrap();
+        let ranks: Vec<Rank> = (0..PART as u32).map(Rank::new).collect();
+        let keys = keys_on("topic", &ranks);
+        let there: Vec<(&str, &[u8])> =
+            keys[..200].iter().map(|(_, key)| (key.as_str(), &b"?"[..])).collect();
+        store.multi_set(&there, Deadline::after(LIMIT)).unwrap();
+        let world = WorldSize::new(PART as u32).unwrap();
+        let config = MeshConfig::on_loopback(&store, Rank::MAIN, world);
+        assert_eq!(missing(&config, &keys), "rank 200");
     }
 
     #[test]

@@ -1,9 +1,9 @@
 //! One launcher on one host, and the threads that exchange messages with it.
 
-use std::io::{self, BufRead, BufReader, ErrorKind, PipeWriter, Read, Write};
+use std::io::{self, BufReader, ErrorKind, PipeWriter, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
-use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender, channel};
@@ -14,11 +14,12 @@ use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 use super::frame;
 use super::protocol::{FromLauncher, ToLauncher};
 use crate::error::{Error, Result};
+use crate::lines::Lines;
 
 /// The interval of heartbeats to a launcher.
 pub(super) const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(5);
 /// The longest line of standard error that comes in one piece.
-const MAX_LINE: u64 = 4096;
+const MAX_LINE: usize = 4096;
 /// How long reading the remaining output may take after the process has ended. Other processes may hold its pipes open.
 const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long a process may run after its output is closed.
@@ -240,17 +241,23 @@ fn read(from: ChildStdout, incoming: &IncomingSender) {
     incoming.send(Incoming::StdoutClosed(end));
 }
 
-fn read_lines(from: ChildStderr, incoming: &IncomingSender) {
-    let mut from = BufReader::new(from);
-    let mut line = Vec::new();
-    while let Ok(1..) = from.by_ref().take(MAX_LINE).read_until(b'\n', &mut line) {
-        let text = String::from_utf8_lossy(&line).trim_end().to_owned();
-        line.clear();
-        if !text.is_empty() && !incoming.send(Incoming::Line(text)) {
-            return;
+fn read_lines(mut from: impl Read, incoming: &IncomingSender) {
+    let tell = |line: &[u8]| {
+        let text = String::from_utf8_lossy(line).trim_end().to_owned();
+        text.is_empty() || incoming.send(Incoming::Line(text))
+    };
+    let (mut lines, mut buffer, mut is_heard) = (Lines::new(MAX_LINE), [0; MAX_LINE], true);
+    while is_heard {
+        match from.read(&mut buffer) {
+            Ok(count @ 1..) => lines.push(&buffer[..count], Instant::now(), |line| is_heard &= tell(line)),
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Ok(0) | Err(_) => break,
         }
     }
-    incoming.send(Incoming::StderrClosed);
+    lines.finish(|line| is_heard &= tell(line));
+    if is_heard {
+        incoming.send(Incoming::StderrClosed);
+    }
 }
 
 #[cfg(test)]
@@ -275,6 +282,26 @@ mod tests {
         // The system takes no argument of this length.
         let error = refused("true", "x".repeat(1 << 20));
         assert!(error.to_string().starts_with("cannot start true: ") && error.remedy().is_none(), "{error}");
+    }
+
+    #[test]
+    fn a_long_line_of_a_host_is_cut_between_characters_and_says_so() {
+        let (sender, incoming) = sync_channel(8);
+        let (_notice, wake) = wake_pipe().unwrap();
+        let sender = IncomingSender { host: 0, sender, wake: Arc::new(wake), untaken: Arc::default() };
+        // The last byte that would fit is the first half of a character.
+        let long = format!("{}ü ends", "x".repeat(MAX_LINE - 1));
+        read_lines(format!("{long}\r\n\nno end").as_bytes(), &sender);
+        drop(sender);
+        let said: Vec<String> = incoming
+            .iter()
+            .map(|(_, said)| match said {
+                Incoming::Line(line) => line,
+                other => format!("{other:?}"),
+            })
+            .collect();
+        let first = format!("{} [the line goes on]", "x".repeat(MAX_LINE - 1));
+        assert_eq!(said, [first.as_str(), "ü ends", "no end", "StderrClosed"]);
     }
 
     #[test]

@@ -217,6 +217,7 @@ impl Launchers<'_> {
             slots: host.slots(),
             host,
             was_told_to_start: false,
+            knows_of_ending: false,
             leaves: false,
             serves_at: None,
             end: None,

@@ -13,9 +13,11 @@ const LOOK_UP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Whether `name` means this machine.
 pub(super) fn is_here(name: &str) -> bool {
-    if name == "localhost" {
+    if host::is_localhost(name) {
         return true;
     }
+    // A dot at its end says that no domain follows.
+    let name = name.trim_end_matches('.');
     if let Ok(address) = name.parse::<IpAddr>() {
         return interfaces::is_own(address);
     }
@@ -35,13 +37,14 @@ fn means_this_machine(
     look_up: impl FnOnce() -> Option<Vec<IpAddr>>,
     is_own: impl Fn(IpAddr) -> bool,
 ) -> bool {
-    let label = |name: &str| name.split('.').next().map(str::to_owned);
+    // Capitals make no difference in the names of hosts.
+    let label = |name: &str| name.split('.').next().map(str::to_ascii_lowercase);
     if label(name) != label(own) {
         return false;
     }
     match look_up() {
         Some(found) => found.into_iter().any(is_own),
-        None => name == own,
+        None => name.eq_ignore_ascii_case(own),
     }
 }
 
@@ -62,6 +65,8 @@ mod tests {
         };
         assert!(is("node", "node", found("127.0.1.1")) && is("node", "node", found("10.0.0.1")));
         assert!(is("node", "node", None) && is("node.a.example", "node", found("10.0.0.1")));
+        assert!(is("NODE", "node", None) && is("node.a.example", "Node", found("10.0.0.1")));
+        assert!(is_here("Localhost") && is_here("localhost."));
         // Another machine of the same name, a name that only begins alike, and another name of this one.
         assert!(!is("node", "node", found("10.0.0.2")));
         assert!(!is("node.a.example", "node", None) && !is("node.b.example", "node", found("10.0.0.2")));

@@ -1,5 +1,6 @@
 //! The hosts of a job, and how many workers each takes: pure.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::str::FromStr;
 
@@ -29,6 +30,12 @@ impl Host {
         Self { name: name.to_owned(), slots }
     }
 
+    /// What it has in common with other spellings of its name: capitals count in a user's name alone, and a dot may end a host's.
+    fn key(&self) -> String {
+        let (user, address) = self.name.split_at(self.name.len() - self.address().len());
+        user.to_owned() + &address.trim_end_matches('.').to_ascii_lowercase()
+    }
+
     /// Its name or address alone.
     pub(super) fn address(&self) -> &str {
         self.name.rsplit_once('@').map_or(&self.name, |(_, address)| address)
@@ -55,24 +62,25 @@ impl HostList {
     /// # Errors
     /// If a line is no host: the error has its number. If there is no host.
     pub fn from_file(text: &str) -> Result<Self> {
-        Self::from_lines(text, 1)?.check()
+        Self::from_lines(text, 1, u32::saturating_add)?.check()
     }
 
-    /// Reads the same format, with so many slots for a host without a number; there may be no host.
-    pub(super) fn from_lines(text: &str, slots: u32) -> Result<Self> {
-        let mut hosts = Self(Vec::new());
+    /// Reads what a discovery script prints: the same format, with so many slots for a host without a number. If it prints a host twice,
+    /// the last line counts, as in Horovod. There may be no host.
+    pub(super) fn discovered(text: &str, slots: u32) -> Result<Self> {
+        Self::from_lines(text, slots, |_, last| last)
+    }
+
+    /// `again` gives the slots of a host that is listed twice.
+    fn from_lines(text: &str, slots: u32, again: fn(u32, u32) -> u32) -> Result<Self> {
         // Some editors begin a file with a byte order mark.
         let text = text.strip_prefix('\u{feff}').unwrap_or(text);
-        for (number, line) in text.lines().enumerate() {
-            let line = line.split_once('#').map_or(line, |(line, _)| line).trim();
-            if line.is_empty() {
-                continue;
-            }
-            let host = host_of_line(line, slots)
-                .map_err(|cause| Error::invalid_argument(format!("line {}: {cause}", number + 1)))?;
-            hosts.add(host);
-        }
-        Ok(hosts)
+        let lines = text.lines().map(|line| line.split_once('#').map_or(line, |(line, _)| line).trim());
+        let hosts = lines.enumerate().filter(|(_, line)| !line.is_empty()).map(|(number, line)| {
+            host_of_line(line, slots)
+                .map_err(|cause| Error::invalid_argument(format!("line {}: {cause}", number + 1)))
+        });
+        Self::collect(hosts, again)
     }
 
     /// Places `workers` on the hosts, in order, each filled before the next, and returns the hosts used, with the
@@ -111,11 +119,19 @@ impl HostList {
         &self.0
     }
 
-    fn add(&mut self, host: Host) {
-        match self.0.iter_mut().find(|known| known.name == host.name) {
-            Some(known) => known.slots = known.slots.saturating_add(host.slots),
-            None => self.0.push(host),
+    fn collect(hosts: impl Iterator<Item = Result<Host>>, again: fn(u32, u32) -> u32) -> Result<Self> {
+        let (mut list, mut places) = (Vec::<Host>::new(), HashMap::<String, usize>::new());
+        for host in hosts {
+            let host = host?;
+            match places.get(&host.key()) {
+                Some(place) => list[*place].slots = again(list[*place].slots, host.slots),
+                None => {
+                    places.insert(host.key(), list.len());
+                    list.push(host);
+                }
+            }
         }
+        Ok(Self(list))
     }
 
     fn check(self) -> Result<Self> {
@@ -127,11 +143,9 @@ impl FromStr for HostList {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let mut hosts = Self(Vec::new());
-        for entry in text.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {
-            hosts.add(host(entry, 1).map_err(Error::invalid_argument)?);
-        }
-        hosts.check()
+        let entries = text.split(',').map(str::trim).filter(|entry| !entry.is_empty());
+        let hosts = entries.map(|entry| host(entry, 1).map_err(Error::invalid_argument));
+        Self::collect(hosts, u32::saturating_add)?.check()
     }
 }
 
@@ -195,7 +209,7 @@ pub fn fuzz(bytes: &[u8]) -> bool {
     let list = match kind {
         0 => text.parse::<HostList>(),
         1 => HostList::from_file(text),
-        2 => HostList::from_lines(text, 3).and_then(HostList::check),
+        2 => HostList::discovered(text, 3).and_then(HostList::check),
         _ => return false,
     };
     let Ok(list) = list else { return false };
@@ -253,12 +267,22 @@ mod tests {
         assert_eq!(HostList::from_file(&format!("\u{feff}{text}")).unwrap(), list);
         let cause = HostList::from_file("node1\nnode2 slot=4").unwrap_err().to_string();
         assert!(cause.contains("line 2") && cause.contains("slot"), "{cause}");
-        let list = HostList::from_lines("node1\nnode2:2\nnode1:1\n", 3).unwrap();
-        assert_eq!(pairs(&list), [("node1", 4), ("node2", 2)]);
-        assert!(HostList::from_lines("# nothing\n\n", 3).unwrap().hosts().is_empty());
         for bad in ["# nothing", "node1 slots", "node1 slots=", "node1 4", "node1 slots=0"] {
             assert!(HostList::from_file(bad).is_err(), "{bad}");
         }
+    }
+
+    #[test]
+    fn of_a_host_that_a_script_prints_twice_the_last_line_counts() {
+        let list = HostList::discovered("node1\nnode2:2\nnode1:1\nnode2:2\n", 3).unwrap();
+        assert_eq!(pairs(&list), [("node1", 1), ("node2", 2)]);
+        assert!(HostList::discovered("# nothing\n\n", 3).unwrap().hosts().is_empty());
+    }
+
+    #[test]
+    fn a_host_is_the_same_in_capitals_and_with_a_dot_at_its_end() {
+        let list: HostList = "Node1.a.example:2,me@node1:1,node1.A.example.:3,Me@node1:1".parse().unwrap();
+        assert_eq!(pairs(&list), [("Node1.a.example", 5), ("me@node1", 1), ("Me@node1", 1)]);
     }
 
     #[test]

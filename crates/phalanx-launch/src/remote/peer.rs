@@ -34,6 +34,8 @@ pub(super) struct Peer {
     pub(super) first: u32,
     pub(super) slots: u32,
     pub(super) was_told_to_start: bool,
+    /// It was told that workers have ended well.
+    pub(super) knows_of_ending: bool,
     /// It was told to end.
     pub(super) leaves: bool,
     /// The port of the store that it serves.
@@ -68,6 +70,13 @@ impl Peer {
     pub(super) fn acknowledge(&mut self) {
         if self.taken >= ENOUGH_TAKEN {
             self.connection.send(ToLauncher::Taken(std::mem::take(&mut self.taken)));
+        }
+    }
+
+    /// Tells it that workers have ended well, once: in a large job that many end is seen within a moment, and each host would hear of each.
+    pub(super) fn tell_of_ending(&mut self) {
+        if !std::mem::replace(&mut self.knows_of_ending, true) {
+            self.instruct(Instruction::Ending);
         }
     }
 

@@ -15,6 +15,29 @@ pub enum Absence {
     Ended,
 }
 
+/// In a job of up to so many processes, each watches all others.
+const MAX_WATCHED_BY_ALL: usize = 16;
+/// In a larger one each watches so many.
+const WATCHED: usize = 4;
+/// Of many, so many watch all: else many that are lost at once would be found four at a time, each four after a silence of their own.
+const WATCH_ALL: usize = 3;
+
+/// Those of `all` whose heartbeats `id` watches: all others, if they are few, or if it is one of the first of the `watchers`, who look for all.
+/// Else those that come next in the order of their numbers: if all read the heartbeats of all each second, the store would have more to do
+/// than one thread can. Numbers are random, so a rack that is lost has been watched by others.
+pub fn watched<Id: Copy + Ord>(mut all: Vec<Id>, id: Id, mut watchers: Vec<Id>) -> Vec<Id> {
+    watchers.sort_unstable();
+    watchers.truncate(WATCH_ALL);
+    if all.len() > MAX_WATCHED_BY_ALL && !watchers.contains(&id) {
+        all.sort_unstable();
+        let next = all.partition_point(|other| *other <= id);
+        all.rotate_left(next);
+        all.truncate(WATCHED);
+    }
+    all.retain(|other| *other != id);
+    all
+}
+
 /// The heartbeats of others, nodes or workers, as one of them sees them. Only its own clock counts.
 #[derive(Debug)]
 pub struct Liveness<Id> {

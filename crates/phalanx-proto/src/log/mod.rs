@@ -13,7 +13,7 @@ use self::liveness::Absence;
 use crate::error::{Error, Result};
 
 /// A pure state machine, whose inputs are the entries of a log.
-pub trait Machine: Clone + Default + Send + 'static {
+pub trait Machine: Clone + Default + Send + Sync + 'static {
     /// What a process appends.
     type Entry: Serialize + DeserializeOwned + Send;
     /// The number of a process that takes part.

@@ -16,7 +16,7 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use serde_json::Value;
 
-use crate::deadline::Deadline;
+use crate::deadline::{Backoff, Deadline};
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::store::tcp::resolve_in_order;
@@ -25,8 +25,9 @@ use crate::store::tcp::resolve_in_order;
 const MAX_ANSWER: u64 = 16 * 1024 * 1024;
 /// How long one member may take to answer before the next is asked.
 const TIMEOUT: Duration = Duration::from_secs(2);
-/// The pause between two rounds of all members.
-const RETRY_DELAY: Duration = Duration::from_millis(50);
+/// The pause between two rounds of all members grows from the first to the second: a cluster that has just come back, or has too much to do, is
+/// asked by all launchers of a job.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_millis(500));
 
 /// The members of an etcd cluster.
 #[derive(Debug)]
@@ -103,6 +104,7 @@ impl Gateway {
         deadline: Deadline,
     ) -> Result<Value, Refused> {
         let body = request.to_string();
+        let mut backoff = Backoff::new(PAUSES, deadline);
         loop {
             let first = self.current.load(Ordering::Relaxed);
             let mut last = None;
@@ -122,12 +124,10 @@ impl Gateway {
                 }
             }
             interrupt::check().map_err(Refused::Ended)?;
-            let pause = RETRY_DELAY.min(deadline.remaining());
-            if pause.is_zero() {
+            if !backoff.pause() {
                 let cause = last.unwrap_or_else(|| io::ErrorKind::TimedOut.into());
                 return Err(Refused::Silent { cause, was_heard: false });
             }
-            std::thread::sleep(pause);
         }
     }
 
@@ -203,6 +203,7 @@ pub(super) fn number(value: &Value) -> Option<i64> {
 mod tests {
     use std::io::{BufRead, BufReader, Read, Write};
     use std::net::{TcpListener, TcpStream};
+    use std::sync::Arc;
 
     use super::*;
     use crate::interrupt::interruptible;
@@ -272,6 +273,25 @@ mod tests {
             }
             other => panic!("{other:?}"),
         }
+    }
+
+    #[test]
+    fn members_that_refuse_are_asked_ever_less_often() {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let gateway = Gateway::new(&listener.local_addr().unwrap().to_string()).unwrap();
+        let asked = Arc::<AtomicUsize>::default();
+        let counter = Arc::clone(&asked);
+        std::thread::spawn(move || {
+            for client in listener.incoming() {
+                counter.fetch_add(1, Ordering::Relaxed);
+                let _ = give(client.unwrap(), TOO_MANY);
+            }
+        });
+        let deadline = Deadline::after(Duration::from_secs(3));
+        gateway.ask("kv/range", &Value::Null, true, deadline).unwrap_err();
+        // Every 50 ms it would be sixty times.
+        let asked = asked.load(Ordering::Relaxed);
+        assert!((1..=20).contains(&asked), "{asked}");
     }
 
     #[test]

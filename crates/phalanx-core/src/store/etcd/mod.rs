@@ -3,6 +3,7 @@
 mod gateway;
 mod lease;
 
+use std::collections::HashSet;
 use std::io;
 use std::net::IpAddr;
 use std::slice::from_ref;
@@ -227,10 +228,10 @@ impl Store for EtcdStore {
         let keys: Vec<&str> = changes.iter().map(|(key, ..)| *key).collect();
         let call = Call::new(&self.name, "compare_set", &keys, deadline)?;
         let seen = self.look_at_each(&call, &keys)?;
-        let changes = changes.iter().zip(seen).enumerate();
-        let answers = changes.map(|(index, ((key, expected, desired), seen))| match seen {
+        let mut earlier = HashSet::new();
+        let answers = changes.iter().zip(seen).map(|((key, expected, desired), seen)| match seen {
             // An earlier change may be one of the same key.
-            _ if keys[..index].contains(key) => self.compare_set(key, expected, desired, deadline),
+            _ if !earlier.insert(*key) => self.compare_set(key, expected, desired, deadline),
             Some(value) if value != *expected => Ok(value),
             None if !expected.is_empty() => Ok(expected.to_vec()),
             Some(_) | None => self.compare_set(key, expected, desired, deadline),

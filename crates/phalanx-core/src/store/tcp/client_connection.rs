@@ -35,7 +35,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a server that has accepted may take to answer the greeting.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long to try again when a server closes the connection during the greeting, which one that is shutting down also does.
-const CLOSING_RETRY_LIMIT: Duration = Duration::from_secs(2);
+pub(super) const CLOSING_RETRY_LIMIT: Duration = Duration::from_secs(2);
 /// How long to wait for a server's answer to a cancellation: a key may have come at the last moment. A later answer is read before
 /// that of the next request.
 const CANCEL_GRACE: Duration = Duration::from_millis(50);
@@ -174,8 +174,16 @@ impl Link {
         loop {
             let began = Instant::now();
             let attempt = Self::attempt(address, credentials, deadline);
+            // Only what lasts counts: a server may be started again, and a network may cut connections.
             if !matches!(attempt, Err(ConnectError::NoAddress(_))) {
                 no_address_since = None;
+            }
+            if !matches!(attempt, Err(ConnectError::NoAnswer)) {
+                silent_since = None;
+            }
+            // A server that closes connections, and has no time left for the last one, has not become another.
+            if !matches!(attempt, Err(ConnectError::Closed | ConnectError::NoAnswer)) {
+                closed = None;
             }
             let last = match attempt {
                 Ok(link) => return Ok(link),

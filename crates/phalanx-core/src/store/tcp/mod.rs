@@ -28,6 +28,6 @@ mod access_tests;
 #[cfg(test)]
 mod pytorch;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 #[cfg(all(test, feature = "tls"))]
 mod tls_tests;

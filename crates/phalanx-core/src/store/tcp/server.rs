@@ -27,9 +27,10 @@ use super::server_stream::Stream;
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::{Error, LOOPBACK_IS_DOWN, Result, no_more_files};
+use crate::host::is_localhost;
 use crate::interfaces::is_every_hosts;
 use crate::key::JobKey;
-use crate::notice::{Aside, warn};
+use crate::notice::Aside;
 
 /// How often a server that drains asks whether it goes on.
 const DRAIN_INTERVAL: Duration = Duration::from_millis(5);
@@ -126,7 +127,8 @@ impl TcpStoreServer {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
             .enable_time()
-            // It reads the kernel's tables of connections, if the kernel does not answer queries about single ones.
+            // It reads the kernel's tables of connections, if the kernel does not answer queries about single ones, and renewed
+            // certificates.
             .max_blocking_threads(1)
             .build()
             .map_err(|error| Error::io("cannot start the store's runtime", error))?;
@@ -220,8 +222,9 @@ pub fn addresses_to_serve(address: &str, deadline: Deadline) -> Result<Vec<Socke
 /// to 127.0.1.1.
 pub fn warn_of_own_name(host: &str, bound: IpAddr) {
     let host = host.trim_matches(['[', ']']);
-    if is_every_hosts(bound) && host != "localhost" && host.parse::<IpAddr>().is_err() {
-        warn(format_args!(
+    if is_every_hosts(bound) && !is_localhost(host) && host.parse::<IpAddr>().is_err() {
+        // Whoever serves the store has not joined yet, and the others wait for it: standard error may have no reader.
+        Aside::default().warn(format!(
             "{host} is {bound} on this host, where its store listens: other hosts cannot reach it there. If there are others, give the \
              address at which they reach this host, as MASTER_ADDR (--master-addr, --rdzv-endpoint) or as PHALANX_BIND (--bind)"
         ));
@@ -382,6 +385,7 @@ fn tune(stream: &TcpStream) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::notice::tests::Stuck;
 
     #[test]
     fn the_oldest_pending_client_gives_way_and_an_admitted_one_stays() {
@@ -398,6 +402,13 @@ mod tests {
             let _third = come(false);
             tokio::task::yield_now().await;
             assert_eq!([&inside, &first, &second].map(AbortHandle::is_finished), [false, true, false]);
+        });
+    }
+
+    #[test]
+    fn a_warning_of_a_host_s_own_name_does_not_hold_up_who_serves_the_store() {
+        tracing::subscriber::with_default(Stuck, || {
+            warn_of_own_name("node0", Ipv4Addr::new(127, 0, 1, 1).into());
         });
     }
 

@@ -7,6 +7,7 @@ use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
+use tokio::task::spawn_blocking;
 
 use crate::tls::{Binding, Session, Tls};
 
@@ -42,7 +43,9 @@ impl Stream {
 
     /// Makes this the accepting side of a TLS connection, whose first record has been read.
     pub(super) async fn encrypt(&mut self, tls: &Tls, first: Vec<u8>) -> io::Result<Binding> {
-        let mut session = Box::new(tls.server()?);
+        // It looks whether the certificates were renewed. All clients wait for this thread, and a disk may not answer.
+        let tls = tls.clone();
+        let mut session = Box::new(spawn_blocking(move || tls.server()).await??);
         session.begin_with(first);
         loop {
             match session.handshake(&mut Socket(&self.socket)) {

@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 
-use super::{Access, KeylessClients, Patience, TcpStore, TcpStoreServer};
+use super::client_connection::CLOSING_RETRY_LIMIT;
+use super::{Access, KeylessClients, Patience, TcpStore, TcpStoreServer, listen};
 use crate::credentials::Credentials;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -523,8 +524,28 @@ fn a_stranger_takes_little_memory() {
     });
 }
 
+#[test]
+fn a_server_that_closes_connections_before_and_after_it_is_started_again_is_waited_for() {
+    let listener = listen(([127, 0, 8, 1], 0).into()).unwrap();
+    let address = listener.local_addr().unwrap();
+    let close_one = |listener: TcpListener| {
+        listener.set_nonblocking(false).unwrap();
+        drop(listener.accept().unwrap());
+    };
+    let server = thread::spawn(move || {
+        close_one(listener);
+        // For longer than a server may close one connection after the other, none is there.
+        thread::sleep(CLOSING_RETRY_LIMIT + Duration::from_millis(100));
+        close_one(listen(address).unwrap());
+        TcpStoreServer::bind(address).unwrap()
+    });
+    let store = TcpStore::connect(address, soon()).unwrap();
+    store.set("key", b"value", soon()).unwrap();
+    drop((store, server.join().unwrap()));
+}
+
 /// A network to `server` on which each byte takes `delay` in each direction; counts the connections made through it.
-fn far_away(server: &TcpStoreServer, delay: Duration) -> (SocketAddr, Arc<AtomicUsize>) {
+pub(crate) fn far_away(server: &TcpStoreServer, delay: Duration) -> (SocketAddr, Arc<AtomicUsize>) {
     let (listener, made) = (TcpListener::bind("127.0.0.1:0").unwrap(), Arc::<AtomicUsize>::default());
     let (address, store, counter) = (listener.local_addr().unwrap(), server.local_addr(), made.clone());
     thread::spawn(move || {

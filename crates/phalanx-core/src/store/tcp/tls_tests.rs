@@ -147,6 +147,24 @@ fn is_dropped(mut stream: &TcpStream) -> bool {
     }
 }
 
+#[test]
+fn a_disk_of_certificates_that_does_not_answer_holds_up_no_client_that_is_connected() {
+    let ca = Authority::new();
+    let [servers, clients] = [(); 2].map(|()| unchecked(&ca, &ca.certificate()));
+    let server = serve(&with(servers.clone()), KeylessClients::None);
+    let store = TcpStore::connect_with(server.local_addr(), &with(clients), soon()).unwrap();
+    let held = servers.hold();
+    let hello: Vec<u8> = [&[22_u8, 3, 1, 0, 100, 1, 0, 0, 96][..], &[7; 100]].concat();
+    let newcomer = scanner(&server, &hello);
+    // Its first message is there by now, and is read before the last of these.
+    for number in 0..100 {
+        store.set("number", &[number], soon()).unwrap();
+        assert_eq!(store.get("number", soon()).unwrap(), [number]);
+    }
+    drop(held);
+    assert!(is_dropped(&newcomer));
+}
+
 /// A TLS client that accepts every certificate and shows none.
 fn without_certificate(mut stream: TcpStream) {
     use rustls::{ClientConfig, ClientConnection};

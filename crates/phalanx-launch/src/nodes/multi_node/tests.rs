@@ -157,14 +157,14 @@ fn who_serves_the_store_and_stood_still_does_not_blame_those_who_have_ended_for_
     let time = Some(Duration::from_secs(14));
     // When the end begins, and when the workers have ended.
     for (first, later) in [(None, time), (time, None)] {
-        (node.view.state, node.view.stood_still) = (running.clone(), first);
+        (node.view.state, node.view.stood_still) = (Arc::new(running.clone()), first);
         node.note_end();
         let left = Entry::Left { node: NodeId(8), why: Departure::Ended };
-        node.view.state.apply(left).unwrap();
+        Arc::make_mut(&mut node.view.state).apply(left).unwrap();
         node.note_end();
         node.view.stood_still = later;
         let ended = Entry::Ended { round: running.round(), node: node.me, succeeded: false };
-        node.view.state.apply(ended).unwrap();
+        Arc::make_mut(&mut node.view.state).apply(ended).unwrap();
         node.note_end();
         let job_end = node.view.state.job_end().unwrap();
         match (first, node.outcome(job_end)) {
@@ -199,11 +199,11 @@ fn a_signal_while_other_nodes_are_waited_for_does_not_hide_the_failure() {
         let node = Node { id, host, workers: 1, node_rank: None, serves_store: false, process: None, role };
         state.apply(Entry::Join { node, settings: SETTINGS }).unwrap();
     }
-    node.view.state = state.clone();
+    node.view.state = Arc::new(state.clone());
     assert!(matches!(node.leave_at(Signal::INT), Outcome::Interrupted(Signal::INT)));
     let failure = WorkerFailure { rank: 1, blames: None, detail: Vec::new() };
     state.apply(Entry::Failed { round: 0, node: NodeId(8), failure }).unwrap();
-    node.view.state = state;
+    node.view.state = Arc::new(state);
     let outcome = node.leave_at(Signal::INT);
     assert!(matches!(&outcome, Outcome::Failed(failure) if failure.rank.get() == 1), "{outcome:?}");
     // It is a first signal all the same, and the next one ends the wait for those who have not heard of the end.

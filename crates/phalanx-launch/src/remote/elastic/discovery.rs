@@ -79,7 +79,7 @@ fn ask(from: &HostDiscovery, answers: &SyncSender<Result<HostList>>, wake: &Pipe
         let next = Instant::now() + INTERVAL;
         let answer = without_panic(|| {
             let text = answer(&from.script, ends)?;
-            HostList::from_lines(&text, from.slots).map_err(|error| error.to_string())
+            HostList::discovered(&text, from.slots).map_err(|error| error.to_string())
         });
         let answer = answer.map_err(|why| {
             Error::environment(format!("--host-discovery-script {}: {why}", from.script.display()))

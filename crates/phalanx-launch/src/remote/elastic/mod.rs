@@ -38,7 +38,8 @@ pub struct ElasticHosts {
     run_id: Option<String>,
 }
 
-/// A program that prints the available hosts, one per line: `node1:4`, or `node1`. A shell runs it, so it may have arguments.
+/// A program that prints the available hosts, one per line: `node1:4`, or `node1`. If it prints a host twice, the last line
+/// counts. A shell runs it, so it may have arguments.
 #[derive(Clone, Debug)]
 pub struct HostDiscovery {
     script: PathBuf,

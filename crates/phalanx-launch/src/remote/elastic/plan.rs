@@ -280,7 +280,7 @@ impl ElasticPlan {
         launchers.tell_to_start(index, nodes, (host, port), Some(agent));
         // A launcher that answers late has missed the instruction.
         if self.host_manager.is_ending() {
-            launchers.peers[index].instruct(Instruction::Ending);
+            launchers.peers[index].tell_of_ending();
         }
     }
 
@@ -388,8 +388,9 @@ impl Plan for ElasticPlan {
                 }
                 if exit.is_success() {
                     self.host_manager.done(host, slot);
-                    let others = launchers.peers.iter().filter(|peer| peer.was_told_to_start && !peer.leaves);
-                    others.for_each(|peer| peer.instruct(Instruction::Ending));
+                    let all = launchers.peers.iter_mut();
+                    let others = all.filter(|peer| peer.was_told_to_start && !peer.leaves);
+                    others.for_each(Peer::tell_of_ending);
                 }
             }
             RemoteEvent::Lost { failure, .. } => {

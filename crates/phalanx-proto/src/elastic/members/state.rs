@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::entry::{Departure, Entry, Settings, Worker, WorkerId};
 use crate::error::{Error, Result};
-use crate::log::liveness::Absence;
+use crate::log::liveness::{Absence, watched};
 use crate::log::{self, Compaction, Machine};
 use crate::world_size::MAX_WORLD_SIZE;
 
@@ -119,20 +119,25 @@ impl Machine for MembersState {
     }
 
     /// The workers that a worker watches. While a round runs, each member watches the next one, and the first also those who wait.
-    /// Otherwise every waiting worker watches all others.
+    /// Whoever waits watches all others; among many the first few of those who wait do.
     fn watched_by(&self, id: WorkerId) -> Vec<WorkerId> {
         let newcomers = self.newcomers.iter().map(|worker| worker.id);
         let members = self.members.iter().filter(|member| !matches!(member.state, MemberState::Gone(_)));
         let members: Vec<WorkerId> = members.map(|member| member.worker.id).collect();
-        let mut watched: Vec<WorkerId> = match self.rank(id) {
+        match self.rank(id) {
             Some(rank) if !self.is_gathering() => {
                 let next = members[(rank + 1) % members.len()];
-                std::iter::once(next).chain(newcomers.filter(|_| rank == 0)).collect()
+                let mut watched: Vec<WorkerId> =
+                    std::iter::once(next).chain(newcomers.filter(|_| rank == 0)).collect();
+                watched.retain(|other| *other != id);
+                watched
             }
-            _ => members.into_iter().chain(newcomers).collect(),
-        };
-        watched.retain(|other| *other != id);
-        watched
+            _ => {
+                let all: Vec<WorkerId> = members.into_iter().chain(newcomers.clone()).collect();
+                let watchers = if self.is_gathering() { all.clone() } else { newcomers.collect() };
+                watched(all, id, watchers)
+            }
+        }
     }
 
     fn heartbeat_key(&self, id: WorkerId) -> Option<String> {

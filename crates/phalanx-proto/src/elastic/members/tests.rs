@@ -237,6 +237,21 @@ fn each_member_is_watched_by_one_and_each_newcomer_by_the_first() {
     assert_eq!(watched(&state, 1), [3, 4]);
 }
 
+#[test]
+fn among_many_that_wait_a_few_watch_all_and_each_is_watched_by_a_few() {
+    let all = settings(1, 200);
+    let mut state = after((1..200).map(|id| join(id, all)));
+    let count = |state: &MembersState, id| state.watched_by(WorkerId(id)).len();
+    assert_eq!([1, 2, 3, 4, 100, 199].map(|id| count(&state, id)), [198, 198, 198, 4, 4, 4]);
+    let watchers = (1..200).filter(|id| state.watched_by(WorkerId(*id)).contains(&WorkerId(100)));
+    assert_eq!(watchers.count(), 3 + 4);
+    // While a round runs, its members do not look for all.
+    state.apply(last_call(1)).unwrap();
+    (200..210).for_each(|id| state.apply(join(id, all)).unwrap());
+    assert_eq!([200, 201, 202, 203, 209].map(|id| count(&state, id)), [208, 208, 208, 4, 4]);
+    assert_eq!([1, 2].map(|id| count(&state, id)), [1 + 10, 1]);
+}
+
 /// What a simulated worker does next.
 #[derive(Clone, Copy, Debug)]
 enum Move {

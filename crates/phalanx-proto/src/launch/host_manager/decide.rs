@@ -87,10 +87,10 @@ impl HostManager {
 
     /// Hosts fill the world in order.
     fn launch(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        let mut active: u32 = self.hosts.iter().map(Host::active).sum();
         for index in 0..self.hosts.len() {
             let host = &self.hosts[index];
             let is_due = matches!(host.state, HostState::Waiting { from } if from <= now);
-            let active: u32 = self.hosts.iter().map(Host::active).sum();
             let workers = host.slots.min(self.limits.max.saturating_sub(active));
             if !host.is_listed || !is_due || workers == 0 {
                 continue;
@@ -101,6 +101,7 @@ impl HostManager {
             let mut slots = Slot::several(workers as usize, now);
             slots.iter_mut().for_each(|slot| slot.is_late = self.begun);
             host.state = HostState::Active { slots, listed_slots: host.slots, up: None };
+            active += workers;
             actions.push(Action::Launch { host: index, first, slots: workers });
         }
     }
@@ -109,17 +110,24 @@ impl HostManager {
     /// lowest.
     fn free_numbers(&self, host: usize, count: u32) -> u32 {
         let others = self.hosts.iter().enumerate().filter(|(index, _)| *index != host);
-        let taken: Vec<_> =
+        let mut taken: Vec<_> =
             others.map(|(_, other)| other.numbers()).filter(|range| !range.is_empty()).collect();
         let is_free = |first: &u32| {
             let end = first.saturating_add(count);
             taken.iter().all(|range| end <= range.start || range.end <= *first)
         };
-        let mut lowest: Vec<u32> = taken.iter().map(|range| range.end).chain([0]).collect();
-        lowest.sort_unstable();
-        let first = self.hosts[host].first.into_iter().chain(lowest).find(is_free);
-        // There is always a free range after the last number.
-        first.unwrap_or(0)
+        if let Some(first) = self.hosts[host].first.filter(is_free) {
+            return first;
+        }
+        taken.sort_unstable_by_key(|range| range.start);
+        let mut first: u32 = 0;
+        for range in taken {
+            if first.saturating_add(count) <= range.start {
+                break;
+            }
+            first = first.max(range.end);
+        }
+        first
     }
 
     /// How many workers run, or will run soon.

@@ -11,6 +11,7 @@
 
 mod decide;
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use crate::launch::slot::{Slot, SlotState};
@@ -199,19 +200,22 @@ impl HostManager {
 
     /// The list of hosts, each with its number of workers. A host that is left out stays so for the same time.
     pub fn list<'a>(&mut self, hosts: impl IntoIterator<Item = (&'a str, u32)>, now: Instant) {
-        self.hosts.iter_mut().for_each(|host| host.is_listed = false);
-        // Who is new takes no place of one that is named later in the list.
-        let mut new = Vec::new();
+        // A list comes each second, and may be long: no host is looked for among all.
+        let mut listed = BTreeMap::new();
+        let mut names = Vec::new();
         for (name, slots) in hosts {
-            match self.hosts.iter_mut().find(|host| host.name == name) {
-                Some(host) => (host.is_listed, host.slots) = (true, slots),
-                None => new.push((name, slots)),
+            if listed.insert(name, slots).is_none() {
+                names.push(name);
             }
         }
-        for (name, slots) in new {
-            match self.hosts.iter_mut().find(|host| host.name == name) {
-                Some(host) => (host.is_listed, host.slots) = (true, slots),
-                None => self.add(name, slots, now),
+        for host in &mut self.hosts {
+            let slots = listed.remove(host.name.as_str());
+            (host.is_listed, host.slots) = (slots.is_some(), slots.unwrap_or(host.slots));
+        }
+        // Who is new takes no place of one that is named later in the list.
+        for name in names {
+            if let Some(slots) = listed.remove(name) {
+                self.add(name, slots, now);
             }
         }
         // A host that comes back later may be another machine.

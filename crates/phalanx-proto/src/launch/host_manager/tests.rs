@@ -51,6 +51,41 @@ fn hosts_fill_the_world_in_order_and_one_that_waits_takes_the_place_of_one_that_
     assert_eq!(manager.wake_at(), None);
 }
 
+/// If each looked at the numbers of all others for each number that might be free, this would take minutes.
+#[test]
+fn thousands_of_hosts_are_listed_and_launched() {
+    const HOSTS: u32 = 4_000;
+    let now = crate::some_time();
+    let names: Vec<String> = (0..HOSTS).map(|host| format!("host-{host}")).collect();
+    let hosts: Vec<(&str, u32)> = names.iter().map(|name| (name.as_str(), 1)).collect();
+    let mut manager = manager_of(limits(1, HOSTS, 9), &hosts, now);
+    manager.list(hosts.iter().copied(), now);
+    let actions = manager.decide(now);
+    assert_eq!(actions.len(), HOSTS as usize + 1);
+    assert_eq!((actions[7], actions[HOSTS as usize]), (launch(7, 7, 1), expect(HOSTS)));
+    (0..HOSTS as usize).for_each(|host| manager.up(host, now));
+    assert_eq!(manager.decide(now), []);
+}
+
+#[test]
+fn a_host_takes_the_lowest_numbers_of_which_enough_follow_each_other() {
+    let now = crate::some_time();
+    let mut manager = manager_of(limits(1, 9, 9), &[("a", 1), ("b", 2), ("c", 1), ("d", 2)], now);
+    manager.decide(now);
+    (0..4).for_each(|host| manager.up(host, now));
+    // Of 0 to 5, 0 is free, and then 1 and 2 as well.
+    manager.list([("b", 2), ("c", 1), ("d", 2)], now);
+    assert_eq!(manager.decide(now)[0], Action::Retire { host: 0, is_listed: false });
+    manager.ended(0);
+    manager.list([("b", 2), ("c", 1), ("d", 2), ("e", 2)], now);
+    assert_eq!(manager.decide(now)[0], launch(4, 6, 2));
+    manager.list([("c", 1), ("d", 2), ("e", 2)], now);
+    assert_eq!(manager.decide(now)[0], Action::Retire { host: 1, is_listed: false });
+    manager.ended(1);
+    manager.list([("c", 1), ("d", 2), ("e", 2), ("f", 3)], now);
+    assert!(manager.decide(now).contains(&launch(5, 0, 3)));
+}
+
 #[test]
 fn a_host_that_is_lost_costs_a_restart_and_is_left_out_longer_each_time() {
     let mut now = crate::some_time();

@@ -8,16 +8,9 @@ use super::entry::{Departure, Entry, Node, NodeId, Settings, WorkerFailure};
 use crate::error::{Error, Result};
 use crate::launch::exit::Signal;
 use crate::launch::root_cause::root_cause;
-use crate::log::liveness::Absence;
+use crate::log::liveness::{Absence, watched};
 use crate::log::{self, Compaction, Machine};
 use crate::world_size::MAX_WORLD_SIZE;
-
-/// In a job of up to so many nodes, each launcher watches all others.
-const MAX_WATCHED_BY_ALL: usize = 16;
-/// In a larger one each watches so many.
-const WATCHED: usize = 4;
-/// Among many, so many watch all where no launcher serves the store.
-const WATCH_ALL: usize = 3;
 
 /// The state of the job.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -163,19 +156,12 @@ impl Machine for MembershipState {
         self.present().any(|node| node.id == id)
     }
 
-    /// The launchers that a launcher watches: all, if they are few. Among many, some watch all (`watch_all`), and each other one
-    /// those that come next in the order of their numbers: if all read the heartbeats of all each second, the store would have more to
-    /// do than one thread can. Numbers are random, so a rack that is lost has been watched by others.
+    /// The launchers that a launcher watches. Among many the one that serves the store watches all; if none does, the first few.
     fn watched_by(&self, id: NodeId) -> Vec<NodeId> {
-        let mut ids: Vec<NodeId> = self.present().map(|node| node.id).collect();
-        ids.sort_unstable();
-        if ids.len() > MAX_WATCHED_BY_ALL && !self.watch_all(&ids).contains(&id) {
-            let next = ids.partition_point(|other| *other <= id);
-            ids.rotate_left(next);
-            ids.truncate(WATCHED);
-        }
-        ids.retain(|other| *other != id);
-        ids
+        let all: Vec<NodeId> = self.present().map(|node| node.id).collect();
+        let server = self.present().find(|node| node.serves_store);
+        let watchers = server.map_or_else(|| all.clone(), |node| vec![node.id]);
+        watched(all, id, watchers)
     }
 
     fn heartbeat_key(&self, id: NodeId) -> Option<String> {
@@ -226,15 +212,6 @@ impl MembershipState {
     fn caretaker(&self) -> Option<NodeId> {
         let server = self.present().find(|node| node.serves_store);
         server.or_else(|| self.present().next()).map(|node| node.id)
-    }
-
-    /// Who watches all of these, which are in order: the one that serves the store. If none does, the first few: else many that are lost at once
-    /// would be found four at a time, each four after a silence of their own.
-    fn watch_all(&self, present: &[NodeId]) -> Vec<NodeId> {
-        match self.present().find(|node| node.serves_store) {
-            Some(node) => vec![node.id],
-            None => present.iter().take(WATCH_ALL).copied().collect(),
-        }
     }
 
     fn join(&mut self, node: Node, settings: Settings) -> Result<(), String> {

@@ -21,6 +21,7 @@ fn a_signal_does_not_hide_that_all_workers_had_ended_well() {
                 plan.handle_event(launchers, index, &RemoteEvent::Started { rank, local_rank: 0, pid });
                 plan.handle_event(launchers, index, &RemoteEvent::Exited { rank, pid, exit });
             }
+            assert!(launchers.peers.iter().all(|peer| peer.knows_of_ending));
             launchers.end = Some(DriverEnd::Interrupted(Signal::INT));
             for outcome in [Some(Outcome::Succeeded), second] {
                 let mut peer = launchers.peers.remove(0);
