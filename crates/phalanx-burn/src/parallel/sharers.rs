@@ -6,13 +6,13 @@
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
-use phalanx::reducer::OptimizerSteps;
+use phalanx::reducer::{LoadedStates, OptimizerSteps};
 use phalanx::{Error, Result};
 
 use super::division::group_of;
 use super::tensor::TensorGroup;
 use crate::parameters::Parameter;
-use crate::{alike, lr};
+use crate::{alike, lr, optimizer};
 
 /// The steps of a rank that has parts of layers, as the ranks with the other parts compare them.
 pub(crate) struct Sharers {
@@ -30,28 +30,42 @@ impl Sharers {
     }
 
     /// An error on every rank, which ends their groups, unless all ranks' optimizers do the same to parameters, with the same `rates` in the first step.
-    /// They compare in that, and then every 32 steps. All ranks call it together, before each step. An error, too, if an exchange has failed: gradients may be
+    /// They compare in that, and then every 32 steps. An error, too, if in the first step optimizers that `have_whole_states` have something of a parameter
+    /// on one rank that they have not on another. All ranks call it together, before each step. An error, too, if an exchange has failed: gradients may be
     /// NaN then, and no backward pass in a world of one says so.
     pub fn compare<M: Module>(
         &mut self,
         optimizer: &ModuleOptimizer,
         replica: (&M, &[Parameter]),
         rates: &ModuleLearningRate,
+        have_whole_states: bool,
     ) -> Result<()> {
         if let Some(error) = self.group.failure() {
             return Err(error);
         }
         let group = self.group.group();
         let compared = match self.optimizers.is_compared() {
-            false => self.optimizers.compare(optimizer, replica, Some(rates), group),
+            false => {
+                let states = match have_whole_states {
+                    true => optimizer::check_states(optimizer, group, replica.1),
+                    false => Ok(()),
+                };
+                states.and_then(|()| self.optimizers.compare(optimizer, replica, Some(rates), group))
+            }
             true => self.optimizers.step(optimizer, replica, group),
         };
         compared.inspect_err(|error| self.group.abort(error.clone()))
     }
 
-    /// Counts a step with these `rates` of `parameters`. Every 32 steps: an error on every rank, which ends their groups, if the ranks' rates differ.
-    pub fn stepped(&mut self, rates: &ModuleLearningRate, parameters: &[Parameter]) -> Result<()> {
-        self.steps.step(lr::of_each(rates, parameters), []);
+    /// Counts a step with these `rates` of `parameters`, and these [samples](LoadedStates::samples). Every 32 steps: an error on every rank, which ends their
+    /// groups, if the ranks' rates or samples differ.
+    pub fn stepped(
+        &mut self,
+        rates: &ModuleLearningRate,
+        parameters: &[Parameter],
+        loads: &LoadedStates,
+    ) -> Result<()> {
+        self.steps.step(lr::of_each(rates, parameters), [loads.samples()]);
         self.steps.verify(self.group.group()).inspect_err(|error| self.group.abort(error.clone()))
     }
 

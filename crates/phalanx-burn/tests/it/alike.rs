@@ -4,7 +4,7 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::module::ParamGroup;
 use burn::nn::LinearConfig;
 use burn::optim::momentum::MomentumConfig;
-use burn::optim::{AdamWConfig, SgdConfig};
+use burn::optim::{AdamWConfig, ModuleOptimizer, SgdConfig};
 use phalanx::{ProcessGroup, Result};
 use phalanx_burn::parallel::tensor::{ColumnParallelLinear, RowParallelLinear, TensorGroup};
 use phalanx_burn::{Ddp, SyncedGradients, clip_grad_norm, parallel};
@@ -194,6 +194,34 @@ fn other_settings_or_rates_on_a_rank_that_divides_layers_are_an_error_on_every_r
         for error in errors {
             assert_eq!(error.is_some(), said.is_some(), "{error:?}");
             assert!(error.iter().zip(said).all(|(error, said)| error.contains(said)), "{error:?}");
+        }
+    }
+}
+
+#[test]
+fn a_state_of_the_optimizer_that_one_rank_that_divides_layers_lacks_is_an_error_on_every_rank() {
+    for (first_has, second_has) in [(true, true), (true, false), (false, true)] {
+        let errors = run(2, |group| {
+            let has_state = if group.rank().is_main() { first_has } else { second_has };
+            let tensor = TensorGroup::new(&group);
+            let layer = RowParallelLinear::new(LinearConfig::new(8, 8).init(&device()), &tensor).unwrap();
+            let alone = ProcessGroup::alone().unwrap();
+            let mut optimizer = AdamWConfig::new().init();
+            let step = |layer: RowParallelLinear, optimizer: &mut ModuleOptimizer| {
+                let mut ddp = Ddp::new(layer, &alone).unwrap();
+                let x = tensor.part(samples(0, 4).0, 1);
+                let loss = ddp.forward(|layer: &RowParallelLinear| layer.forward(x).mean()).unwrap();
+                let gradients = ddp.backward(&loss).unwrap();
+                ddp.step(optimizer, 0.01, gradients).map(|()| ddp.into_model())
+            };
+            let layer = step(layer, &mut optimizer).unwrap();
+            // As if the state had been lost with the process, and loaded on some ranks alone.
+            let mut own = if has_state { optimizer } else { AdamWConfig::new().init() };
+            step(layer, &mut own).err().map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), first_has != second_has, "{error:?}");
+            assert!(error.is_none_or(|error| error.contains("optimizers have different states")));
         }
     }
 }

@@ -168,10 +168,18 @@ impl LoadedStates {
         if let Some(LoadedState { step, checksum }) = self.newest.take() {
             self.hash = fnv1a([self.hash, step, checksum].into_iter().flat_map(u64::to_le_bytes));
         }
-        let both = fnv1a([self.hash, self.samples].into_iter().flat_map(u64::to_le_bytes));
-        // As many bits as an f32 has, in which settings are compared.
-        (both >> 40) as f64
+        setting(fnv1a([self.hash, self.samples].into_iter().flat_map(u64::to_le_bytes)))
     }
+
+    /// What of that ranks compare that see the same samples, and have parts of one model: each may have loaded a state of its own.
+    pub fn samples(&self) -> f64 {
+        setting(self.samples)
+    }
+}
+
+/// As many bits of a hash as an f32 has, in which settings are compared.
+fn setting(hash: u64) -> f64 {
+    (hash >> 40) as f64
 }
 
 /// By what each number of a step, of a group of parameters, is multiplied, so that numbers that are exchanged between them show in a sum.
