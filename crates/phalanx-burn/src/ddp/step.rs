@@ -93,7 +93,7 @@ impl<M: Module> Ddp<M> {
     /// | the steps and runs of the checkpoints from which each rank has loaded a [`TrainState`](crate::TrainState) or a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) | together with the learning rates; not in an elastic job, which gives every rank the same state |
     /// | among the ranks that [divide](crate::parallel::tensor) layers: what optimizers do, and learning rates | as among replicas, in the first step and every 32 steps |
     /// | among these ranks, too: of which parameters optimizers have a state, and after how many steps; the sampler of [`TrainState::next_batch`](crate::TrainState::next_batch) | in the first step, without a `ZeroRedundancyOptimizer`; every 32 steps |
-    /// | among the stages of a [`Pipeline`](crate::parallel::pipeline::Pipeline) | nothing: each may have an optimizer of its own. Give the stages of a [tied parameter](crate::parallel::pipeline::TiedParameter) the same, or its copies drift apart |
+    /// | among the stages of a [`Pipeline`](crate::parallel::pipeline::Pipeline) | nothing: each may have an optimizer of its own. Give the stages of a [tied parameter](crate::parallel::pipeline::TiedParameter) the same: its copies are compared |
     /// | the sampler, and the size of the batches, of [`TrainState::next_batch`](crate::TrainState::next_batch) | together with the learning rates; not in an elastic job |
     /// | the state of an optimizer that replaces the first one later | never: [`replicas_identical`](Self::replicas_identical) says whether replicas have drifted apart |
     ///

@@ -339,6 +339,20 @@ mod tests {
     }
 
     #[test]
+    fn ranks_with_parts_of_a_model_compare_their_samples_and_not_what_they_have_loaded() {
+        let samples = |seed: u64, loaded: u64| {
+            let (mut sampler, mut states) = (ElasticSampler::new(100).seed(seed), LoadedStates::default());
+            sampler.next_batch(4, Rank::MAIN, WorldSize::ONE).unwrap();
+            states.sampled(&sampler);
+            states.loaded(LoadedState::of(loaded, [&[1][..]].into_iter()));
+            states.settle();
+            states.samples()
+        };
+        assert_eq!(samples(1, 7), samples(1, 9));
+        assert_ne!(samples(1, 7), samples(2, 7));
+    }
+
+    #[test]
     fn a_loaded_state_is_described_until_the_training_goes_on() {
         let mut states = LoadedStates::default();
         assert_eq!(states.describe(), "none");
