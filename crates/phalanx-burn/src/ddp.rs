@@ -119,7 +119,19 @@ impl<M: Module> Ddp<M> {
     ///
     /// If models differ, the error names the parameter. A model without any parameter that needs a gradient is refused.
     /// Parameters that need none when this is called are not averaged. Numbers of the model that are no tensors, such as the epsilon of a batch norm or
-    /// the probability of a dropout, are not compared, as in PyTorch: replicas stay equal, but each rank computes its gradients with its own.
+    /// the probability of a dropout, are not compared, as in PyTorch: replicas stay equal, but each rank computes its gradients with its own. Burn's
+    /// description of a model has most of them. A program whose ranks may have built other models, as from a file of each host, compares it first:
+    ///
+    /// ```
+    /// # use burn::nn::{Dropout, DropoutConfig};
+    /// # use phalanx::ProcessGroup;
+    /// # fn compare(model: &Dropout, group: &ProcessGroup) -> phalanx::Result<()> {
+    /// phalanx::reducer::verify_description(group, "model", &model.to_string())?; // an error on every rank, with both sides
+    /// # Ok(())
+    /// # }
+    /// # compare(&DropoutConfig::new(0.1).init(), &ProcessGroup::alone()?)?;
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
     ///
     /// All of the model that a rank has must be the same on every rank of `group`: a model of [units](crate::parallel::fsdp::FullySharded) is
     /// refused, and ranks that have different parts of [divided](crate::parallel::tensor) layers are. Ranks that have different stages of a

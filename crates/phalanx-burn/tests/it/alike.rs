@@ -2,9 +2,11 @@
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::module::ParamGroup;
-use burn::nn::LinearConfig;
+use burn::nn::transformer::TransformerEncoderConfig;
+use burn::nn::{BatchNormConfig, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamWConfig, ModuleOptimizer, SgdConfig};
+use phalanx::reducer::verify_description;
 use phalanx::{ProcessGroup, Result};
 use phalanx_burn::parallel::tensor::{ColumnParallelLinear, RowParallelLinear, TensorGroup};
 use phalanx_burn::{Ddp, SyncedGradients, clip_grad_norm, parallel};
@@ -223,6 +225,22 @@ fn a_state_of_the_optimizer_that_one_rank_that_divides_layers_lacks_is_an_error_
             assert_eq!(error.is_some(), first_has != second_has, "{error:?}");
             assert!(error.is_none_or(|error| error.contains("optimizers have different states")));
         }
+    }
+}
+
+/// Each rank builds its own, with ids and weights of its own.
+#[test]
+fn the_descriptions_of_models_say_whether_numbers_that_are_no_tensors_differ() {
+    const SAME: (f64, f64) = (0.1, 1e-5);
+    for other in [SAME, (0.2, 1e-5), (0.1, 1e-3)] {
+        run(2, |group| {
+            let (dropout, epsilon) = if group.rank().is_main() { SAME } else { other };
+            let encoder = TransformerEncoderConfig::new(8, 16, 2, 1).with_dropout(dropout).init(&device());
+            let norm = BatchNormConfig::new(8).with_epsilon(epsilon).init(&device());
+            let described = format!("{encoder} {norm}");
+            let compared = verify_description(&group, "model", &described);
+            assert_eq!(compared.is_err_and(|error| error.is_mismatch()), other != SAME);
+        });
     }
 }
 
