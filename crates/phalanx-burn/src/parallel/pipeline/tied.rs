@@ -12,9 +12,6 @@ use crate::{Collectives, alike, read_back};
 
 /// The most elements of a copy that are compared.
 const SAMPLE: usize = 4096;
-/// By so much of themselves, or of 1 if they are smaller, copies of f32 may differ, which processors of several kinds have rounded in other ways in a
-/// million steps; and copies of 16 bits.
-const TOLERANCES: [f32; 2] = [1e-4, 1e-2];
 
 /// A parameter that several stages use, each with a copy of its own, such as an embedding in the first stage and the decoder that is
 /// tied to it in the last: their gradients are added up, so that the copies stay equal.
@@ -107,12 +104,14 @@ impl TiedParameter {
         if call > 1 && !call.is_multiple_of(alike::WINDOW) {
             return Ok(());
         }
-        let own = read_back::data(parameter.base().clone().detach())?;
-        let tolerance = TOLERANCES[usize::from(own.dtype.size() < size_of::<f32>())];
+        let own = parameter.base().clone().detach();
+        let epsilon = own.dtype().finfo().map_or(0.0, |info| info.epsilon as f32);
+        let own = read_back::data(own)?;
         let distance = own.num_elements().div_ceil(SAMPLE).max(1);
         let sample: Vec<f32> = own.iter::<f32>().step_by(distance).collect();
-        let are_near =
-            |main: &[f32], own: &[f32]| main.iter().zip(own).all(|pair| alike::is_near(pair, tolerance));
+        let are_near = |main: &[f32], own: &[f32]| {
+            main.iter().zip(own).all(|pair| alike::has_not_drifted(pair, epsilon))
+        };
         let Some(rank) = alike::first_other(&sample, are_near, group)? else { return Ok(()) };
         let [first, other] = [Rank::MAIN, rank].map(|rank| group.global_rank(rank));
         let (first, other) = (first?, other?);
