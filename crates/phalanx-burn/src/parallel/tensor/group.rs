@@ -6,6 +6,7 @@ use std::fmt;
 use burn::backend::Dispatch;
 use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::Tensor;
+use phalanx::reducer::verify_description;
 use phalanx::{Caller, Error, ProcessGroup, Rank, ReduceOp, Result};
 
 use super::super::division::{Division, Span, divided, noted};
@@ -161,6 +162,12 @@ impl TensorGroup {
             .with_remedy("divide its layers after this call, or by one TensorPlan"));
         }
         replicas::from_rank(module, &self.0, Rank::MAIN, Select::All)
+    }
+
+    /// An error on every rank unless what each has of `what` is `described` alike: [`replicate`](Self::replicate) gives ranks rank 0's tensors, and not the
+    /// numbers with which layers compute, such as how many heads there are.
+    pub(super) fn compare(&self, what: &str, described: &str) -> Result<()> {
+        verify_description(&self.0, what, described)
     }
 
     /// Every rank's plan, and what is wrong with its module.

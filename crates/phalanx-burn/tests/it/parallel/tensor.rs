@@ -7,7 +7,9 @@ use burn::module::{Module, Param};
 use burn::nn::activation::ActivationConfig;
 use burn::nn::attention::{MhaInput, MultiHeadAttentionConfig};
 use burn::nn::loss::CrossEntropyLossConfig;
-use burn::nn::transformer::{PositionWiseFeedForwardConfig, TransformerEncoderInput};
+use burn::nn::transformer::{
+    PositionWiseFeedForwardConfig, TransformerEncoderConfig, TransformerEncoderInput,
+};
 use burn::nn::{BatchNormConfig, Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{
@@ -379,6 +381,30 @@ fn a_module_is_gathered_by_no_other_group_than_that_of_its_layers() {
 }
 
 /// Rank 0's part would overwrite the others', and their gradients would be averaged.
+/// Their tensors have the same shapes.
+#[test]
+fn encoders_that_compute_otherwise_on_one_rank_are_refused_on_every_rank() {
+    let config = |heads| TransformerEncoderConfig::new(8, 16, heads, 1).with_dropout(0.0);
+    for (other, said) in [
+        (config(2), None),
+        (config(4), Some("n_heads: 4")),
+        (config(2).with_norm_first(true), Some("norm_first: true")),
+        (config(2).with_quiet_softmax(true), Some("quiet_softmax: true")),
+    ] {
+        let errors = run(2, |group| {
+            let own = if group.rank().is_main() { config(2) } else { other.clone() };
+            let tensor = TensorGroup::new(&group);
+            let encoder = own.init(&device());
+            let divided = ParallelEncoder::new(encoder, &tensor, Activations::Replicated);
+            divided.err().map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), said.is_some(), "{error:?}");
+            assert!(error.iter().zip(said).all(|(error, said)| error.contains(said)), "{error:?}");
+        }
+    }
+}
+
 #[test]
 fn ranks_with_different_parts_are_no_replicas() {
     let layer = || LinearConfig::new(WIDTH, WIDTH).init(&device());
