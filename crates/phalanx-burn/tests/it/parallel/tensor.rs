@@ -406,6 +406,27 @@ fn encoders_that_compute_otherwise_on_one_rank_are_refused_on_every_rank() {
 }
 
 #[test]
+fn a_feed_forward_layer_with_another_activation_on_one_rank_is_refused_on_every_rank() {
+    for (other, said) in [
+        (ActivationConfig::Gelu, None),
+        (ActivationConfig::Relu, Some("and that of rank 1 is Relu")),
+        (ActivationConfig::GeluApproximate, Some("and that of rank 1 is Gelu")),
+    ] {
+        let errors = run(2, |group| {
+            let activation = if group.rank().is_main() { ActivationConfig::Gelu } else { other.clone() };
+            let layer =
+                PositionWiseFeedForwardConfig::new(8, 16).with_dropout(0.0).with_activation(activation);
+            let divided = ParallelFeedForward::new(layer.init(&device()), &TensorGroup::new(&group));
+            divided.err().map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), said.is_some(), "{error:?}");
+            assert!(error.iter().zip(said).all(|(error, said)| error.contains(said)), "{error:?}");
+        }
+    }
+}
+
+#[test]
 fn ranks_with_different_parts_are_no_replicas() {
     let layer = || LinearConfig::new(WIDTH, WIDTH).init(&device());
     let outcomes = run(2, |group| {
