@@ -118,9 +118,10 @@ impl<M: Module> Ddp<M> {
     /// Checks that `model` is the same on every rank, and gives every rank rank 0's parameters and buffers.
     ///
     /// If models differ, the error names the parameter. A model without any parameter that needs a gradient is refused.
-    /// Parameters that need none when this is called are not averaged. Numbers of the model that are no tensors, such as the epsilon of a batch norm or
-    /// the probability of a dropout, are not compared, as in PyTorch: replicas stay equal, but each rank computes its gradients with its own. Burn's
-    /// description of a model has most of them. A program whose ranks may have built other models, as from a file of each host, compares it first:
+    /// Parameters that need none when this is called are not averaged. Numbers of Burn's layers that are no tensors, such as the epsilon of a batch norm and the
+    /// probability of a dropout, are compared, too, where the model's `Debug` shows them, as derived code does. Those of other modules are not: replicas stay
+    /// equal, but each rank would compute its gradients with its own. A program whose ranks may have built other models, as from a file of each host, compares
+    /// Burn's description of its own modules first:
     ///
     /// ```
     /// # use burn::nn::{Dropout, DropoutConfig};

@@ -1,9 +1,9 @@
 //! What ranks compare of their optimizers.
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
-use burn::module::ParamGroup;
+use burn::module::{Module, ParamGroup};
 use burn::nn::transformer::TransformerEncoderConfig;
-use burn::nn::{BatchNormConfig, LinearConfig};
+use burn::nn::{BatchNormConfig, Dropout, DropoutConfig, Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamWConfig, ModuleOptimizer, SgdConfig};
 use phalanx::reducer::verify_description;
@@ -224,6 +224,28 @@ fn a_state_of_the_optimizer_that_one_rank_that_divides_layers_lacks_is_an_error_
         for error in errors {
             assert_eq!(error.is_some(), first_has != second_has, "{error:?}");
             assert!(error.is_none_or(|error| error.contains("optimizers have different states")));
+        }
+    }
+}
+
+#[derive(Module, Debug)]
+struct Dropping {
+    layer: Linear,
+    dropout: Dropout,
+}
+
+#[test]
+fn layers_that_compute_with_other_numbers_on_one_rank_are_refused_on_every_rank() {
+    let said = "`prob` of Dropout (layer 1 of those with such numbers) is 0.1 on rank 0 and 0.2 on rank 2";
+    for (other, said) in [(0.1, None), (0.2, Some(said))] {
+        let errors = run(3, |group| {
+            let prob = if group.rank().index() == 2 { other } else { 0.1 };
+            let (layer, dropout) = (LinearConfig::new(8, 3).init(&device()), DropoutConfig::new(prob).init());
+            Ddp::new(Dropping { layer, dropout }, &group).err().map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), said.is_some(), "{error:?}");
+            assert!(error.iter().zip(said).all(|(error, said)| error.contains(said)), "{error:?}");
         }
     }
 }

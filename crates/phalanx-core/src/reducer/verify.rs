@@ -254,7 +254,9 @@ impl Contract {
             contract.options.iter().find(|(other, _)| other == name).map(|(_, value)| value.clone())
         };
         let mut names = self.options.iter().chain(&main.options).map(|(name, _)| name);
-        if let Some(name) = names.find(|name| of(self, name) != of(main, name)) {
+        if self.options != main.options
+            && let Some(name) = names.find(|name| of(self, name) != of(main, name))
+        {
             return Some(Difference::Option { name: name.clone(), mine: of(self, name) });
         }
         (self.plan_hash != main.plan_hash).then_some(Difference::Plan { hash: self.plan_hash })
