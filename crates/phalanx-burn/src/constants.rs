@@ -36,6 +36,22 @@ pub(crate) fn of(model: &impl Debug) -> Vec<(String, String)> {
     scan.found
 }
 
+/// The first number that differs between two models, with both sides, for people.
+pub(crate) fn difference(
+    (here, one): (&str, &[(String, String)]),
+    (there, other): (&str, &[(String, String)]),
+) -> Option<String> {
+    let place = one.iter().zip(other).take_while(|(one, other)| one == other).count();
+    if place == one.len().max(other.len()) {
+        return None;
+    }
+    let shown = |numbers: &[(String, String)]| {
+        numbers.get(place).map_or_else(|| "none".to_owned(), |(name, value)| format!("{name} {value}"))
+    };
+    let (one, other) = (shown(one), shown(other));
+    Some(format!("number {} of the layers is {one} on {here}, and {other} on {there}", place + 1))
+}
+
 /// Reads what derived code shows of a value, and keeps nothing but the numbers.
 #[derive(Default)]
 struct Scan {
