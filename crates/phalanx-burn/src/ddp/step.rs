@@ -174,8 +174,8 @@ impl<M: Module> Ddp<M> {
         }
         let replica = (held(&self.model), &self.inventory.parameters[..]);
         // Ranks that have parts of the states have those of other parameters, if the parts of layers are not equally large.
-        let whole = !self.sharded;
-        self.sharers.as_mut().map_or(Ok(()), |sharers| sharers.compare(optimizer, replica, rates, whole))
+        let first = (!self.sharded, &self.inventory.constants[..]);
+        self.sharers.as_mut().map_or(Ok(()), |sharers| sharers.compare(optimizer, replica, rates, first))
     }
 
     /// Ends the groups with `error` if layers are divided: replicas compare without the ranks that have the other parts, and these without the replicas.

@@ -7,12 +7,12 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 use phalanx::reducer::{LoadedStates, OptimizerSteps};
-use phalanx::{Error, Result};
+use phalanx::{Error, Rank, Result};
 
 use super::division::group_of;
 use super::tensor::TensorGroup;
 use crate::parameters::Parameter;
-use crate::{alike, lr, optimizer};
+use crate::{alike, constants, lr, optimizer};
 
 /// The steps of a rank that has parts of layers, as the ranks with the other parts compare them.
 pub(crate) struct Sharers {
@@ -31,14 +31,14 @@ impl Sharers {
 
     /// An error on every rank, which ends their groups, unless all ranks' optimizers do the same to parameters, with the same `rates` in the first step.
     /// They compare in that, and then every 32 steps. An error, too, if in the first step optimizers that `have_whole_states` have something of a parameter
-    /// on one rank that they have not on another. All ranks call it together, before each step. An error, too, if an exchange has failed: gradients may be
-    /// NaN then, and no backward pass in a world of one says so.
+    /// on one rank that they have not on another, or the ranks' layers compute with other `constants`; and if an exchange has failed: gradients may be NaN
+    /// then, and no backward pass in a world of one says so. All ranks call it together, before each step.
     pub fn compare<M: Module>(
         &mut self,
         optimizer: &ModuleOptimizer,
         replica: (&M, &[Parameter]),
         rates: &ModuleLearningRate,
-        have_whole_states: bool,
+        (have_whole_states, constants): (bool, &[(String, String)]),
     ) -> Result<()> {
         if let Some(error) = self.group.failure() {
             return Err(error);
@@ -46,15 +46,30 @@ impl Sharers {
         let group = self.group.group();
         let compared = match self.optimizers.is_compared() {
             false => {
-                let states = match have_whole_states {
+                let states = || match have_whole_states {
                     true => optimizer::check_states(optimizer, group, replica.1),
                     false => Ok(()),
                 };
-                states.and_then(|()| self.optimizers.compare(optimizer, replica, Some(rates), group))
+                let same = self.compare_constants(constants).and_then(|()| states());
+                same.and_then(|()| self.optimizers.compare(optimizer, replica, Some(rates), group))
             }
             true => self.optimizers.step(optimizer, replica, group),
         };
         compared.inspect_err(|error| self.group.abort(error.clone()))
+    }
+
+    /// An error on every rank unless the layers of all compute with the same numbers.
+    fn compare_constants(&self, own: &[(String, String)]) -> Result<()> {
+        let all = self.group.group().all_gather_object(&own.to_vec())?;
+        let Some((first, others)) = all.split_first() else { return Ok(()) };
+        for (rank, other) in (1..).map(Rank::new).zip(others) {
+            if let Some(cause) = constants::difference(("rank 0", first), (&format!("rank {rank}"), other)) {
+                return Err(Error::mismatch(format!("ranks that divide layers have other ones: {cause}"))
+                    .with_peer(rank)
+                    .with_remedy("build the same model on every rank"));
+            }
+        }
+        Ok(())
     }
 
     /// Counts a step with these `rates` of `parameters`, and these [samples](LoadedStates::samples). Every 32 steps: an error on every rank, which ends their

@@ -3,7 +3,7 @@
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::module::{Module, ParamGroup};
 use burn::nn::transformer::TransformerEncoderConfig;
-use burn::nn::{BatchNormConfig, Dropout, DropoutConfig, Linear, LinearConfig};
+use burn::nn::{BatchNormConfig, Dropout, DropoutConfig, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamWConfig, ModuleOptimizer, SgdConfig};
 use phalanx::reducer::verify_description;
@@ -242,6 +242,29 @@ fn layers_that_compute_with_other_numbers_on_one_rank_are_refused_on_every_rank(
             let prob = if group.rank().index() == 2 { other } else { 0.1 };
             let (layer, dropout) = (LinearConfig::new(8, 3).init(&device()), DropoutConfig::new(prob).init());
             Ddp::new(Dropping { layer, dropout }, &group).err().map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), said.is_some(), "{error:?}");
+            assert!(error.iter().zip(said).all(|(error, said)| error.contains(said)), "{error:?}");
+        }
+    }
+}
+
+/// No replicas see it: each rank has another part of one.
+#[test]
+fn layers_that_compute_with_other_numbers_on_a_rank_that_divides_others_are_an_error_on_every_rank() {
+    for (other, said) in [(1e-5, None), (1e-3, Some("0.001 on rank 1"))] {
+        let errors = run(2, |group| {
+            let epsilon = if group.rank().is_main() { 1e-5 } else { other };
+            let tensor = TensorGroup::new(&group);
+            let layer = ColumnParallelLinear::new(LinearConfig::new(8, 8).init(&device()), &tensor).unwrap();
+            let norm = LayerNormConfig::new(8).with_epsilon(epsilon).init(&device());
+            let mut ddp = Ddp::new((norm, layer), &ProcessGroup::alone().unwrap()).unwrap();
+            let x = samples(0, 4).0;
+            let loss = ddp.forward(|(norm, layer)| layer.forward(norm.forward(x)).mean()).unwrap();
+            let gradients = ddp.backward(&loss).unwrap();
+            let error = ddp.step(&mut SgdConfig::new().init(), 0.01, gradients).err();
+            error.map(|error| error.to_string())
         });
         for error in errors {
             assert_eq!(error.is_some(), said.is_some(), "{error:?}");
