@@ -152,6 +152,7 @@ mod tests {
     #[derive(Module, Debug)]
     struct Net {
         /// The program's own, which are not compared.
+        #[module(skip)]
         name: String,
         epsilon: f64,
         layers: Vec<Layer>,
