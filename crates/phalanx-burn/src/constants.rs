@@ -6,6 +6,8 @@
 
 use std::fmt::{self, Debug, Write};
 
+use phalanx::{Error, Rank, Result};
+
 /// Layers of Burn and of this crate whose numbers must be the same on every rank.
 const LAYERS: [&str; 14] = [
     "BatchNorm",
@@ -34,6 +36,19 @@ pub(crate) fn of(model: &impl Debug) -> Vec<(String, String)> {
     // It is cut short behind the last number that is compared.
     let _cut = write!(scan, "{model:?}");
     scan.found
+}
+
+/// An error if the models of these ranks, `all` of a group, compute with other numbers than that of rank 0. All find the same.
+pub(crate) fn check(all: &[Vec<(String, String)>]) -> Result<()> {
+    let Some((first, others)) = all.split_first() else { return Ok(()) };
+    for (rank, other) in (1..).map(Rank::new).zip(others) {
+        if let Some(cause) = difference(("rank 0", first), (&format!("rank {rank}"), other)) {
+            return Err(Error::mismatch(format!("the models compute with other numbers: {cause}"))
+                .with_peer(rank)
+                .with_remedy("build the same model on every rank"));
+        }
+    }
+    Ok(())
 }
 
 /// The first number that differs between two models, with both sides, for people.

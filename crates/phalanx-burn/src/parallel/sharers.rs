@@ -7,7 +7,7 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 use phalanx::reducer::{LoadedStates, OptimizerSteps};
-use phalanx::{Error, Rank, Result};
+use phalanx::{Error, Result};
 
 use super::division::group_of;
 use super::tensor::TensorGroup;
@@ -50,26 +50,14 @@ impl Sharers {
                     true => optimizer::check_states(optimizer, group, replica.1),
                     false => Ok(()),
                 };
-                let same = self.compare_constants(constants).and_then(|()| states());
+                let same =
+                    group.all_gather_object(&constants.to_vec()).and_then(|all| constants::check(&all));
+                let same = same.and_then(|()| states());
                 same.and_then(|()| self.optimizers.compare(optimizer, replica, Some(rates), group))
             }
             true => self.optimizers.step(optimizer, replica, group),
         };
         compared.inspect_err(|error| self.group.abort(error.clone()))
-    }
-
-    /// An error on every rank unless the layers of all compute with the same numbers.
-    fn compare_constants(&self, own: &[(String, String)]) -> Result<()> {
-        let all = self.group.group().all_gather_object(&own.to_vec())?;
-        let Some((first, others)) = all.split_first() else { return Ok(()) };
-        for (rank, other) in (1..).map(Rank::new).zip(others) {
-            if let Some(cause) = constants::difference(("rank 0", first), (&format!("rank {rank}"), other)) {
-                return Err(Error::mismatch(format!("ranks that divide layers have other ones: {cause}"))
-                    .with_peer(rank)
-                    .with_remedy("build the same model on every rank"));
-            }
-        }
-        Ok(())
     }
 
     /// Counts a step with these `rates` of `parameters`, and these [samples](LoadedStates::samples). Every 32 steps: an error on every rank, which ends their
