@@ -38,6 +38,14 @@ pub(crate) fn of(model: &impl Debug) -> Vec<(String, String)> {
     scan.found
 }
 
+/// The probability of the first dropout among these numbers that drops anything.
+pub(crate) fn dropout(numbers: &[(String, String)]) -> Option<&str> {
+    let drops = |(name, value): &&(String, String)| {
+        name.starts_with("`prob` of Dropout ") && value.parse::<f64>().is_ok_and(|prob| prob > 0.0)
+    };
+    numbers.iter().find(drops).map(|(_, value)| value.as_str())
+}
+
 /// An error if the models of these ranks, `all` of a group, compute with other numbers than that of rank 0. All find the same.
 pub(crate) fn check(all: &[Vec<(String, String)>]) -> Result<()> {
     let Some((first, others)) = all.split_first() else { return Ok(()) };

@@ -187,7 +187,7 @@ impl<M: Module> Ddp<M> {
             }
         };
         let model = inventory.ties.retie(model);
-        let sharers = Sharers::of(&model);
+        let sharers = Sharers::of(&model, &inventory.constants);
         Ok(Self {
             model: Some(model),
             inventory,

@@ -23,10 +23,17 @@ pub(crate) struct Sharers {
 }
 
 impl Sharers {
-    /// Of `model`, if it has parts of layers.
-    pub fn of<M: Module>(model: &M) -> Option<Self> {
-        let (optimizers, steps) = (alike::Watch::default(), OptimizerSteps::default());
-        group_of(model).map(|group| Self { group, optimizers, steps })
+    /// Of `model`, if it has parts of layers; `constants` are its numbers. Warns of dropout: nothing at a tensor says whether all ranks have it.
+    pub fn of<M: Module>(model: &M, constants: &[(String, String)]) -> Option<Self> {
+        let group = group_of(model)?;
+        if let (0, 2.., Some(probability)) = (group.rank(), group.ranks(), constants::dropout(constants)) {
+            phalanx::warn(format_args!(
+                "a model whose layers are divided among {} ranks has a dropout of {probability}: of tensors that all of these ranks have, all must drop the \
+                 same elements, and nothing checks that. Set it to 0, or seed the devices of these ranks alike and drop on all of them in the same order",
+                group.ranks()
+            ));
+        }
+        Some(Self { group, optimizers: alike::Watch::default(), steps: OptimizerSteps::default() })
     }
 
     /// An error on every rank, which ends their groups, unless all ranks' optimizers do the same to parameters, with the same `rates` in the first step.

@@ -273,6 +273,23 @@ fn layers_that_compute_with_other_numbers_on_a_rank_that_divides_others_are_an_e
     }
 }
 
+#[test]
+fn a_warning_says_that_nothing_checks_what_a_dropout_among_divided_layers_drops() {
+    for (prob, expected) in [(0.0, [0, 0]), (0.1, [1, 0])] {
+        let warnings = run(2, |group| {
+            let log = Log::default();
+            tracing::subscriber::with_default(log.clone(), || {
+                let layer = LinearConfig::new(8, 8).init(&device());
+                let layer = ColumnParallelLinear::new(layer, &TensorGroup::new(&group)).unwrap();
+                let dropout = DropoutConfig::new(prob).init();
+                Ddp::new((layer, dropout), &ProcessGroup::alone().unwrap()).unwrap();
+            });
+            log.0.lock().iter().filter(|warning| warning.contains("has a dropout of 0.1")).count()
+        });
+        assert_eq!(warnings, expected, "{prob}");
+    }
+}
+
 /// Each rank builds its own, with ids and weights of its own.
 #[test]
 fn the_descriptions_of_models_say_whether_numbers_that_are_no_tensors_differ() {
