@@ -6,7 +6,7 @@
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
-use phalanx::reducer::{LoadedStates, OptimizerSteps};
+use phalanx::reducer::OptimizerSteps;
 use phalanx::{Error, Result};
 
 use super::division::group_of;
@@ -67,15 +67,9 @@ impl Sharers {
         compared.inspect_err(|error| self.group.abort(error.clone()))
     }
 
-    /// Counts a step with these `rates` of `parameters`, and these [samples](LoadedStates::samples). Every 32 steps: an error on every rank, which ends their
-    /// groups, if the ranks' rates or samples differ.
-    pub fn stepped(
-        &mut self,
-        rates: &ModuleLearningRate,
-        parameters: &[Parameter],
-        loads: &LoadedStates,
-    ) -> Result<()> {
-        self.steps.step(lr::of_each(rates, parameters), [loads.samples()]);
+    /// Counts a step with these `rates` of `parameters`. Every 32 steps: an error on every rank, which ends their groups, if the ranks' rates differ.
+    pub fn stepped(&mut self, rates: &ModuleLearningRate, parameters: &[Parameter]) -> Result<()> {
+        self.steps.step(lr::of_each(rates, parameters), []);
         self.steps.verify(self.group.group()).inspect_err(|error| self.group.abort(error.clone()))
     }
 

@@ -168,18 +168,10 @@ impl LoadedStates {
         if let Some(LoadedState { step, checksum }) = self.newest.take() {
             self.hash = fnv1a([self.hash, step, checksum].into_iter().flat_map(u64::to_le_bytes));
         }
-        setting(fnv1a([self.hash, self.samples].into_iter().flat_map(u64::to_le_bytes)))
+        let both = fnv1a([self.hash, self.samples].into_iter().flat_map(u64::to_le_bytes));
+        // As many bits as an f32 has, in which settings are compared.
+        (both >> 40) as f64
     }
-
-    /// What of that ranks compare that see the same samples, and have parts of one model: each may have loaded a state of its own.
-    pub fn samples(&self) -> f64 {
-        setting(self.samples)
-    }
-}
-
-/// As many bits of a hash as an f32 has, in which settings are compared.
-fn setting(hash: u64) -> f64 {
-    (hash >> 40) as f64
 }
 
 /// By what each number of a step, of a group of parameters, is multiplied, so that numbers that are exchanged between them show in a sum.
@@ -336,20 +328,6 @@ mod tests {
             let error = compare([own, other].into_iter()).unwrap_err().to_string();
             assert!(error.contains("batches of another size"), "{error}");
         }
-    }
-
-    #[test]
-    fn ranks_with_parts_of_a_model_compare_their_samples_and_not_what_they_have_loaded() {
-        let samples = |seed: u64, loaded: u64| {
-            let (mut sampler, mut states) = (ElasticSampler::new(100).seed(seed), LoadedStates::default());
-            sampler.next_batch(4, Rank::MAIN, WorldSize::ONE).unwrap();
-            states.sampled(&sampler);
-            states.loaded(LoadedState::of(loaded, [&[1][..]].into_iter()));
-            states.settle();
-            states.samples()
-        };
-        assert_eq!(samples(1, 7), samples(1, 9));
-        assert_ne!(samples(1, 7), samples(2, 7));
     }
 
     #[test]
