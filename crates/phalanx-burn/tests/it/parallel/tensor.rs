@@ -495,6 +495,27 @@ fn dropout_is_refused() {
     });
 }
 
+/// As where each rank takes a sampler of its own. A batch that comes later is compared now and then.
+#[test]
+fn tokens_that_differ_between_ranks_end_the_group() {
+    let said = "divide a vocabulary have different tokens";
+    for (same, later) in [(0, 0), (1, 0), (2, 1022)] {
+        run(2, |group| {
+            let tensor = TensorGroup::new(&group);
+            let embedding = EmbeddingConfig::new(VOCABULARY, WIDTH).init(&device());
+            let model = VocabParallelEmbedding::new(embedding, &tensor).unwrap();
+            let tokens = |last: i32| Tensor::<2, Int>::from_ints([[1, 2, last]], &device());
+            for _ in 0..same + later {
+                assert!(values(model.forward(tokens(3))).iter().all(|x| x.is_finite()));
+            }
+            let own = if group.rank().is_main() { 3 } else { 4 };
+            assert!(values(model.forward(tokens(own))).iter().any(|x| x.is_nan()));
+            let cause = tensor.failure().unwrap().to_string();
+            assert!(cause.contains(said), "{cause}");
+        });
+    }
+}
+
 #[test]
 fn tokens_that_no_rank_has_end_the_group() {
     let ints = |tokens: &[i64]| {
