@@ -20,8 +20,8 @@ use crate::parameters::Select;
 use crate::replicas;
 use crate::{Collectives, device, read_back};
 
-/// After how many calls ranks show each other again what all of them have.
-const SHOWN: usize = 1024;
+/// After how many calls ranks show each other again what all of them have: a prime number, so that it comes to each of a step's calls.
+const SHOWN: usize = 1021;
 
 /// The ranks among which layers are divided: what tensor-parallel layers are made with, and what layers of one's own are built
 /// from.

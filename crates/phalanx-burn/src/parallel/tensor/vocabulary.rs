@@ -49,7 +49,7 @@ impl VocabParallelEmbedding {
     /// The vectors of `tokens`, `[batch, length]`, which every rank has: `[batch, length, d_model]`, the same on every rank.
     ///
     /// A token that the vocabulary does not have ends the group with an error that names it, and the result is NaN; and so do other tokens than those of
-    /// another rank, which the ranks compare in the first two passes of tokens and targets through a group, and then in every 1024th.
+    /// another rank, which the ranks compare in the first two passes of tokens and targets through a group, and then in every 1021st.
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
         let Some(division) = self.division() else { return embedding(self.weight.val(), tokens) };
         let others_are = check(division, &tokens, None);
