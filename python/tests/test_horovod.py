@@ -1074,6 +1074,21 @@ def test_batches_of_different_sizes_are_normalized_as_one():
     run(2, _batch_norm)
 
 
+def _norms_with_other_settings(rank):
+    for options in ({"eps": 1e-3}, {"momentum": None}, {"momentum": 0.5}):
+        own = hvd.SyncBatchNorm(2, **(options if rank == 1 else {}))
+        with pytest.raises(ValueError, match="different settings; this rank's has eps="):
+            own(torch.randn(4, 2))
+        assert own.running_mean.tolist() == [0.0, 0.0]
+    # An error of this layer alone.
+    hvd.SyncBatchNorm(2)(torch.randn(4, 2))
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 3.0
+
+
+def test_norms_with_other_settings_are_an_error_on_every_rank():
+    run(3, _norms_with_other_settings)
+
+
 def _copies(rank, path):
     even = hvd.add_process_set([0, 2])
     for process_set in (even, hvd.global_process_set):

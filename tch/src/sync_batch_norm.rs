@@ -3,11 +3,11 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 
-use phalanx::batch_statistics::{Exchange, SMALL_VARIANCE};
+use phalanx::batch_statistics::{Exchange, SMALL_VARIANCE, Settings};
 use phalanx::reducer::panicked;
 use phalanx::{Communicator, Error, Result};
 use tch::nn::BatchNorm;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::shim;
 use crate::tensors::torch;
@@ -16,8 +16,8 @@ use crate::tensors::torch;
 /// On a CUDA device these sums go through the host's memory.
 ///
 /// Output, gradients and running statistics are those of one process with the whole batch, also if the ranks' batches are
-/// of different sizes. Each training pass exchanges `2·channels + 1` numbers in forward and as many in backward, and `channels` more where
-/// the values of one are far from zero beside their spread; an evaluation, and a world of one, exchange nothing.
+/// of different sizes. Each training pass exchanges `2·channels + 4` numbers in forward, of which three compare the ranks' settings, and as many in
+/// backward, and `channels` more where the values of one are far from zero beside their spread; an evaluation, and a world of one, exchange nothing.
 ///
 /// ```
 /// use phalanx_tch::SyncBatchNorm;
@@ -75,8 +75,8 @@ impl SyncBatchNorm {
     ///
     /// # Errors
     /// If an exchange fails, which leaves the running statistics as they were; or if `input` has another number of channels, or of dimensions, than
-    /// the plain layer takes, as an image without its batch has. On every rank, if `train`, and all ranks together have one value of each channel,
-    /// which has no variance. Where ranks exchange statistics, an error of one ends the group: the others wait for its part.
+    /// the plain layer takes, as an image without its batch has. On every rank, if `train`, and the ranks' layers were made with different `eps` or
+    /// `momentum`, or all ranks together have one value of each channel, which has no variance. Where ranks exchange statistics, an error of one ends the group: the others wait for its part.
     pub fn forward(&self, input: &Tensor, train: bool) -> Result<Tensor> {
         let (exchange, size) = (self.exchange(), input.size());
         if !train || exchange.ranks() == 1 {
@@ -122,7 +122,7 @@ impl SyncBatchNorm {
         ))
     }
 
-    /// Nothing if all ranks together have one value of each channel.
+    /// Nothing if all ranks together have one value of each channel, or their settings differ, which ends the group.
     fn normalised(
         &self,
         input: &Tensor,
@@ -151,11 +151,19 @@ impl SyncBatchNorm {
         };
         let squares = own_variance.f_add(&own_mean.f_square()?)?;
         let part = Tensor::f_cat(&[&own_mean, &squares], 0)?.f_mul_scalar(count)?;
-        let counted = Tensor::f_full([1], count, (Kind::Double, input.device()))?;
+        let settings = Settings { epsilon: self.epsilon, momentum: self.momentum };
+        let counted = [&[count][..], &settings.numbers()].concat();
+        let counted = Tensor::f_from_slice(&counted)?.f_to_device(input.device())?;
         let sums = summed(&Tensor::f_cat(&[part, counted], 0)?, &exchange)?;
         let total = sums.f_narrow(0, 2 * channels, 1)?.f_detach()?;
         // NaN after a failure.
-        let values = total.f_double_value(&[0])?;
+        let counted = sums.f_narrow(0, 2 * channels, 1 + Settings::NUMBERS as i64)?.f_detach()?;
+        let counted = Vec::<f64>::try_from(counted.f_to_device(Device::Cpu)?)?;
+        let (values, compared) = (counted[0], &counted[1..]);
+        if let Err(cause) = settings.check(compared) {
+            exchange.abort(cause);
+            return Ok(None);
+        }
         if values == 1.0 {
             return Ok(None);
         }

@@ -36,6 +36,10 @@ const RATE_UNIT: f64 = 1e-3;
 pub(crate) const WINDOW: usize = 32;
 /// The most parameters that are compared together after the first step: of each an optimizer takes several steps.
 const SAMPLE: usize = 32;
+/// More than what processors of several kinds round in other ways in many steps, of 1 or of what is larger.
+const DRIFT: f32 = 1e-4;
+/// In types of 16 bits one rounding is more than that. So many epsilons of the type are added, of the parameter.
+const ROUNDINGS: f32 = 8.0;
 /// The most bytes that a rank accepts from another.
 const MAX_BYTES: usize = 1 << 28;
 
@@ -241,6 +245,13 @@ pub(crate) fn is_near((one, other): (&f32, &f32), tolerance: f32) -> bool {
         true => (one - other).abs() <= tolerance * one.abs().max(other.abs()).max(1.0),
         false => one.is_finite() == other.is_finite(),
     }
+}
+
+/// Whether elements of parameters that took the same steps differ by rounding alone, in a type with this `epsilon`.
+pub(crate) fn has_not_drifted((one, other): (&f32, &f32), epsilon: f32) -> bool {
+    let largest = one.abs().max(other.abs());
+    let is_rounded = largest.is_finite() && (one - other).abs() <= ROUNDINGS * epsilon * largest;
+    is_rounded || is_near((one, other), DRIFT)
 }
 
 /// What a new optimizer like `optimizer` makes of small parameters, after each of [`STEPS`] steps.

@@ -118,8 +118,21 @@ impl<M: Module> Ddp<M> {
     /// Checks that `model` is the same on every rank, and gives every rank rank 0's parameters and buffers.
     ///
     /// If models differ, the error names the parameter. A model without any parameter that needs a gradient is refused.
-    /// Parameters that need none when this is called are not averaged. Numbers of the model that are no tensors, such as the epsilon of a batch norm or
-    /// the probability of a dropout, are not compared, as in PyTorch: replicas stay equal, but each rank computes its gradients with its own.
+    /// Parameters that need none when this is called are not averaged. Numbers of Burn's layers that are no tensors, such as the epsilon of a batch norm and the
+    /// probability of a dropout, are compared, too, where the model's `Debug` shows them, as derived code does. Those of other modules are not: replicas stay
+    /// equal, but each rank would compute its gradients with its own. A program whose ranks may have built other models, as from a file of each host, compares
+    /// Burn's description of its own modules first:
+    ///
+    /// ```
+    /// # use burn::nn::{Dropout, DropoutConfig};
+    /// # use phalanx::ProcessGroup;
+    /// # fn compare(model: &Dropout, group: &ProcessGroup) -> phalanx::Result<()> {
+    /// phalanx::reducer::verify_description(group, "model", &model.to_string())?; // an error on every rank, with both sides
+    /// # Ok(())
+    /// # }
+    /// # compare(&DropoutConfig::new(0.1).init(), &ProcessGroup::alone()?)?;
+    /// # Ok::<(), phalanx::Error>(())
+    /// ```
     ///
     /// All of the model that a rank has must be the same on every rank of `group`: a model of [units](crate::parallel::fsdp::FullySharded) is
     /// refused, and ranks that have different parts of [divided](crate::parallel::tensor) layers are. Ranks that have different stages of a
@@ -174,7 +187,7 @@ impl<M: Module> Ddp<M> {
             }
         };
         let model = inventory.ties.retie(model);
-        let sharers = Sharers::of(&model);
+        let sharers = Sharers::of(&model, &inventory.constants);
         Ok(Self {
             model: Some(model),
             inventory,

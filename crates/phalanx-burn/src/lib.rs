@@ -180,6 +180,7 @@ mod alike;
 mod averager;
 mod clip;
 mod collectives;
+mod constants;
 #[cfg(feature = "data")]
 pub mod data;
 mod data_parallel;

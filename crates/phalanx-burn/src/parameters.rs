@@ -10,7 +10,7 @@ use phalanx::{Error, Result};
 use crate::parallel::parts_in_words;
 use crate::tensor_bytes::{self, TensorBytes};
 use crate::ties::Ties;
-use crate::{device, read_back};
+use crate::{constants, device, read_back};
 
 /// A tensor of a module.
 #[derive(Clone)]
@@ -42,6 +42,8 @@ pub(crate) struct Inventory {
     parts: HashMap<ParamId, String>,
     /// Whether layers such as dropout behave as in training, under names that say so.
     flags: Vec<Parameter>,
+    /// What of Burn's layers are no tensors, such as an epsilon, with names that say where it is.
+    pub constants: Vec<(String, String)>,
 }
 
 impl Inventory {
@@ -78,7 +80,8 @@ impl Inventory {
         let (ties, buffers) = (Ties::of(module)?, buffers(module));
         let frozen = frozen.into_iter().filter(|parameter| !buffers.contains(&parameter.id)).collect();
         let parts = parts_in_words(module);
-        Ok(Self { parameters, frozen, state, indices, buffers, device, ties, parts, flags })
+        let constants = constants::of(module);
+        Ok(Self { parameters, frozen, state, indices, buffers, device, ties, parts, flags, constants })
     }
 
     /// Every tensor, in module order, under names that also say which part of it this rank has, and then the flags: what replicas must have in

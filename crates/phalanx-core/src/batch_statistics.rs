@@ -12,6 +12,7 @@ use crate::caller::Caller;
 use crate::collective::ReduceOp;
 use crate::error::{Error, Result};
 use crate::group::{Communicator, ProcessGroup, WeakGroup};
+use crate::hash::fnv1a;
 use crate::world_size::WorldSize;
 
 /// A variance that is a smaller part of the squared mean than this is added up about the mean of all ranks.
@@ -78,6 +79,48 @@ impl Moments {
         let channels = self.mean.iter().zip(&self.variance).zip(centre);
         let square = |((mean, variance), centre): ((&f64, &f64), &f64)| variance + (mean - centre).powi(2);
         channels.map(|channel| self.values * square(channel)).collect()
+    }
+}
+
+/// The numbers of a layer that are no tensors. Ranks with others would normalise, and keep running statistics, each in its own way.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Settings {
+    /// Added to the variance.
+    pub epsilon: f64,
+    /// The share of the newest batch in the running statistics.
+    pub momentum: f64,
+}
+
+impl Settings {
+    /// How many numbers ranks add up to compare their settings.
+    pub const NUMBERS: usize = 3;
+
+    /// What is added up over the ranks beside the statistics: 1, a hash, and its square. They are whole numbers, and the sums of two million ranks are
+    /// exact.
+    pub fn numbers(self) -> [f64; Self::NUMBERS] {
+        let bits = [self.epsilon, self.momentum].map(f64::to_bits);
+        let hash = (fnv1a(bits.into_iter().flat_map(u64::to_le_bytes)) >> 48) as f64;
+        [1.0, hash, hash * hash]
+    }
+
+    /// An error if these `sums` of all ranks' [`numbers`](Self::numbers) show that settings differ: every rank finds the same. Ranks without data have
+    /// added none.
+    ///
+    /// # Errors
+    /// It has the settings of this rank.
+    pub fn check(self, sums: &[f64]) -> Result<()> {
+        // The sums of a failed exchange are NaN, which is 0 here.
+        let sums: Vec<u128> = sums.iter().map(|sum| *sum as u128).collect();
+        let [ranks, sum, squares] = sums[..] else { return Err(Error::malformed("sums of other settings")) };
+        // Only if all hashes are the same.
+        if ranks.checked_mul(squares) == sum.checked_mul(sum) {
+            return Ok(());
+        }
+        let Self { epsilon, momentum } = self;
+        Err(Error::mismatch(format!(
+            "synchronised batch norms of the ranks have different settings: this rank's has the epsilon {epsilon} and the momentum {momentum}"
+        ))
+        .with_remedy("give every rank the same epsilon and momentum"))
     }
 }
 
@@ -185,14 +228,22 @@ impl Exchange {
         self.line.group().failure()
     }
 
-    /// The statistics of all ranks' values together; NaN if that failed, and then the group has ended with the cause.
-    pub fn moments(&self, own: Moments) -> Moments {
+    /// The statistics of all ranks' values together; NaN if that failed or their layers have other `settings`, and then the group has ended with the
+    /// cause.
+    pub fn moments(&self, own: Moments, settings: Settings) -> Moments {
         if self.line.group().world_size() == WorldSize::ONE {
             return own;
         }
         let mut sums = own.sums();
+        let statistics = sums.len();
+        sums.extend(settings.numbers());
         self.sum(&mut sums);
-        let mut all = Moments::from_sums(&sums);
+        let (sums, compared) = sums.split_at(statistics);
+        if let Err(cause) = settings.check(compared) {
+            self.abort(cause);
+            return Moments::unknown(own.mean.len());
+        }
+        let mut all = Moments::from_sums(sums);
         if all.has_small_variance() {
             let mut squares = own.squares_about(&all.mean);
             self.sum(&mut squares);
@@ -255,6 +306,8 @@ impl fmt::Debug for Exchange {
 mod tests {
     use super::*;
 
+    const SETTINGS: Settings = Settings { epsilon: 1e-5, momentum: 0.1 };
+
     fn of(values: &[f64]) -> Moments {
         let count = values.len() as f64;
         let mean = values.iter().sum::<f64>() / count;
@@ -287,7 +340,7 @@ mod tests {
         let parts: [&[f64]; 3] = [&[1e9, 1e9 + 1.0], &[], &[1e9 + 2.0, 1e9 + 3.0, 1e9 + 4.0]];
         let merged = run(3, Fabric::InProcess, |group| {
             let own = parts[group.rank().index()];
-            Exchange::new(&group).moments(if own.is_empty() { Moments::none(1) } else { of(own) })
+            Exchange::new(&group).moments(if own.is_empty() { Moments::none(1) } else { of(own) }, SETTINGS)
         });
         for moments in &merged {
             assert_eq!((moments.values, moments.mean[0]), (5.0, 1e9 + 2.0));
@@ -312,7 +365,7 @@ mod tests {
                 let beside = |number: Vec<f64>| [vec![f64::NAN], number].concat();
                 let own = Moments { values, mean: beside(mean), variance: beside(variance) };
                 group.step()?;
-                Ok(Some(exchange.moments(own)))
+                Ok(Some(exchange.moments(own, SETTINGS)))
             });
             joined.unwrap().value
         });
@@ -336,7 +389,7 @@ mod tests {
                 exchange.abort(Error::aborted("the device has failed"));
                 assert!(Moments::unknown(1).mean[0].is_nan());
             } else {
-                assert!(exchange.moments(of(&[1.0, 2.0])).mean[0].is_nan());
+                assert!(exchange.moments(of(&[1.0, 2.0]), SETTINGS).mean[0].is_nan());
             }
             [exchange.failure(), group.failure()].map(|error| error.unwrap().to_string())
         });
@@ -344,6 +397,52 @@ mod tests {
             outcomes.iter().flatten().all(|error| error.contains("the device has failed")),
             "{outcomes:?}"
         );
+    }
+
+    #[test]
+    fn layers_with_other_settings_end_the_group_on_every_rank_and_ranks_without_data_have_none() {
+        use crate::join::{JoinGroup, JoinOptions};
+        use crate::testing::{Fabric, run};
+        let others =
+            [SETTINGS, Settings { epsilon: 1e-3, ..SETTINGS }, Settings { momentum: 0.01, ..SETTINGS }];
+        for other in others {
+            let found = run(3, Fabric::InProcess, |group| {
+                let rank = group.rank().index();
+                let group = JoinGroup::new(group);
+                let joined = group.join(JoinOptions::default(), || {
+                    if rank == 1 {
+                        return Ok(1.0);
+                    }
+                    group.step()?;
+                    let settings = if rank == 2 { other } else { SETTINGS };
+                    let moments = Exchange::new(&group).moments(of(&[1.0, 3.0]), settings);
+                    group.failure().map_or(Ok(moments.mean[0]), Err)
+                });
+                joined.map(|joined| joined.value).map_err(|error| error.to_string())
+            });
+            for (rank, found) in found.into_iter().enumerate() {
+                match other == SETTINGS {
+                    true => assert_eq!(found, Ok(if rank == 1 { 1.0 } else { 2.0 })),
+                    false => assert!(
+                        found.as_ref().is_err_and(|error| error.contains("different settings")),
+                        "{found:?}"
+                    ),
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn settings_of_many_ranks_are_compared_exactly() {
+        let sums = |settings: &[(Settings, f64)]| {
+            let sum =
+                |place: usize| settings.iter().map(|(one, ranks)| one.numbers()[place] * ranks).sum::<f64>();
+            [0, 1, 2].map(sum)
+        };
+        let other = Settings { momentum: SETTINGS.momentum.next_up(), ..SETTINGS };
+        SETTINGS.check(&sums(&[(SETTINGS, 2e6)])).unwrap();
+        assert!(SETTINGS.check(&sums(&[(SETTINGS, 2e6 - 1.0), (other, 1.0)])).unwrap_err().is_mismatch());
+        SETTINGS.check(&[f64::NAN; 3]).unwrap();
     }
 
     #[test]

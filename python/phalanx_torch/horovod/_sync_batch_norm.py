@@ -1,5 +1,7 @@
 """Batch normalization with the statistics of all ranks."""
 
+import zlib
+
 import torch
 
 from phalanx_torch.horovod._job import ProcessSet, global_process_set
@@ -9,7 +11,8 @@ from phalanx_torch.horovod._operations import Sum, allreduce
 class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     """As ``torch.nn.BatchNorm``, over the batches of all ranks. In evaluation it is the same as that.
 
-    Each forward pass in training is two allreduces, and so is each backward pass. Ranks may have batches of different sizes.
+    Each forward pass in training is two allreduces, and so is each backward pass. Ranks may have batches of different sizes. The first allreduce also
+    compares their ``eps`` and ``momentum``.
     """
 
     def __init__(
@@ -35,12 +38,20 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         dims = [0, *range(2, input.dim())]
         # Halves are too coarse for sums.
         x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
-        own = x.new_tensor([x.numel() / x.size(1)])
+        own = x.new_tensor([x.numel() / x.size(1), *self._settings()])
         sums = self._summed(torch.cat([x.sum(dims), own]))
-        count = sums[-1].detach()
+        channels = x.size(1)
+        count = sums[channels].detach()
+        # Every rank has the same sums, and the same error.
+        ranks, *bits = sums[channels + 1 :].tolist()
+        if any(bit not in (0.0, ranks) for bit in bits):
+            raise ValueError(
+                f"SyncBatchNorm: the ranks' layers have different settings; this rank's has eps={self.eps} and momentum={self.momentum}. Give every rank "
+                "the same"
+            )
         if count <= 1:
             raise ValueError("SyncBatchNorm: Expected more than 1 value per channel over all ranks when training")
-        mean = sums[:-1] / count
+        mean = sums[:channels] / count
         view = [1, -1] + [1] * (x.dim() - 2)
         centered = x - mean.view(view)
         # Of the differences, for a variance that is small beside the mean.
@@ -51,6 +62,12 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         if self.affine:
             y = y * self.weight.view(view) + self.bias.view(view)
         return y.to(input.dtype)
+
+    def _settings(self) -> list[float]:
+        """1, and the bits of a hash of what ranks have alike: added up over n ranks they are n, and each is 0 or n. Such sums are exact in any type."""
+        momentum = None if self.momentum is None else float(self.momentum)
+        digest = zlib.crc32(repr((float(self.eps), momentum)).encode())
+        return [1.0, *(float(digest >> place & 1) for place in range(32))]
 
     def _summed(self, tensor: torch.Tensor) -> torch.Tensor:
         return allreduce(tensor, op=Sum, process_set=self._process_set)

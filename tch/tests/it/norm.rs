@@ -89,6 +89,23 @@ fn a_failed_exchange_is_the_error_of_the_pass() {
     });
 }
 
+#[test]
+fn layers_with_other_settings_are_an_error_on_every_rank() {
+    let usual = nn::BatchNormConfig::default();
+    for other in [nn::BatchNormConfig { eps: 1e-3, ..usual }, nn::BatchNormConfig { momentum: 0.5, ..usual }]
+    {
+        run(2, |group| {
+            let store = nn::VarStore::new(device());
+            let config = if group.rank().is_main() { usual } else { other };
+            let norm = SyncBatchNorm::new(nn::batch_norm2d(store.root(), 6, config), config, &group);
+            let outcome = norm.forward(&Tensor::ones([2, 6, 3, 3], on_device(Kind::Float)), true);
+            let error = outcome.unwrap_err().to_string();
+            assert!(error.contains("batch norms of the ranks have different settings"), "{error}");
+            assert_eq!(elements(&norm.norm.running_mean), [0.0; 6]);
+        });
+    }
+}
+
 /// The other one would wait for its part.
 #[test]
 fn an_input_that_one_rank_alone_cannot_normalise_ends_the_group() {

@@ -57,9 +57,10 @@ impl<M> Engine<M> {
         let kind = device::kind_of(&inventory.device)?;
         // To give all ranks rank 0's buffers is a call of all of them.
         let broadcast = || ("broadcast_buffers", options.broadcast_buffers.to_string());
-        let option = (!inventory.buffers.is_empty()).then(broadcast);
+        let mut alike: Vec<(&str, String)> = Vec::from_iter((!inventory.buffers.is_empty()).then(broadcast));
+        alike.extend(inventory.constants.iter().map(|(name, value)| (name.as_str(), value.clone())));
         let tensors = specs(&inventory.compared())?;
-        let same = verify_state_on(&group.in_call(Caller::DdpNew), kind, tensors, option.as_slice());
+        let same = verify_state_on(&group.in_call(Caller::DdpNew), kind, tensors, &alike);
         same.map_err(|error| match inventory.is_divided() && error.is_mismatch() {
             true => error.with_remedy(
                 "build the same model on every rank; ranks that divide layers among themselves are no replicas of each other: give Ddp the \

@@ -92,7 +92,8 @@ impl<M: Module> Ddp<M> {
     /// | learning rates, and the norms of [`Ddp::clip_grad_norm`](Self::clip_grad_norm), [`clip_grad_norm`](crate::clip_grad_norm) and [`parallel::clip_grad_norm`](crate::parallel::clip_grad_norm) | in the first step, and every 32 steps those of all 32; they may differ by rounding |
     /// | the steps and runs of the checkpoints from which each rank has loaded a [`TrainState`](crate::TrainState) or a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) | together with the learning rates; not in an elastic job, which gives every rank the same state |
     /// | among the ranks that [divide](crate::parallel::tensor) layers: what optimizers do, and learning rates | as among replicas, in the first step and every 32 steps |
-    /// | among the stages of a [`Pipeline`](crate::parallel::pipeline::Pipeline) | nothing: each may have an optimizer of its own. Give the stages of a [tied parameter](crate::parallel::pipeline::TiedParameter) the same, or its copies drift apart |
+    /// | among these ranks, too: of which parameters optimizers have a state, and after how many steps | in the first step, without a `ZeroRedundancyOptimizer` |
+    /// | among the stages of a [`Pipeline`](crate::parallel::pipeline::Pipeline) | nothing: each may have an optimizer of its own. Give the stages of a [tied parameter](crate::parallel::pipeline::TiedParameter) the same: its copies are compared |
     /// | the sampler, and the size of the batches, of [`TrainState::next_batch`](crate::TrainState::next_batch) | together with the learning rates; not in an elastic job |
     /// | the state of an optimizer that replaces the first one later | never: [`replicas_identical`](Self::replicas_identical) says whether replicas have drifted apart |
     ///
@@ -173,7 +174,9 @@ impl<M: Module> Ddp<M> {
             self.compare_again(optimizer, Caller::DdpStep).map_err(|error| self.fail(error))?;
         }
         let replica = (held(&self.model), &self.inventory.parameters[..]);
-        self.sharers.as_mut().map_or(Ok(()), |sharers| sharers.compare(optimizer, replica, rates))
+        // Ranks that have parts of the states have those of other parameters, if the parts of layers are not equally large.
+        let first = (!self.sharded, &self.inventory.constants[..]);
+        self.sharers.as_mut().map_or(Ok(()), |sharers| sharers.compare(optimizer, replica, rates, first))
     }
 
     /// Ends the groups with `error` if layers are divided: replicas compare without the ranks that have the other parts, and these without the replicas.

@@ -9,6 +9,7 @@ use phalanx_horovod::{Horovod, Reduction, Tensor as Named};
 
 use crate::alike;
 use crate::collectives::refuse_graph;
+use crate::constants;
 use crate::optimizer::OptimizerState;
 use crate::parallel::refuse_units;
 use crate::parameters::{self, Inventory, Select};
@@ -22,12 +23,16 @@ const MAX_STATE_BYTES: usize = 1 << 38;
 /// root has loaded a checkpoint.
 ///
 /// # Errors
-/// If the ranks' models differ, with the name of the first tensor that does; if the model has [units](crate::parallel::fsdp::FullySharded),
+/// If the ranks' models differ, with the name of the first tensor that does, or the first number of Burn's layers, as in [`Ddp::new`](crate::Ddp::new);
+/// if the model has [units](crate::parallel::fsdp::FullySharded),
 /// or ranks have different parts of [divided](crate::parallel::tensor) layers; and as a collective.
 #[doc(alias = "hvd.broadcast_parameters")]
 pub fn broadcast_parameters<M: Module>(hvd: &Horovod, model: M, root: Rank) -> Result<M> {
     check_replicas(hvd, &model, "broadcast.parts", "horovod::broadcast_parameters")?;
-    let Inventory { state: names, ties, buffers, .. } = Inventory::of(&model)?;
+    let Inventory { state: names, ties, buffers, constants, .. } = Inventory::of(&model)?;
+    if hvd.size() > 1 {
+        constants::check(&hvd.allgather_object("broadcast.numbers", &constants)?)?;
+    }
     if !buffers.is_empty() {
         // Running state defers the last forward pass's update, which would overwrite the root's.
         drop(model.valid());

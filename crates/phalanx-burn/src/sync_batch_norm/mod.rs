@@ -13,7 +13,7 @@ use burn::backend::Dispatch;
 use burn::module::{Content, DisplaySettings, Flag, Module, ModuleDisplay, Param, RunningState};
 use burn::nn::BatchNorm;
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use phalanx::batch_statistics::{Exchange, Moments};
+use phalanx::batch_statistics::{Exchange, Moments, Settings};
 use phalanx::{Communicator, Error, Result};
 
 pub(crate) use self::op::computed_in;
@@ -71,7 +71,7 @@ use crate::read_back;
 ///
 /// One all_reduce in forward (per channel the sum and the sum of squares, and the number of values) and one in
 /// backward (per channel the sums of the gradient and of its product with the normalised input): `2·channels` f64
-/// values, and one more in forward, whatever the size of the batch. Each rank's part is its mean and its variance about
+/// values, and four more in forward, whatever the size of the batch. Three of these compare the ranks' `epsilon` and `momentum`. Each rank's part is its mean and its variance about
 /// that mean, in the precision of the tensors, or in f32 if they are of 16 bits; merging the parts is exact to f64. If a channel's mean is more
 /// than 10,000 times its standard deviation, forward has one more all_reduce, of `channels` f64 values. Evaluation (`model.valid()`) uses the running
 /// statistics and exchanges nothing, and so does a world of one.
@@ -101,8 +101,8 @@ use crate::read_back;
 ///
 /// # Errors
 ///
-/// Neither `forward` nor backward can return an error. If an exchange fails, the group is ended with the cause, and the
-/// result is NaN: no step is done with wrong statistics, the running ones stay as they were, and the next call on the group, such as
+/// Neither `forward` nor backward can return an error. If an exchange fails, or the ranks' `epsilon` or `momentum` differ, the group is ended with
+/// the cause, and the result is NaN: no step is done with wrong statistics, the running ones stay as they were, and the next call on the group, such as
 /// [`Ddp::backward`](crate::Ddp::backward), returns the cause. [`failure`](Self::failure) returns it too.
 ///
 /// Source: S. Ioffe and C. Szegedy, *Batch Normalization*, 2015; the merge of parts is T. Chan's, G. Golub's and
@@ -200,8 +200,9 @@ impl SyncBatchNorm {
             _ => refuse_several("a SyncBatchNorm that trains", "take BatchNorm within the replicas"),
         };
         let own = allowed.and_then(|()| local_moments(x.clone().inner()));
+        let settings = Settings { epsilon: self.epsilon, momentum: self.momentum };
         let moments = match own {
-            Ok(own) => self.exchange.moments(own),
+            Ok(own) => self.exchange.moments(own, settings),
             Err(cause) => {
                 self.exchange.abort(cause);
                 Moments::unknown(channels)

@@ -13,10 +13,6 @@ use crate::{alike, read_back};
 
 /// The elements of each parameter that are compared.
 const COMPARED: usize = 2;
-/// More than what processors of several kinds round in other ways in an epoch, of 1 or of what is larger.
-const TOLERANCE: f32 = 1e-4;
-/// In types of 16 bits one rounding is more than that. So many epsilons of the type are added, of the parameter.
-const ROUNDINGS: f32 = 8.0;
 
 /// An error on every rank if the ranks' models differ after `epoch`, in the parameters that are trained, which are those of `indices`. All
 /// ranks call it together.
@@ -31,7 +27,7 @@ pub(super) fn check<M: Module>(
     let Heads { read, epsilons, .. } = heads;
     let are_near = |main: &[f32], own: &[f32]| {
         let mut pairs = main.iter().zip(own).zip(&epsilons);
-        main.len() == own.len() && pairs.all(|(pair, epsilon)| is_near(pair, *epsilon))
+        main.len() == own.len() && pairs.all(|(pair, epsilon)| alike::has_not_drifted(pair, *epsilon))
     };
     let Some(rank) = alike::first_other(&read?, are_near, group)? else { return Ok(()) };
     Err(Error::mismatch(format!(
@@ -40,13 +36,6 @@ pub(super) fn check<M: Module>(
     ))
     .with_peer(rank)
     .with_remedy("give every rank a Learner with the same settings, and let all ranks begin with the same checkpoint"))
-}
-
-/// Whether elements of a type with this `epsilon` differ by rounding alone.
-fn is_near((one, other): (&f32, &f32), epsilon: f32) -> bool {
-    let largest = one.abs().max(other.abs());
-    let is_rounded = largest.is_finite() && (one - other).abs() <= ROUNDINGS * epsilon * largest;
-    is_rounded || alike::is_near((one, other), TOLERANCE)
 }
 
 /// Reads the first elements of each parameter, and the epsilon of each one's type.

@@ -82,7 +82,7 @@ use crate::DdpOptions;
 ///
 /// A model's `step` must run backward once, on the whole model. It sees no gradients, which are on their way to the average then: what
 /// clips or changes them belongs into the optimizer, or into [`TrainStep::optimize`], which gets the averages. The number of steps in an
-/// epoch is that of the rank with the fewest batches.
+/// epoch is that of the rank with the fewest batches; if others have some left, as with another batch size, a warning of rank 0 says so.
 #[derive(Clone)]
 pub struct DdpStrategy {
     group: ProcessGroup,

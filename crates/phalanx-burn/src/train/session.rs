@@ -86,12 +86,18 @@ where
         let valid =
             valid.slice(bound(rank), bound(rank + 1)).to_device(&self.strategy.device.clone().inner());
 
+        let mut is_told = false;
         for epoch in starting_epoch..=self.components.num_epochs {
             let total_items = data.share * ranks;
             self.train_event(|| LearnerEvent::StartSplit { epoch_number: epoch, total_items });
             let trained = self.train_epoch(data.of_epoch(epoch, self.strategy), epoch, &mut average);
             self.tie(&average);
-            trained?;
+            if trained? && !std::mem::replace(&mut is_told, true) && self.group.rank().is_main() {
+                phalanx::warn(format_args!(
+                    "in epoch {epoch} some ranks had training batches left that were not trained: the training loader of another rank gave fewer, and all \
+                     ranks make as many steps. Give the loaders of all ranks the same batch size and number of workers"
+                ));
+            }
             drift::check(&self.learner.model(), &average.inventory.indices, epoch, self.group)?;
             self.train_event(|| LearnerEvent::EndSplit(epoch));
             if self.should_stop()? {
@@ -115,16 +121,26 @@ where
         Ok(())
     }
 
-    fn train_epoch(&mut self, loader: &TrainLoader<M>, epoch: usize, average: &mut Average<M>) -> Result<()> {
+    /// Returns whether some ranks had batches left when the others had none.
+    fn train_epoch(
+        &mut self,
+        loader: &TrainLoader<M>,
+        epoch: usize,
+        average: &mut Average<M>,
+    ) -> Result<bool> {
         let mut items = loaders::pass(loader, epoch, self.group);
         let (mut iteration, mut accumulated) = (0, 0);
         let ranks = self.group.world_size().count();
         loop {
             let item = self.wanted(items.next());
-            let (true, Some(item)) = (exchange::all(self.group, item.is_some())?, item) else {
+            let has_item = item.is_some();
+            let (true, Some(item)) = (exchange::all(self.group, has_item)?, item) else {
                 // As Burn's trainer: batches that are too few for a step are no part of the next epoch's first one.
                 average.drop_held();
-                return Ok(());
+                // A training that is to stop leaves batches, too.
+                let stops = self.components.interrupter.should_stop();
+                let own = if stops { STOPS } else { u8::from(has_item) };
+                return Ok(exchange::highest(self.group, own)? == LEFT);
             };
             iteration += 1;
             let progress = items.progress();
@@ -284,6 +300,9 @@ where
 
 /// The level of an error: higher than that of an interruption without one, which is 1.
 const FAILED: u8 = 2;
+/// At the end of an epoch, the level of a rank that has batches left, and the higher one of a rank whose training is to stop.
+const LEFT: u8 = 1;
+const STOPS: u8 = 2;
 
 /// The training data of one rank.
 struct Data<'a, M: LearnerModel> {

@@ -1,10 +1,12 @@
 //! What ranks compare of their optimizers.
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
-use burn::module::ParamGroup;
-use burn::nn::LinearConfig;
+use burn::module::{Module, ParamGroup};
+use burn::nn::transformer::TransformerEncoderConfig;
+use burn::nn::{BatchNormConfig, Dropout, DropoutConfig, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
-use burn::optim::{AdamWConfig, SgdConfig};
+use burn::optim::{AdamWConfig, ModuleOptimizer, SgdConfig};
+use phalanx::reducer::verify_description;
 use phalanx::{ProcessGroup, Result};
 use phalanx_burn::parallel::tensor::{ColumnParallelLinear, RowParallelLinear, TensorGroup};
 use phalanx_burn::{Ddp, SyncedGradients, clip_grad_norm, parallel};
@@ -195,6 +197,112 @@ fn other_settings_or_rates_on_a_rank_that_divides_layers_are_an_error_on_every_r
             assert_eq!(error.is_some(), said.is_some(), "{error:?}");
             assert!(error.iter().zip(said).all(|(error, said)| error.contains(said)), "{error:?}");
         }
+    }
+}
+
+#[test]
+fn a_state_of_the_optimizer_that_one_rank_that_divides_layers_lacks_is_an_error_on_every_rank() {
+    for (first_has, second_has) in [(true, true), (true, false), (false, true)] {
+        let errors = run(2, |group| {
+            let has_state = if group.rank().is_main() { first_has } else { second_has };
+            let tensor = TensorGroup::new(&group);
+            let layer = RowParallelLinear::new(LinearConfig::new(8, 8).init(&device()), &tensor).unwrap();
+            let alone = ProcessGroup::alone().unwrap();
+            let mut optimizer = AdamWConfig::new().init();
+            let step = |layer: RowParallelLinear, optimizer: &mut ModuleOptimizer| {
+                let mut ddp = Ddp::new(layer, &alone).unwrap();
+                let x = tensor.part(samples(0, 4).0, 1);
+                let loss = ddp.forward(|layer: &RowParallelLinear| layer.forward(x).mean()).unwrap();
+                let gradients = ddp.backward(&loss).unwrap();
+                ddp.step(optimizer, 0.01, gradients).map(|()| ddp.into_model())
+            };
+            let layer = step(layer, &mut optimizer).unwrap();
+            // As if the state had been lost with the process, and loaded on some ranks alone.
+            let mut own = if has_state { optimizer } else { AdamWConfig::new().init() };
+            step(layer, &mut own).err().map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), first_has != second_has, "{error:?}");
+            assert!(error.is_none_or(|error| error.contains("optimizers have different states")));
+        }
+    }
+}
+
+#[derive(Module, Debug)]
+struct Dropping {
+    layer: Linear,
+    dropout: Dropout,
+}
+
+#[test]
+fn layers_that_compute_with_other_numbers_on_one_rank_are_refused_on_every_rank() {
+    let said = "`prob` of Dropout (layer 1 of those with such numbers) is 0.1 on rank 0 and 0.2 on rank 2";
+    for (other, said) in [(0.1, None), (0.2, Some(said))] {
+        let errors = run(3, |group| {
+            let prob = if group.rank().index() == 2 { other } else { 0.1 };
+            let (layer, dropout) = (LinearConfig::new(8, 3).init(&device()), DropoutConfig::new(prob).init());
+            Ddp::new(Dropping { layer, dropout }, &group).err().map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), said.is_some(), "{error:?}");
+            assert!(error.iter().zip(said).all(|(error, said)| error.contains(said)), "{error:?}");
+        }
+    }
+}
+
+/// No replicas see it: each rank has another part of one.
+#[test]
+fn layers_that_compute_with_other_numbers_on_a_rank_that_divides_others_are_an_error_on_every_rank() {
+    for (other, said) in [(1e-5, None), (1e-3, Some("0.001 on rank 1"))] {
+        let errors = run(2, |group| {
+            let epsilon = if group.rank().is_main() { 1e-5 } else { other };
+            let tensor = TensorGroup::new(&group);
+            let layer = ColumnParallelLinear::new(LinearConfig::new(8, 8).init(&device()), &tensor).unwrap();
+            let norm = LayerNormConfig::new(8).with_epsilon(epsilon).init(&device());
+            let mut ddp = Ddp::new((norm, layer), &ProcessGroup::alone().unwrap()).unwrap();
+            let x = samples(0, 4).0;
+            let loss = ddp.forward(|(norm, layer)| layer.forward(norm.forward(x)).mean()).unwrap();
+            let gradients = ddp.backward(&loss).unwrap();
+            let error = ddp.step(&mut SgdConfig::new().init(), 0.01, gradients).err();
+            error.map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), said.is_some(), "{error:?}");
+            assert!(error.iter().zip(said).all(|(error, said)| error.contains(said)), "{error:?}");
+        }
+    }
+}
+
+#[test]
+fn a_warning_says_that_nothing_checks_what_a_dropout_among_divided_layers_drops() {
+    for (prob, expected) in [(0.0, [0, 0]), (0.1, [1, 0])] {
+        let warnings = run(2, |group| {
+            let log = Log::default();
+            tracing::subscriber::with_default(log.clone(), || {
+                let layer = LinearConfig::new(8, 8).init(&device());
+                let layer = ColumnParallelLinear::new(layer, &TensorGroup::new(&group)).unwrap();
+                let dropout = DropoutConfig::new(prob).init();
+                Ddp::new((layer, dropout), &ProcessGroup::alone().unwrap()).unwrap();
+            });
+            log.0.lock().iter().filter(|warning| warning.contains("has a dropout of 0.1")).count()
+        });
+        assert_eq!(warnings, expected, "{prob}");
+    }
+}
+
+/// Each rank builds its own, with ids and weights of its own.
+#[test]
+fn the_descriptions_of_models_say_whether_numbers_that_are_no_tensors_differ() {
+    const SAME: (f64, f64) = (0.1, 1e-5);
+    for other in [SAME, (0.2, 1e-5), (0.1, 1e-3)] {
+        run(2, |group| {
+            let (dropout, epsilon) = if group.rank().is_main() { SAME } else { other };
+            let encoder = TransformerEncoderConfig::new(8, 16, 2, 1).with_dropout(dropout).init(&device());
+            let norm = BatchNormConfig::new(8).with_epsilon(epsilon).init(&device());
+            let described = format!("{encoder} {norm}");
+            let compared = verify_description(&group, "model", &described);
+            assert_eq!(compared.is_err_and(|error| error.is_mismatch()), other != SAME);
+        });
     }
 }
 

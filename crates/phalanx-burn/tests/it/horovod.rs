@@ -6,7 +6,7 @@ use std::sync::Barrier;
 use std::time::Duration;
 
 use burn::module::{Module, ModuleMapper, Param};
-use burn::nn::LinearConfig;
+use burn::nn::{LayerNormConfig, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig};
 use burn::tensor::{Tensor, TensorData};
@@ -233,6 +233,20 @@ fn adasum_combines_what_each_rank_s_optimizer_has_changed() {
         }
         assert!(distance(&expected, &with_ddp(&model, 2, micro)) > 1e-3, "it is not the average");
     }
+}
+
+#[test]
+fn layers_that_compute_with_other_numbers_on_one_rank_are_an_error_on_every_rank() {
+    run(2, |group| {
+        let hvd = horovod(&group);
+        let norm = |epsilon| LayerNormConfig::new(8).with_epsilon(epsilon).init(&device());
+        let own = norm(if hvd.rank().is_main() { 1e-5 } else { 1e-3 });
+        let error = broadcast_parameters(&hvd, own, Rank::MAIN).unwrap_err();
+        assert!(error.is_mismatch() && error.to_string().contains("0.001 on rank 1"), "{error}");
+        // It ends nothing.
+        broadcast_parameters(&hvd, norm(1e-5), Rank::MAIN).unwrap();
+        hvd.barrier().unwrap();
+    });
 }
 
 #[test]

@@ -502,6 +502,24 @@ fn a_failed_exchange_ends_the_group_and_gives_no_numbers() {
 }
 
 #[test]
+fn layers_with_other_settings_end_the_group_and_give_no_numbers() {
+    for (epsilon, momentum) in [(1e-3, 0.1), (1e-5, 0.5)] {
+        run(2, |group| {
+            let norm = match group.rank().is_main() {
+                true => layer(),
+                false => BatchNorm { epsilon, momentum, ..layer() },
+            };
+            let norm = SyncBatchNorm::new(norm, &group);
+            let output = norm.forward(samples(0, 4, [0, CHANNELS]));
+            assert!(values(output).iter().all(|value| value.is_nan()));
+            let cause = norm.failure().unwrap().to_string();
+            assert!(cause.contains("batch norms of the ranks have different settings"), "{cause}");
+            assert_eq!(values(norm.running_mean.value_sync()), [0.0; CHANNELS]);
+        });
+    }
+}
+
+#[test]
 fn gradient_checkpointing_changes_nothing() {
     let gradients = |device: &Device, group: &ProcessGroup| {
         let norm = SyncBatchNorm::new(BatchNormConfig::new(4).init(device), group);

@@ -39,9 +39,10 @@ enum Difference {
         count: u32,
         mine: Option<ParameterSpec>,
     },
+    /// An option, which one of the two may not have.
     Option {
         name: String,
-        mine: String,
+        mine: Option<String>,
     },
     Device {
         mine: Option<String>,
@@ -249,9 +250,14 @@ impl Contract {
                 mine: self.parameters.get(index).cloned(),
             });
         }
-        let option = self.options.iter().find(|option| !main.options.contains(option));
-        if let Some((name, mine)) = option {
-            return Some(Difference::Option { name: name.clone(), mine: mine.clone() });
+        let of = |contract: &Self, name: &str| {
+            contract.options.iter().find(|(other, _)| other == name).map(|(_, value)| value.clone())
+        };
+        let mut names = self.options.iter().chain(&main.options).map(|(name, _)| name);
+        if self.options != main.options
+            && let Some(name) = names.find(|name| of(self, name) != of(main, name))
+        {
+            return Some(Difference::Option { name: name.clone(), mine: of(self, name) });
         }
         (self.plan_hash != main.plan_hash).then_some(Difference::Plan { hash: self.plan_hash })
     }
@@ -276,6 +282,7 @@ impl Difference {
             Self::Option { name, mine } => {
                 let theirs = main.options.iter().find(|(other, _)| other == name);
                 let theirs = theirs.map_or("unset", |(_, value)| value);
+                let mine = mine.as_deref().unwrap_or("unset");
                 let cause = format!("the option {name} is {theirs} on rank 0 and {mine} on rank {rank}");
                 return Error::mismatch(cause).with_peer(rank).with_remedy(
                     "give every rank the same options and the same hook, and load the same state on every rank, or on none",
@@ -305,6 +312,23 @@ impl Difference {
 mod tests {
     use super::*;
     use crate::testing::{Fabric, run};
+
+    #[test]
+    fn an_option_that_one_rank_lacks_is_named_whichever_rank_that_is() {
+        for (without, said) in
+            [(0, "unset on rank 0 and 3 on rank 1"), (2, "3 on rank 0 and unset on rank 2")]
+        {
+            let errors = run(3, Fabric::InProcess, |group| {
+                let options = [("period", "3".to_owned())];
+                let given = &options[usize::from(group.rank().index() == without)..];
+                verify_state_on(&group, "cpu", Vec::new(), given).unwrap_err().to_string()
+            });
+            assert!(
+                errors.iter().all(|error| error.contains(&format!("the option period is {said}"))),
+                "{errors:?}"
+            );
+        }
+    }
 
     #[test]
     fn a_description_that_differs_on_one_rank_is_shown_on_all() {

@@ -23,6 +23,7 @@ use super::layout::FlatLayout;
 use super::recompute::{Recomputed, Slots};
 use super::statement::{Said, compare};
 use super::whole::{Hollow, Role, Whole};
+use crate::constants;
 use crate::parameters::{self, Inventory, Select};
 use crate::replicas;
 use crate::tensor_bytes;
@@ -103,7 +104,7 @@ impl<M> fmt::Debug for Unit<M> {
 }
 
 /// What a rank's module must have in common with the others'.
-type Description = (usize, String, Vec<(String, Vec<usize>, String)>);
+type Description = (usize, String, Vec<(String, Vec<usize>, String)>, Vec<(String, String)>);
 
 impl<M: Module + 'static> FullySharded<M> {
     /// Keeps this rank's shard of rank 0's `module`. All ranks call it together, for their units in the same order.
@@ -135,7 +136,7 @@ impl<M: Module + 'static> FullySharded<M> {
                     let frozen = if is_frozen(tensor) { "frozen " } else { "" };
                     (tensor.name.clone(), tensor.shape.clone(), format!("{frozen}{:?}", tensor.dtype))
                 });
-                Ok((number, format!("{:?}", exchanges.options), state.collect()))
+                Ok((number, format!("{:?}", exchanges.options), state.collect(), inventory.constants.clone()))
             }
             Err(error) => Err(error.to_string()),
         };
@@ -397,13 +398,17 @@ impl ModuleVisitor for InnerUnit<'_> {
 
 /// What differs between two ranks' units.
 fn difference(
-    (here, (first, options, tensors)): (&str, &Description),
-    (there, (second, other_options, others)): (&str, &Description),
+    (here, (first, options, tensors, constants)): (&str, &Description),
+    (there, (second, other_options, others, other_constants)): (&str, &Description),
 ) -> String {
     let cause = if first != second {
         format!("{here} makes unit {first}, and {there} unit {second}")
     } else if options != other_options {
         format!("{here} has the options {options}, and {there} {other_options}")
+    } else if let (true, Some(cause)) =
+        (tensors == others, constants::difference((here, constants), (there, other_constants)))
+    {
+        cause
     } else {
         let place = tensors.iter().zip(others).take_while(|(one, other)| one == other).count();
         let describe = |tensors: &[(String, Vec<usize>, String)]| match tensors.get(place) {

@@ -8,6 +8,7 @@ use phalanx::{Error, Result};
 use super::super::refuse_divided;
 use super::exchanges::Exchanges;
 use super::unit::unit_name;
+use crate::constants;
 use crate::parameters::{Inventory, Parameter};
 
 /// What a model is made of.
@@ -18,10 +19,12 @@ pub(super) struct Units {
     pub numbers: HashMap<ParamId, usize>,
     /// What is in no unit, and whether layers there, such as dropout, train.
     rest: Vec<Parameter>,
+    /// What of Burn's layers outside of units are no tensors.
+    constants: Vec<(String, String)>,
 }
 
-/// What a rank's model must have in common with the others': numbers of units, and other tensors.
-pub(super) type Description = (Vec<usize>, Vec<String>);
+/// What a rank's model must have in common with the others': numbers of units, other tensors, and numbers of other layers.
+pub(super) type Description = (Vec<usize>, Vec<String>, Vec<(String, String)>);
 
 impl Units {
     pub fn of<M: Module>(model: &M, exchanges: &Exchanges) -> Result<Self> {
@@ -58,13 +61,13 @@ impl Units {
         let rest =
             inventory.compared().into_iter().filter(|tensor| !known.contains_key(&tensor.id)).collect();
         let numbers = known.into_iter().filter(|(_, unit)| seen.contains(unit)).collect();
-        Ok(Self { order, numbers, rest })
+        Ok(Self { order, numbers, rest, constants: inventory.constants })
     }
 
     pub fn described(&self) -> Description {
         let rest = self.rest.iter();
         let rest = rest.map(|Parameter { name, dtype, shape, .. }| format!("`{name}` {dtype:?} {shape:?}"));
-        (self.order.iter().map(|(unit, _)| *unit).collect(), rest.collect())
+        (self.order.iter().map(|(unit, _)| *unit).collect(), rest.collect(), self.constants.clone())
     }
 }
 
@@ -106,11 +109,15 @@ pub(super) fn whole_name(shard: &str, parameter: &Parameter) -> String {
 
 /// What differs between two ranks' models.
 pub(super) fn difference(
-    (here, (first, rest)): (&str, &Description),
-    (there, (second, other_rest)): (&str, &Description),
+    (here, (first, rest, constants)): (&str, &Description),
+    (there, (second, other_rest, other_constants)): (&str, &Description),
 ) -> String {
     if first != second {
         return format!("{here}'s model has the units {first:?}, and {there}'s {second:?}");
+    }
+    let numbers = constants::difference((here, constants), (there, other_constants));
+    if let Some(cause) = numbers.filter(|_| rest == other_rest) {
+        return format!("the ranks' models differ: {cause}");
     }
     let place = rest.iter().zip(other_rest).take_while(|(one, other)| one == other).count();
     let describe = |rest: &[String]| rest.get(place).cloned().unwrap_or_else(|| "none".to_owned());

@@ -1,11 +1,17 @@
 //! A parameter that two stages share.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use burn::module::{Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 use phalanx::{Caller, Error, ProcessGroup, Rank, ReduceOp, Result};
 
-use crate::Collectives;
+use crate::{Collectives, alike, read_back};
+
+/// The most elements of a copy that are compared.
+const SAMPLE: usize = 4096;
 
 /// A parameter that several stages use, each with a copy of its own, such as an embedding in the first stage and the decoder that is
 /// tied to it in the last: their gradients are added up, so that the copies stay equal.
@@ -24,6 +30,9 @@ use crate::Collectives;
 /// # }
 /// ```
 ///
+/// Give the ranks that have a copy the same optimizer, with the same settings and learning rates, though other stages may have others. In the first two
+/// steps, and every 32 steps, up to 4,096 elements of the copies are compared.
+///
 /// Stages on one rank need none of this: they share a clone of the parameter.
 ///
 /// To clip gradients after that, give the copies to [`parallel::clip_grad_norm`](crate::parallel::clip_grad_norm), so that they count once.
@@ -31,6 +40,8 @@ use crate::Collectives;
 pub struct TiedParameter {
     /// The ranks that have a copy; None on the others.
     group: Option<ProcessGroup>,
+    /// How often gradients were added up; clones have one number.
+    calls: Arc<AtomicUsize>,
 }
 
 impl TiedParameter {
@@ -46,13 +57,13 @@ impl TiedParameter {
     ) -> Result<(Self, Option<Param<Tensor<D>>>)> {
         let group = group.in_call(Caller::PipelineTrain).split(parameter.is_some().then_some(0), 0)?;
         let (Some(group), Some(parameter)) = (&group, parameter) else {
-            return Ok((Self { group: None }, None));
+            return Ok((Self { group: None, calls: Arc::default() }, None));
         };
         let value = parameter.base().clone().detach().broadcast(group, Rank::MAIN)?;
         let (_, old, mapper) = parameter.consume();
         let copy =
             Param::from_mapped_value(ParamId::new(), value.set_require_grad(old.is_require_grad()), mapper);
-        Ok((Self { group: Some(group.clone()) }, Some(copy)))
+        Ok((Self { group: Some(group.clone()), calls: Arc::default() }, Some(copy)))
     }
 
     /// Whether this rank's copy is the one that counts in a norm.
@@ -64,7 +75,8 @@ impl TiedParameter {
     /// of its stages.
     ///
     /// # Errors
-    /// If this rank gave no parameter, or the gradients have none for it; if the exchange fails.
+    /// If this rank gave no parameter, or the gradients have none for it; if the exchange fails. On every rank that has a copy, if the copies are not the
+    /// same by now. Each of these but the first ends the rank's groups.
     pub fn sum<const D: usize>(
         &self,
         parameter: &Param<Tensor<D>>,
@@ -75,6 +87,7 @@ impl TiedParameter {
                 "call TiedParameter::sum on the ranks that gave TiedParameter::new a parameter",
             ));
         };
+        self.compare(parameter, group).inspect_err(|error| group.abort_all(error.clone()))?;
         let id: ParamId = parameter.id;
         let Some(gradient) = gradients.remove::<D>(id) else {
             let error = Error::invalid_argument("a copy of a tied parameter has no gradient");
@@ -83,5 +96,31 @@ impl TiedParameter {
         };
         gradients.register(id, gradient.all_reduce(group, ReduceOp::Sum)?);
         Ok(())
+    }
+
+    /// An error on every rank of `group` if its copies differ by more than rounding, in a call in which they are compared.
+    fn compare<const D: usize>(&self, parameter: &Param<Tensor<D>>, group: &ProcessGroup) -> Result<()> {
+        let call = self.calls.fetch_add(1, Ordering::Relaxed);
+        if call > 1 && !call.is_multiple_of(alike::WINDOW) {
+            return Ok(());
+        }
+        let own = parameter.base().clone().detach();
+        let epsilon = own.dtype().finfo().map_or(0.0, |info| info.epsilon as f32);
+        let own = read_back::data(own)?;
+        let distance = own.num_elements().div_ceil(SAMPLE).max(1);
+        let sample: Vec<f32> = own.iter::<f32>().step_by(distance).collect();
+        let are_near = |main: &[f32], own: &[f32]| {
+            main.iter().zip(own).all(|pair| alike::has_not_drifted(pair, epsilon))
+        };
+        let Some(rank) = alike::first_other(&sample, are_near, group)? else { return Ok(()) };
+        let [first, other] = [Rank::MAIN, rank].map(|rank| group.global_rank(rank));
+        let (first, other) = (first?, other?);
+        Err(Error::mismatch(format!(
+            "the copies of a tied parameter on the ranks {first} and {other} differ: they were changed otherwise than by the same optimizer"
+        ))
+        .with_peer(other)
+        .with_remedy(
+            "give the stages that have a copy the same optimizer, settings and learning rates, and load the same checkpoint into all of them",
+        ))
     }
 }

@@ -46,8 +46,10 @@ impl ParallelAttention {
     /// This rank's part of rank 0's `attention`. All ranks call it together.
     ///
     /// # Errors
-    /// If the heads cannot be divided evenly, the dropout is not 0, or the exchange fails.
+    /// If the heads cannot be divided evenly, the dropout is not 0, or the exchange fails. On every rank, if one's has other settings, such as another
+    /// number of heads.
     pub fn new(attention: MultiHeadAttention, group: &TensorGroup) -> Result<Self> {
+        group.compare("attention", &attention.to_string())?;
         Self::of(group.replicate(attention)?, group, Activations::Replicated)
     }
 
@@ -132,8 +134,9 @@ impl ParallelFeedForward {
     /// This rank's part of rank 0's `layer`. All ranks call it together.
     ///
     /// # Errors
-    /// If the hidden units cannot be divided evenly, the dropout is not 0, or the exchange fails.
+    /// If the hidden units cannot be divided evenly, the dropout is not 0, or the exchange fails. On every rank, if one's has another activation.
     pub fn new(layer: PositionWiseFeedForward, group: &TensorGroup) -> Result<Self> {
+        group.compare("feed-forward activation", &kind(&layer.activation))?;
         Self::of(group.replicate(layer)?, group, Activations::Replicated)
     }
 
@@ -268,12 +271,32 @@ struct Whole {
     quiet_softmax: bool,
 }
 
+/// An activation, or its kind alone if it has parameters, whose ids are each rank's own.
+fn kind(activation: &Activation) -> String {
+    let shown = format!("{activation:?}");
+    match shown.contains("Param") {
+        true => shown.chars().take_while(char::is_ascii_alphanumeric).collect(),
+        false => shown,
+    }
+}
+
+/// The numbers with which an encoder computes, for people.
+fn described(encoder: &TransformerEncoder) -> String {
+    let layer = |TransformerEncoderLayer { mha, pwff, norm_1, norm_2, .. }: &TransformerEncoderLayer| {
+        format!("{mha}, {}, {norm_1}, {norm_2}", kind(&pwff.activation))
+    };
+    let layers: Vec<String> = encoder.layers.iter().map(layer).collect();
+    format!("{encoder} of [{}]", layers.join("; "))
+}
+
 impl ParallelEncoder {
     /// This rank's part of rank 0's `encoder`. All ranks call it together, with the same `activations`.
     ///
     /// # Errors
-    /// If heads or hidden units cannot be divided evenly, the dropout is not 0, or the exchange fails.
+    /// If heads or hidden units cannot be divided evenly, the dropout is not 0, or the exchange fails. On every rank, if one's has other settings, such as
+    /// another number of heads, place or epsilon of norms.
     pub fn new(encoder: TransformerEncoder, group: &TensorGroup, activations: Activations) -> Result<Self> {
+        group.compare("encoder", &described(&encoder))?;
         let encoder = group.replicate(encoder)?;
         let whole = Whole {
             d_model: encoder.d_model,

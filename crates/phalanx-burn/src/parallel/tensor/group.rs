@@ -2,10 +2,13 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use burn::backend::Dispatch;
 use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::Tensor;
+use phalanx::reducer::{states_identical, verify_description};
 use phalanx::{Caller, Error, ProcessGroup, Rank, ReduceOp, Result};
 
 use super::super::division::{Division, Span, divided, noted};
@@ -16,6 +19,9 @@ use super::TensorPlan;
 use crate::parameters::Select;
 use crate::replicas;
 use crate::{Collectives, device, read_back};
+
+/// After how many calls ranks show each other again what all of them have: a prime number, so that it comes to each of a step's calls.
+const SHOWN: usize = 1021;
 
 /// The ranks among which layers are divided: what tensor-parallel layers are made with, and what layers of one's own are built
 /// from.
@@ -47,37 +53,41 @@ use crate::{Collectives, device, read_back};
 /// failure all ranks go back to the last checkpoint: some may have taken the step already.
 #[doc(alias("tensor_model_parallel_group", "copy_to_tensor_model_parallel_region"))]
 #[derive(Clone)]
-pub struct TensorGroup(ProcessGroup);
+pub struct TensorGroup {
+    group: ProcessGroup,
+    /// How often ranks have shown each other what all of them have; clones have one number.
+    shown: Arc<AtomicUsize>,
+}
 
 impl TensorGroup {
     /// Over the ranks of `group`, such as `mesh.group("tensor")?`.
     pub fn new(group: &ProcessGroup) -> Self {
-        Self(group.in_call(Caller::TensorParallel))
+        Self { group: group.in_call(Caller::TensorParallel), shown: Arc::default() }
     }
 
     /// The number of ranks.
     pub fn ranks(&self) -> usize {
-        self.0.world_size().count()
+        self.group.world_size().count()
     }
 
     /// This rank's number.
     pub fn rank(&self) -> usize {
-        self.0.rank().index()
+        self.group.rank().index()
     }
 
     /// The cause, if the group has failed.
     pub fn failure(&self) -> Option<Error> {
-        self.0.failure()
+        self.group.failure()
     }
 
     /// The group itself.
     pub(in crate::parallel) fn group(&self) -> &ProcessGroup {
-        &self.0
+        &self.group
     }
 
     /// Ends the groups of this rank with `cause`.
     pub(in crate::parallel) fn abort(&self, cause: Error) {
-        self.0.abort_all(cause);
+        self.group.abort_all(cause);
     }
 
     /// The tensor as it is; its gradient is the sum of all ranks' gradients.
@@ -131,9 +141,9 @@ impl TensorGroup {
         let (device, dtype) = (tensor.device(), tensor.dtype());
         if let Err(error) = device::check(&device) {
             self.abort(error);
-            return Tensor::full(forward.shape(tensor.shape(), &self.0), f64::NAN, (&device, dtype));
+            return Tensor::full(forward.shape(tensor.shape(), &self.group), f64::NAN, (&device, dtype));
         }
-        let exchange = Exchange::new(&self.0, forward, backward);
+        let exchange = Exchange::new(&self.group, forward, backward);
         Tensor::from_dispatch(Dispatch::exchanged(tensor.into_dispatch(), exchange))
     }
 
@@ -148,7 +158,7 @@ impl TensorGroup {
     pub fn replicate<M: Module>(&self, module: M) -> Result<M> {
         // Asked of all ranks, or the others would wait for one that finds it here alone.
         let own = (!divided(&module).is_empty(), first_shard(&module));
-        let all = self.0.all_gather_object(&own)?;
+        let all = self.group.all_gather_object(&own)?;
         if let Some(name) = all.iter().find_map(|(_, shard)| shard.as_deref()) {
             return Err(Error::invalid_argument(format!(
                 "`{name}` is the shard of a unit: a module with it cannot be the same on every rank"
@@ -161,7 +171,23 @@ impl TensorGroup {
             )
             .with_remedy("divide its layers after this call, or by one TensorPlan"));
         }
-        replicas::from_rank(module, &self.0, Rank::MAIN, Select::All)
+        replicas::from_rank(module, &self.group, Rank::MAIN, Select::All)
+    }
+
+    /// An error on every rank unless what each has of `what` is `described` alike: [`replicate`](Self::replicate) gives ranks rank 0's tensors, and not the
+    /// numbers with which layers compute, such as how many heads there are.
+    pub(super) fn compare(&self, what: &str, described: &str) -> Result<()> {
+        verify_description(&self.group, what, described)
+    }
+
+    /// Whether every rank has these bytes of something that all of them have, in the first two of these calls and every [`SHOWN`]th; true in the others.
+    /// Ranks that got other batches would compute parts of different results, and no shape would say so. All ranks call it together.
+    pub(super) fn is_everyones(&self, bytes: &[u8]) -> Result<bool> {
+        let call = self.shown.fetch_add(1, Ordering::Relaxed);
+        if call > 1 && !call.is_multiple_of(SHOWN) {
+            return Ok(true);
+        }
+        states_identical(&self.group, [bytes])
     }
 
     /// Every rank's plan, and what is wrong with its module.
@@ -170,12 +196,12 @@ impl TensorGroup {
         plan: &TensorPlan,
         fault: Option<String>,
     ) -> Result<Vec<(TensorPlan, Option<String>)>> {
-        self.0.all_gather_object(&(plan.clone(), fault))
+        self.group.all_gather_object(&(plan.clone(), fault))
     }
 
     /// The sum of each of all ranks' `numbers`.
     pub(in crate::parallel) fn sum(&self, numbers: &mut [f64]) -> Result<()> {
-        self.0.all_reduce(numbers, ReduceOp::Sum)
+        self.group.all_reduce(numbers, ReduceOp::Sum)
     }
 
     /// The module with its divided parameters whole again, on every rank: to save it, or to use it without a group. Layers of fixed types,
@@ -188,7 +214,7 @@ impl TensorGroup {
         let (noted, own) = (noted(&module), (self.rank(), self.ranks()));
         let other = noted.values().map(|part| (part.rank, part.ranks)).find(|part| *part != own);
         // Asked of all ranks, or the others would wait for one that finds it here alone.
-        let mut others = self.0.all_gather_object(&other)?.into_iter().enumerate();
+        let mut others = self.group.all_gather_object(&other)?.into_iter().enumerate();
         if let Some((rank, (part, parts))) = others.find_map(|(rank, other)| Some((rank, other?))) {
             return Err(Error::invalid_argument(format!(
                 "rank {rank} has part {part} of {parts} of a divided layer, and in this tensor group it is number {rank} of {}",
@@ -236,7 +262,7 @@ impl TensorGroup {
         dim: usize,
     ) -> Result<Param<Tensor<D>>> {
         let first = parameter.base().clone().detach().swap_dims(0, dim);
-        let whole = first.all_gather(&self.0)?.swap_dims(0, dim);
+        let whole = first.all_gather(&self.group)?.swap_dims(0, dim);
         changed(parameter.clone(), |_| whole)
     }
 

@@ -48,7 +48,8 @@ impl VocabParallelEmbedding {
 
     /// The vectors of `tokens`, `[batch, length]`, which every rank has: `[batch, length, d_model]`, the same on every rank.
     ///
-    /// A token that the vocabulary does not have ends the group with an error that names it, and the result is NaN.
+    /// A token that the vocabulary does not have ends the group with an error that names it, and the result is NaN; and so do other tokens than those of
+    /// another rank, which the ranks compare in the first two passes of tokens and targets through a group, and then in every 1021st.
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
         let Some(division) = self.division() else { return embedding(self.weight.val(), tokens) };
         let others_are = check(division, &tokens, None);
@@ -138,7 +139,8 @@ fn losses(
     sums.log() - score
 }
 
-/// What stands for other ranks' tokens: 0, or NaN if one is neither in the vocabulary nor `padding`. Then the group has ended.
+/// What stands for other ranks' tokens: 0, or NaN if one is neither in the vocabulary nor `padding`, or the ranks have found that they have different
+/// ones. Then the group has ended.
 fn check<const D: usize>(division: &Division, tokens: &Tensor<D, Int>, padding: Option<usize>) -> f64 {
     let (padding, total) = (padding.map(|padding| padding as i64), division.span.total as i64);
     let tokens = match read_back::data(tokens.clone()) {
@@ -149,7 +151,20 @@ fn check<const D: usize>(division: &Division, tokens: &Tensor<D, Int>, padding: 
         }
     };
     let known = |token: &i64| (0..total).contains(token) || Some(*token) == padding;
-    let Some(token) = tokens.iter::<i64>().find(|token| !known(token)) else { return 0.0 };
+    let Some(token) = tokens.iter::<i64>().find(|token| !known(token)) else {
+        let same = division.group.is_everyones(tokens.as_bytes());
+        let other = || {
+            Error::mismatch("the ranks that divide a vocabulary have different tokens, and each would compute its part of another batch")
+                .with_remedy("give all ranks of a TensorGroup the same batch: in a mesh, sample by the rank in the data dimension")
+        };
+        return match same.and_then(|same| if same { Ok(0.0) } else { Err(other()) }) {
+            Ok(zero) => zero,
+            Err(error) => {
+                division.group.abort(error);
+                f64::NAN
+            }
+        };
+    };
     division.group.abort(
         Error::invalid_argument(format!(
             "token {token} is not in the vocabulary, which has tokens from 0 to {}",

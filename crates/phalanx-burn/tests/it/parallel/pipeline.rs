@@ -333,6 +333,41 @@ fn tied_parameters_stay_equal_and_are_one_process_s() {
     assert!(tied.sum(&vectors(0.0), &mut GradientsParams::new()).unwrap_err().is_invalid_argument());
 }
 
+/// Stages may have optimizers of their own, but for what they share.
+#[test]
+fn copies_that_stages_have_changed_otherwise_are_an_error_on_every_rank_that_has_one() {
+    for other in [0.1, 0.2] {
+        let errors = run(2, |group| {
+            let rank = group.rank().index();
+            let mut pipeline = Pipeline::new(&group, Schedule::GPipe, 2).unwrap();
+            let wave: Vec<f32> = (0..7 * 4).map(|i| (1.1 * i as f32).sin()).collect();
+            let vectors =
+                Param::from_tensor(Tensor::<2>::from_data(TensorData::new(wave, [7, 4]), &device()));
+            let (tied, vectors) = TiedParameter::new(Some(vectors), &group).unwrap();
+            let mut ddp =
+                Ddp::new(vec![Tied { vectors: vectors.unwrap(), is_last: rank == 1 }], &alone()).unwrap();
+            let mut optimizer = AdamWConfig::new().init();
+            let tokens = vec![Tensor::<2, Int>::from_ints([[0, 3, 6], [1, 1, 2]], &device()); 2];
+            let mut step = || {
+                let mut step = pipeline.train(&mut ddp, &tokens)?;
+                let vectors = ddp.model()[0].vectors.clone();
+                tied.sum(&vectors, &mut step.gradients)?;
+                ddp.step(&mut optimizer, if rank == 0 { 0.1 } else { other }, step.gradients)
+            };
+            let ended = (0..35).find_map(|number| Some((number, step().err()?)));
+            ended.map(|(number, error)| (number, error.to_string()))
+        });
+        for ended in errors {
+            let Some((number, error)) = ended else {
+                assert_eq!(other, 0.1);
+                continue;
+            };
+            assert_eq!((number, other), (1, 0.2), "{error}");
+            assert!(error.contains("the copies of a tied parameter on the ranks 0 and 1 differ"), "{error}");
+        }
+    }
+}
+
 /// Two of three ranks have it, as if both had read the same record.
 #[test]
 fn copies_on_two_ranks_are_refused_unless_they_are_tied() {

@@ -7,7 +7,9 @@ use burn::module::{Module, Param};
 use burn::nn::activation::ActivationConfig;
 use burn::nn::attention::{MhaInput, MultiHeadAttentionConfig};
 use burn::nn::loss::CrossEntropyLossConfig;
-use burn::nn::transformer::{PositionWiseFeedForwardConfig, TransformerEncoderInput};
+use burn::nn::transformer::{
+    PositionWiseFeedForwardConfig, TransformerEncoderConfig, TransformerEncoderInput,
+};
 use burn::nn::{BatchNormConfig, Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{
@@ -379,6 +381,51 @@ fn a_module_is_gathered_by_no_other_group_than_that_of_its_layers() {
 }
 
 /// Rank 0's part would overwrite the others', and their gradients would be averaged.
+/// Their tensors have the same shapes.
+#[test]
+fn encoders_that_compute_otherwise_on_one_rank_are_refused_on_every_rank() {
+    let config = |heads| TransformerEncoderConfig::new(8, 16, heads, 1).with_dropout(0.0);
+    for (other, said) in [
+        (config(2), None),
+        (config(4), Some("n_heads: 4")),
+        (config(2).with_norm_first(true), Some("norm_first: true")),
+        (config(2).with_quiet_softmax(true), Some("quiet_softmax: true")),
+    ] {
+        let errors = run(2, |group| {
+            let own = if group.rank().is_main() { config(2) } else { other.clone() };
+            let tensor = TensorGroup::new(&group);
+            let encoder = own.init(&device());
+            let divided = ParallelEncoder::new(encoder, &tensor, Activations::Replicated);
+            divided.err().map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), said.is_some(), "{error:?}");
+            assert!(error.iter().zip(said).all(|(error, said)| error.contains(said)), "{error:?}");
+        }
+    }
+}
+
+#[test]
+fn a_feed_forward_layer_with_another_activation_on_one_rank_is_refused_on_every_rank() {
+    for (other, said) in [
+        (ActivationConfig::Gelu, None),
+        (ActivationConfig::Relu, Some("and that of rank 1 is Relu")),
+        (ActivationConfig::GeluApproximate, Some("and that of rank 1 is Gelu")),
+    ] {
+        let errors = run(2, |group| {
+            let activation = if group.rank().is_main() { ActivationConfig::Gelu } else { other.clone() };
+            let layer =
+                PositionWiseFeedForwardConfig::new(8, 16).with_dropout(0.0).with_activation(activation);
+            let divided = ParallelFeedForward::new(layer.init(&device()), &TensorGroup::new(&group));
+            divided.err().map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), said.is_some(), "{error:?}");
+            assert!(error.iter().zip(said).all(|(error, said)| error.contains(said)), "{error:?}");
+        }
+    }
+}
+
 #[test]
 fn ranks_with_different_parts_are_no_replicas() {
     let layer = || LinearConfig::new(WIDTH, WIDTH).init(&device());
@@ -446,6 +493,27 @@ fn dropout_is_refused() {
             assert!(error.is_invalid_argument() && text.contains("dropout of 0.1"), "{text}");
         }
     });
+}
+
+/// As where each rank takes a sampler of its own. A batch that comes later is compared now and then.
+#[test]
+fn tokens_that_differ_between_ranks_end_the_group() {
+    let said = "divide a vocabulary have different tokens";
+    for (same, later) in [(0, 0), (1, 0), (2, 1019)] {
+        run(2, |group| {
+            let tensor = TensorGroup::new(&group);
+            let embedding = EmbeddingConfig::new(VOCABULARY, WIDTH).init(&device());
+            let model = VocabParallelEmbedding::new(embedding, &tensor).unwrap();
+            let tokens = |last: i32| Tensor::<2, Int>::from_ints([[1, 2, last]], &device());
+            for _ in 0..same + later {
+                assert!(values(model.forward(tokens(3))).iter().all(|x| x.is_finite()));
+            }
+            let own = if group.rank().is_main() { 3 } else { 4 };
+            assert!(values(model.forward(tokens(own))).iter().any(|x| x.is_nan()));
+            let cause = tensor.failure().unwrap().to_string();
+            assert!(cause.contains(said), "{cause}");
+        });
+    }
 }
 
 #[test]

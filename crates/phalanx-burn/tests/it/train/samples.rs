@@ -1,6 +1,7 @@
 //! Which samples each rank of a strategy trains on.
 
 use super::*;
+use crate::unused::Log;
 
 #[test]
 fn samples_of_another_seed_on_one_rank_are_an_error_on_every_rank() {
@@ -50,6 +51,28 @@ fn a_data_set_of_another_length_on_one_rank_is_an_error_on_every_rank() {
         for error in errors {
             assert!(error.contains(&said), "{error}");
         }
+    }
+}
+
+#[test]
+fn a_warning_says_once_that_ranks_with_smaller_batches_leave_some_out() {
+    for (other, expected) in [(4, [0, 0]), (2, [1, 0])] {
+        let order: Vec<usize> = (0..TRAIN).collect();
+        let warnings = run(2, |group| {
+            let (folder, log) = (tempfile::tempdir().unwrap(), Log::default());
+            let batch = if group.rank().is_main() { 4 } else { other };
+            let setup = Setup { accumulate: None, stop_after: EPOCHS };
+            tracing::subscriber::with_default(log.clone(), || {
+                let loaders = (loader(&order, batch), loader(&[5, 6], 2));
+                train(Net::new(false), loaders, folder.path(), &setup, DdpStrategy::new(&group).into());
+            });
+            log.0
+                .lock()
+                .iter()
+                .filter(|warning| warning.contains("batches left that were not trained"))
+                .count()
+        });
+        assert_eq!(warnings, expected, "batches of {other}");
     }
 }
 

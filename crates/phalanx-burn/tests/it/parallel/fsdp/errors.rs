@@ -3,7 +3,7 @@
 use std::sync::Barrier;
 
 use burn::module::{Module, ParamGroup};
-use burn::nn::{BatchNormConfig, DropoutConfig, Linear, LinearConfig};
+use burn::nn::{BatchNormConfig, DropoutConfig, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::{AdamWConfig, SgdConfig};
 use burn::tensor::Tensor;
 use phalanx::mesh::DeviceMesh;
@@ -261,6 +261,22 @@ fn a_layer_outside_of_units_that_trains_on_some_ranks_only_is_an_error_on_every_
         Fsdp::new((Layers::new(&[4, 4, 4], &sharding)?, dropout), &sharding)
     });
     all_say(&errors(outcomes), "`1.training (disabled)`");
+}
+
+#[test]
+fn layers_that_compute_with_other_numbers_on_one_rank_are_an_error_on_every_rank() {
+    let inside = errors(run(2, |group| {
+        let epsilon = if group.rank().is_main() { 1e-5 } else { 1e-3 };
+        let norm = LayerNormConfig::new(4).with_epsilon(epsilon).init(&device());
+        FullySharded::new(norm, &ShardingGroup::new(&group)?).map(drop)
+    }));
+    all_say(&inside, "`epsilon` of LayerNorm (layer 1 of those with such numbers) 0.001 on rank 1");
+    let outside = errors(run(2, |group| {
+        let sharding = ShardingGroup::new(&group)?;
+        let dropout = DropoutConfig::new(if group.rank().is_main() { 0.1 } else { 0.2 }).init();
+        Fsdp::new((Layers::new(&[4, 4, 4], &sharding)?, dropout), &sharding)
+    }));
+    all_say(&outside, "`prob` of Dropout (layer 1 of those with such numbers) 0.2 on rank 1");
 }
 
 #[test]
