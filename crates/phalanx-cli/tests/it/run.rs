@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 
 use crate::support::{
-    LIMIT, bare, exit_code, free_port, is_gone, limit, node, output, phalanx, send, sorted_lines, start, text,
+    LIMIT, bare, exit_code, free_port, is_gone, limit, node, output, phalanx, send, sorted_lines, start,
+    text, write_program,
 };
 
 #[test]
@@ -33,8 +34,7 @@ fn launch_passes_the_local_rank_as_an_option() {
     let folder = tempfile::tempdir().unwrap();
     let script = |name: &str| {
         let path = folder.path().join(name);
-        std::fs::write(&path, "#!/bin/sh\necho \"$LOCAL_RANK: $*\"\n").unwrap();
-        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        write_program(&path, "#!/bin/sh\necho \"$LOCAL_RANK: $*\"\n", 0o755);
         path
     };
     let (program, python) = (script("train"), script("python3"));

@@ -6,7 +6,8 @@ pub mod network;
 pub mod ports;
 pub mod stand_in;
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -36,6 +37,16 @@ pub fn free_port() -> String {
 pub fn node(rank: &str, port: &str, options: &[&str], script: &str) -> Command {
     let place = ["--nnodes", "2", "--node-rank", rank, "--master-port", port];
     phalanx(&[&place[..], options].concat(), script)
+}
+
+/// Writes a program or a script with this mode, in a process of its own: a file that this one has written may still be open in a
+/// process that another test is starting, and then it cannot be executed ("text file busy").
+pub fn write_program(path: &Path, content: impl AsRef<[u8]>, mode: u32) {
+    let mut writer = Command::new("sh");
+    writer.args(["-c", "cat > \"$0\" && chmod $1 \"$0\""]).arg(path).arg(format!("{mode:o}"));
+    let mut writer = writer.stdin(Stdio::piped()).spawn().unwrap();
+    writer.stdin.take().unwrap().write_all(content.as_ref()).unwrap();
+    assert!(writer.wait().unwrap().success(), "{}", path.display());
 }
 
 /// `phalanx run` in an environment without variables that would change it, and with the signals as a terminal has them:
