@@ -56,7 +56,7 @@ pub fn run<R: Send>(world: u32, fabric: Fabric, rank: impl Fn(ProcessGroup) -> R
 ///
 /// # Panics
 /// If the world cannot be built.
-#[allow(clippy::panic)]
+#[allow(clippy::panic, reason = "it fails a test")]
 pub fn run_with<R: Send>(
     world: u32,
     fabric: Fabric,
