@@ -1,5 +1,8 @@
 //! Runs all ranks of a group as threads of one process, for tests.
 
+#[cfg(test)]
+pub(crate) mod descriptors;
+
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::Duration;
