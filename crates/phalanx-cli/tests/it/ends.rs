@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use crate::support::{LIMIT, exit_code, is_gone, output, phalanx, send, start, text};
+use crate::support::{LIMIT, exit_code, is_gone, output, phalanx, send, start, text, wait_until_gone};
 
 #[test]
 fn what_a_worker_leaves_behind_is_ended() {
@@ -198,12 +198,4 @@ fn the_launchers_own_death_ends_all() {
     send(&child, Signal::KILL);
     child.wait().unwrap();
     wait_until_gone(&pids);
-}
-
-fn wait_until_gone(pids: &[String]) {
-    let deadline = Instant::now() + LIMIT;
-    while let Some(pid) = pids.iter().find(|pid| !is_gone(pid)) {
-        assert!(Instant::now() < deadline, "process {pid} was left behind");
-        std::thread::sleep(Duration::from_millis(5));
-    }
 }

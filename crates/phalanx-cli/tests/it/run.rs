@@ -5,13 +5,13 @@ use std::net::TcpStream;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::process::Signal;
 
 use crate::support::{
-    LIMIT, bare, exit_code, free_port, is_gone, limit, node, output, phalanx, send, sorted_lines, start,
-    text, write_program,
+    bare, exit_code, free_port, is_gone, limit, node, output, phalanx, send, sorted_lines, start, text,
+    wait_until_gone, write_program,
 };
 
 #[test]
@@ -343,11 +343,7 @@ fn a_reader_that_does_not_read_holds_up_neither_signals_nor_the_end_of_a_failed_
 
     let script = format!("[ $RANK = 0 ] || {{ sleep 3; echo why >&2; exit 3; }}; {flood}");
     let (mut child, mut out, pids) = start(phalanx(&["--nproc-per-node", "2"], &script), 1);
-    let deadline = Instant::now() + LIMIT;
-    while !is_gone(&pids[0]) {
-        assert!(Instant::now() < deadline, "the other worker was not ended");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    wait_until_gone(&pids);
     // Whoever reads after all gets everything.
     out.read_to_end(&mut Vec::new()).unwrap();
     assert_eq!(exit_code(&mut child), Some(3));

@@ -142,6 +142,16 @@ pub fn is_gone(pid: &str) -> bool {
     std::fs::read_to_string(format!("/proc/{pid}/stat")).map_or(true, |stat| stat.contains(") Z "))
 }
 
+pub fn wait_until_gone<'a>(pids: impl IntoIterator<Item = &'a String>) {
+    let deadline = Instant::now() + LIMIT;
+    for pid in pids {
+        while !is_gone(pid) {
+            assert!(Instant::now() < deadline, "process {pid} was left behind");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
 pub fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
