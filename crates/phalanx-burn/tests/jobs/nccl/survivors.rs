@@ -18,6 +18,8 @@ use crate::devices::{FOLDER, STEPS};
 
 /// The step in which a worker of an elastic job dies.
 const DIES_AT: u64 = 3;
+/// No job takes longer, or it hangs.
+const LIMIT: Duration = Duration::from_secs(120);
 
 type Training = TrainState<Net, Vec<usize>>;
 
@@ -30,6 +32,7 @@ fn first_row(step: u64, rank: Rank, world: WorldSize) -> usize {
 
 /// What a worker of an elastic job does: rank 1 dies in the middle of a step, and nothing was committed.
 pub(super) fn outlive() -> Result<()> {
+    crate::watchdog::abort_after(LIMIT);
     let cuda = phalanx_nccl::Device::open(0)?;
     let state: Training = TrainState::new(Net::new(), sgd(), Vec::new())?;
     let mut state = state.with_options(options())?.with_nccl_on(&cuda);
