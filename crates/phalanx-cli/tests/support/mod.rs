@@ -17,6 +17,21 @@ use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_s
 /// Nothing takes longer, or it hangs; what the tests start sleeps for longer.
 pub const LIMIT: Duration = Duration::from_secs(40);
 
+/// The beginnings of variables that change what the command does: those of its own, of launchers, and of Slurm and Kubernetes, within which the tests
+/// may run.
+const CHANGING: [&str; 10] = [
+    "PET_",
+    "PHALANX_",
+    "OMP_",
+    "RAYON_",
+    "RANK",
+    "WORLD_SIZE",
+    "TORCHELASTIC_",
+    "SLURM",
+    "KUBERNETES_",
+    "GLOO_",
+];
+
 /// A program for a shell whose ranks check a sum, as `phalanx doctor` does; once or for ever.
 pub const SUM: &str = concat!(env!("CARGO_BIN_EXE_phalanx"), " doctor --measure 1 > /dev/null");
 pub const SUMS: &str = concat!(env!("CARGO_BIN_EXE_phalanx"), " doctor --measure 1000000000 > /dev/null");
@@ -61,7 +76,7 @@ pub fn command(subcommand: &str) -> Command {
     command.args(["--default-signal=INT,TERM,HUP,QUIT", env!("CARGO_BIN_EXE_phalanx")]);
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
-        if ["PET_", "PHALANX_", "OMP_", "RAYON_"].iter().any(|prefix| text.starts_with(prefix)) {
+        if CHANGING.iter().any(|prefix| text.starts_with(prefix)) {
             command.env_remove(name);
         }
     }
