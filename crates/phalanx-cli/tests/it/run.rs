@@ -326,7 +326,7 @@ fn a_file_that_becomes_too_large_is_an_error_of_the_worker_and_not_its_end() {
     let script = format!("head -c 100000 /dev/zero > {}; echo $? $PYTHONUNBUFFERED", large.display());
     let mut shell = Command::new("sh");
     shell.args(["-c", "ulimit -f 8; exec \"$0\" run --nproc-per-node 1 -- sh -c \"$1\""]);
-    shell.arg(env!("CARGO_BIN_EXE_phalanx")).arg(script).env_remove("PYTHONUNBUFFERED");
+    shell.arg(env!("CARGO_BIN_EXE_phalanx")).arg(script).env_remove("PYTHONUNBUFFERED").env("LC_ALL", "C");
     let output = shell.stdin(Stdio::null()).output().unwrap();
     let (out, err) = (text(&output.stdout), text(&output.stderr));
     assert!(output.status.success() && out.contains("1 1") && err.contains("File too large"), "{out}{err}");
