@@ -502,7 +502,7 @@ pub(crate) fn torch(error: tch::TchError) -> Error {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
+#[allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 mod tests {
     use phalanx::Rank;
     use tch::Kind;

@@ -485,7 +485,7 @@ pub(crate) fn held<M>(model: &Option<M>) -> &M {
 }
 
 /// Only an optimizer's panic that the program catches can take the model away.
-#[allow(clippy::panic)]
+#[allow(clippy::panic, reason = "the program has caught one and goes on")]
 fn missing() -> ! {
     panic!("the optimizer panicked in its step and took the model with it")
 }

@@ -91,7 +91,7 @@ impl Kind {
             Self::Cpu => Ok(vec![Device::cpu()]),
             #[cfg(feature = "tch")]
             Self::LibTorch => Ok(vec![Device::libtorch()]),
-            #[allow(unreachable_patterns)]
+            #[allow(unreachable_patterns, reason = "it depends on the features")]
             other => Err(Error::invalid_argument(format!(
                 "this program was built without devices of kind {other}"
             ))
@@ -182,7 +182,7 @@ pub(crate) fn kind_of(device: &Device) -> Result<&'static str> {
             "libtorch's device {other:?} has not been tried: of libtorch's, phalanx-burn takes the processors alone"
         ))
         .with_remedy("use Device::libtorch(), or a GPU with phalanx-burn's feature `cuda` or `wgpu`")),
-        #[allow(unreachable_patterns)]
+        #[allow(unreachable_patterns, reason = "it depends on the features")]
         _ => Err(Error::invalid_argument(format!("this build of phalanx-burn does not know {device:?}"))
             .with_remedy(
                 "build phalanx-burn with its feature cuda, wgpu, cpu or tch; or use one of their devices or Device::flex()",
@@ -196,7 +196,7 @@ pub(crate) fn is_in_memory(device: &Device) -> bool {
         DispatchDevice::Flex(_) => true,
         #[cfg(feature = "tch")]
         DispatchDevice::LibTorch(LibTorchDevice::Cpu) => true,
-        #[allow(unreachable_patterns)]
+        #[allow(unreachable_patterns, reason = "it depends on the features")]
         _ => false,
     }
 }

@@ -295,7 +295,7 @@ impl Mapping {
     ///
     /// While they are borrowed, these bytes are not read or written by others, through any mapping.
     #[inline]
-    #[allow(clippy::mut_from_ref)]
+    #[allow(clippy::mut_from_ref, reason = "the caller guarantees that nobody else has these bytes")]
     pub(crate) unsafe fn lend_mut(&self, offset: usize, bytes: usize) -> &mut [u8] {
         // SAFETY: inside the mapping, as `at` checks; the caller guarantees exclusive access.
         unsafe { slice::from_raw_parts_mut(self.at(offset, bytes).as_ptr(), bytes) }

@@ -31,8 +31,7 @@ pub struct Keeper {
 
 enum Whole {
     Region(Region),
-    /// Kept only to be dropped.
-    Owned(#[expect(dead_code)] Box<dyn Send + Sync>),
+    Owned(#[expect(dead_code, reason = "it is held until it is dropped")] Box<dyn Send + Sync>),
 }
 
 /// The assumptions of the next two implementations.

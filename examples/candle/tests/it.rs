@@ -1,5 +1,5 @@
 //! Ranks as threads, against one process that has the whole batch and candle's own optimizers.
-#![allow(missing_docs, clippy::unwrap_used)]
+#![allow(missing_docs, clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier};

@@ -1,5 +1,5 @@
 //! Files of digits that are whole, cut off, joined or damaged.
-#![allow(clippy::unwrap_used, clippy::panic)]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests are tests")]
 
 use std::fs;
 use std::io::Write;

@@ -120,7 +120,7 @@ fn refused(call: &str) -> Error {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
+#[allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 mod tests {
     use std::thread;
 

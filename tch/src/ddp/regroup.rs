@@ -276,7 +276,7 @@ impl Ddp {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
+#[allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 mod tests {
     use std::sync::Barrier;
     use std::thread;

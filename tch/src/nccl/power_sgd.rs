@@ -361,7 +361,7 @@ fn download(tensor: &Tensor) -> Result<Vec<f32>> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
+#[allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 mod tests {
     use phalanx::reducer::ParameterSpec;
 

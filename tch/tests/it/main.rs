@@ -1,5 +1,5 @@
 //! All ranks are threads of this process.
-#![allow(missing_docs, clippy::unwrap_used)]
+#![allow(missing_docs, clippy::unwrap_used, reason = "helpers of tests are tests")]
 #![forbid(unsafe_code)]
 
 #[path = "../common/mod.rs"]

@@ -7,6 +7,8 @@ mod device;
 mod elastic;
 mod equivalence;
 mod nccl;
+#[path = "../../../crates/phalanx-core/tests/support/watchdog.rs"]
+mod watchdog;
 
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -20,11 +22,14 @@ use phalanx::launch::{Event, Job, Report};
 const ROLE: &str = "PHALANX_TEST_ROLE";
 /// Where workers and the test leave files for each other.
 const FOLDER: &str = "PHALANX_TEST_FOLDER";
+/// No job takes longer, or it hangs.
+const LIMIT: Duration = Duration::from_secs(240);
 
 fn main() {
     if let Ok(role) = std::env::var(ROLE) {
         nccl::prepare();
         tch::set_num_threads(1);
+        watchdog::abort_after(LIMIT);
         let folder = PathBuf::from(std::env::var_os(FOLDER).unwrap());
         let outcome = match role.split_once(' ') {
             Some(("equivalence", case)) => equivalence::play(case, &folder),
@@ -80,7 +85,7 @@ fn run(job: &Job, mut note: impl FnMut(&Event<'_>)) -> Report {
     let start = Instant::now();
     job.run(&mut |event: Event<'_>| {
         note(&event);
-        match start.elapsed() < Duration::from_secs(240) {
+        match start.elapsed() < LIMIT {
             true => ControlFlow::Continue(()),
             false => ControlFlow::Break(()),
         }

@@ -284,7 +284,7 @@ impl<M: Module> Replicas<M> {
     }
 
     /// Gives each replica the gradient of its output.
-    #[allow(clippy::type_complexity)]
+    #[allow(clippy::type_complexity, reason = "a replica, its output and the gradient of that")]
     pub fn return_parts<const D: usize>(
         &mut self,
         parts: Vec<(Replica<M>, Tensor<D>)>,
@@ -377,7 +377,7 @@ impl<M> fmt::Debug for Replicas<M> {
 }
 
 /// Only an optimizer's panic that the program catches can leave replicas without their model.
-#[allow(clippy::panic)]
+#[allow(clippy::panic, reason = "the program has caught one and goes on")]
 fn missing() -> ! {
     panic!("the optimizer panicked in step and took the model with it")
 }

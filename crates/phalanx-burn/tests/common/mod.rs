@@ -9,6 +9,7 @@ use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamW, AdamWConfig, AdamWState, LearningRate, ModuleOptimizer, Optimizer};
 use burn::tensor::{Device, Tensor, TensorData};
 use parking_lot::Mutex;
+use phalanx::testing::{self, Fabric};
 use phalanx::trace::Trace;
 use phalanx::{Buffer, Communicator, DType, Error, ProcessGroup, Rank, ReduceOp, Result, Work, WorldSize};
 use phalanx_burn::device::Kind;
@@ -31,6 +32,15 @@ pub fn run<T: Send>(world: u32, rank: impl Fn(ProcessGroup) -> T + Sync) -> Vec<
         let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(move || rank(group))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
+}
+
+/// Runs with two and three ranks, where they share memory and where they do not.
+pub fn everywhere(rank: impl Fn(ProcessGroup) + Sync) {
+    for ranks in [2, 3] {
+        for fabric in [Fabric::SharedMemory, Fabric::Tcp] {
+            testing::run(ranks, fabric, &rank);
+        }
+    }
 }
 
 /// The device on which models are trained: [`plain`], with autodiff.

@@ -1,13 +1,12 @@
 //! Contrastive losses over the samples of all ranks, against one process with all samples.
 
-use crate::common::{Mlp, Waves, device, distance, floats, plain, run, samples};
+use crate::common::{Mlp, Waves, device, distance, everywhere, floats, plain, run, samples};
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::{GradientsParams, SgdConfig};
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{Int, Tensor};
+use phalanx::ReduceOp;
 use phalanx::reducer::ReducerOptions;
-use phalanx::testing::{self, Fabric};
-use phalanx::{ProcessGroup, ReduceOp};
 use phalanx_burn::{Collectives, Ddp, DdpOptions};
 
 const TEMPERATURE: f32 = 0.5;
@@ -17,14 +16,6 @@ fn options() -> DdpOptions {
     let mut options = DdpOptions::default();
     options.reducer = ReducerOptions::default().bucket_cap_mb(0.0);
     options
-}
-
-fn everywhere(rank: impl Fn(ProcessGroup) + Sync) {
-    for ranks in [2, 3] {
-        for fabric in [Fabric::SharedMemory, Fabric::Tcp] {
-            testing::run(ranks, fabric, &rank);
-        }
-    }
 }
 
 /// Rows of length one.

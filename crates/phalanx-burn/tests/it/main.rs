@@ -1,5 +1,5 @@
 //! All ranks are threads of this process: `cargo test -p phalanx-burn --test it -- ddp::` runs one file.
-#![allow(missing_docs, clippy::unwrap_used)]
+#![allow(missing_docs, clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 #[path = "../common/mod.rs"]
 mod common;

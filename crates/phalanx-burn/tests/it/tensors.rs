@@ -1,22 +1,12 @@
 //! Collectives on tensors, against what each rank can work out by itself.
 
-use crate::common::{Mlp, device, plain, samples};
+use crate::common::{Mlp, device, everywhere, plain, samples};
 use burn::optim::SgdConfig;
 use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, DType, FloatDType, Int, IntDType, Tensor, TensorData};
 use phalanx::join::JoinOptions;
-use phalanx::testing::{self, Fabric};
-use phalanx::{ProcessGroup, Rank, ReduceOp};
+use phalanx::{Rank, ReduceOp};
 use phalanx_burn::{Collectives, Ddp};
-
-/// Runs with two and three ranks, where they share memory and where they do not.
-fn everywhere(rank: impl Fn(ProcessGroup) + Sync) {
-    for ranks in [2, 3] {
-        for fabric in [Fabric::SharedMemory, Fabric::Tcp] {
-            testing::run(ranks, fabric, &rank);
-        }
-    }
-}
 
 fn floats<const D: usize, K: Basic>(tensor: Tensor<D, K>) -> Vec<f64> {
     tensor.into_data().iter::<f64>().collect()

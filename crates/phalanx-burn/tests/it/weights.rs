@@ -1,6 +1,6 @@
 //! Ranks with unequal numbers of samples, against one process with the samples of all.
 
-use crate::common::{Mlp, Waves, device, distance, floats, run, samples};
+use crate::common::{Mlp, Waves, device, distance, everywhere, floats, run, samples};
 use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
@@ -9,7 +9,6 @@ use burn::tensor::{FloatDType, Tensor};
 use phalanx::join::{JoinGroup, JoinOptions};
 use phalanx::reducer::ReducerOptions;
 use phalanx::reducer::hooks::Compressed;
-use phalanx::testing::{self, Fabric};
 use phalanx::{ProcessGroup, Result};
 use phalanx_burn::{Ddp, DdpOptions, SyncBatchNorm, ZeroRedundancyOptimizer};
 
@@ -150,14 +149,6 @@ fn the_weights_cost_four_bytes_a_step_and_no_call() {
         bytes(false);
         assert_eq!(bytes(true), bytes(false) + 4);
     });
-}
-
-fn everywhere(rank: impl Fn(ProcessGroup) + Sync) {
-    for ranks in [2, 3] {
-        for fabric in [Fabric::SharedMemory, Fabric::Tcp] {
-            testing::run(ranks, fabric, &rank);
-        }
-    }
 }
 
 #[test]

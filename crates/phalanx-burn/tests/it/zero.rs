@@ -407,6 +407,7 @@ fn two_optimizers_of_one_model_step_in_turns() {
             assert_eq!(floats(whole.model()), floats(parts.model()), "step {step}");
         }
         let all = zeros[0].consolidate(&parts, Rank::MAIN).unwrap();
+        assert_eq!(all.is_some(), group.rank().is_main());
         assert!(all.is_none_or(|all| content(&all) == content(&optimizers[0])));
     });
 }

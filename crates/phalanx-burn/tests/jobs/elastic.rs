@@ -35,6 +35,8 @@ const READ: &str = "PHALANX_TEST_READ";
 const SYNC: &str = "PHALANX_TEST_SYNC";
 /// A file that is there when the test has seen what it waits for.
 const ENOUGH: &str = "PHALANX_TEST_ENOUGH";
+/// No job takes longer, or it hangs.
+const LIMIT: Duration = Duration::from_secs(120);
 const STEPS: u64 = 120;
 /// Where workers wait for that: a multiple of the steps between two commits.
 const HOLD: u64 = 100;
@@ -53,6 +55,7 @@ pub const TESTS: &[(&str, fn())] = &[
 
 /// What this program does as a worker.
 pub fn play() {
+    crate::watchdog::abort_after(LIMIT);
     let folder = PathBuf::from(std::env::var_os(FOLDER).unwrap());
     let outcome = match (std::env::var(retry::VIEW), std::env::var(by_name::BY_NAME)) {
         (Ok(view), _) => retry::work(&folder, &view),
@@ -327,7 +330,7 @@ fn run(job: &Job, mut note: impl FnMut(&Event<'_>)) -> Report {
     let start = Instant::now();
     job.run(&mut |event: Event<'_>| {
         note(&event);
-        match start.elapsed() < Duration::from_secs(120) {
+        match start.elapsed() < LIMIT {
             true => ControlFlow::Continue(()),
             false => ControlFlow::Break(()),
         }

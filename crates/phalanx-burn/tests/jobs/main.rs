@@ -11,6 +11,8 @@ mod meshes;
 mod nccl;
 mod sharded;
 mod stages;
+#[path = "../../../phalanx-core/tests/support/watchdog.rs"]
+mod watchdog;
 mod workers;
 
 use libtest_mimic::{Arguments, Trial};

@@ -5,12 +5,11 @@ use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::ffi::OsStrExt;
 use std::process::{Child, Output};
-use std::time::Instant;
 
 use rustix::process::{Pid, Signal};
 
 use crate::support::stand_in::Hosts;
-use crate::support::{LIMIT, SUM, bare, exit_code, is_gone, limit, output, send, sorted_lines, start, text};
+use crate::support::{SUM, bare, exit_code, limit, output, send, sorted_lines, start, text, wait_until_gone};
 
 #[test]
 fn a_reader_that_pauses_gets_everything() {
@@ -64,7 +63,7 @@ fn a_reader_that_does_not_read_holds_up_no_signal() {
     std::thread::sleep(std::time::Duration::from_millis(300));
     send(&child, Signal::TERM);
     assert_eq!(exit_code(&mut child), Some(143));
-    wait_for_end_of(&pids);
+    wait_until_gone(&pids);
 }
 
 /// The second worker fails when the first one, whose lines nobody reads, gets no further; then all are read.
@@ -106,15 +105,6 @@ fn launch_on_several_hosts_passes_the_local_rank() {
     let hosts = Hosts::new();
     let output = output(hosts.launch("localhost:1,far:1", &["--use-env"], script, &["x"]));
     assert_eq!(sorted_lines(&output.stdout), ["[0] 0 0 x", "[1] 1 0 x"], "{}", text(&output.stderr));
-}
-
-/// Waits until all of these processes are gone.
-fn wait_for_end_of(pids: &[String]) {
-    let deadline = Instant::now() + LIMIT;
-    while !pids.iter().all(|pid| is_gone(pid)) {
-        assert!(Instant::now() < deadline, "{pids:?} are still there");
-        std::thread::sleep(std::time::Duration::from_millis(5));
-    }
 }
 
 fn err(child: &mut Child) -> String {
@@ -230,7 +220,7 @@ fn signals_end_all_hosts() {
             start(hosts.script("localhost:1,far1:2", &[], "echo up $$; exec sleep 60"), 3);
         send(&child, signal);
         assert_eq!(exit_code(&mut child), Some(code));
-        wait_for_end_of(&pids);
+        wait_until_gone(&pids);
     }
 }
 
@@ -274,7 +264,7 @@ fn without_the_command_nothing_stays_on_any_host() {
         start(hosts.script("localhost:1,far1:2", &[], "echo up $$; exec sleep 60"), 3);
     child.kill().unwrap();
     child.wait().unwrap();
-    wait_for_end_of(&pids);
+    wait_until_gone(&pids);
 }
 
 #[test]
@@ -287,7 +277,7 @@ fn a_broken_connection_is_a_lost_host() {
     assert_eq!(exit_code(&mut child), Some(1));
     let err = err(&mut child);
     assert!(err.contains("far1: the connection to its launcher is lost"), "{err}");
-    wait_for_end_of(&pids);
+    wait_until_gone(&pids);
 }
 
 #[test]

@@ -7,6 +7,7 @@ mod support;
 mod bench;
 mod doctor;
 mod elastic;
+mod ends;
 mod frozen;
 mod hosts;
 mod keys;

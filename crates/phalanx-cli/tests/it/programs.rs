@@ -1,14 +1,14 @@
 //! Programs that cannot be started, as in an image that lacks them: the error names what is missing, with what to do, and the code is a shell's.
 
-use std::fs::{self, Permissions};
-use std::os::unix::fs::{PermissionsExt, symlink};
+use std::fs;
+use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
-use crate::support::{bare, output, text};
+use crate::support::{bare, output, text, write_program};
 
 /// Nothing has to be waited for.
 const SOON: Duration = Duration::from_secs(10);
@@ -25,9 +25,7 @@ impl Folder {
     }
 
     fn file(&self, name: &str, content: impl AsRef<[u8]>, mode: u32) {
-        let path = self.path().join(name);
-        fs::write(&path, content).unwrap();
-        fs::set_permissions(&path, Permissions::from_mode(mode)).unwrap();
+        write_program(&self.path().join(name), content, mode);
     }
 
     fn run(&self, program: &str) -> Command {

@@ -15,7 +15,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::ROLE;
 use crate::support::network::{Network, THERE};
 use crate::support::stand_in::Hosts;
-use crate::support::{exit_code, is_gone};
+use crate::support::{exit_code, wait_until_gone};
 
 const FOLDER: &str = "TEST_FOLDER";
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -225,11 +225,7 @@ fn hosts_come_and_go_as_a_script_says() {
     job.hosts.name("far2:2");
     let rest = pids(&job.wait_for(mark, 2, "world 2"));
     assert!(rest.is_disjoint(&first));
-    let deadline = Instant::now() + TIMEOUT;
-    while !first.iter().all(|pid| is_gone(pid)) {
-        assert!(Instant::now() < deadline, "{first:?} are still there");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    wait_until_gone(&first);
     let err = job.finish(2);
     assert!(err.contains("far1 is no longer in the host list"), "{err}");
     assert_eq!(err.matches("--host-discovery-script").count(), 1, "{err}");
@@ -285,11 +281,7 @@ fn a_signal_ends_all_hosts() {
     let pids = pids(&job.wait_for(0, 2, "world 2"));
     crate::support::send(&job.child, Signal::TERM);
     assert_eq!(exit_code(&mut job.child), Some(143));
-    let deadline = Instant::now() + TIMEOUT;
-    while !pids.iter().all(|pid| is_gone(pid)) {
-        assert!(Instant::now() < deadline, "{pids:?} are still there");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    wait_until_gone(&pids);
 }
 
 fn a_cut_cable_and_a_healed_one() {

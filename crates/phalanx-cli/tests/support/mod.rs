@@ -6,7 +6,8 @@ pub mod network;
 pub mod ports;
 pub mod stand_in;
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -15,6 +16,21 @@ use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_s
 
 /// Nothing takes longer, or it hangs; what the tests start sleeps for longer.
 pub const LIMIT: Duration = Duration::from_secs(40);
+
+/// The beginnings of variables that change what the command does: those of its own, of launchers, and of Slurm and Kubernetes, within which the tests
+/// may run.
+const CHANGING: [&str; 10] = [
+    "PET_",
+    "PHALANX_",
+    "OMP_",
+    "RAYON_",
+    "RANK",
+    "WORLD_SIZE",
+    "TORCHELASTIC_",
+    "SLURM",
+    "KUBERNETES_",
+    "GLOO_",
+];
 
 /// A program for a shell whose ranks check a sum, as `phalanx doctor` does; once or for ever.
 pub const SUM: &str = concat!(env!("CARGO_BIN_EXE_phalanx"), " doctor --measure 1 > /dev/null");
@@ -38,6 +54,16 @@ pub fn node(rank: &str, port: &str, options: &[&str], script: &str) -> Command {
     phalanx(&[&place[..], options].concat(), script)
 }
 
+/// Writes a program or a script with this mode, in a process of its own: a file that this one has written may still be open in a
+/// process that another test is starting, and then it cannot be executed ("text file busy").
+pub fn write_program(path: &Path, content: impl AsRef<[u8]>, mode: u32) {
+    let mut writer = Command::new("sh");
+    writer.args(["-c", "cat > \"$0\" && chmod $1 \"$0\""]).arg(path).arg(format!("{mode:o}"));
+    let mut writer = writer.stdin(Stdio::piped()).spawn().unwrap();
+    writer.stdin.take().unwrap().write_all(content.as_ref()).unwrap();
+    assert!(writer.wait().unwrap().success(), "{}", path.display());
+}
+
 /// `phalanx run` in an environment without variables that would change it, and with the signals as a terminal has them:
 /// the tests may themselves run in the background or behind `nohup`, where some are ignored.
 pub fn bare() -> Command {
@@ -50,7 +76,7 @@ pub fn command(subcommand: &str) -> Command {
     command.args(["--default-signal=INT,TERM,HUP,QUIT", env!("CARGO_BIN_EXE_phalanx")]);
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
-        if ["PET_", "PHALANX_", "OMP_", "RAYON_"].iter().any(|prefix| text.starts_with(prefix)) {
+        if CHANGING.iter().any(|prefix| text.starts_with(prefix)) {
             command.env_remove(name);
         }
     }
@@ -129,6 +155,16 @@ pub fn send(child: &Child, signal: Signal) {
 /// Whether there is no such process, or only its zombie.
 pub fn is_gone(pid: &str) -> bool {
     std::fs::read_to_string(format!("/proc/{pid}/stat")).map_or(true, |stat| stat.contains(") Z "))
+}
+
+pub fn wait_until_gone<'a>(pids: impl IntoIterator<Item = &'a String>) {
+    let deadline = Instant::now() + LIMIT;
+    for pid in pids {
+        while !is_gone(pid) {
+            assert!(Instant::now() < deadline, "process {pid} was left behind");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
 }
 
 pub fn text(bytes: &[u8]) -> String {

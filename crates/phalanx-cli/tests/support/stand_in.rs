@@ -1,13 +1,12 @@
 //! A script that stands in for ssh, and runs what it is told to on this machine, as a login of its own would: in a session
 //! of its own, elsewhere, with next to no environment.
 
-use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 
 use tempfile::TempDir;
 
-use super::{bare, command};
+use super::{bare, command, write_program};
 
 /// Called as ssh is. Its arguments are kept, and hosts whose names begin with `bad` are what OpenSSH says of such ones.
 const STAND_IN: &str = r#"#!/bin/sh
@@ -39,8 +38,7 @@ impl Hosts {
     pub fn new() -> Self {
         let hosts = Self(tempfile::tempdir().unwrap());
         let script = hosts.path().join("rsh");
-        std::fs::write(&script, STAND_IN.replace("$FOLDER", hosts.path().to_str().unwrap())).unwrap();
-        std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)).unwrap();
+        write_program(&script, STAND_IN.replace("$FOLDER", hosts.path().to_str().unwrap()), 0o755);
         hosts
     }
 
@@ -59,8 +57,7 @@ impl Hosts {
     /// `phalanx launch` on these hosts, of a shell script, which gets its path and the arguments.
     pub fn launch(&self, hosts: &str, options: &[&str], script: &str, arguments: &[&str]) -> Command {
         let program = self.path().join("program");
-        std::fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();
-        std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+        write_program(&program, format!("#!/bin/sh\n{script}\n"), 0o755);
         let mut command = command("launch");
         command.env("PHALANX_RSH", self.path().join("rsh")).args(["-H", hosts, "--master-addr", "127.0.0.1"]);
         command.args(options).arg("--").arg(program).args(arguments).current_dir(self.path());
@@ -70,8 +67,7 @@ impl Hosts {
     /// `phalanx run` on the hosts that a script says there are, which meet on the loopback.
     pub fn discovered(&self, options: &[&str]) -> Command {
         let script = self.path().join("discovery");
-        std::fs::write(&script, format!("#!/bin/sh\ncat {}/hosts\n", self.path().display())).unwrap();
-        std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)).unwrap();
+        write_program(&script, format!("#!/bin/sh\ncat {}/hosts\n", self.path().display()), 0o755);
         let mut command = bare();
         command.env("PHALANX_RSH", self.path().join("rsh")).arg("--host-discovery-script").arg(script);
         command.args(["--master-addr", "127.0.0.1"]).args(options).current_dir(self.path());

@@ -1,5 +1,8 @@
 //! Runs all ranks of a group as threads of one process, for tests.
 
+#[cfg(test)]
+pub(crate) mod descriptors;
+
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::Duration;
@@ -56,7 +59,7 @@ pub fn run<R: Send>(world: u32, fabric: Fabric, rank: impl Fn(ProcessGroup) -> R
 ///
 /// # Panics
 /// If the world cannot be built.
-#[allow(clippy::panic)]
+#[allow(clippy::panic, reason = "it fails a test")]
 pub fn run_with<R: Send>(
     world: u32,
     fabric: Fabric,

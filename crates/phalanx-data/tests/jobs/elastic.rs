@@ -47,6 +47,7 @@ fn check(role: &str) {
 
 /// Counts how often each item of one epoch has been in a step.
 pub fn train(role: &str) -> Result<()> {
+    crate::watchdog::abort_after(Duration::from_secs(120));
     let loader =
         DataLoader::builder((0..ITEMS).collect::<InMemory<_>>()).sampler(ElasticSampler::new(ITEMS).seed(7));
     let loader = loader.batch_size(3).num_workers(2).build()?;

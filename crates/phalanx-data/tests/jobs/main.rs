@@ -6,6 +6,8 @@ mod elastic;
 mod lmdb;
 #[cfg(target_env = "gnu")]
 mod memory;
+#[path = "../../../phalanx-core/tests/support/watchdog.rs"]
+mod watchdog;
 
 use libtest_mimic::{Arguments, Trial};
 

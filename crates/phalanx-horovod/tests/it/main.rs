@@ -1,5 +1,5 @@
 //! All ranks are threads of this process: `cargo test -p phalanx-horovod --test it -- faults::` runs one file.
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 mod faults;
 mod operations;

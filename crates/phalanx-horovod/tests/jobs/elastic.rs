@@ -14,6 +14,8 @@ use crate::ROLE;
 
 /// The folder in which a mishap notes that it has happened.
 const MISHAPS: &str = "PHALANX_TEST_HOROVOD_MISHAPS";
+/// No job takes longer, or it hangs.
+const LIMIT: Duration = Duration::from_secs(120);
 const STEPS: u64 = 60;
 /// Where the workers wait for each other: a step with a commit.
 const HOLD: u64 = 55;
@@ -22,6 +24,7 @@ type Training = Plain<(u64, Vec<f32>)>;
 
 /// What a worker does.
 pub fn work() {
+    crate::watchdog::abort_after(LIMIT);
     let mut state = ObjectState::new(Plain((0, vec![0.0; 8])));
     state.register_reset_callbacks([Box::new(|state: &mut Training, hvd: &Horovod| {
         println!("reset {} at {}", hvd.size(), state.0.0);
@@ -105,11 +108,7 @@ pub fn the_others_go_on() {
                 phalanx::launch::Stream::Stderr => errors += &format!("{text}\n"),
             }
         }
-        if started.elapsed() > Duration::from_secs(120) {
-            ControlFlow::Break(())
-        } else {
-            ControlFlow::Continue(())
-        }
+        if started.elapsed() > LIMIT { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     });
     let report = report.unwrap();
     assert!(matches!(report.outcome, Outcome::Succeeded), "{:?} {lines:?} {errors}", report.outcome);

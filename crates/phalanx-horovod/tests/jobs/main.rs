@@ -3,6 +3,8 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "it is a test, though it has no harness")]
 
 mod elastic;
+#[path = "../../../phalanx-core/tests/support/watchdog.rs"]
+mod watchdog;
 
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};

@@ -84,7 +84,7 @@ impl Mapping {
     /// # Safety
     ///
     /// No requirement here: loom panics where a real borrow would be unsound.
-    #[allow(clippy::mut_from_ref)]
+    #[allow(clippy::mut_from_ref, reason = "loom sees who has these bytes")]
     pub(crate) unsafe fn lend_mut(&self, offset: usize, bytes: usize) -> &mut [u8] {
         self.watched(offset, bytes).for_each(|cell| cell.with_mut(|_| ()));
         // SAFETY: as above.

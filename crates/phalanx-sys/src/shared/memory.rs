@@ -97,7 +97,7 @@ impl Memory {
     /// # Safety
     ///
     /// While they are borrowed, these bytes are not read or written by others, through any mapping.
-    #[allow(clippy::mut_from_ref)]
+    #[allow(clippy::mut_from_ref, reason = "the caller guarantees that nobody else has these bytes")]
     pub unsafe fn lend_mut(&self, offset: usize, length: usize) -> &mut [u8] {
         self.check(offset, length);
         // SAFETY: inside the mapping, as just checked, where the caller has exclusive access.

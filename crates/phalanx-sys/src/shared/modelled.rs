@@ -81,7 +81,7 @@ impl Memory {
     /// # Safety
     ///
     /// No requirement here: loom panics where a real borrow would be unsound.
-    #[allow(clippy::mut_from_ref)]
+    #[allow(clippy::mut_from_ref, reason = "loom sees who has these bytes")]
     pub unsafe fn lend_mut(&self, offset: usize, length: usize) -> &mut [u8] {
         self.watched(offset, length).iter().for_each(|cell| cell.with_mut(|_| ()));
         let bytes = &self.bytes[offset - self.start..][..length];

@@ -4,6 +4,8 @@
 
 #[path = "../support/mod.rs"]
 mod support;
+#[path = "../../../phalanx-core/tests/support/watchdog.rs"]
+mod watchdog;
 mod workers;
 
 use std::collections::BTreeSet;

@@ -18,6 +18,7 @@ pub const SLOW: &str = "PHALANX_TEST_SLOW";
 pub const STEPS: u64 = 100;
 
 pub fn play(role: &str) {
+    crate::watchdog::abort_after(crate::LIMIT);
     let folder = PathBuf::from(std::env::var_os(FOLDER).unwrap());
     let outcome = match role {
         "train" => train(&folder),

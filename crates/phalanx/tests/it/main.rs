@@ -1,5 +1,5 @@
 //! All ranks are threads of this process: `cargo test -p phalanx --test it -- collectives::` runs one file.
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 #[path = "../../../phalanx-core/tests/support/certificates.rs"]
 mod certificates;

@@ -36,6 +36,7 @@ pub const TESTS: &[(&str, fn())] = &[
 
 /// What this program does as a worker.
 pub fn play(fault: &str) {
+    crate::watchdog::abort_after(LIMIT);
     if let Err(error) = work(fault) {
         eprintln!("{error}");
         std::process::exit(1);

@@ -18,6 +18,8 @@ const RESUME: &str = "PHALANX_TEST_RESUME";
 const LAST_CALL: &str = "PHALANX_TEST_LAST_CALL_MS";
 /// A file that is there when the test has seen what it waits for.
 const ENOUGH: &str = "PHALANX_TEST_ENOUGH";
+/// No job takes longer, or it hangs.
+const LIMIT: Duration = Duration::from_secs(60);
 const STEPS: u64 = 400;
 /// Where workers wait for that: a multiple of the steps between two commits.
 const HOLD: u64 = 300;
@@ -43,6 +45,7 @@ pub const TESTS: &[(&str, fn())] = &[
 
 /// What this program does as a worker.
 pub fn play(scenario: &str) {
+    crate::watchdog::abort_after(LIMIT);
     if let Err(error) = work(scenario) {
         eprintln!("{error}");
         std::process::exit(1);
@@ -288,11 +291,7 @@ fn run(job: &Job, mut note: impl FnMut(&Event<'_>, Instant)) -> Report {
     let start = Instant::now();
     job.run(&mut |event: Event<'_>| {
         note(&event, start);
-        if start.elapsed() > Duration::from_secs(60) {
-            ControlFlow::Break(())
-        } else {
-            ControlFlow::Continue(())
-        }
+        if start.elapsed() > LIMIT { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     })
     .unwrap()
 }

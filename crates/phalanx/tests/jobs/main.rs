@@ -5,6 +5,8 @@
 #[path = "../../../phalanx-core/tests/support/certificates.rs"]
 mod certificates;
 mod support;
+#[path = "../../../phalanx-core/tests/support/watchdog.rs"]
+mod watchdog;
 
 mod checkpoint_faults;
 mod checkpoints;

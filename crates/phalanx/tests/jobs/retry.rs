@@ -13,6 +13,8 @@ use rustix::process::{Signal, getpid, kill_process};
 
 use crate::support::ROLE;
 
+/// No job takes longer, or it hangs.
+const LIMIT: Duration = Duration::from_secs(60);
 const STEPS: u64 = 60;
 const SAMPLES: usize = 300;
 const FEATURES: usize = 16;
@@ -32,6 +34,7 @@ pub const TESTS: &[(&str, fn())] = &[
 
 /// What this program does as a worker. `deaths` says which worker dies where, as `place:step:point` with commas between; each once.
 pub fn play(deaths: &str) {
+    crate::watchdog::abort_after(LIMIT);
     if let Err(error) = work(deaths) {
         eprintln!("{error}");
         std::process::exit(1);
@@ -301,7 +304,7 @@ fn run(workers: u32, min: u32, replacements: u32, deaths: &str) -> Seen {
             Event::Line { text, .. } => seen.line(std::str::from_utf8(text).unwrap()),
             _ => {}
         }
-        match start.elapsed() < Duration::from_secs(60) {
+        match start.elapsed() < LIMIT {
             true => ControlFlow::Continue(()),
             false => ControlFlow::Break(()),
         }

@@ -1,5 +1,8 @@
 //! A job with a key among a thousand strangers, some of which send whatever may be understood.
 
+#[path = "../../../phalanx-core/src/testing/descriptors.rs"]
+mod descriptors;
+
 use std::collections::VecDeque;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -14,6 +17,7 @@ use phalanx::{Credentials, Deadline, JobKey, ReduceOp, Tls};
 use rustix::process::Uid;
 use rustix::thread::set_thread_res_uid;
 
+use self::descriptors::raise_descriptors;
 use crate::certificates::Authority;
 use crate::support::ROLE;
 use crate::support::world::{in_time, without_reminders};
@@ -68,17 +72,6 @@ fn train(stop: &Path) {
     }
 }
 
-/// Whether this process may have so many descriptors.
-fn may_open(needed: u64) -> bool {
-    use rustix::process::{Resource, getrlimit, setrlimit};
-    let mut limit = getrlimit(Resource::Nofile);
-    if limit.current.is_none_or(|current| current >= needed) {
-        return true;
-    }
-    limit.current = limit.maximum.map_or(Some(needed), |maximum| Some(needed.min(maximum)));
-    setrlimit(Resource::Nofile, limit).is_ok() && limit.current >= Some(needed)
-}
-
 fn soon() -> Deadline {
     Deadline::after(LIMIT)
 }
@@ -125,7 +118,7 @@ fn memory(what: &str) -> usize {
 
 /// With both ends of the connections in this process, whose own memory for the strangers' ends is a descriptor each.
 fn a_stranger_takes_little_memory() {
-    assert!(may_open(2 * STRANGERS as u64 + 100), "this test needs more descriptors: raise `ulimit -Hn`");
+    raise_descriptors(2 * STRANGERS as u64 + 100);
     let key = JobKey::generate().unwrap();
     let server = serve(&key);
     let store = TcpStore::connect_with_key(server.local_addr(), &key, soon()).unwrap();
@@ -167,7 +160,7 @@ fn client_hello(credentials: &Credentials) -> Vec<u8> {
 /// In the same way, one that has said a client hello and waits; and one that has said most of the longest that are
 /// heard. Few of the former have a state of TLS at once, whatever it takes, and the others have their turn.
 fn a_stranger_over_tls_takes_little_memory() {
-    assert!(may_open(2 * STRANGERS as u64 + 100), "this test needs more descriptors: raise `ulimit -Hn`");
+    raise_descriptors(2 * STRANGERS as u64 + 100);
     let (ca, folder) = (Authority::new(), tempfile::tempdir().unwrap());
     let [ca, certificate, key] = ca.write(&ca.certificate(), folder.path());
     let credentials = Credentials { key: None, tls: Some(Tls::read(&ca, &certificate, &key).unwrap()) };
@@ -207,7 +200,7 @@ impl Drop for Ranks {
 }
 
 fn strangers_disturb_neither_a_start_nor_a_training() {
-    assert!(may_open(4 * STRANGERS as u64), "this test needs more descriptors: raise `ulimit -Hn`");
+    raise_descriptors(4 * STRANGERS as u64);
     let folder = tempfile::tempdir().unwrap();
     let (file, stop) = (folder.path().join("job.key"), folder.path().join("stop"));
     let key = JobKey::generate().unwrap();
@@ -286,7 +279,7 @@ fn ten_thousand_imitators_of_another_user_disturb_nobody() {
 
 /// How long somebody was held up at most.
 fn imitate(user: Option<u32>) -> Duration {
-    assert!(may_open(4 * STRANGERS as u64), "this test needs more descriptors: raise `ulimit -Hn`");
+    raise_descriptors(4 * STRANGERS as u64);
     let key = JobKey::generate().unwrap();
     let server = serve(&key);
     let address = server.local_addr();

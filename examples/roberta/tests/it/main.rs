@@ -1,5 +1,5 @@
 //! Tests of the example: against transformers, of files, of training on several ranks, and of the program itself.
-#![allow(clippy::unwrap_used, clippy::panic)]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests are tests")]
 
 mod fixtures;
 mod jobs;

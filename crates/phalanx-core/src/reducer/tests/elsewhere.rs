@@ -10,7 +10,7 @@ use super::*;
 use crate::group::{GroupHandle, ProcessGroup};
 use crate::join::{JoinGroup, JoinOptions};
 use crate::reducer::hooks::{
-    AveragedAmong, BuiltInHook, Compressed, GradBucket, GradientPlace, Pending, PostLocalSgd,
+    AveragedAmong, BuiltInHook, Compressed, GradBucket, GradientPlace, HookState, Pending, PostLocalSgd,
 };
 use crate::world_size::WorldSize;
 

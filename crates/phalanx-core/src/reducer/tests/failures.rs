@@ -1,5 +1,6 @@
 //! Models and calls that are refused, and averages that fail or are lost.
 
+use super::super::hooks::HookState;
 use super::*;
 use crate::group::ProcessGroup;
 use crate::testing;

@@ -1,6 +1,6 @@
 //! Averages that go to one rank each.
 
-use super::super::hooks::{GradBucket, Pending, PostLocalSgd};
+use super::super::hooks::{GradBucket, HookState, Pending, PostLocalSgd};
 use super::*;
 
 /// Each parameter goes to the rank that its index says.

@@ -18,6 +18,7 @@ use crate::error::{Error, Result};
 use crate::interrupt::interruptible;
 use crate::key::JobKey;
 use crate::store::Store;
+use crate::testing::descriptors::raise_descriptors;
 use crate::wire::auth::TAG;
 use crate::wire::greeting::{CALL, Responder, StoreSecret};
 use crate::wire::store::{
@@ -477,21 +478,10 @@ fn dropping_a_server_ends_its_waits_and_draining_lets_clients_finish() {
     assert!(!stays.num_keys(soon()).unwrap_err().is_timeout());
 }
 
-/// Raises the limit for this many connections, both sides in this process; `false` if the system does not allow it.
-fn may_open(connections: u64) -> bool {
-    use rustix::process::{Resource, getrlimit, setrlimit};
-    let needed = 2 * connections + 200;
-    let mut limit = getrlimit(Resource::Nofile);
-    if limit.current.is_none_or(|current| current >= needed) {
-        return true;
-    }
-    limit.current = limit.maximum.map_or(Some(needed), |maximum| Some(needed.min(maximum)));
-    setrlimit(Resource::Nofile, limit).is_ok() && limit.current >= Some(needed)
-}
-
 #[test]
 fn a_thousand_strays_and_a_thousand_clients() {
-    assert!(may_open(2000), "this test needs 4,200 descriptors: raise `ulimit -Hn`");
+    // Both sides are in this process.
+    raise_descriptors(4200);
     let server = serve();
     let strays: Vec<TcpStream> =
         (0..1000).map(|_| TcpStream::connect(server.local_addr()).unwrap()).collect();

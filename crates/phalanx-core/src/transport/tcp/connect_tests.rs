@@ -26,6 +26,7 @@ use crate::poll::promptly;
 use crate::proc_stat::ProcStat;
 use crate::rank::{Generation, Rank};
 use crate::store::{MemoryStore, Store};
+use crate::testing::descriptors::raise_descriptors;
 use crate::transport::process;
 use crate::wire::auth::{HANDSHAKE_TIMEOUT, NONCE, TAG};
 use crate::wire::control::ProcessId;
@@ -239,6 +240,8 @@ fn noise(own: Hello, number: usize) -> Vec<u8> {
 
 #[test]
 fn a_thousand_strangers_and_one_that_makes_noise_hold_nobody_up() {
+    // Both sides are in this process.
+    raise_descriptors(2600);
     let (store, key) = (MemoryStore::new(), JobKey::generate().unwrap());
     let credentials = Credentials::from(key.clone());
     let deadline = Deadline::after(Duration::from_secs(60));

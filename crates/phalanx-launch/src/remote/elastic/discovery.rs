@@ -256,10 +256,14 @@ mod tests {
         let path = folder.path().join("hosts");
         std::fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        answer_of(&path)
+    }
+
+    fn answer_of(script: &Path) -> Result<String, String> {
         let (ends, _end) = io::pipe().unwrap();
         // Another test's child may hold the file open for writing for a moment.
         loop {
-            match answer(&path, &ends) {
+            match answer(script, &ends) {
                 Err(why) if why.contains("Text file busy") => std::thread::sleep(POLL_INTERVAL),
                 answer => return answer,
             }
@@ -276,8 +280,7 @@ mod tests {
                 .contains("more than")
         );
         assert!(asked("printf '\\377'").unwrap_err().contains("UTF-8"));
-        let (ends, _end) = io::pipe().unwrap();
-        let missing = answer(Path::new("/does/not/exist"), &ends).unwrap_err();
+        let missing = answer_of(Path::new("/does/not/exist")).unwrap_err();
         assert!(missing.contains("exit status: 127") && missing.contains("not found"), "{missing}");
         let said = asked("echo first >&2; echo 'no such cloud' >&2; exit 3").unwrap_err();
         assert!(said.ends_with("exit status: 3, and said: no such cloud"), "{said}");
@@ -300,10 +303,9 @@ mod tests {
         let path = folder.path().join("all hosts");
         std::fs::write(&path, "for host in \"$@\"; do echo $host:2; done; echo last\n").unwrap();
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
-        let (ends, _end) = io::pipe().unwrap();
-        let ask = |script: &Path| answer(script, &ends).unwrap();
-        assert_eq!(ask(&path), "last\n");
-        assert_eq!(ask(Path::new(&format!("'{}' a b", path.display()))), "a:2\nb:2\nlast\n");
+        assert_eq!(answer_of(&path).unwrap(), "last\n");
+        let with_arguments = format!("'{}' a b", path.display());
+        assert_eq!(answer_of(Path::new(&with_arguments)).unwrap(), "a:2\nb:2\nlast\n");
     }
 
     #[test]

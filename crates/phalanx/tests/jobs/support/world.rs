@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use phalanx::ReduceOp;
 use phalanx::store::TcpStoreServer;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, kill_process};
 use socket2::{Domain, Socket, Type};
 
@@ -102,9 +103,13 @@ impl World {
 
     /// Waits until every rank has said that it trains.
     pub fn training(&mut self) {
-        for rank in &mut self.ranks {
+        let limit = Timespec::try_from(LIMIT * 6).unwrap();
+        for (rank, child) in self.ranks.iter_mut().enumerate() {
+            let out = child.stdout.as_mut().unwrap();
+            let heard = poll(&mut [PollFd::new(&*out, PollFlags::IN)], Some(&limit));
+            assert_eq!(heard, Ok(1), "rank {rank} does not train");
             let mut line = String::new();
-            BufReader::new(rank.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+            BufReader::new(out).read_line(&mut line).unwrap();
             assert_eq!(line, "training\n");
         }
     }
