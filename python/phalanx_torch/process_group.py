@@ -1218,6 +1218,7 @@ class ProcessGroup(dist.ProcessGroup):
         seconds, rank = timeout.total_seconds(), self.rank()
         if seconds <= 0:
             raise Error(f"Rank {rank} timed out in monitoredBarrier: its time-out is {seconds} s", "timeout")
+        _ddp.refuse_in_callback(self, "monitored_barrier")
         self._sequence += 1
         self._barriers += 1
         earlier = self._earlier()
