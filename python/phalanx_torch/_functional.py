@@ -25,6 +25,15 @@ def waited(tensor: _T) -> _T:
     return tensor
 
 
+def dense(tensor: _T) -> _T:
+    """The tensor itself, if its elements lie in memory as strides say: an error names another layout."""
+    any_tensor: Any = tensor
+    if str(any_tensor.layout) == "torch.strided":
+        return tensor
+    known = "only all_reduce takes them: " if any_tensor.is_sparse else ""
+    raise ValueError(f"phalanx: this tensor is of layout {any_tensor.layout}; {known}to_dense() makes one that can be exchanged")
+
+
 def stored(tensor: _T) -> _T:
     """The tensor itself, if it has its elements in memory of its own: an error names what others are, and what to give instead.
 
