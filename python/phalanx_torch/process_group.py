@@ -527,9 +527,8 @@ class ProcessGroup(dist.ProcessGroup):
         meeting = _current_meeting()
         if meeting is not None:
             return self._met(c10d.PrefixStore(f"meeting_{meeting}", store), rank, size, self._timeout)
-        _versions.tell(store, rank)
         native = self._met(store, rank, size, self._timeout, _is_an_agents(store, os.environ))
-        _versions.compare(store, rank, native)
+        _versions.compare(native)
         return native
 
     def _met(
