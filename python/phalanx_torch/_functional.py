@@ -25,6 +25,15 @@ def waited(tensor: _T) -> _T:
     return tensor
 
 
+def dense(tensor: _T) -> _T:
+    """The tensor itself, if its elements lie in memory as strides say: an error names another layout."""
+    any_tensor: Any = tensor
+    if str(any_tensor.layout) == "torch.strided":
+        return tensor
+    known = "only all_reduce takes them: " if any_tensor.is_sparse else ""
+    raise ValueError(f"phalanx: this tensor is of layout {any_tensor.layout}; {known}to_dense() makes one that can be exchanged")
+
+
 def stored(tensor: _T) -> _T:
     """The tensor itself, if it has its elements in memory of its own: an error names what others are, and what to give instead.
 
@@ -48,6 +57,8 @@ def stored(tensor: _T) -> _T:
     if any_tensor._is_zerotensor():
         raise TypeError("phalanx: this tensor is all zeros, and has no memory: exchange clone() of it")
     if kind is torch.Tensor or kind is torch.nn.Parameter:
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor) and not _has_address(tensor):
+            raise TypeError("phalanx: a tensor within a transform of torch.func, such as vmap, has no memory of its own: make this call outside of it")
         return tensor
     name = f"{kind.__module__}.{kind.__qualname__}"
     if callable(getattr(tensor, "to_local", None)):
@@ -60,11 +71,18 @@ def stored(tensor: _T) -> _T:
     fake: Any = sys.modules.get("torch._subclasses.fake_tensor")
     if fake is not None and isinstance(tensor, fake.FakeTensor):
         raise TypeError(f"phalanx: a {name} has no elements, and stands for a tensor while a program is looked at: exchange outside of its mode")
-    try:
-        any_tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
+    if not _has_address(tensor):
         raise TypeError(
             f"phalanx: a {name} has no memory of its own, only what it stands for: exchange the tensors that it is made of, as each rank "
             "needs them"
-        ) from None
+        )
     return tensor
+
+
+def _has_address(tensor: Any) -> bool:
+    """Whether its elements are at an address."""
+    try:
+        tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True

@@ -1,7 +1,6 @@
 """The versions of PyTorch that this package takes, and whether all ranks of a job have the same ones."""
 
 import os
-from typing import Any
 
 import torch
 
@@ -10,7 +9,6 @@ from phalanx_torch._errors import Error
 from phalanx_torch._gloo import TESTED
 
 _FIRST = "2.9"
-_KEY = "versions"
 
 
 def check_torch(version: str = torch.__version__) -> None:
@@ -25,35 +23,13 @@ def check_torch(version: str = torch.__version__) -> None:
         )
 
 
-def tell(store: Any, rank: int) -> None:
-    """Leaves the versions of rank 0 for the other ranks. Call it before they meet."""
-    if rank == 0:
-        store.set(_KEY, _own())
-
-
-def compare(store: Any, rank: int, group: _native.Group) -> None:
-    """Ends the group on all ranks, which have met, if this one has other versions than rank 0."""
-    if rank == 0:
-        return
-    try:
-        first = bytes(store.get(_KEY)).decode(errors="replace") if store.check([_KEY]) else "another version of phalanx_torch"
-    except RuntimeError:
-        # Rank 0 has met this one, and is gone with its store: it has nothing left to do with this group, or the first call names it.
-        return
-    _refuse_others(group, rank, {0: first, rank: _own()})
-
-
-def compare_all(group: _native.Group) -> None:
-    """Ends the group on all ranks, which have met, if two have different versions. For processes that may have been started apart: they ask each other,
-    and leave nothing in a store."""
-    texts = group.all_gather_object(_own().encode(), 0)
-    _refuse_others(group, group.rank, {rank: bytes(text).decode(errors="replace") for rank, text in enumerate(texts)})
-
-
-def _refuse_others(group: _native.Group, rank: int, versions: dict[int, str]) -> None:
-    for other, theirs in versions.items():
-        if theirs != versions[rank]:
-            cause = f"rank {rank} runs {versions[rank]}, and rank {other} {theirs}: run the same versions in all processes of a job"
+def compare(group: _native.Group) -> None:
+    """Ends the group on all ranks, which have met, if two have different versions. They ask each other: a wait for PyTorch's store answers no Ctrl-C."""
+    own, rank = _own(), group.rank
+    for other, text in enumerate(group.all_gather_object(own.encode(), 0)):
+        theirs = bytes(text).decode(errors="replace")
+        if theirs != own:
+            cause = f"rank {rank} runs {own}, and rank {other} {theirs}: run the same versions in all processes of a job"
             group.abort(cause)
             raise Error(cause, "mismatch", other)
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from phalanx_torch import _uncompiled, _warnings, device_backend, observed
+from phalanx_torch import _ddp, _uncompiled, _warnings, device_backend, observed
 from phalanx_torch._errors import Error
 from phalanx_torch.observed import Objects, bytes_of, waiting
 from phalanx_torch.process_group import ProcessGroup
@@ -258,6 +258,7 @@ def _member(name: str, group: Any) -> ProcessGroup | None:
         return None
     part = part_of(group)
     if part is not None:
+        _ddp.refuse_in_callback(part, name)
         return part
     if group is None and not dist.is_initialized():
         raise ValueError("Default process group has not been initialized, please make sure to call init_process_group.")

@@ -21,7 +21,7 @@ from torch.autograd import profiler as profiler
 
 from phalanx_torch import _traces, _warnings
 from phalanx_torch import work as works
-from phalanx_torch._functional import is_awaited, stored
+from phalanx_torch._functional import dense, is_awaited, stored
 
 if TYPE_CHECKING:
     from phalanx_torch.process_group import ProcessGroup
@@ -196,11 +196,14 @@ def call(group: "ProcessGroup", name: str, *arguments: Any) -> dist.Work:
 
 
 def _check_memory(kind: _Kind, arguments: tuple[Any, ...]) -> None:
-    """Refuses tensors without memory of their own, as the group does: PyTorch's dispatcher would speak of operations that the program has not called,
-    or do nothing for a tensor without elements. Stand-ins are what ``FakeTensorMode`` and ``make_fx`` are for."""
+    """Refuses tensors without memory of their own, or in another layout, as the group does: PyTorch's dispatcher would speak of operations that the
+    program has not called, or do nothing for a tensor without elements. Stand-ins are what ``FakeTensorMode`` and ``make_fx`` are for."""
     for tensor in _tensors_of(kind, arguments):
         if not is_awaited(tensor):
             stored(tensor)
+            # Of sparse tensors there is a sum.
+            if kind.type != "ALLREDUCE" or not tensor.is_sparse:
+                dense(tensor)
 
 
 def _tensors_of(kind: _Kind, arguments: tuple[Any, ...]) -> list[torch.Tensor]:

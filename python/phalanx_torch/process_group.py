@@ -24,7 +24,7 @@ from phalanx_torch import _coalescing, _ddp, _exit, _layout, _native, _traces, _
 from phalanx_torch import work as works
 from phalanx_torch._ddp import calling_back
 from phalanx_torch._errors import Error
-from phalanx_torch._functional import stored, waited
+from phalanx_torch._functional import dense, stored, waited
 from phalanx_torch.observed import is_of_graph, is_watched, modes, profiler
 from phalanx_torch.sparse import all_reduce_sparse
 from phalanx_torch.work import Ended, Work, Works, ended
@@ -230,10 +230,7 @@ class _Staged:
         self.divided: list[tuple[torch.Tensor, int]] = []
 
     def lend(self, tensor: torch.Tensor, written: bool = True, type: torch.dtype | None = None) -> torch.Tensor:
-        lent = tensor = stored(waited(tensor))
-        if tensor.layout is not torch.strided:
-            known = "only all_reduce takes them: " if tensor.layout is torch.sparse_coo else ""
-            raise ValueError(f"phalanx: this tensor is of layout {tensor.layout}; {known}to_dense() makes one that can be exchanged")
+        lent = tensor = dense(stored(waited(tensor)))
         if tensor.is_conj() or tensor.is_neg():
             lent = tensor.detach().resolve_conj().resolve_neg()
         if type is not None:
@@ -530,9 +527,8 @@ class ProcessGroup(dist.ProcessGroup):
         meeting = _current_meeting()
         if meeting is not None:
             return self._met(c10d.PrefixStore(f"meeting_{meeting}", store), rank, size, self._timeout)
-        _versions.tell(store, rank)
         native = self._met(store, rank, size, self._timeout, _is_an_agents(store, os.environ))
-        _versions.compare(store, rank, native)
+        _versions.compare(native)
         return native
 
     def _met(
@@ -1218,6 +1214,7 @@ class ProcessGroup(dist.ProcessGroup):
         seconds, rank = timeout.total_seconds(), self.rank()
         if seconds <= 0:
             raise Error(f"Rank {rank} timed out in monitoredBarrier: its time-out is {seconds} s", "timeout")
+        _ddp.refuse_in_callback(self, "monitored_barrier")
         self._sequence += 1
         self._barriers += 1
         earlier = self._earlier()

@@ -124,7 +124,7 @@ class ReconfigurableGroup(ProcessGroup):
         self._agree(store, rank, handles, timeout)
         rest = timeout - datetime.timedelta(seconds=time.monotonic() - begin)
         native = self._met(store, rank, len(handles), max(rest, datetime.timedelta(seconds=1)))
-        _versions.compare_all(native)
+        _versions.compare(native)
         native.set_timeout(self._timeout.total_seconds())
         self._native, self._rank, self._size = native, rank, len(handles)
         self._sequence = self._barriers = 0

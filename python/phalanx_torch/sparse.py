@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from phalanx_torch import _ddp
 from phalanx_torch.work import Work
 
 if TYPE_CHECKING:
@@ -17,13 +18,14 @@ def all_reduce_sparse(group: "ProcessGroup", tensor: torch.Tensor, op: "Op", how
     if not tensor.is_cpu:
         # Before the first exchange: the other ranks would wait for the next one.
         raise TypeError(f"this tensor is on {tensor.device}; phalanx moves tensors on the CPU: use a group of NCCL's for this one")
+    _ddp.refuse_in_callback(group, "all_reduce")
     native, size = group._native, group.size()
     how = (how[0], True)
     own = tensor.detach().coalesce()
     indices, values = own.indices().contiguous(), own.values().contiguous()
     sizes = torch.tensor([indices.size(1), *tensor.shape], device="cpu")
     all_sizes = torch.empty(size, sizes.numel(), dtype=sizes.dtype, device="cpu")
-    native.all_gather_single(all_sizes, sizes, how)
+    native.all_gather_single(all_sizes, sizes, how, True)
     if (all_sizes[:, 1:] != sizes[1:]).any():
         raise ValueError(f"all_reduce: the sparse tensors have different shapes: {all_sizes[:, 1:].tolist()}")
     counts = all_sizes[:, 0].tolist()

@@ -25,7 +25,7 @@ class _Quorum(ProcessGroup):
         # All are connected, and nobody else comes to this quorum. A replica that runs for weeks serves the store of many.
         _native.Group.clear_meeting(store, rank, [])
         # Each may have been started with others.
-        _versions.compare_all(native)
+        _versions.compare(native)
         return native
 
     def _part(self, store: Any, ranks: list[int], timeout: datetime.timedelta, name: object) -> ProcessGroup:

@@ -1,6 +1,6 @@
 //! The collectives of a group, on tensors and lists of tensors.
 
-use phalanx::{Buffer, DType, Element, Rank, ReduceOp, Result, with_element};
+use phalanx::{Buffer, Caller, DType, Element, Rank, ReduceOp, Result, with_element};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -175,16 +175,20 @@ impl Group {
         Ok(true)
     }
 
-    /// Gathers into one tensor.
+    /// Gathers into one tensor. If that is the begin of a sum of sparse tensors, ranks compare whether it is: all else of it depends on what this
+    /// brings.
+    #[pyo3(signature = (output, input, how, is_of_sparse = false))]
     fn all_gather_single(
         &self,
         py: Python<'_>,
         output: &Bound<'_, PyAny>,
         input: &Bound<'_, PyAny>,
         how: How,
+        is_of_sparse: bool,
     ) -> PyResult<Option<Work>> {
         let (mut output, input) = pair(output, input, Meaning::Bytes)?;
-        self.moving(py, how, input.seen(), move |group| {
+        let caller = if is_of_sparse { Some(Caller::SumOfSparse) } else { input.seen().caller };
+        self.in_call(py, how, caller, move |group| {
             with_element!(input.dtype(), T => {
                 let input = Sent::<T>::beside(&input, &output)?;
                 group.all_gather(input.as_slice()?, output.as_mut_slice::<T>())

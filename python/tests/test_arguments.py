@@ -140,6 +140,25 @@ def test_a_tensor_that_is_not_taken_has_our_error_also_if_autograd_follows_it(ra
     ranks(2, wrapped)
 
 
+def transformed(rank):
+    def call(tensor):
+        dist.all_reduce(tensor)
+        return tensor
+
+    for transform in (
+        lambda: torch.func.vmap(call)(torch.ones(2, 3)),
+        lambda: torch.func.jvp(call, (torch.ones(2),), (torch.ones(2),)),
+    ):
+        with pytest.raises(TypeError, match="a transform of torch.func, such as vmap, has no memory of its own: make this call outside of it"):
+            transform()
+    # Nothing has been sent.
+    assert call(torch.ones(1)).item() == 2.0
+
+
+def test_a_call_within_a_transform_of_functions_is_refused_by_its_name(ranks):
+    ranks(2, transformed)
+
+
 def warned_of_by_us(rank):
     other = 1 - rank
     for name, call in {

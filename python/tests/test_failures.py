@@ -44,6 +44,21 @@ def test_different_calls_are_both_named(ranks):
     ranks(2, differ)
 
 
+def sparse_beside_a_gather(rank):
+    with pytest.raises(Error) as caught:
+        if rank == 0:
+            dist.all_reduce(torch.eye(2).to_sparse())
+        else:
+            # As long as what a rank tells the others of its sparse tensor.
+            dist.all_gather_into_tensor(torch.zeros(6, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
+    text = str(caught.value)
+    assert caught.value.kind == "mismatch" and "sum of sparse tensors" in text, text
+
+
+def test_a_sum_of_sparse_tensors_is_no_gather(ranks):
+    ranks(2, sparse_beside_a_gather)
+
+
 def hooks_at_the_end(rank, end):
     group, calls = dist.group.WORLD, []
     blind_watcher(group)

@@ -354,6 +354,27 @@ def test_calls_in_callbacks_have_an_order_where_one_rank_is_alone(ranks):
     ranks(1, alone_in_a_callback)
 
 
+def calls_of_other_kinds(rank, call):
+    _ddp.calling_back.add(threading.get_ident())
+    with pytest.raises(phalanx_torch.Error, match="a communication hook .* in a callback"):
+        call()
+    assert "wait in the hook" in str(dist.group.WORLD.failure())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: dist.all_reduce(torch.eye(2).to_sparse()),
+        lambda: dist.group.WORLD.monitored_barrier(datetime.timedelta(seconds=60)),
+        lambda: phalanx_torch.all_gather_object([None] * 2, "object"),
+        lambda: phalanx_torch.broadcast_object_list([None], 0),
+    ],
+    ids=["all_reduce of sparse tensors", "monitored_barrier", "all_gather_object", "broadcast_object_list"],
+)
+def test_calls_of_all_kinds_are_refused_in_callbacks(ranks, call):
+    ranks(2, calls_of_other_kinds, call)
+
+
 def test_a_builtin_hook_of_ddp_is_the_one_of_its_name(ranks):
     assert ranks(2, trained, "BUILTIN") == ranks(2, trained, "fp16_compress_hook")
 

@@ -334,6 +334,13 @@ def _without_memory(rank, how):
     with CommDebugMode() if how == "mode" else contextlib.nullcontext():
         assert observed.is_watched(dist.group.WORLD)
         wrappers(rank, 2)
+        with pytest.raises(ValueError, match=r"of layout torch.sparse_csr; to_dense\(\) makes one"):
+            dist.all_reduce(torch.eye(2).to_sparse_csr())
+        with pytest.raises(ValueError, match="only all_reduce takes them"):
+            dist.broadcast(torch.eye(2).to_sparse(), 0)
+        total = torch.eye(2).to_sparse()
+        dist.all_reduce(total)
+        assert torch.equal(total.to_dense(), 2 * torch.eye(2))
 
 
 @needs_dispatcher

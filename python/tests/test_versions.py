@@ -1,11 +1,15 @@
 """Versions of PyTorch, and of this package, that do not go together."""
 
+import datetime
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import processes
 
 from phalanx_torch import Error, _versions
+from phalanx_torch.process_group import ProcessGroup
 
 
 def test_a_pytorch_that_is_too_old_or_too_new_is_named(monkeypatch):
@@ -19,21 +23,33 @@ def test_a_pytorch_that_is_too_old_or_too_new_is_named(monkeypatch):
     _versions.check_torch("3.0.0a0+git1")
 
 
-class _Gone:
-    """The store of a rank 0 that has ended."""
+class _Noting:
+    """A store that notes the threads that call it."""
 
-    def check(self, keys):
-        raise dist.DistNetworkError("connection reset")
+    def __init__(self, store):
+        self.store, self.threads = store, set()
+
+    def __getattr__(self, name):
+        self.threads.add(threading.get_ident())
+        return getattr(self.store, name)
 
 
-def test_a_rank_0_that_has_ended_with_its_store_is_no_error():
-    assert _versions.compare(_Gone(), 1, None) is None
+def _asked(rank, path):
+    store = _Noting(dist.FileStore(path, 2))
+    group = ProcessGroup(store, rank, 2, datetime.timedelta(seconds=60))
+    # PyTorch's stores answer no Ctrl-C, and only the main thread could.
+    assert store.threads and threading.get_ident() not in store.threads
+    group.shutdown()
+
+
+def test_the_thread_of_the_program_does_not_wait_for_a_store(tmp_path):
+    processes(2, _asked, f"{tmp_path}/store")
 
 
 def _others(rank, url):
     if rank == 1:
         _versions._own = lambda: "phalanx_torch 9.9.9 and PyTorch 2.9"
-    with pytest.raises(Error, match="rank 1 runs phalanx_torch 9.9.9 and PyTorch 2.9, and rank 0 phalanx_torch .*: run the same versions"):
+    with pytest.raises(Error, match=r"rank [01] runs .*phalanx_torch 9\.9\.9 and PyTorch 2\.9.*: run the same versions"):
         dist.init_process_group("phalanx", url, rank=rank, world_size=2)
         dist.barrier()
 

@@ -80,7 +80,7 @@ impl ReduceOp {
     fn undefined_for(self, dtype: DType) -> Error {
         let remedy = match self {
             Self::Avg if dtype == DType::Bool => "for bool, min and product mean AND; max and sum mean OR",
-            Self::Avg => "reduce with ReduceOp::Sum and divide by the world size, or average f32 or f64",
+            Self::Avg => "reduce with sum and divide by the world size, or average f32 or f64",
             Self::PreMulSum(_) => "premul_sum is for f16, bf16, f32 and f64",
             Self::BAnd | Self::BOr | Self::BXor => "band, bor and bxor are for integers and truth values",
             Self::Sum | Self::Product | Self::Min | Self::Max => "cast the elements to another type",
@@ -179,7 +179,7 @@ mod tests {
         assert!(ReduceOp::Avg.check(DType::Bool).is_err());
         for dtype in [DType::I8, DType::U8, DType::I32, DType::I64] {
             let error = ReduceOp::Avg.check(dtype).unwrap_err().to_string();
-            assert!(error.contains("ReduceOp::Sum and divide"), "{error}");
+            assert!(error.contains("reduce with sum and divide"), "{error}");
         }
         assert!(ReduceOp::PreMulSum(0.5).check(DType::I32).is_err());
         assert!(ReduceOp::PreMulSum(0.5).check(DType::BF16).is_ok());
