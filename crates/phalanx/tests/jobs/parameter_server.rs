@@ -65,7 +65,7 @@ fn poor() -> phalanx::Result<()> {
         .servers(&[Rank::new(1)])
         .start(&group, &mut parameters);
     let error = started.expect_err("there is no memory for it").to_string();
-    assert!(error.contains("rank 1 could not start its parameter server: there is no memory for"), "{error}");
+    assert!(error.contains("rank 1 could not start its parameter server: no memory for"), "{error}");
     Ok(())
 }
 
