@@ -35,7 +35,7 @@ pub fn write<T: Serialize + ?Sized>(value: &T, bytes: &mut Vec<u8>, what: &str) 
     postcard::serialize_with_flavor(value, Growing(bytes)).map_err(|error| unwritten(what, error))
 }
 
-/// Why `what` could not be written, by a flavor that takes memory as [`write`] does.
+/// Why `what` could not be written, by a flavor that takes memory as [`write()`] does.
 pub fn unwritten(what: &str, error: Refusal) -> Error {
     match error {
         Refusal::SerializeBufferFull => {
