@@ -10,6 +10,8 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread::{Builder, scope};
 use std::time::{Duration, Instant};
 
+use tracing::dispatcher::{self, Dispatch};
+
 /// When to report a wait; after the last, again each time that interval has passed.
 const REMINDERS: [Duration; 4] =
     [Duration::from_secs(5), Duration::from_secs(15), Duration::from_secs(30), Duration::from_secs(60)];
@@ -17,13 +19,23 @@ const REMINDERS: [Duration; 4] =
 /// Warns the user.
 pub fn warn(what: impl Display) {
     tracing::warn!("{what}");
-    if !tracing::dispatcher::has_been_set() {
+    if !dispatcher::has_been_set() {
         // The test harness captures what `eprintln` prints, and only that, and shows it with a failed test.
         #[cfg(test)]
         eprintln!("phalanx: warning: {what}");
         // `eprintln` would panic if standard error is closed.
         #[cfg(not(test))]
         let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("phalanx: warning: {what}\n"));
+    }
+}
+
+/// Has another thread warn as this one would: a program may set a subscriber for one thread alone.
+fn as_here(warns: impl FnOnce() + Send) -> impl FnOnce() + Send {
+    // To set one, even none, says that the program has one.
+    let subscriber = dispatcher::has_been_set().then(|| dispatcher::get_default(Dispatch::clone));
+    move || match subscriber {
+        Some(subscriber) => dispatcher::with_default(&subscriber, warns),
+        None => warns(),
     }
 }
 
@@ -42,10 +54,10 @@ impl Aside {
             waiting.fetch_sub(1, Ordering::Relaxed);
             return;
         }
-        let write = move || {
+        let write = as_here(move || {
             warn(what);
             waiting.fetch_sub(1, Ordering::Relaxed);
-        };
+        });
         if Builder::new().name("phalanx-notice".into()).spawn(write).is_err() {
             self.0.fetch_sub(1, Ordering::Relaxed);
         }
@@ -94,12 +106,12 @@ fn after(waited: Duration) -> Duration {
 pub fn while_waiting<R>(what: impl Fn() -> String + Send, wait: impl FnOnce() -> R) -> R {
     let (done, ended) = channel::<()>();
     scope(|scope| {
-        let remind = move || {
+        let remind = as_here(move || {
             let mut reminders = Reminders::new();
             while ended.recv_timeout(reminders.left()) == Err(RecvTimeoutError::Timeout) {
                 reminders.remind(&what);
             }
-        };
+        });
         // If the thread cannot be started, there are no reports.
         let _ = Builder::new().name("phalanx-waiting".into()).spawn_scoped(scope, remind);
         let outcome = wait();
@@ -110,6 +122,9 @@ pub fn while_waiting<R>(what: impl Fn() -> String + Send, wait: impl FnOnce() ->
 
 #[cfg(test)]
 pub(crate) mod tests {
+    use std::sync::mpsc::Sender;
+    use std::thread::{self, ThreadId};
+
     use super::*;
 
     #[test]
@@ -119,8 +134,11 @@ pub(crate) mod tests {
         assert_eq!(next, [5, 5, 15, 15, 30, 60, 60, 120, 120, 120, 180, 3060]);
     }
 
-    /// Whoever tells it something does not come back, as from a write to standard error that nobody reads.
-    pub(crate) struct Stuck;
+    /// A subscriber of one thread, to which no write must be left: it does not come back, as from standard error that nobody reads.
+    struct Stuck {
+        thread: ThreadId,
+        told: Sender<()>,
+    }
 
     impl tracing::Subscriber for Stuck {
         fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
@@ -128,7 +146,8 @@ pub(crate) mod tests {
         }
 
         fn event(&self, _: &tracing::Event<'_>) {
-            panic!("the thread that waits has written itself");
+            assert_ne!(thread::current().id(), self.thread, "the thread that waits has written itself");
+            let _ = self.told.send(());
         }
 
         fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
@@ -144,11 +163,21 @@ pub(crate) mod tests {
         fn exit(&self, _: &tracing::span::Id) {}
     }
 
+    /// Another thread tells this thread's subscriber what `warns` says.
+    pub(crate) fn are_told_aside(warns: impl FnOnce()) {
+        let (told, heard) = channel();
+        let stuck = Stuck { thread: thread::current().id(), told };
+        tracing::subscriber::with_default(stuck, || {
+            warns();
+            heard.recv_timeout(Duration::from_secs(60)).unwrap();
+        });
+    }
+
     #[test]
     fn a_reminder_does_not_hold_up_the_thread_that_waits() {
         let mut reminders = Reminders::new();
         reminders.next = Duration::ZERO;
-        tracing::subscriber::with_default(Stuck, || reminders.remind(|| "rank 1 is waited for".to_owned()));
+        are_told_aside(|| reminders.remind(|| "rank 1 is waited for".to_owned()));
         assert!(reminders.next >= REMINDERS[0]);
     }
 

@@ -385,7 +385,7 @@ fn tune(stream: &TcpStream) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::notice::tests::Stuck;
+    use crate::notice::tests::are_told_aside;
 
     #[test]
     fn the_oldest_pending_client_gives_way_and_an_admitted_one_stays() {
@@ -407,9 +407,7 @@ mod tests {
 
     #[test]
     fn a_warning_of_a_host_s_own_name_does_not_hold_up_who_serves_the_store() {
-        tracing::subscriber::with_default(Stuck, || {
-            warn_of_own_name("node0", Ipv4Addr::new(127, 0, 1, 1).into());
-        });
+        are_told_aside(|| warn_of_own_name("node0", Ipv4Addr::new(127, 0, 1, 1).into()));
     }
 
     #[test]

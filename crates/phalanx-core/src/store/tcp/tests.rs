@@ -522,14 +522,21 @@ fn a_server_that_closes_connections_before_and_after_it_is_started_again_is_wait
         listener.set_nonblocking(false).unwrap();
         drop(listener.accept().unwrap());
     };
+    let attempts = Arc::<AtomicUsize>::default();
+    let counter = Arc::clone(&attempts);
     let server = thread::spawn(move || {
         close_one(listener);
-        // For longer than a server may close one connection after the other, none is there.
-        thread::sleep(CLOSING_RETRY_LIMIT + Duration::from_millis(100));
+        // For longer than a server may close one connection after the other, none is there. The first of two attempts may have begun before.
+        let (closed, before) = (Instant::now(), counter.load(Ordering::Relaxed));
+        while closed.elapsed() <= CLOSING_RETRY_LIMIT || counter.load(Ordering::Relaxed) < before + 2 {
+            thread::sleep(Duration::from_millis(5));
+        }
         close_one(listen(address).unwrap());
         TcpStoreServer::bind(address).unwrap()
     });
-    let store = TcpStore::connect(address, soon()).unwrap();
+    let goes_on = || attempts.fetch_add(1, Ordering::Relaxed) < usize::MAX;
+    let patience = Patience { silence: Duration::MAX, goes_on: &goes_on, connections: 1 };
+    let store = TcpStore::connect_patiently(address, &Credentials::default(), soon(), &patience).unwrap();
     store.set("key", b"value", soon()).unwrap();
     drop((store, server.join().unwrap()));
 }

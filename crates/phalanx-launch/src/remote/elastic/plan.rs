@@ -388,9 +388,12 @@ impl Plan for ElasticPlan {
                 }
                 if exit.is_success() {
                     self.host_manager.done(host, slot);
-                    let all = launchers.peers.iter_mut();
-                    let others = all.filter(|peer| peer.was_told_to_start && !peer.leaves);
-                    others.for_each(Peer::tell_of_ending);
+                    // Not if it is one of a host that was told to end, while the others work on.
+                    if self.host_manager.is_ending() {
+                        let all = launchers.peers.iter_mut();
+                        let others = all.filter(|peer| peer.was_told_to_start && !peer.leaves);
+                        others.for_each(Peer::tell_of_ending);
+                    }
                 }
             }
             RemoteEvent::Lost { failure, .. } => {

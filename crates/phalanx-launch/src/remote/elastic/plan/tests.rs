@@ -48,6 +48,36 @@ fn a_signal_does_not_hide_that_all_workers_had_ended_well() {
     assert_eq!(outcome_of(None), interrupted);
 }
 
+/// The others would take a worker that is stopped, as in a debugger, for frozen at the end of the job, and kill it.
+#[test]
+fn a_worker_of_a_host_that_has_left_the_list_ends_well_and_the_job_does_not_end() {
+    let (_folder, job) = silent_job("node1,node2");
+    let job = job.bind(IpAddr::from([127, 0, 0, 1]));
+    let elastic = ElasticHosts::new(WorldSize::ONE);
+    let mut observer = |_: Event<'_>| std::ops::ControlFlow::Continue(());
+    let driver = Driver::start(&job, &mut observer, |launchers| {
+        let mut plan = elastic.plan(launchers)?;
+        plan.act(launchers)?;
+        let ranks: Vec<Rank> = launchers.peers.iter().map(|peer| Rank::new(peer.first)).collect();
+        for (index, &rank) in ranks.iter().enumerate() {
+            launchers.peers[index].was_told_to_start = true;
+            let started = RemoteEvent::Started { rank, local_rank: 0, pid: 7 };
+            plan.handle_event(launchers, index, &started);
+        }
+        plan.list(&"node2".parse()?);
+        plan.act(launchers)?;
+        let leaves: Vec<bool> = launchers.peers.iter().map(|peer| peer.leaves).collect();
+        assert_eq!(leaves, [true, false]);
+        for (index, knows) in [(0, false), (1, true)] {
+            let exited = RemoteEvent::Exited { rank: ranks[index], pid: 7, exit: Exit::Code(0) };
+            plan.handle_event(launchers, index, &exited);
+            assert_eq!(launchers.peers[1].knows_of_ending, knows);
+        }
+        Ok(Box::new(plan) as _)
+    });
+    drop(driver.unwrap());
+}
+
 #[test]
 fn of_each_worker_of_a_host_that_is_lost_it_is_said_that_it_is_gone() {
     let (_folder, job) = silent_job("node1:2,node2");
