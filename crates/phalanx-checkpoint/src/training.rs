@@ -197,7 +197,10 @@ pub fn load_hook<S: TrainingState>(state: &S, reader: &impl StateReader) -> Resu
 /// As [`Checkpoints::newest`]. On every rank, if `load` fails on one: the others have loaded it then.
 pub fn resume(checkpoints: &Checkpoints, load: impl FnOnce(&Saved) -> Result<()>) -> Result<bool> {
     let Some(saved) = checkpoints.newest()? else { return Ok(false) };
+    // It may take long, and the others wait for it.
+    let section = checkpoints.group().announce_section();
     let loaded = load(&saved);
+    drop(section);
     let told =
         loaded.as_ref().map(|()| ()).map_err(|error| RemoteError::of(error, checkpoints.group().rank()));
     let heard = checkpoints.patient(Caller::TrainStateResume).first_error_of_all(told);

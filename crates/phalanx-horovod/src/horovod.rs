@@ -46,7 +46,7 @@ struct Inner {
 /// The process sets that were made of a handle, and of these.
 type Sets = Arc<Mutex<Vec<Set>>>;
 
-/// A process set. Those that have failed stay, also when the program has dropped them.
+/// A process set.
 struct Set {
     /// This rank in it.
     rank: Rank,
@@ -57,8 +57,27 @@ struct Set {
     of: Weak<Inner>,
 }
 
-/// The most process sets of which that is kept.
-const MAX_SETS: usize = 256;
+impl Set {
+    /// Whether the program has it no more.
+    fn is_dropped(&self) -> bool {
+        Arc::strong_count(&self.shared) == 1
+    }
+}
+
+/// The most process sets that are kept of those that have failed and that the program has dropped.
+const MAX_DROPPED: usize = 256;
+
+/// Adds a process set. Those that the program has stay, and the last ones that have failed.
+fn keep(sets: &mut Vec<Set>, set: Set) {
+    sets.retain(|set| !set.is_dropped() || set.shared.failed_by_another(set.rank).is_some());
+    let mut spare = sets.iter().filter(|set| set.is_dropped()).count().saturating_sub(MAX_DROPPED);
+    sets.retain(|set| {
+        let goes = spare > 0 && set.is_dropped();
+        spare -= usize::from(goes);
+        !goes
+    });
+    sets.push(set);
+}
 
 /// Joins the group that the launcher describes, as [`phalanx::init`] does, with [`Options::from_env`].
 ///
@@ -167,16 +186,8 @@ impl Horovod {
         let Some(set) = self.inner.group.new_group(ranks)? else { return Ok(None) };
         let set = Self::start(&set, Ok(options), true, self.inner.sets.clone())?;
         let (rank, shared) = (set.rank(), set.inner.engine.shared());
-        let mut sets = self.inner.sets.lock();
-        sets.retain(|Set { rank, shared, .. }| {
-            Arc::strong_count(shared) > 1 || shared.failed_by_another(*rank).is_some()
-        });
-        if sets.len() == MAX_SETS {
-            sets.remove(0);
-        }
         let (handle, of) = (Arc::downgrade(&set.inner), Arc::downgrade(&self.inner));
-        sets.push(Set { rank, shared, handle, of });
-        drop(sets);
+        keep(&mut self.inner.sets.lock(), Set { rank, shared, handle, of });
         Ok(Some(set))
     }
 
@@ -408,6 +419,18 @@ mod tests {
     use phalanx::testing::{Fabric, run};
 
     use super::*;
+
+    #[test]
+    fn no_process_set_that_the_program_has_is_forgotten() {
+        let mut sets = Vec::new();
+        let all: Vec<Arc<engine::Shared>> = (0..MAX_DROPPED + 10).map(|_| Arc::default()).collect();
+        let set = |shared| Set { rank: Rank::MAIN, shared, handle: Weak::new(), of: Weak::new() };
+        all.iter().for_each(|shared| keep(&mut sets, set(shared.clone())));
+        assert_eq!(sets.len(), all.len());
+        drop(all);
+        keep(&mut sets, set(Arc::default()));
+        assert_eq!(sets.len(), 1);
+    }
 
     #[test]
     fn a_variable_of_one_rank_that_is_not_valid_is_an_error_on_every_rank_and_ends_no_group() {

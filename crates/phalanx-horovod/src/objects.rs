@@ -152,7 +152,8 @@ impl Horovod {
     /// ```
     ///
     /// # Errors
-    /// As a collective: also if a rank has a parameter of another name, length or type. Parameters are then unspecified.
+    /// As a collective: also if a rank has a parameter of another name, length or type. If this rank has no memory for a copy, which ends the job.
+    /// Parameters are then unspecified.
     pub fn broadcast_parameters<'a, T: Element>(
         &self,
         parameters: impl IntoIterator<Item = (&'a str, &'a mut [T])>,
@@ -170,7 +171,8 @@ impl Horovod {
                 land(&mut flying)?;
                 bytes = size_of_val(&*parameter);
             }
-            let copy = Buffer::try_from_slice(parameter)?;
+            // The others wait for what this rank does not submit.
+            let copy = Buffer::try_from_slice(parameter).inspect_err(|error| self.leave_with(error))?;
             let handle = self.broadcast_async(&format!("broadcast.{name}"), copy, root)?;
             flying.push((handle, parameter));
         }

@@ -15,6 +15,7 @@ use serde::de::DeserializeOwned;
 
 use super::{DistributedOptimizer, DistributedOptions};
 use crate::alike;
+use crate::constants;
 use crate::ddp::held;
 use crate::optimizer::OptimizerState;
 use crate::parallel::{refuse_divided, refuse_units};
@@ -118,14 +119,16 @@ impl<M: Module, T> ModelState<M, T> {
     /// Waits for the gradients that `averaging` has submitted, and lets the optimizer change the model by them.
     ///
     /// # Errors
-    /// As [`DistributedOptimizer::synchronize`], and if that has given the gradients already, which ends the job: call [`apply`](Self::apply) with them.
+    /// As [`DistributedOptimizer::synchronize`]. Each of these ends the job: if that has given the gradients already, with which [`apply`](Self::apply) is
+    /// to be called; if a learning rate is infinite or not a number.
     pub fn step(
         &mut self,
         averaging: &mut DistributedOptimizer,
         learning_rate: impl Into<ModuleLearningRate>,
     ) -> Result<()> {
-        let gradients = averaging.synchronize_step(self.model())?;
-        self.apply(learning_rate, gradients);
+        let rates: ModuleLearningRate = learning_rate.into();
+        let gradients = averaging.synchronize_step(&rates, self.model())?;
+        self.apply(rates, gradients);
         Ok(())
     }
 
@@ -204,6 +207,7 @@ impl<M: Module, T: Serialize + DeserializeOwned> State for ModelState<M, T> {
         // The state of the optimizer is the same by now; its settings are the program's.
         let replica = (self.model(), self.inventory.parameters.as_slice());
         let group = group.in_call(Caller::ElasticRun);
+        constants::check(&group.all_gather_object(&self.inventory.constants)?)?;
         alike::Watch::default().compare(&self.optimizer, replica, None, &group)
     }
 

@@ -16,6 +16,7 @@ use super::sink::{Delivery, Pass, Sink};
 use super::state::check_replicas;
 use crate::gradients::Leaves;
 use crate::hook;
+use crate::lr;
 use crate::parallel::tensor::TensorGroup;
 use crate::parallel::{check_parts, group_of, refuse_divided};
 use crate::parameters::{self, Inventory, Parameter};
@@ -177,7 +178,7 @@ pub struct DistributedOptimizer {
     combines_changes: bool,
     /// Backward passes since the last step.
     backwards: usize,
-    /// Whether [`synchronize`](Self::synchronize) has given gradients that were not applied.
+    /// Whether [`synchronize`](Self::synchronize) has given gradients since the last backward pass that were not applied.
     has_given: bool,
     /// Whether the optimizer has been found to treat each element of divided layers by itself.
     is_elementwise: bool,
@@ -245,7 +246,6 @@ impl DistributedOptimizer {
         self.passes.retain(|pass| pass.strong_count() > 0);
         self.passes.push(Arc::downgrade(&token));
         self.leaves = Leaves::of(model);
-        self.has_given = false;
         let Inventory { device, indices, .. } = &self.inventory;
         self.changes = Changes::of(model, indices);
         pass(&hook::hooked(model, device, indices, token))
@@ -283,6 +283,7 @@ impl DistributedOptimizer {
             .with_remedy("call step, or raise DistributedOptions::backward_passes_per_step"));
         }
         self.backwards += 1;
+        self.has_given = false;
         let is_last = self.backwards == self.per_step;
         // Hooks of several forward passes may report one parameter several times, and only the end of backward tells.
         let submits = is_last && self.passes.len() == 1 && !self.combines_changes;
@@ -306,7 +307,8 @@ impl DistributedOptimizer {
     /// # Errors
     /// If a gradient was not combined: the ranks disagree on it, or the job has failed. With [`Op::Adasum`], which combines no gradients. Each of
     /// these ends the job: if `model` does not have the parameter of a gradient; if layers are divided, and an exchange among these ranks has
-    /// failed, or the optimizer of [`set_optimizer`](Self::set_optimizer) does not treat each element by itself, as in [`new`](Self::new).
+    /// failed, or the optimizer of [`set_optimizer`](Self::set_optimizer) does not treat each element by itself, as in [`new`](Self::new); if an
+    /// earlier call has given all gradients, and none of them was applied.
     pub fn synchronize<M: Module>(&mut self, model: &M) -> Result<GradientsParams> {
         if self.combines_changes {
             return Err(Error::invalid_argument(
@@ -332,24 +334,42 @@ impl DistributedOptimizer {
         let landed = self.sink.landed()?;
         // The others step, and wait for this rank in the next one.
         let gradients = self.of(model, landed).inspect_err(|error| self.sink.leave(error))?;
+        if gradients.is_empty() {
+            self.refuse_if_given("synchronize")?;
+        }
         self.has_given = true;
         Ok(gradients)
     }
 
-    /// As [`synchronize`](Self::synchronize), for a step with them. An error, which ends the job, if that has given them already: the step would
-    /// go without them.
-    pub(super) fn synchronize_step<M: Module>(&mut self, model: &M) -> Result<GradientsParams> {
-        if self.has_given {
-            let error = Error::invalid_argument(
-                "DistributedOptimizer::step after synchronize, which has given the gradients: the step would go without them",
-            )
-            .with_remedy("step with what synchronize gave: call apply in place of step");
-            self.sink.leave(&error);
-            return Err(error);
-        }
+    /// As [`synchronize`](Self::synchronize), for a step with these `rates`. An error, which ends the job, if that has given the gradients already, or a
+    /// rate is infinite or not a number: this rank's next gradients would be NaN, and with them those of all.
+    pub(super) fn synchronize_step<M: Module>(
+        &mut self,
+        rates: &ModuleLearningRate,
+        model: &M,
+    ) -> Result<GradientsParams> {
+        self.check_rates(rates)?;
+        self.refuse_if_given("step")?;
         let gradients = self.synchronize(model)?;
         self.has_given = false;
         Ok(gradients)
+    }
+
+    fn check_rates(&self, rates: &ModuleLearningRate) -> Result<()> {
+        lr::check(rates, &self.inventory.parameters).inspect_err(|error| self.sink.leave(error))
+    }
+
+    /// An error of `call`, which ends the job, if [`synchronize`](Self::synchronize) has given the gradients, and there was no backward pass since.
+    fn refuse_if_given(&self, call: &str) -> Result<()> {
+        if !self.has_given {
+            return Ok(());
+        }
+        let error = Error::invalid_argument(format!(
+            "DistributedOptimizer::{call} after synchronize, which has given the gradients: the step would go without them"
+        ))
+        .with_remedy("step with what synchronize gave: call apply in place of step");
+        self.sink.leave(&error);
+        Err(error)
     }
 
     /// Gradients by the parameters' indices, under the parameters' ids.
@@ -374,18 +394,20 @@ impl DistributedOptimizer {
     /// Waits for the gradients, and lets the optimizer change the model by them.
     ///
     /// # Errors
-    /// If a gradient, or a change, was not combined: the ranks disagree on it, or the job has failed. If [`synchronize`](Self::synchronize) has
-    /// given the gradients already, which ends the job.
+    /// If a gradient, or a change, was not combined: the ranks disagree on it, or the job has failed. Each of these ends the job: if
+    /// [`synchronize`](Self::synchronize) has given the gradients already; if a learning rate is infinite or not a number.
     pub fn step<M: Module>(&mut self, learning_rate: impl Into<ModuleLearningRate>, model: M) -> Result<M> {
+        let rates: ModuleLearningRate = learning_rate.into();
         if self.combines_changes {
-            return self.step_apart(learning_rate.into(), model);
+            return self.step_apart(rates, model);
         }
-        let gradients = self.synchronize_step(&model)?;
-        Ok(self.apply(learning_rate, model, gradients))
+        let gradients = self.synchronize_step(&rates, &model)?;
+        Ok(self.apply(rates, model, gradients))
     }
 
     /// Lets the optimizer change the model by this rank's gradients, and takes the Adasum of what it has changed.
     fn step_apart<M: Module>(&mut self, learning_rate: ModuleLearningRate, model: M) -> Result<M> {
+        self.check_rates(&learning_rate)?;
         (self.backwards, self.leaves) = (0, Leaves::default());
         let own = self.sink.own(&self.changes.frozen)?;
         let indices = &self.inventory.indices;

@@ -391,6 +391,64 @@ fn a_step_after_the_gradients_were_given_is_refused_and_the_others_are_told() {
     });
 }
 
+/// A backward pass brings gradients, and a forward pass none.
+#[test]
+fn gradients_that_were_given_are_those_of_a_step_until_the_next_backward_pass() {
+    let all_are_here = Barrier::new(2);
+    for is_step in [true, false] {
+        run(2, |group| {
+            let hvd = horovod(&group);
+            let model = broadcast_parameters(&hvd, Mlp::new(&WIDTHS), Rank::MAIN).unwrap();
+            let mut optimizer = DistributedOptimizer::new(sgd(), &model, &hvd).unwrap();
+            let losses =
+                [0, 1].map(|step| optimizer.forward(&model, |model| model.loss(batch(&group, step))));
+            optimizer.backward(&losses[0]).unwrap();
+            let gradients = optimizer.synchronize(&model).unwrap();
+            // By an optimizer of the program's own, as that of a ModelState.
+            let model = sgd().step(0.05, model, gradients);
+            optimizer.backward(&losses[1]).unwrap();
+            let model = optimizer.step(0.05, model).unwrap();
+
+            let loss = optimizer.forward(&model, |model| model.loss(batch(&group, 2)));
+            optimizer.backward(&loss).unwrap();
+            let given = optimizer.synchronize(&model).unwrap();
+            let next = optimizer.forward(&model, |model| model.loss(batch(&group, 3)));
+            // The first error ends the job, in which the other rank may still wait for the gradients.
+            all_are_here.wait();
+            let error = match is_step {
+                true => optimizer.step(0.05, model).map(drop),
+                false => optimizer.synchronize(&model).map(drop),
+            };
+            let error = error.unwrap_err().to_string();
+            assert!(error.contains("the step would go without them"), "{error}");
+            drop((given, next));
+        });
+    }
+}
+
+#[test]
+fn a_learning_rate_of_one_rank_that_is_no_number_ends_the_job() {
+    let all_are_here = Barrier::new(2);
+    for op in [Op::Average, Op::Adasum] {
+        run(2, |group| {
+            let hvd = horovod(&group);
+            let model = broadcast_parameters(&hvd, Mlp::new(&WIDTHS), Rank::MAIN).unwrap();
+            let options = DistributedOptions { op, ..DistributedOptions::default() };
+            let mut optimizer = DistributedOptimizer::with_options(sgd(), &model, &hvd, options).unwrap();
+            let loss = optimizer.forward(&model, |model| model.loss(batch(&group, 0)));
+            optimizer.backward(&loss).unwrap();
+            // The error ends the job, in which the other rank may still submit its gradients.
+            all_are_here.wait();
+            let rate = if hvd.rank().is_main() { f64::NAN } else { 0.05 };
+            // The other rank may have had all gradients before.
+            let outcome = optimizer.step(rate, model).and_then(|_model| hvd.barrier());
+            let error = outcome.unwrap_err().to_string();
+            assert!(error.contains("the learning rate NaN, of `layers.0.weight`"), "{error}");
+            assert!(hvd.rank().is_main() || error.contains("rank 0 cannot take part"), "{error}");
+        });
+    }
+}
+
 #[test]
 fn half_of_the_graph_in_backward_works() {
     // A generator and a discriminator train in turns: each backward pass reaches only one of them.

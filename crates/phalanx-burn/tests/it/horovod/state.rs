@@ -82,6 +82,18 @@ fn optimizers_with_other_settings_are_refused_on_every_rank() {
     });
 }
 
+/// Nothing is broadcast there by name.
+#[test]
+fn a_round_of_an_elastic_job_refuses_layers_that_compute_with_other_numbers() {
+    run(2, |group| {
+        let epsilon = if group.rank().is_main() { 1e-5 } else { 1e-3 };
+        let norm = LayerNormConfig::new(8).with_epsilon(epsilon).init(&device());
+        let mut state = ModelState::new(norm, sgd(), ()).unwrap();
+        let error = state.enter(&group).unwrap_err();
+        assert!(error.is_mismatch() && error.to_string().contains("0.001 on rank 1"), "{error}");
+    });
+}
+
 #[test]
 fn several_roots_of_an_optimizer_s_state_are_refused_on_every_rank() {
     run(3, |group| {
