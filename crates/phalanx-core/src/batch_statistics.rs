@@ -154,7 +154,7 @@ enum WeakLine {
     Direct(WeakGroup),
     /// With the group to which it leads.
     Handle(Weak<dyn Communicator>, WeakGroup),
-    /// It leads to no group, or to one of this rank alone.
+    /// It leads to no group.
     Kept(Arc<dyn Communicator>),
 }
 
@@ -195,10 +195,10 @@ impl Line {
         match self {
             Self::Direct(group) => WeakLine::Direct(group.downgrade()),
             Self::Handle(handle) => match handle.process_group() {
-                Some(group) if group.world_size() != WorldSize::ONE => {
-                    WeakLine::Handle(Arc::downgrade(handle), group.downgrade())
-                }
-                Some(_) | None => WeakLine::Kept(handle.clone()),
+                // The handle may lead to a larger group later.
+                Some(group) if group.world_size() == WorldSize::ONE => WeakLine::Direct(group.downgrade()),
+                Some(group) => WeakLine::Handle(Arc::downgrade(handle), group.downgrade()),
+                None => WeakLine::Kept(handle.clone()),
             },
         }
     }
@@ -407,6 +407,22 @@ mod tests {
             outcomes.iter().flatten().all(|error| error.contains("the device has failed")),
             "{outcomes:?}"
         );
+    }
+
+    #[test]
+    fn a_graph_of_a_rank_alone_keeps_no_group_to_which_its_handle_leads_later() {
+        use crate::group::GroupHandle;
+        let handle = GroupHandle::new(ProcessGroup::alone().unwrap());
+        let exchange = Exchange::new(&handle);
+        let graph = exchange.downgrade();
+        let later = ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap().remove(0);
+        let watched = later.downgrade();
+        handle.rebind(later);
+        // Its statistics are this rank's.
+        assert_eq!((exchange.ranks(), graph.upgrade().unwrap().ranks()), (2, 1));
+        drop((exchange, handle));
+        assert!(watched.upgrade().is_err());
+        assert_eq!(graph.upgrade().unwrap().ranks(), 1);
     }
 
     #[test]
