@@ -16,7 +16,7 @@ use crate::tensors::torch;
 /// On a CUDA device these sums go through the host's memory.
 ///
 /// Output, gradients and running statistics are those of one process with the whole batch, also if the ranks' batches are
-/// of different sizes. Each training pass exchanges `2·channels + 4` numbers in forward, of which three compare the ranks' settings, and as many in
+/// of different sizes. Each training pass exchanges `2·channels + 10` numbers in forward, of which nine compare the ranks' settings, and as many in
 /// backward, and `channels` more where the values of one are far from zero beside their spread; an evaluation, and a world of one, exchange nothing.
 ///
 /// ```

@@ -92,15 +92,22 @@ pub struct Settings {
 }
 
 impl Settings {
+    /// In how many parts the ranks compare a hash of their settings.
+    const PARTS: usize = 4;
     /// How many numbers ranks add up to compare their settings.
-    pub const NUMBERS: usize = 3;
+    pub const NUMBERS: usize = 1 + 2 * Self::PARTS;
 
-    /// What is added up over the ranks beside the statistics: 1, a hash, and its square. They are whole numbers, and the sums of two million ranks are
-    /// exact.
+    /// What is added up over the ranks beside the statistics: 1, and each 16 bits of a hash, with their square. They are whole numbers, and the sums of two
+    /// million ranks are exact.
     pub fn numbers(self) -> [f64; Self::NUMBERS] {
         let bits = [self.epsilon, self.momentum].map(f64::to_bits);
-        let hash = (fnv1a(bits.into_iter().flat_map(u64::to_le_bytes)) >> 48) as f64;
-        [1.0, hash, hash * hash]
+        let hash = fnv1a(bits.into_iter().flat_map(u64::to_le_bytes));
+        let mut numbers = [1.0; Self::NUMBERS];
+        for (place, pair) in numbers[1..].as_chunks_mut::<2>().0.iter_mut().enumerate() {
+            let part = f64::from((hash >> (16 * place)) as u16);
+            *pair = [part, part * part];
+        }
+        numbers
     }
 
     /// An error if these `sums` of all ranks' [`numbers`](Self::numbers) show that settings differ: every rank finds the same. Ranks without data have
@@ -109,11 +116,14 @@ impl Settings {
     /// # Errors
     /// It has the settings of this rank.
     pub fn check(self, sums: &[f64]) -> Result<()> {
+        let Ok(sums) = <[f64; Self::NUMBERS]>::try_from(sums) else {
+            return Err(Error::malformed("sums of other settings"));
+        };
         // The sums of a failed exchange are NaN, which is 0 here.
-        let sums: Vec<u128> = sums.iter().map(|sum| *sum as u128).collect();
-        let [ranks, sum, squares] = sums[..] else { return Err(Error::malformed("sums of other settings")) };
-        // Only if all hashes are the same.
-        if ranks.checked_mul(squares) == sum.checked_mul(sum) {
+        let [ranks, parts @ ..] = sums.map(|sum| sum as u128);
+        // Only if all ranks' numbers are the same.
+        let are_same = |[sum, squares]: &[u128; 2]| ranks.checked_mul(*squares) == sum.checked_mul(*sum);
+        if parts.as_chunks::<2>().0.iter().all(are_same) {
             return Ok(());
         }
         let Self { epsilon, momentum } = self;
@@ -144,7 +154,7 @@ enum WeakLine {
     Direct(WeakGroup),
     /// With the group to which it leads.
     Handle(Weak<dyn Communicator>, WeakGroup),
-    /// It leads to no group, or to one of this rank alone.
+    /// It leads to no group.
     Kept(Arc<dyn Communicator>),
 }
 
@@ -185,10 +195,10 @@ impl Line {
         match self {
             Self::Direct(group) => WeakLine::Direct(group.downgrade()),
             Self::Handle(handle) => match handle.process_group() {
-                Some(group) if group.world_size() != WorldSize::ONE => {
-                    WeakLine::Handle(Arc::downgrade(handle), group.downgrade())
-                }
-                Some(_) | None => WeakLine::Kept(handle.clone()),
+                // The handle may lead to a larger group later.
+                Some(group) if group.world_size() == WorldSize::ONE => WeakLine::Direct(group.downgrade()),
+                Some(group) => WeakLine::Handle(Arc::downgrade(handle), group.downgrade()),
+                None => WeakLine::Kept(handle.clone()),
             },
         }
     }
@@ -400,6 +410,22 @@ mod tests {
     }
 
     #[test]
+    fn a_graph_of_a_rank_alone_keeps_no_group_to_which_its_handle_leads_later() {
+        use crate::group::GroupHandle;
+        let handle = GroupHandle::new(ProcessGroup::alone().unwrap());
+        let exchange = Exchange::new(&handle);
+        let graph = exchange.downgrade();
+        let later = ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap().remove(0);
+        let watched = later.downgrade();
+        handle.rebind(later);
+        // Its statistics are this rank's.
+        assert_eq!((exchange.ranks(), graph.upgrade().unwrap().ranks()), (2, 1));
+        drop((exchange, handle));
+        assert!(watched.upgrade().is_err());
+        assert_eq!(graph.upgrade().unwrap().ranks(), 1);
+    }
+
+    #[test]
     fn layers_with_other_settings_end_the_group_on_every_rank_and_ranks_without_data_have_none() {
         use crate::join::{JoinGroup, JoinOptions};
         use crate::testing::{Fabric, run};
@@ -437,12 +463,21 @@ mod tests {
         let sums = |settings: &[(Settings, f64)]| {
             let sum =
                 |place: usize| settings.iter().map(|(one, ranks)| one.numbers()[place] * ranks).sum::<f64>();
-            [0, 1, 2].map(sum)
+            std::array::from_fn::<f64, { Settings::NUMBERS }, _>(sum)
         };
-        let other = Settings { momentum: SETTINGS.momentum.next_up(), ..SETTINGS };
         SETTINGS.check(&sums(&[(SETTINGS, 2e6)])).unwrap();
-        assert!(SETTINGS.check(&sums(&[(SETTINGS, 2e6 - 1.0), (other, 1.0)])).unwrap_err().is_mismatch());
-        SETTINGS.check(&[f64::NAN; 3]).unwrap();
+        let tried = Settings { epsilon: 1e-3, momentum: 0.2 };
+        for (one, other) in [
+            (SETTINGS, Settings { momentum: SETTINGS.momentum.next_up(), ..SETTINGS }),
+            (SETTINGS, Settings { epsilon: SETTINGS.epsilon.next_up(), ..SETTINGS }),
+            // Of these pairs the highest 16 bits of the hash are the same.
+            (SETTINGS, Settings { epsilon: 5e-4, momentum: 0.184 }),
+            (tried, Settings { momentum: 0.467, ..tried }),
+        ] {
+            let differing = sums(&[(one, 2e6 - 1.0), (other, 1.0)]);
+            assert!(one.check(&differing).unwrap_err().is_mismatch(), "{one:?} and {other:?}");
+        }
+        SETTINGS.check(&[f64::NAN; Settings::NUMBERS]).unwrap();
     }
 
     #[test]

@@ -71,7 +71,7 @@ use crate::read_back;
 ///
 /// One all_reduce in forward (per channel the sum and the sum of squares, and the number of values) and one in
 /// backward (per channel the sums of the gradient and of its product with the normalised input): `2·channels` f64
-/// values, and four more in forward, whatever the size of the batch. Three of these compare the ranks' `epsilon` and `momentum`. Each rank's part is its mean and its variance about
+/// values, and ten more in forward, whatever the size of the batch. Nine of these compare the ranks' `epsilon` and `momentum`. Each rank's part is its mean and its variance about
 /// that mean, in the precision of the tensors, or in f32 if they are of 16 bits; merging the parts is exact to f64. If a channel's mean is more
 /// than 10,000 times its standard deviation, forward has one more all_reduce, of `channels` f64 values. Evaluation (`model.valid()`) uses the running
 /// statistics and exchanges nothing, and so does a world of one.

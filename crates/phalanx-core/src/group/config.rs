@@ -127,9 +127,12 @@ impl PendingGroups {
                 return outcome.clone().map(|()| part);
             }
             // Both may run code of the program, or wait for others.
-            let watched = MutexGuard::unlocked(&mut groups, || interrupt::check().and_then(|()| watch()));
+            let (checked, watched) = MutexGuard::unlocked(&mut groups, || (interrupt::check(), watch()));
             if outcome.get().is_some() {
-                continue;
+                let Err(error) = checked else { continue };
+                drop(groups);
+                // The others hear in the group's first collective that this rank has left.
+                return Err(error);
             }
             let missing = groups.get(scope).and_then(|group| group.parts.iter().position(Option::is_some));
             let missing = Rank::new(missing.unwrap_or_default() as u32);
@@ -140,11 +143,16 @@ impl PendingGroups {
                         "does each rank make the same calls? A longer time-out can be set on the group",
                     )
             };
-            let ended = watched.err().or_else(|| deadline.has_passed().then(late));
-            if let Some(error) = ended {
-                let told =
-                    format!("rank {rank} does not wait for the others of the new group any more: {error}");
-                let _ = outcome.set(Err(Error::aborted(told).with_peer(rank)));
+            let own = checked.err().or_else(|| watched.clone().err());
+            if let Some(error) = own.or_else(|| deadline.has_passed().then(late)) {
+                // What `watch` finds all of them find, and who waits blames nobody for it.
+                let told = watched.err().unwrap_or_else(|| {
+                    let told = format!(
+                        "rank {rank} does not wait for the others of the new group any more: {error}"
+                    );
+                    Error::aborted(told).with_peer(rank)
+                });
+                let _ = outcome.set(Err(told));
                 let rest = groups.get_mut(scope).map(|group| mem::take(&mut group.parts));
                 drop(groups);
                 self.changed.notify_all();
@@ -277,5 +285,31 @@ impl GroupConfig {
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    thread_local! {
+        static PENDING: PendingGroups = PendingGroups::default();
+    }
+
+    /// The connections of a rank of two.
+    fn take(rank: u32) -> Result<Connected> {
+        let (place, deadline) =
+            ((Rank::new(rank), WorldSize::new(2)?), Deadline::after(Duration::from_secs(60)));
+        PENDING.with(|pending| pending.take("both", place, &|| Ok(()), deadline))
+    }
+
+    #[test]
+    fn what_ends_a_wait_is_not_lost_when_the_last_rank_comes_at_that_moment() {
+        fn ends() -> Result<()> {
+            take(1)?;
+            Err(Error::aborted("enough"))
+        }
+        let error = interrupt::interruptible(ends, || take(0).err());
+        assert!(error.is_some_and(|error| error.to_string().contains("enough")));
     }
 }

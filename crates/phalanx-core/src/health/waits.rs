@@ -90,6 +90,7 @@ const fn is_announced(caller: Caller) -> bool {
             | Caller::CheckpointsSaveSharded
             | Caller::RunStart
             | Caller::TrainStateCheckpoint
+            | Caller::TrainStateResume
             | Caller::ShardedStateLoad
     )
 }
@@ -441,6 +442,7 @@ mod tests {
         };
         assert_eq!(asked(None), Some(wait()));
         assert_eq!(asked(Some(Caller::CheckpointsNewest)), None);
+        assert_eq!(asked(Some(Caller::TrainStateResume)), None);
         assert_eq!(asked(Some(Caller::MainProcessFirst)), None);
         let lines = [wait(), wait(), LongWait { seconds: 16, ..wait() }];
         assert_eq!(lines.map(|wait| waits.is_new(&wait, Rank::new(1))), [true, false, true]);

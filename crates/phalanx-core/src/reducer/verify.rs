@@ -250,16 +250,19 @@ impl Contract {
                 mine: self.parameters.get(index).cloned(),
             });
         }
-        let of = |contract: &Self, name: &str| {
-            contract.options.iter().find(|(other, _)| other == name).map(|(_, value)| value.clone())
-        };
-        let mut names = self.options.iter().chain(&main.options).map(|(name, _)| name);
-        if self.options != main.options
-            && let Some(name) = names.find(|name| of(self, name) != of(main, name))
-        {
-            return Some(Difference::Option { name: name.clone(), mine: of(self, name) });
+        let theirs = || main.options.iter().find(|option| !self.options.contains(option));
+        let option = self.options.iter().find(|option| !main.options.contains(option)).or_else(theirs);
+        if let Some((name, _)) = option {
+            return Some(Difference::Option { name: name.clone(), mine: self.option(name) });
         }
         (self.plan_hash != main.plan_hash).then_some(Difference::Plan { hash: self.plan_hash })
+    }
+
+    /// What the option `name` is, for people: an adapter may give several of one name.
+    fn option(&self, name: &str) -> Option<String> {
+        let values = self.options.iter().filter(|(other, _)| other == name);
+        let values: Vec<&str> = values.map(|(_, value)| value.as_str()).collect();
+        (!values.is_empty()).then(|| values.join(", "))
     }
 }
 
@@ -280,9 +283,8 @@ impl Difference {
                 )
             }
             Self::Option { name, mine } => {
-                let theirs = main.options.iter().find(|(other, _)| other == name);
-                let theirs = theirs.map_or("unset", |(_, value)| value);
-                let mine = mine.as_deref().unwrap_or("unset");
+                let theirs = main.option(name);
+                let [theirs, mine] = [&theirs, mine].map(|value| value.as_deref().unwrap_or("unset"));
                 let cause = format!("the option {name} is {theirs} on rank 0 and {mine} on rank {rank}");
                 return Error::mismatch(cause).with_peer(rank).with_remedy(
                     "give every rank the same model, options and hook, and load the same state on every rank, or on none",
@@ -328,6 +330,17 @@ mod tests {
                 "{errors:?}"
             );
         }
+    }
+
+    #[test]
+    fn of_two_options_with_one_name_both_are_compared() {
+        let errors = run(2, Fabric::InProcess, |group| {
+            let second = if group.rank().is_main() { "gelu" } else { "relu" };
+            let options = ["tanh", second].map(|value| ("activation", value.to_owned()));
+            verify_state_on(&group, "cpu", Vec::new(), &options).unwrap_err().to_string()
+        });
+        let said = "the option activation is tanh, gelu on rank 0 and tanh, relu on rank 1";
+        assert!(errors.iter().all(|error| error.contains(said)), "{errors:?}");
     }
 
     #[test]

@@ -205,20 +205,22 @@ fn a_member_that_has_died_before_it_came_is_not_waited_for() {
 
 #[test]
 fn so_it_is_between_threads_of_one_process() {
-    let groups = ProcessGroup::in_process(WorldSize::new(3).unwrap()).unwrap();
+    let groups = ProcessGroup::in_process(WorldSize::new(4).unwrap()).unwrap();
     let have_agreed = Barrier::new(groups.len());
     std::thread::scope(|scope| {
         for group in groups {
             let have_agreed = &have_agreed;
             scope.spawn(move || {
-                let pair = [Rank::MAIN, Rank::new(2)];
+                let part = [Rank::MAIN, Rank::new(2), Rank::new(3)];
                 let group = group.with_timeout(LIMIT);
-                let name = group.agree_on(&pair).unwrap();
+                let name = group.agree_on(&part).unwrap();
                 have_agreed.wait();
                 match group.rank().get() {
-                    0 => {
-                        let error = group.join_part(&name, &pair, Caller::NewGroup).unwrap_err();
+                    // Neither blames the other, which waits no longer either.
+                    0 | 3 => {
+                        let error = group.join_part(&name, &part, Caller::NewGroup).unwrap_err();
                         assert!(error.to_string().contains("has ended: "), "{error}");
+                        assert_eq!(error.peer(), None, "{error}");
                     }
                     2 => group.abort(Error::aborted("a test")),
                     _ => {}
