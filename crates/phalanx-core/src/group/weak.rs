@@ -63,12 +63,16 @@ impl WeakGroup {
         error
     }
 
-    /// As [`ProcessGroup::abort_all`], also if the group is gone.
+    /// As [`ProcessGroup::abort_all`], also if the group is gone. If all groups of this rank are, none can give `cause` to the program: a warning does.
     pub fn abort_all(&self, cause: Error) {
         match self.group() {
             Some(group) => group.abort_all(cause),
             None => {
-                for member in self.family.members() {
+                let members = self.family.members();
+                if members.is_empty() {
+                    self.family.warn_once(&cause);
+                }
+                for member in members {
                     member.aborted.store(true, Ordering::Relaxed);
                     member.health.fail(cause.clone());
                 }

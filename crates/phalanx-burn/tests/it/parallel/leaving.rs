@@ -14,6 +14,7 @@ use phalanx_burn::parallel::tensor::TensorGroup;
 use phalanx_burn::{Collectives, SyncBatchNorm};
 
 use crate::common::{device, run};
+use crate::unused::Log;
 
 /// What gives a tensor with a graph in which there are operations of the group.
 type Pass = fn(&ProcessGroup) -> Tensor<1>;
@@ -55,18 +56,19 @@ fn sharded(group: &ProcessGroup) -> Tensor<1> {
     unit.forward(input(), |layer, x| layer.forward(x)).sum()
 }
 
+const PASSES: [(&str, Pass); 6] = [
+    ("TensorGroup", reduced),
+    ("all_gather", gathered),
+    ("SyncBatchNorm", normalised),
+    ("SyncBatchNorm of a JoinGroup", joined),
+    ("StageLink", linked),
+    ("FullySharded", sharded),
+];
+
 #[test]
 fn a_rank_leaves_with_its_last_handle_and_does_not_wait_for_a_graph_to_run_backward() {
     const LIMIT: Duration = Duration::from_secs(120);
-    let passes: [(&str, Pass); 6] = [
-        ("TensorGroup", reduced),
-        ("all_gather", gathered),
-        ("SyncBatchNorm", normalised),
-        ("SyncBatchNorm of a JoinGroup", joined),
-        ("StageLink", linked),
-        ("FullySharded", sharded),
-    ];
-    for (name, pass) in passes {
+    for (name, pass) in PASSES {
         let together = Barrier::new(2);
         run(2, |group| {
             let limited = group.with_timeout(LIMIT);
@@ -84,4 +86,41 @@ fn a_rank_leaves_with_its_last_handle_and_does_not_wait_for_a_graph_to_run_backw
             drop(output);
         });
     }
+}
+
+#[test]
+fn a_backward_pass_whose_group_is_gone_ends_the_other_groups_of_its_rank_with_the_cause() {
+    for (name, pass) in PASSES {
+        let together = Barrier::new(2);
+        run(2, |group| {
+            let part = group.split(Some(0), 0).unwrap().unwrap();
+            let output = pass(&part);
+            // The first error ends the groups, in which the other rank may still compute.
+            together.wait();
+            drop(part);
+            drop(output.backward());
+            let cause = group.failure().unwrap().to_string();
+            assert!(cause.contains("dropped"), "{name}: {cause}");
+        });
+    }
+}
+
+/// Then no call of a group gives the cause.
+#[test]
+fn a_warning_says_once_why_gradients_are_not_numbers_if_all_groups_of_a_rank_are_gone() {
+    let together = Barrier::new(2);
+    run(2, |group| {
+        let log = Log::default();
+        tracing::subscriber::with_default(log.clone(), || {
+            let x = input();
+            let tensor = TensorGroup::new(&group);
+            let output = tensor.reduce(tensor.copy(tensor.reduce(x.clone()))).sum();
+            together.wait();
+            drop((tensor, group));
+            let gradient = x.grad(&output.backward()).unwrap().into_data();
+            assert!(gradient.iter::<f32>().all(f32::is_nan));
+        });
+        let warnings = log.0.lock().iter().filter(|warning| warning.contains("has dropped a group")).count();
+        assert_eq!(warnings, 1);
+    });
 }
