@@ -24,7 +24,8 @@ fn input() -> Tensor<2> {
 }
 
 fn reduced(group: &ProcessGroup) -> Tensor<1> {
-    TensorGroup::new(group).reduce(input()).sum()
+    let tensor = TensorGroup::new(group);
+    tensor.reduce(tensor.copy(input())).sum()
 }
 
 fn gathered(group: &ProcessGroup) -> Tensor<1> {
@@ -105,6 +106,23 @@ fn a_backward_pass_whose_group_is_gone_ends_the_other_groups_of_its_rank_with_th
     }
 }
 
+#[test]
+fn a_backward_pass_that_exchanges_nothing_needs_no_group() {
+    let together = Barrier::new(2);
+    run(2, |group| {
+        let part = group.split(Some(0), 0).unwrap().unwrap();
+        let x = input();
+        let sum = TensorGroup::new(&part).reduce(x.clone()).sum();
+        let norm = SyncBatchNorm::new(BatchNormConfig::new(4).init(&device()), &part);
+        let normalised = norm.forward(Tensor::<2>::ones([2, 4], &device())).sum();
+        together.wait();
+        drop((part, norm));
+        let gradient = x.grad(&(sum + normalised).backward()).unwrap().into_data();
+        assert!(gradient.iter::<f32>().all(|gradient| gradient == 1.0));
+        group.barrier().unwrap();
+    });
+}
+
 /// Then no call of a group gives the cause.
 #[test]
 fn a_warning_says_once_why_gradients_are_not_numbers_if_all_groups_of_a_rank_are_gone() {
@@ -114,7 +132,7 @@ fn a_warning_says_once_why_gradients_are_not_numbers_if_all_groups_of_a_rank_are
         tracing::subscriber::with_default(log.clone(), || {
             let x = input();
             let tensor = TensorGroup::new(&group);
-            let output = tensor.reduce(tensor.copy(tensor.reduce(x.clone()))).sum();
+            let output = tensor.reduce(tensor.copy(tensor.copy(x.clone()))).sum();
             together.wait();
             drop((tensor, group));
             let gradient = x.grad(&output.backward()).unwrap().into_data();
