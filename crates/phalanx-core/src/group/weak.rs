@@ -9,7 +9,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use super::family::Family;
-use super::{Inner, ProcessGroup};
+use super::{Communicator, Inner, ProcessGroup};
 use crate::caller::Caller;
 use crate::error::{Error, Result};
 use crate::world_size::WorldSize;
@@ -25,6 +25,9 @@ pub struct WeakGroup {
     timeout: Duration,
     caller: Option<Caller>,
 }
+
+/// What gives a [`Communicator`] again as long as the program has a clone of it.
+pub type WeakHandle = Arc<dyn Fn() -> Option<Arc<dyn Communicator>> + Send + Sync>;
 
 impl ProcessGroup {
     /// A handle that does not keep the group.

@@ -7,7 +7,7 @@ use std::time::Duration;
 use burn::nn::{BatchNormConfig, LinearConfig};
 use burn::tensor::Tensor;
 use phalanx::join::JoinGroup;
-use phalanx::{ProcessGroup, Rank};
+use phalanx::{Communicator, GroupHandle, ProcessGroup, Rank};
 use phalanx_burn::parallel::StageLink;
 use phalanx_burn::parallel::fsdp::{FullySharded, ShardingGroup};
 use phalanx_burn::parallel::tensor::TensorGroup;
@@ -104,6 +104,23 @@ fn a_backward_pass_whose_group_is_gone_ends_the_other_groups_of_its_rank_with_th
             assert!(cause.contains("dropped"), "{name}: {cause}");
         });
     }
+}
+
+fn finite_without_its_layer<C: Communicator + Clone + 'static>(group: &C) -> bool {
+    let (x, norm) = (input(), BatchNormConfig::new(4).init(&device()));
+    let output = SyncBatchNorm::new(norm, group).forward(x.clone()).sum();
+    x.grad(&output.backward()).unwrap().into_data().iter::<f32>().all(f32::is_finite)
+}
+
+/// As a layer that a model makes in its forward pass.
+#[test]
+fn a_backward_pass_needs_the_group_and_not_the_layer_that_was_made_with_it() {
+    run(2, |group| {
+        assert!(finite_without_its_layer(&group));
+        assert!(finite_without_its_layer(&GroupHandle::new(group.clone())));
+        assert!(finite_without_its_layer(&JoinGroup::new(group.clone())));
+        group.barrier().unwrap();
+    });
 }
 
 #[test]
