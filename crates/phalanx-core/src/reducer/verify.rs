@@ -285,7 +285,7 @@ impl Difference {
                 let mine = mine.as_deref().unwrap_or("unset");
                 let cause = format!("the option {name} is {theirs} on rank 0 and {mine} on rank {rank}");
                 return Error::mismatch(cause).with_peer(rank).with_remedy(
-                    "give every rank the same options and the same hook, and load the same state on every rank, or on none",
+                    "give every rank the same model, options and hook, and load the same state on every rank, or on none",
                 );
             }
             Self::Device { mine } => {
