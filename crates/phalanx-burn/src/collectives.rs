@@ -95,7 +95,7 @@ pub trait Collectives: Sized {
     /// The exchange in backward comes between the averages of [`Ddp`]'s buckets, at a place that depends on the graph alone. If
     /// ranks compute different graphs, that is an error that shows both calls; give the gather
     /// [a group of its own](ProcessGroup::new_group) then. Backward cannot return an error: if the exchange fails, all groups of
-    /// this rank end with the cause, which [`Ddp::backward`] returns.
+    /// this rank end with the cause, which [`Ddp::backward`] returns. A handle to the group must live until backward has returned.
     ///
     /// # Errors
     /// See [above](Self#errors). If types differ, or shapes in another dimension, or one rank's tensor is part of a graph and

@@ -1,29 +1,29 @@
 //! The numbers of Burn's layers that are no tensors, such as the epsilon of a norm and the probability of a dropout.
 //!
 //! Nothing that a module gives has them, but every module can be debugged, and what derived code shows of it has them under the names of its structs and
-//! fields; parameters show their ids there, and no elements. Ranks compare those of Burn's layers alone: what a program's own structs have may be
-//! each rank's own.
+//! fields; parameters show their ids there, and no elements. Ranks compare those of some of Burn's layers alone: what a program's own structs have may be
+//! each rank's own. What a program's own `Debug` shows may be anything: it can hide numbers, and nothing is an error.
 
 use std::fmt::{self, Debug, Write};
 
 use phalanx::{Error, Rank, Result};
 
-/// Layers of Burn and of this crate whose numbers must be the same on every rank.
-const LAYERS: [&str; 14] = [
-    "BatchNorm",
-    "CrossAttention",
-    "Dropout",
-    "GroupNorm",
-    "InstanceNorm",
-    "LayerNorm",
-    "LeakyRelu",
-    "LocalResponseNorm",
-    "MultiHeadAttention",
-    "RmsNorm",
-    "SyncBatchNorm",
-    "TransformerDecoderLayer",
-    "TransformerEncoder",
-    "TransformerEncoderLayer",
+/// Layers of Burn and of this crate, with those of their numbers that must be the same on every rank, and that no shape shows. A struct of a program's own
+/// may have a layer's name, with other fields.
+const LAYERS: [(&str, &[&str]); 13] = [
+    ("BatchNorm", &["momentum", "epsilon"]),
+    ("CrossAttention", &["n_heads", "n_heads_kv", "scale", "min_float", "quiet_softmax"]),
+    ("Dropout", &["prob"]),
+    ("GroupNorm", &["num_groups", "epsilon"]),
+    ("InstanceNorm", &["epsilon"]),
+    ("LayerNorm", &["epsilon"]),
+    ("LeakyRelu", &["negative_slope"]),
+    ("LocalResponseNorm", &["size", "alpha", "beta", "k"]),
+    ("MultiHeadAttention", &["n_heads", "min_float", "quiet_softmax"]),
+    ("RmsNorm", &["epsilon"]),
+    ("SyncBatchNorm", &["momentum", "epsilon"]),
+    ("TransformerDecoderLayer", &["norm_first"]),
+    ("TransformerEncoderLayer", &["norm_first"]),
 ];
 /// The most characters of a name or a number.
 const LONGEST: usize = 64;
@@ -33,8 +33,8 @@ const MOST: usize = 4096;
 /// The numbers and truth values of the layers of `model`, by names that say where they are.
 pub(crate) fn of(model: &impl Debug) -> Vec<(String, String)> {
     let mut scan = Scan::default();
-    // It is cut short behind the last number that is compared.
-    let _cut = write!(scan, "{model:?}");
+    // Only a `Debug` of the program's own can fail.
+    let _shown = write!(scan, "{model:?}");
     scan.found
 }
 
@@ -98,8 +98,8 @@ struct Scan {
 
 struct Open {
     name: String,
-    /// Its number among layers, if it is one.
-    layer: Option<usize>,
+    /// Of a layer: which one it is, and the names of its numbers.
+    layer: Option<(usize, &'static [&'static str])>,
 }
 
 impl Scan {
@@ -107,6 +107,11 @@ impl Scan {
         if self.is_text {
             self.is_text = self.is_escaped || character != '"';
             self.is_escaped = !self.is_escaped && character == '\\';
+            return;
+        }
+        // Behind a single quote there may be a quote or a bracket, which is none.
+        if self.word == "'" {
+            self.word.push(character);
             return;
         }
         match character {
@@ -118,9 +123,10 @@ impl Scan {
             '{' | '(' | '[' => {
                 let name = if self.word.is_empty() { &mut self.last } else { &mut self.word };
                 let name = std::mem::take(name);
-                let is_layer = character == '{' && LAYERS.contains(&name.as_str());
-                self.layers += usize::from(is_layer);
-                self.open.push(Open { layer: is_layer.then_some(self.layers), name });
+                let numbers = LAYERS.iter().find(|(layer, _)| character == '{' && *layer == name);
+                self.layers += usize::from(numbers.is_some());
+                let layer = numbers.map(|(_, numbers)| (self.layers, *numbers));
+                self.open.push(Open { name, layer });
                 (self.field, self.begins_field) = (None, character == '{');
                 self.last.clear();
             }
@@ -148,9 +154,10 @@ impl Scan {
         }
         self.last = std::mem::take(&mut self.word);
         let Some(field) = self.field.take() else { return };
+        let Some(Open { name, layer: Some((layer, numbers)) }) = self.open.last() else { return };
         let is_number = self.last.parse::<f64>().is_ok() || self.last.parse::<bool>().is_ok();
-        if let Some(Open { name, layer: Some(number) }) = self.open.last().filter(|_| is_number) {
-            let name = format!("`{field}` of {name} (layer {number} of those with such numbers)");
+        if is_number && numbers.contains(&field.as_str()) && self.found.len() < MOST {
+            let name = format!("`{field}` of {name} (layer {layer} of those with such numbers)");
             self.found.push((name, self.last.clone()));
         }
     }
@@ -159,24 +166,43 @@ impl Scan {
 impl Write for Scan {
     fn write_str(&mut self, text: &str) -> fmt::Result {
         text.chars().for_each(|character| self.read(character));
-        if self.found.len() < MOST { Ok(()) } else { Err(fmt::Error) }
+        Ok(())
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use burn::module::Module;
-    use burn::nn::attention::{MultiHeadAttention, MultiHeadAttentionConfig};
-    use burn::nn::{BatchNorm, BatchNormConfig, Dropout, DropoutConfig, LayerNorm, LayerNormConfig};
+    use burn::module::{Module, ParamId};
+    use burn::nn::attention::{CrossAttentionConfig, MultiHeadAttention, MultiHeadAttentionConfig};
+    use burn::nn::transformer::{TransformerDecoderConfig, TransformerEncoderConfig};
+    use burn::nn::{
+        BatchNorm, BatchNormConfig, Dropout, DropoutConfig, GroupNormConfig, InstanceNormConfig, LayerNorm,
+        LayerNormConfig, LeakyReluConfig, LocalResponseNormConfig, RmsNormConfig,
+    };
     use burn::tensor::Device;
+    use phalanx::ProcessGroup;
 
     use super::*;
+    use crate::SyncBatchNorm;
+
+    mod own {
+        /// Of each rank's own.
+        #[derive(Clone, Debug)]
+        #[allow(dead_code, reason = "it is shown")]
+        pub struct Dropout {
+            pub seed: u64,
+        }
+    }
 
     #[derive(Module, Debug)]
     struct Net {
         /// The program's own, which are not compared.
         #[module(skip)]
         name: String,
+        #[module(skip)]
+        quotes: [char; 3],
+        #[module(skip)]
+        own: own::Dropout,
         epsilon: f64,
         layers: Vec<Layer>,
         attention: MultiHeadAttention,
@@ -197,6 +223,8 @@ mod tests {
         };
         Net {
             name: "a \"{ BatchNorm { epsilon: 1".to_owned(),
+            quotes: ['"', '{', '\''],
+            own: own::Dropout { seed: ParamId::new().val() },
             epsilon: 7.0,
             layers: vec![layer(0.1), layer(dropout)],
             attention: MultiHeadAttentionConfig::new(8, heads).init(&device),
@@ -235,6 +263,31 @@ mod tests {
             let other = of(&other);
             assert_eq!(own.len(), other.len());
             assert_ne!(own, other);
+        }
+    }
+
+    #[test]
+    fn layers_have_numbers_of_the_names_that_are_compared() {
+        let device = Device::flex().autodiff();
+        let norm = BatchNormConfig::new(8).init(&device);
+        let norms = (
+            SyncBatchNorm::new(norm.clone(), &ProcessGroup::alone().unwrap()),
+            norm,
+            GroupNormConfig::new(2, 8).init(&device),
+            InstanceNormConfig::new(8).init(&device),
+            LocalResponseNormConfig::new(3).init(),
+            RmsNormConfig::new(8).init(&device),
+        );
+        // They have norms, dropouts and attentions.
+        let encoder = TransformerEncoderConfig::new(8, 16, 2, 1).init(&device);
+        let decoder = TransformerDecoderConfig::new(8, 16, 2, 1).init(&device);
+        let attention = CrossAttentionConfig::new(8, 8, 2, 2, 4).init(&device);
+        let found = of(&(norms, encoder, decoder, attention, LeakyReluConfig::new().init()));
+        for (layer, numbers) in LAYERS {
+            for number in numbers {
+                let name = format!("`{number}` of {layer} (layer ");
+                assert!(found.iter().any(|(other, _)| other.starts_with(&name)), "{name}: {found:?}");
+            }
         }
     }
 

@@ -5,13 +5,13 @@
 
 use std::any::Any;
 use std::fmt;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use crate::buffer::Buffer;
 use crate::caller::Caller;
 use crate::collective::ReduceOp;
 use crate::error::{Error, Result};
-use crate::group::{Communicator, ProcessGroup, WeakGroup};
+use crate::group::{Communicator, ProcessGroup, WeakGroup, WeakHandle};
 use crate::hash::fnv1a;
 use crate::world_size::WorldSize;
 
@@ -153,7 +153,7 @@ pub struct WeakExchange {
 enum WeakLine {
     Direct(WeakGroup),
     /// With the group to which it leads.
-    Handle(Weak<dyn Communicator>, WeakGroup),
+    Handle(WeakHandle, WeakGroup),
     /// It leads to no group.
     Kept(Arc<dyn Communicator>),
 }
@@ -162,7 +162,7 @@ impl WeakLine {
     fn upgrade(&self) -> Result<Line> {
         Ok(match self {
             Self::Direct(group) => Line::Direct(group.upgrade()?),
-            Self::Handle(handle, group) => Line::Handle(handle.upgrade().ok_or_else(|| group.dropped())?),
+            Self::Handle(handle, group) => Line::Handle(handle().ok_or_else(|| group.dropped())?),
             Self::Kept(group) => Line::Handle(group.clone()),
         })
     }
@@ -197,7 +197,12 @@ impl Line {
             Self::Handle(handle) => match handle.process_group() {
                 // The handle may lead to a larger group later.
                 Some(group) if group.world_size() == WorldSize::ONE => WeakLine::Direct(group.downgrade()),
-                Some(group) => WeakLine::Handle(Arc::downgrade(handle), group.downgrade()),
+                Some(group) => {
+                    let own = Arc::downgrade(handle);
+                    let weak = handle.weak_handle();
+                    let weak = weak.unwrap_or_else(|| -> WeakHandle { Arc::new(move || own.upgrade()) });
+                    WeakLine::Handle(weak, group.downgrade())
+                }
                 None => WeakLine::Kept(handle.clone()),
             },
         }
@@ -384,6 +389,23 @@ mod tests {
             assert!(moments.mean[0].is_nan() && moments.variance[0].is_nan(), "{moments:?}");
             assert!((moments.variance[1] - 8.0 / 3.0).abs() < 1e-6, "{moments:?}");
         }
+    }
+
+    #[test]
+    fn what_does_not_keep_a_group_needs_it_and_not_the_layer_that_was_made_with_it() {
+        use crate::group::GroupHandle;
+        use crate::join::JoinGroup;
+        use crate::testing::{Fabric, run};
+        run(2, Fabric::InProcess, |group| {
+            let (handle, joined) = (GroupHandle::new(group.clone()), JoinGroup::new(group.clone()));
+            let lines = [Exchange::new(&group), Exchange::new(&handle), Exchange::new(&joined)];
+            for line in lines.map(|layer| layer.downgrade()) {
+                let mut values = [1.0];
+                line.upgrade().unwrap().sum(&mut values);
+                assert_eq!(values, [2.0]);
+            }
+            drop((handle, joined));
+        });
     }
 
     #[test]

@@ -52,6 +52,10 @@ impl Exchange {
     }
 
     pub(super) fn backward<B: Backend + HostAccess>(&self, gradient: FloatTensor<B>) -> FloatTensor<B> {
+        if self.backward == Step::Keep {
+            // It needs no group, which may be gone.
+            return gradient;
+        }
         self.run::<B>(&self.backward, gradient)
     }
 

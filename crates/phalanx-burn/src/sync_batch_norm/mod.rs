@@ -78,7 +78,8 @@ use crate::read_back;
 ///
 /// # Together with [`Ddp`](crate::Ddp)
 ///
-/// All ranks must run the same layers forward and backward. Burn runs backward in an order that depends on the graph
+/// All ranks must run the same layers forward and backward. A handle to the group, such as the layer, must live until backward has returned: the graph
+/// does not keep it. Burn runs backward in an order that depends on the graph
 /// alone, so the exchanges of this layer and the buckets of [`Ddp`](crate::Ddp) follow each other in the same order on
 /// every rank as long as every rank's graph is the same, and the two can share a group. Ranks that come to disagree get
 /// an error that shows both calls.

@@ -120,12 +120,10 @@ impl<B: Backend> Backward<B, 3> for Normalise {
         let inverse = wide(B::float_recip(deviation));
         let normalised = B::float_mul(B::float_sub(x, wide(mean)), inverse.clone());
 
-        // Without it all groups of this rank have ended with the cause.
-        let exchange = layer.exchange.upgrade().ok();
         let own = [dy.clone(), B::float_mul(dy.clone(), normalised.clone())];
         let own = channel_sums::<B>(own).unwrap_or_else(|cause| {
             // This rank's device has failed. No other rank averages the NaN: the group has ended with the cause.
-            if let Some(exchange) = &exchange {
+            if let Ok(exchange) = layer.exchange.upgrade() {
                 exchange.abort(cause);
             }
             vec![f64::NAN; 2 * channels]
@@ -143,9 +141,10 @@ impl<B: Backend> Backward<B, 3> for Normalise {
         let Some(node) = x_node else { return };
 
         let mut all = own;
-        match &exchange {
-            Some(exchange) => exchange.sum(&mut all),
-            None => all.fill(f64::NAN),
+        match layer.exchange.upgrade() {
+            Ok(exchange) => exchange.sum(&mut all),
+            // All groups of this rank have ended with the cause.
+            Err(_) => all.fill(f64::NAN),
         }
         all.iter_mut().for_each(|sum| *sum /= layer.values);
         let centred = B::float_sub(dy, wide(vector(&all[..channels], dtype)));

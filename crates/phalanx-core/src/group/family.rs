@@ -1,6 +1,6 @@
 //! The groups of a rank that were made from the same first group, so that one failure can end them all.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
@@ -8,6 +8,7 @@ use parking_lot::Mutex;
 use super::{Inner, ProcessGroup};
 use crate::error::{Error, Kind};
 use crate::health::{Health, Surroundings};
+use crate::notice::warn;
 use crate::rank::Rank;
 
 /// A rank's groups that its program has made: the first one, and those made from it.
@@ -20,6 +21,8 @@ pub(crate) struct Family {
     failures: Mutex<Vec<Failure>>,
     /// The sections that take long, as the ranks know, in which this rank is.
     sections: AtomicUsize,
+    /// Whether a warning has said that all groups are gone, and that something needed one.
+    has_warned: AtomicBool,
 }
 
 type Failure = (Arc<OnceLock<Error>>, Option<Arc<[Rank]>>);
@@ -81,6 +84,13 @@ impl Family {
     pub(super) fn members(&self) -> Vec<Arc<Inner>> {
         // Not under the lock: if one of them is dropped here, its threads are waited for.
         self.groups.lock().iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Warns of `cause`, which none of the groups can give to the program any more. Each operation of a graph may come here: it is said once.
+    pub(super) fn warn_once(&self, cause: &Error) {
+        if !self.has_warned.swap(true, Ordering::Relaxed) {
+            warn(format_args!("a result is not a number: {cause}"));
+        }
     }
 }
 

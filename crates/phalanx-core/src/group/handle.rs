@@ -10,7 +10,7 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::RwLock;
 
-use super::{Communicator, Inner, Work, forward_to_group};
+use super::{Communicator, Inner, WeakHandle, Work, forward_to_group};
 use crate::buffer::Buffer;
 use crate::caller::Caller;
 use crate::collective::ReduceOp;
@@ -61,6 +61,12 @@ impl GroupHandle {
         Self { group: self.group.clone(), caller }
     }
 
+    /// What gives this clone again as long as there is one.
+    pub(crate) fn downgrade(&self) -> impl Fn() -> Option<Self> + Send + Sync + use<> {
+        let (group, caller) = (Arc::downgrade(&self.group), self.caller);
+        move || Some(Self { group: group.upgrade()?, caller })
+    }
+
     fn group(&self) -> Arc<dyn Communicator> {
         self.group.read().clone()
     }
@@ -87,6 +93,11 @@ impl Communicator for GroupHandle {
 
     fn uneven_joins(&self) -> u64 {
         self.group().uneven_joins()
+    }
+
+    fn weak_handle(&self) -> Option<WeakHandle> {
+        let handle = self.downgrade();
+        Some(Arc::new(move || -> Option<Arc<dyn Communicator>> { Some(Arc::new(handle()?)) }))
     }
 
     fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work> {

@@ -51,7 +51,7 @@ pub use self::point_to_point::P2pOp;
 #[doc(hidden)]
 pub use self::remote_error::RemoteError;
 #[doc(hidden)]
-pub use self::weak::WeakGroup;
+pub use self::weak::{WeakGroup, WeakHandle};
 #[doc(hidden)]
 pub use self::work::Completer;
 pub use self::work::Work;
@@ -131,6 +131,12 @@ pub trait Communicator: Send + Sync {
 
     /// The group whose collectives these are; of a handle, its current one. None of what stands in for a group, such as a fake in a test.
     fn process_group(&self) -> Option<ProcessGroup> {
+        None
+    }
+
+    /// What gives this handle again, and keeps no group. None of what has no clones, such as a fake in a test.
+    #[doc(hidden)]
+    fn weak_handle(&self) -> Option<WeakHandle> {
         None
     }
 }

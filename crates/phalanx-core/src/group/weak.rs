@@ -9,7 +9,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use super::family::Family;
-use super::{Inner, ProcessGroup};
+use super::{Communicator, Inner, ProcessGroup};
 use crate::caller::Caller;
 use crate::error::{Error, Result};
 use crate::world_size::WorldSize;
@@ -25,6 +25,9 @@ pub struct WeakGroup {
     timeout: Duration,
     caller: Option<Caller>,
 }
+
+/// What gives a [`Communicator`] again as long as the program has a clone of it.
+pub type WeakHandle = Arc<dyn Fn() -> Option<Arc<dyn Communicator>> + Send + Sync>;
 
 impl ProcessGroup {
     /// A handle that does not keep the group.
@@ -63,12 +66,16 @@ impl WeakGroup {
         error
     }
 
-    /// As [`ProcessGroup::abort_all`], also if the group is gone.
+    /// As [`ProcessGroup::abort_all`], also if the group is gone. If all groups of this rank are, none can give `cause` to the program: a warning does.
     pub fn abort_all(&self, cause: Error) {
         match self.group() {
             Some(group) => group.abort_all(cause),
             None => {
-                for member in self.family.members() {
+                let members = self.family.members();
+                if members.is_empty() {
+                    self.family.warn_once(&cause);
+                }
+                for member in members {
                     member.aborted.store(true, Ordering::Relaxed);
                     member.health.fail(cause.clone());
                 }

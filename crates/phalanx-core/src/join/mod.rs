@@ -58,7 +58,7 @@ use crate::caller::Caller;
 use crate::collective::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::group::{Communicator, GroupHandle, ProcessGroup, Work, forward_to_group};
+use crate::group::{Communicator, GroupHandle, ProcessGroup, WeakHandle, Work, forward_to_group};
 use crate::rank::Rank;
 use crate::world_size::WorldSize;
 
@@ -370,6 +370,13 @@ impl Communicator for JoinGroup {
 
     fn uneven_joins(&self) -> u64 {
         self.state.lock().uneven_joins
+    }
+
+    fn weak_handle(&self) -> Option<WeakHandle> {
+        let (group, state) = (self.group.downgrade(), Arc::downgrade(&self.state));
+        Some(Arc::new(move || -> Option<Arc<dyn Communicator>> {
+            Some(Arc::new(Self { group: group()?, state: state.upgrade()? }))
+        }))
     }
 
     fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work> {

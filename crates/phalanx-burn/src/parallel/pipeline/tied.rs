@@ -22,6 +22,7 @@ const SAMPLE: usize = 4096;
 /// # fn show<S: Stage<3>>(ddp: &mut Ddp<Vec<S>>, optimizer: &mut ModuleOptimizer, mut step: PipelineStep, tied: &TiedParameter,
 /// #     embedding: Option<&Param<Tensor<2>>>) -> phalanx::Result<()> {
 /// // Once: let (tied, embedding) = TiedParameter::new(embedding, &pipeline_group)?;
+/// // In each step `embedding` is this rank's copy in ddp.model(): its stages' Param, as the last step has left it.
 /// if let Some(embedding) = embedding {
 ///     tied.sum(embedding, &mut step.gradients)?; // after Pipeline::train, on the ranks that have it
 /// }
@@ -71,8 +72,8 @@ impl TiedParameter {
         self.group.as_ref().is_none_or(|group| group.rank().is_main())
     }
 
-    /// Adds up the gradients of all copies. The ranks that have one call it together, each with its own `parameter` and the gradients
-    /// of its stages.
+    /// Adds up the gradients of all copies. The ranks that have one call it together, each with its own `parameter`, as its stages have it in this step,
+    /// and the gradients of its stages. The one that [`new`](Self::new) has given keeps its first elements: with it, no copy is seen to drift apart.
     ///
     /// # Errors
     /// If this rank gave no parameter, or the gradients have none for it; if the exchange fails. On every rank that has a copy, if the copies are not the
@@ -87,14 +88,14 @@ impl TiedParameter {
                 "call TiedParameter::sum on the ranks that gave TiedParameter::new a parameter",
             ));
         };
-        self.compare(parameter, group).inspect_err(|error| group.abort_all(error.clone()))?;
         let id: ParamId = parameter.id;
-        let Some(gradient) = gradients.remove::<D>(id) else {
-            let error = Error::invalid_argument("a copy of a tied parameter has no gradient");
-            group.abort_all(error.clone());
-            return Err(error);
-        };
-        gradients.register(id, gradient.all_reduce(group, ReduceOp::Sum)?);
+        let sum = self.compare(parameter, group).and_then(|()| {
+            let gradient = gradients.remove::<D>(id);
+            let missing = || Error::invalid_argument("a copy of a tied parameter has no gradient");
+            gradient.ok_or_else(missing)?.all_reduce(group, ReduceOp::Sum)
+        });
+        // The others wait for this rank's gradient.
+        gradients.register(id, sum.inspect_err(|error| group.abort_all(error.clone()))?);
         Ok(())
     }
 

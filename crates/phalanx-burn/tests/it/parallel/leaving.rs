@@ -7,13 +7,14 @@ use std::time::Duration;
 use burn::nn::{BatchNormConfig, LinearConfig};
 use burn::tensor::Tensor;
 use phalanx::join::JoinGroup;
-use phalanx::{ProcessGroup, Rank};
+use phalanx::{Communicator, GroupHandle, ProcessGroup, Rank};
 use phalanx_burn::parallel::StageLink;
 use phalanx_burn::parallel::fsdp::{FullySharded, ShardingGroup};
 use phalanx_burn::parallel::tensor::TensorGroup;
 use phalanx_burn::{Collectives, SyncBatchNorm};
 
 use crate::common::{device, run};
+use crate::unused::Log;
 
 /// What gives a tensor with a graph in which there are operations of the group.
 type Pass = fn(&ProcessGroup) -> Tensor<1>;
@@ -23,7 +24,8 @@ fn input() -> Tensor<2> {
 }
 
 fn reduced(group: &ProcessGroup) -> Tensor<1> {
-    TensorGroup::new(group).reduce(input()).sum()
+    let tensor = TensorGroup::new(group);
+    tensor.reduce(tensor.copy(input())).sum()
 }
 
 fn gathered(group: &ProcessGroup) -> Tensor<1> {
@@ -55,18 +57,19 @@ fn sharded(group: &ProcessGroup) -> Tensor<1> {
     unit.forward(input(), |layer, x| layer.forward(x)).sum()
 }
 
+const PASSES: [(&str, Pass); 6] = [
+    ("TensorGroup", reduced),
+    ("all_gather", gathered),
+    ("SyncBatchNorm", normalised),
+    ("SyncBatchNorm of a JoinGroup", joined),
+    ("StageLink", linked),
+    ("FullySharded", sharded),
+];
+
 #[test]
 fn a_rank_leaves_with_its_last_handle_and_does_not_wait_for_a_graph_to_run_backward() {
     const LIMIT: Duration = Duration::from_secs(120);
-    let passes: [(&str, Pass); 6] = [
-        ("TensorGroup", reduced),
-        ("all_gather", gathered),
-        ("SyncBatchNorm", normalised),
-        ("SyncBatchNorm of a JoinGroup", joined),
-        ("StageLink", linked),
-        ("FullySharded", sharded),
-    ];
-    for (name, pass) in passes {
+    for (name, pass) in PASSES {
         let together = Barrier::new(2);
         run(2, |group| {
             let limited = group.with_timeout(LIMIT);
@@ -84,4 +87,75 @@ fn a_rank_leaves_with_its_last_handle_and_does_not_wait_for_a_graph_to_run_backw
             drop(output);
         });
     }
+}
+
+#[test]
+fn a_backward_pass_whose_group_is_gone_ends_the_other_groups_of_its_rank_with_the_cause() {
+    for (name, pass) in PASSES {
+        let together = Barrier::new(2);
+        run(2, |group| {
+            let part = group.split(Some(0), 0).unwrap().unwrap();
+            let output = pass(&part);
+            // The first error ends the groups, in which the other rank may still compute.
+            together.wait();
+            drop(part);
+            drop(output.backward());
+            let cause = group.failure().unwrap().to_string();
+            assert!(cause.contains("dropped"), "{name}: {cause}");
+        });
+    }
+}
+
+fn finite_without_its_layer<C: Communicator + Clone + 'static>(group: &C) -> bool {
+    let (x, norm) = (input(), BatchNormConfig::new(4).init(&device()));
+    let output = SyncBatchNorm::new(norm, group).forward(x.clone()).sum();
+    x.grad(&output.backward()).unwrap().into_data().iter::<f32>().all(f32::is_finite)
+}
+
+/// As a layer that a model makes in its forward pass.
+#[test]
+fn a_backward_pass_needs_the_group_and_not_the_layer_that_was_made_with_it() {
+    run(2, |group| {
+        assert!(finite_without_its_layer(&group));
+        assert!(finite_without_its_layer(&GroupHandle::new(group.clone())));
+        assert!(finite_without_its_layer(&JoinGroup::new(group.clone())));
+        group.barrier().unwrap();
+    });
+}
+
+#[test]
+fn a_backward_pass_that_exchanges_nothing_needs_no_group() {
+    let together = Barrier::new(2);
+    run(2, |group| {
+        let part = group.split(Some(0), 0).unwrap().unwrap();
+        let x = input();
+        let sum = TensorGroup::new(&part).reduce(x.clone()).sum();
+        let norm = SyncBatchNorm::new(BatchNormConfig::new(4).init(&device()), &part);
+        let normalised = norm.forward(Tensor::<2>::ones([2, 4], &device())).sum();
+        together.wait();
+        drop((part, norm));
+        let gradient = x.grad(&(sum + normalised).backward()).unwrap().into_data();
+        assert!(gradient.iter::<f32>().all(|gradient| gradient == 1.0));
+        group.barrier().unwrap();
+    });
+}
+
+/// Then no call of a group gives the cause.
+#[test]
+fn a_warning_says_once_why_gradients_are_not_numbers_if_all_groups_of_a_rank_are_gone() {
+    let together = Barrier::new(2);
+    run(2, |group| {
+        let log = Log::default();
+        tracing::subscriber::with_default(log.clone(), || {
+            let x = input();
+            let tensor = TensorGroup::new(&group);
+            let output = tensor.reduce(tensor.copy(tensor.copy(x.clone()))).sum();
+            together.wait();
+            drop((tensor, group));
+            let gradient = x.grad(&output.backward()).unwrap().into_data();
+            assert!(gradient.iter::<f32>().all(f32::is_nan));
+        });
+        let warnings = log.0.lock().iter().filter(|warning| warning.contains("has dropped a group")).count();
+        assert_eq!(warnings, 1);
+    });
 }
