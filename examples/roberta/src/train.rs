@@ -389,6 +389,7 @@ impl TrainOptions {
             self.accumulate,
             devices.name()
         );
+        ensure!(self.epochs > 0, "--epochs must be at least 1");
         ensure!(self.batch_size > 0, "--batch-size must be at least 1");
         ensure!(self.accumulate > 0, "--accumulate must be at least 1");
         ensure!(self.save_every > 0, "--save-every must be at least 1");
