@@ -709,12 +709,13 @@ fn a_model_whose_loss_is_not_a_number_is_never_the_best() {
         assert_eq!(language.is_better(&new, &best), expected, "{new:?} {best:?}");
         assert_eq!(labels.is_better(&new, &best), expected, "{new:?} {best:?}");
     }
-    // A rate after which products of weights are infinite: the first model is none, either.
-    let options = TrainOptions { epochs: 1, lr: 1e30, ..options(&corpus.path("broken")) };
+    // One step, after which products of weights are infinite: the first model is none, either.
+    let out = corpus.path("broken");
+    let options = TrainOptions { epochs: 1, batch_size: 8, lr: 1e30, warmup: 0.0, ..options(&out) };
     let model = classifier(&labels.config);
     let epochs = on_ranks(1, |group| train(&labels, &model, &group, &options).unwrap());
     assert!(epochs[0][0].held_out.loss.is_nan(), "{epochs:?}");
-    assert!(!corpus.path("broken").join("best").exists());
+    assert!(!out.join("best").exists());
 }
 
 #[test]
