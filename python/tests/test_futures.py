@@ -386,7 +386,7 @@ def calls_in_two_callbacks(rank):
         works = [dist.all_reduce(tensor, async_op=True) for tensor in (bucket.buffer(), torch.ones_like(bucket.buffer()))]
         futures = [work.get_future().then(again) for work in works]
         store.set("asked", "")
-        return torch.futures.collect_all(futures).then(lambda _: futures[0].value())
+        return torch.futures.collect_all(futures).then(lambda done: done.value()[0].value())
 
     ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
     ddp.register_comm_hook(None, hook)
