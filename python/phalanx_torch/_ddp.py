@@ -1,6 +1,7 @@
 """What PyTorch's ``DistributedDataParallel`` does in C++ with the calls of a group that is written in Python, and does wrong or cannot do."""
 
 import functools
+import itertools
 import os
 import sys
 import threading
@@ -30,36 +31,32 @@ _HERE = os.path.dirname(__file__)
 class Callback:
     """What asks for a future in a hook of DDP's, and which callbacks of it may make calls."""
 
-    def __init__(self, reducer: object, number: int, is_followed: bool) -> None:
-        self.reducer = reducer
+    def __init__(self, number: int, is_followed: bool) -> None:
         # The backward pass.
         self.number = number
-        # Whether the hook of another bucket of this reducer follows in this step.
+        # Whether the hook of another bucket of this model follows in this step.
         self.is_followed = is_followed
-        # The other reducers that were done in this pass.
-        self.before = {other for other, is_done in list(_reducers.get(number, {}).items()) if is_done}
+        self.asked = next(_clock)
         # The group of a call that such a callback makes.
         self.group: ProcessGroup | None = None
 
-    def has_order(self) -> bool:
-        """Whether all ranks make the calls of such a callback at the same place among those of hooks."""
-        others = set(_reducers.get(self.number, {})) - self.before - {self.reducer}
-        return not (self.is_followed or others)
+    def has_order(self, group: "ProcessGroup") -> bool:
+        """Whether all ranks make the next call of such a callback at the same place among the calls of the group."""
+        return not self.is_followed and group._called < self.asked
 
 
 class _Hook(threading.local):
-    """The hook of DDP's in which this thread is."""
+    """Whether this thread is in a hook of DDP's, and that of another bucket follows in this step."""
 
     runs = False
-    reducer: object = None
     is_followed = False
 
 
 _hook = _Hook()
-# By the number of a backward pass: the reducers whose hooks have run in it, and whether the last bucket's has. A loss may go over several models.
-_reducers: dict[int, dict[object, bool]] = {}
-# So many passes are kept: several threads may be in one each.
-_MAX_PASSES = 64
+# Numbers what threads do, in their order.
+_clock = itertools.count(1)
+# Whether there is a hook at all.
+are_hooked = False
 # The threads that run callbacks of futures that hooks have asked for.
 calling_back: dict[int, Callback] = {}
 os.register_at_fork(after_in_child=calling_back.clear)
@@ -124,10 +121,9 @@ def as_callback(end: Callable[[], None]) -> Callable[[], None]:
     """``end``, which runs the callbacks of a future on another thread; with a note of that if a hook has asked for the future, or such a callback."""
     before = calling_back.get(threading.get_ident())
     if _hook.runs:
-        callback = Callback(_hook.reducer, _backward(), _hook.is_followed)
+        callback = Callback(_backward(), _hook.is_followed)
     elif before is not None:
-        callback = Callback(before.reducer, before.number, before.is_followed)
-        callback.before = before.before
+        callback = Callback(before.number, before.is_followed)
     else:
         return end
 
@@ -145,44 +141,36 @@ def as_callback(end: Callable[[], None]) -> Callable[[], None]:
     return noted
 
 
-def refuse_in_callback(group: "ProcessGroup", operation: str) -> None:
-    """Fails the group if a callback makes a call that has no order among those of hooks: the ranks' next calls may be in each other's place."""
-    callback = calling_back.get(threading.get_ident())
-    if callback is None or group.size() == 1:
+def note_call(group: "ProcessGroup") -> None:
+    """Notes a call that no callback makes, before it is made."""
+    group._called = next(_clock)
+
+
+def check_order(group: "ProcessGroup", operation: str) -> None:
+    """Fails the group if a callback makes a call that has no order among the others: the ranks' next calls may be in each other's place. The others
+    are those of hooks, of models without hooks, of layers, and of other callbacks."""
+    if group.size() == 1:
         return
-    # Before the look: a hook that begins meanwhile sees it.
-    callback.group = group
-    if not callback.has_order():
+    own = calling_back.get(threading.get_ident())
+    if own is not None:
+        # Before the look: a call that another thread makes meanwhile sees it.
+        own.group = group
+        if not own.has_order(group):
+            _refuse(group, operation)
+        note_call(group)
+        own.asked = next(_clock)
+        return
+    note_call(group)
+    number = _backward()
+    if number != -1 and any(callback.group is group and callback.number == number for callback in list(calling_back.values())):
         _refuse(group, operation)
 
 
 def _refuse(group: "ProcessGroup", operation: str) -> None:
     group._native.abort(
-        f"{operation}: a communication hook of DistributedDataParallel has made this call of rank {group.rank()} in a callback, and ranks run the "
-        "callbacks of several buckets in different orders (wait in the hook, by the work's wait(), and then make the call)"
+        f"{operation}: a communication hook of DistributedDataParallel makes a call in a callback on rank {group.rank()}, beside other calls of the same "
+        "backward pass, and ranks make them in different orders (wait in the hook, by the work's wait(), and then make the call)"
     )
-
-
-def _begin_hook(reducer: object) -> None:
-    """Notes that a hook of this reducer's runs. Fails the group of a callback of another reducer's that makes a call at this moment: it may come
-    before those of this hook, or behind."""
-    number = _backward()
-    if number == -1:
-        return
-    if number not in _reducers:
-        for earliest in sorted(_reducers)[:-_MAX_PASSES]:
-            _reducers.pop(earliest, None)
-    _reducers.setdefault(number, {}).setdefault(reducer, False)
-    for callback in list(calling_back.values()):
-        if callback.number == number and callback.reducer is not reducer and callback.group is not None:
-            _refuse(callback.group, "a call")
-
-
-def _end_hook(reducer: object) -> None:
-    """Notes that the hook of the last bucket has run."""
-    reducers = _reducers.get(_backward())
-    if reducers is not None:
-        reducers[reducer] = True
 
 
 def _wait_for(group: "ProcessGroup", calls: list[_native.Work]) -> None:
@@ -204,19 +192,16 @@ _register_hook: Any = c10d._register_comm_hook
 
 def _register_and_note(reducer: Any, state: Any, comm_hook: Any) -> None:
     """As PyTorch's; notes that the hook runs."""
-    # The reducer itself would be kept by what is noted of it.
-    mark = object()
+    global are_hooked
+    are_hooked = True
 
     @functools.wraps(comm_hook)
     def noted(state: Any, bucket: Any) -> Any:
-        _begin_hook(mark)
-        _hook.runs, _hook.reducer, _hook.is_followed = True, mark, not bucket.is_last()
+        _hook.runs, _hook.is_followed = True, not bucket.is_last()
         try:
             return comm_hook(state, bucket)
         finally:
             _hook.runs = False
-            if bucket.is_last():
-                _end_hook(mark)
 
     _register_hook(reducer, state, noted)
 

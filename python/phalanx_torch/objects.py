@@ -258,7 +258,7 @@ def _member(name: str, group: Any) -> ProcessGroup | None:
         return None
     part = part_of(group)
     if part is not None:
-        _ddp.refuse_in_callback(part, name)
+        _ddp.check_order(part, name)
         return part
     if group is None and not dist.is_initialized():
         raise ValueError("Default process group has not been initialized, please make sure to call init_process_group.")

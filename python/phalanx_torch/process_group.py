@@ -507,6 +507,8 @@ class ProcessGroup(dist.ProcessGroup):
         self._completions = observed.Completions()
         # The last backward pass in which there were calls, and these.
         self._in_backward: tuple[int, list[_native.Work]] = (-1, [])
+        # When the last call was made, if DDP has hooks.
+        self._called = 0
         native = None if parent is None else self._from(*parent)
         self._native = self._first(store, rank, size) if native is None else native
         _groups.add(self)
@@ -795,8 +797,8 @@ class ProcessGroup(dist.ProcessGroup):
         run: Callable[[How], _native.Work | None],
         staged: _Staged | _Earlier | None = None,
     ) -> Ended | Work:
-        if calling_back:
-            _ddp.refuse_in_callback(self, operation)
+        if calling_back or _ddp.are_hooked:
+            _ddp.check_order(self, operation)
         self._sequence += 1
         if self._coalesced is not None:
             how = (how[0], False)
@@ -841,6 +843,9 @@ class ProcessGroup(dist.ProcessGroup):
 
         For the most frequent calls: their preparation costs more than the native part takes for a few bytes.
         """
+        if _ddp.are_hooked and not calling_back:
+            # Before the look whether there is a callback now: if there is, it may have looked before.
+            _ddp.note_call(self)
         if self._coalesced is not None or self._is_observed or profiler._is_profiler_enabled or _traces.is_running or calling_back or modes():
             return None
         self._sequence += 1
@@ -1214,7 +1219,7 @@ class ProcessGroup(dist.ProcessGroup):
         seconds, rank = timeout.total_seconds(), self.rank()
         if seconds <= 0:
             raise Error(f"Rank {rank} timed out in monitoredBarrier: its time-out is {seconds} s", "timeout")
-        _ddp.refuse_in_callback(self, "monitored_barrier")
+        _ddp.check_order(self, "monitored_barrier")
         self._sequence += 1
         self._barriers += 1
         earlier = self._earlier()
@@ -1247,8 +1252,9 @@ class ProcessGroup(dist.ProcessGroup):
         if written:
             # Pipelines receive into leaves, whose gradients they send back.
             _warn_of_graph("recv", [tensor for tensor in tensors if not getattr(tensor, "is_leaf", True)])
-        if calling_back:
-            _ddp.refuse_in_callback(self, "message")
+        # Beside collectives messages have any order.
+        if threading.get_ident() in calling_back:
+            _ddp.check_order(self, "message")
         self._sequence += 1
         work = Work(start(staged.lend(tensor, written)), tensors, staged.finish(), self._sequence, "message")
         if self._coalesced is not None:

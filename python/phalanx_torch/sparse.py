@@ -18,7 +18,7 @@ def all_reduce_sparse(group: "ProcessGroup", tensor: torch.Tensor, op: "Op", how
     if not tensor.is_cpu:
         # Before the first exchange: the other ranks would wait for the next one.
         raise TypeError(f"this tensor is on {tensor.device}; phalanx moves tensors on the CPU: use a group of NCCL's for this one")
-    _ddp.refuse_in_callback(group, "all_reduce")
+    _ddp.check_order(group, "all_reduce")
     native, size = group._native, group.size()
     how = (how[0], True)
     own = tensor.detach().coalesce()

@@ -291,19 +291,20 @@ def calls_in_callbacks_of_two_models(rank):
 
     def averaged(future):
         if rank == 0:
-            # The hook of the other model has begun, which this call may come before on another rank.
-            store.wait(["both have begun"])
+            # The hook of the other model has made its call, which this one may come before on another rank.
+            store.wait(["both have called"])
         return dist.all_reduce(future.value()[0] / 2, async_op=True).get_future().wait()[0]
 
     def hook(_, bucket):
         assert bucket.is_last()
         begun.append(bucket.index())
-        if rank == 0 and len(begun) == 2:
-            store.set("both have begun", "")
         if rank == 1 and len(begun) == 1:
             # So rank 0 has asked for the callback before there is anything to tell.
             store.wait(["asked"])
-        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(averaged)
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        if rank == 0 and len(begun) == 2:
+            store.set("both have called", "")
+        future = work.get_future().then(averaged)
         store.set("asked", "")
         return future
 
@@ -317,6 +318,85 @@ def calls_in_callbacks_of_two_models(rank):
 
 def test_calls_that_a_hook_makes_in_callbacks_are_refused_if_the_loss_goes_over_another_model(ranks):
     ranks(2, calls_in_callbacks_of_two_models)
+
+
+class _Calling(torch.autograd.Function):
+    """A layer that makes a call in backward."""
+
+    @staticmethod
+    def forward(ctx, tensor, group):
+        ctx.group = group
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        dist.all_reduce(torch.zeros(20), group=ctx.group, async_op=True)
+        if dist.get_rank() == 0:
+            dist.group.WORLD.get_group_store().set("called", "")
+        return gradient, None
+
+
+def calls_in_callbacks_beside_a_layer(rank, has_own_group):
+    store, group = dist.group.WORLD.get_group_store(), dist.new_group() if has_own_group else dist.group.WORLD
+
+    def averaged(future):
+        if rank == 0:
+            # The layer has made its call, which this one may come before on another rank.
+            store.wait(["called"])
+        return dist.all_reduce(future.value()[0] / 4, async_op=True).get_future().wait()[0]
+
+    def hook(_, bucket):
+        if rank == 1:
+            # So rank 0 has asked for the callback before there is anything to tell.
+            store.wait(["asked"])
+        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(averaged)
+        store.set("asked", "")
+        return future
+
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    ddp.register_comm_hook(None, hook)
+
+    def step():
+        ddp(_Calling.apply(torch.ones(1, 4, requires_grad=True), group)).sum().backward()
+        dist.barrier()
+
+    if has_own_group:
+        step()
+        assert ddp.module.bias.grad.tolist() == [1.0] * 4
+        return
+    with pytest.raises(RuntimeError, match="a communication hook .* in a callback"):
+        step()
+
+
+@pytest.mark.parametrize("has_own_group", [False, True])
+def test_calls_that_a_hook_makes_in_callbacks_are_refused_beside_those_of_layers_in_the_same_group(ranks, has_own_group):
+    ranks(2, calls_in_callbacks_beside_a_layer, has_own_group)
+
+
+def calls_in_two_callbacks(rank):
+    store = dist.group.WORLD.get_group_store()
+
+    def again(future):
+        return dist.all_reduce(future.value()[0], async_op=True).get_future().wait()[0]
+
+    def hook(_, bucket):
+        if rank == 1:
+            # So rank 0 has asked for both callbacks before there is anything to tell.
+            store.wait(["asked"])
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in (bucket.buffer(), torch.ones_like(bucket.buffer()))]
+        futures = [work.get_future().then(again) for work in works]
+        store.set("asked", "")
+        return torch.futures.collect_all(futures).then(lambda done: done.value()[0].value())
+
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    ddp.register_comm_hook(None, hook)
+    with pytest.raises(RuntimeError, match="a communication hook .* in a callback"):
+        ddp(torch.ones(1, 4)).sum().backward()
+        dist.barrier()
+
+
+def test_calls_that_a_hook_makes_in_two_callbacks_are_refused(ranks):
+    ranks(2, calls_in_two_callbacks)
 
 
 def calls_in_callbacks_of_two_models_in_turns(rank):
@@ -342,7 +422,7 @@ def test_two_models_that_are_trained_in_turns_may_make_calls_in_callbacks_of_the
 
 def alone_in_a_callback(rank):
     # As the thread is marked that runs such a callback.
-    _ddp.calling_back[threading.get_ident()] = _ddp.Callback(None, -1, True)
+    _ddp.calling_back[threading.get_ident()] = _ddp.Callback(-1, True)
     for is_asynchronous in (False, True):
         tensor = torch.ones(1)
         work = dist.all_reduce(tensor, async_op=is_asynchronous)
@@ -355,7 +435,7 @@ def test_calls_in_callbacks_have_an_order_where_one_rank_is_alone(ranks):
 
 
 def calls_of_other_kinds(rank, call):
-    _ddp.calling_back.add(threading.get_ident())
+    _ddp.calling_back[threading.get_ident()] = _ddp.Callback(-1, True)
     with pytest.raises(phalanx_torch.Error, match="a communication hook .* in a callback"):
         call()
     assert "wait in the hook" in str(dist.group.WORLD.failure())

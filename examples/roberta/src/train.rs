@@ -295,7 +295,10 @@ impl<'a, T: Task> Training<'a, T> {
         let Self { task, group, options, console, loading, engine, progress, record, .. } = self;
         let model = engine.model(&***task)?;
         let held_out = evaluate(task, &model, group, *loading)?;
-        let best = progress.best.is_none_or(|best| task.is_better(&held_out, &best));
+        let best = match &progress.best {
+            Some(best) => task.is_better(&held_out, best),
+            None => !held_out.loss.is_nan(),
+        };
         if best && group.rank().is_main() {
             save_best(task, &model, &options.out)?;
         }
@@ -386,6 +389,7 @@ impl TrainOptions {
             self.accumulate,
             devices.name()
         );
+        ensure!(self.epochs > 0, "--epochs must be at least 1");
         ensure!(self.batch_size > 0, "--batch-size must be at least 1");
         ensure!(self.accumulate > 0, "--accumulate must be at least 1");
         ensure!(self.save_every > 0, "--save-every must be at least 1");

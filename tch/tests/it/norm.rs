@@ -203,7 +203,6 @@ fn running_statistics_of_halves_take_their_share_of_a_variance_that_is_infinite_
     assert!(variances.iter().flatten().all(|variance| (1e4..2e4).contains(variance)), "{variances:?}");
 }
 
-/// A layer of three channels whose weights are 1.
 #[test]
 fn a_rank_leaves_with_its_last_handle_also_if_it_keeps_what_was_normalised() {
     const LIMIT: Duration = Duration::from_secs(120);
@@ -225,6 +224,7 @@ fn a_rank_leaves_with_its_last_handle_also_if_it_keeps_what_was_normalised() {
     });
 }
 
+/// A layer of three channels whose weights are 1.
 fn norm_of_3(store: &nn::VarStore, group: &ProcessGroup) -> SyncBatchNorm {
     let config = nn::BatchNormConfig { ws_init: nn::Init::Const(1.0), ..Default::default() };
     SyncBatchNorm::new(nn::batch_norm2d(store.root(), 3, config), config, group)

@@ -476,6 +476,17 @@ fn a_decay_by_which_weights_would_grow_is_refused() {
 }
 
 #[test]
+fn a_run_without_an_epoch_is_refused() {
+    let corpus = Corpus::new(8, 4);
+    let task = classification(&corpus, 0.0);
+    let options = TrainOptions { epochs: 0, ..options(&corpus.path("refused")) };
+    let group = ProcessGroup::alone().unwrap();
+    let error = train(&task, &classifier(&task.config), &group, &options).unwrap_err().to_string();
+    assert!(error.contains("--epochs must be at least 1"), "{error}");
+    assert!(!corpus.path("refused").exists());
+}
+
+#[test]
 fn no_held_out_example_counts_twice_and_none_is_lost() {
     for held_out in [1, 2, 7] {
         let corpus = Corpus::new(8, held_out);
@@ -698,6 +709,13 @@ fn a_model_whose_loss_is_not_a_number_is_never_the_best() {
         assert_eq!(language.is_better(&new, &best), expected, "{new:?} {best:?}");
         assert_eq!(labels.is_better(&new, &best), expected, "{new:?} {best:?}");
     }
+    // One step, after which products of weights are infinite: the first model is none, either.
+    let out = corpus.path("broken");
+    let options = TrainOptions { epochs: 1, batch_size: 8, lr: 1e30, warmup: 0.0, ..options(&out) };
+    let model = classifier(&labels.config);
+    let epochs = on_ranks(1, |group| train(&labels, &model, &group, &options).unwrap());
+    assert!(epochs[0][0].held_out.loss.is_nan(), "{epochs:?}");
+    assert!(!out.join("best").exists());
 }
 
 #[test]
