@@ -201,8 +201,10 @@ pub fn resume(checkpoints: &Checkpoints, load: impl FnOnce(&Saved) -> Result<()>
     let section = checkpoints.group().announce_section();
     let loaded = load(&saved);
     drop(section);
-    let told =
-        loaded.as_ref().map(|()| ()).map_err(|error| RemoteError::of(error, checkpoints.group().rank()));
+    let told = match &loaded {
+        Ok(()) => Ok(()),
+        Err(error) => Err(RemoteError::of(error, checkpoints.group().rank())),
+    };
     let heard = checkpoints.patient(Caller::TrainStateResume).first_error_of_all(told);
     loaded.and(heard).map(|()| true)
 }
