@@ -111,12 +111,14 @@ impl<M: LearnerModel> Average<M> {
         }
     }
 
-    /// The optimizer takes a step with these rates, which the ranks compare.
-    pub fn stepped(&self, rates: &ModuleLearningRate) {
+    /// The optimizer takes a step with these rates, which the ranks compare. An error for one that is no finite number.
+    pub fn stepped(&self, rates: &ModuleLearningRate) -> Result<()> {
+        lr::check(rates, &self.inventory.parameters)?;
         if let Some(sink) = self.engine.sink() {
             let rates = lr::of_each(rates, &self.inventory.parameters);
             sink.with_reducer(|reducer| reducer.stepped(rates, []));
         }
+        Ok(())
     }
 
     fn hooked_step(

@@ -154,7 +154,7 @@ where
                 None => {
                     let output = average.step(&model, item)?;
                     drop(model);
-                    self.step(output.grads, average);
+                    self.step(output.grads, average)?;
                     output.item
                 }
                 Some(parts) => {
@@ -165,7 +165,7 @@ where
                         accumulated = 0;
                         let gradients = average.sum(&model)?;
                         drop(model);
-                        self.step(gradients, average);
+                        self.step(gradients, average)?;
                     }
                     output
                 }
@@ -180,10 +180,11 @@ where
         }
     }
 
-    fn step(&mut self, gradients: GradientsParams, average: &Average<M>) {
+    fn step(&mut self, gradients: GradientsParams, average: &Average<M>) -> Result<()> {
         self.learner.lr_step();
-        average.stepped(&self.learner.lr_current());
+        average.stepped(&self.learner.lr_current())?;
         self.learner.optimizer_step(gradients);
+        Ok(())
     }
 
     /// Gives all places of a parameter the tensor of the first, which alone has taken the steps of the epoch.

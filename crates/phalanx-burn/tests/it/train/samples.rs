@@ -91,6 +91,20 @@ fn fewer_samples_than_ranks_are_refused() {
 }
 
 #[test]
+fn a_learning_rate_that_is_no_number_is_refused() {
+    for error in run(2, |group| {
+        let folder = tempfile::tempdir().unwrap();
+        let training = SupervisedTraining::new(folder.path(), loader(&[1, 2], 2), loader(&[5, 6, 7], 2))
+            .with_application_logger(None)
+            .with_training_strategy(DdpStrategy::new(&group).into());
+        let result = training.launch(Learner::new(Net::new(false), SgdConfig::new().init(), f64::NAN));
+        result.error.expect("an error on every rank").to_string()
+    }) {
+        assert!(error.contains("a step with the learning rate NaN"), "{error}");
+    }
+}
+
+#[test]
 fn each_epoch_s_samples_are_those_of_the_distributed_sampler() {
     for ranks in [2, 3] {
         let valid: Vec<usize> = (100..100 + VALID).collect();
