@@ -228,7 +228,7 @@ impl<M: Module> Ddp<M> {
     pub fn forward<T>(&mut self, pass: impl FnOnce(&M) -> T) -> Result<T> {
         self.forward_with(|model, inventory, sink| match sink {
             None => pass(model),
-            Some(sink) => pass(&hook::hooked(model, &inventory.device, &inventory.indices, sink)),
+            Some(sink) => pass(&hook::hooked(model, inventory, sink)),
         })
     }
 

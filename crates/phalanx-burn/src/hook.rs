@@ -10,9 +10,10 @@
 //! of a late layer to about the depth of the layer itself. Depth decides only when a hook runs, never what it sees,
 //! because a parent always runs after its children.
 //!
-//! **No leaf.** The parameter itself is no parent: its gradient ends at the hook. Its leaf is the same in all clones of a model, and Burn can lock up all
+//! **No parameter's leaf.** The parameter itself is no parent: its gradient ends at the hook. Its leaf is the same in all clones of a model, and Burn can lock up all
 //! threads of a process where two of them have graphs with one leaf: its `backward` holds the lock of the graph and then takes that of all graphs, and an
-//! operation that joins two graphs takes them in the other order.
+//! operation that joins two graphs takes them in the other order. All passes of a model begin at one token instead, so that they are in one graph: in a
+//! backward pass of one, Burn frees those that were given up.
 //!
 //! **No global state.** Arguments that are not tensors pass through the extension macro untouched, so the operation
 //! takes a [`Target`], which holds the sink itself, and keeps it as the state of its backward pass.
@@ -28,13 +29,14 @@ use burn::backend::LibTorch;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, Dispatch, DispatchTensor, Flex, backend_extension};
 use burn::module::{Module, ModuleMapper, Param, ParamId};
-use burn::tensor::{Device, Tensor};
+use burn::tensor::Tensor;
 use burn_autodiff::checkpoint::base::Checkpointer;
 use burn_autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn_autodiff::grads::Gradients;
 use burn_autodiff::ops::{Backward, Ops, OpsKind};
 use burn_autodiff::{Autodiff, NodeId};
 
+use crate::parameters::Inventory;
 use crate::tensor_bytes::{Access, HostAccess};
 
 /// Levels of depth between the hooks of neighbouring parameters: about the operations a layer has per parameter.
@@ -62,16 +64,11 @@ impl fmt::Debug for Target {
     }
 }
 
-/// A copy of `module` whose parameters that need a gradient, and have a number in `indices`, report it to `sink` under that number.
+/// A copy of `module` whose parameters that need a gradient, and have a number in the `inventory`, report it to `sink` under that number.
 ///
 /// Tensors are reference counted: the copy shares all memory, running statistics included, with the original.
-pub(crate) fn hooked<M: Module>(
-    module: &M,
-    device: &Device,
-    indices: &HashMap<ParamId, usize>,
-    sink: Arc<dyn GradientSink>,
-) -> M {
-    let token = Tensor::zeros([1], device).require_grad();
+pub(crate) fn hooked<M: Module>(module: &M, inventory: &Inventory, sink: Arc<dyn GradientSink>) -> M {
+    let (token, indices) = (inventory.token.clone(), &inventory.indices);
     module.clone().map(&mut Hooker { sink, token, indices, hooked: HashMap::new() })
 }
 
@@ -212,10 +209,10 @@ mod tests {
     use std::time::Duration;
 
     use burn::nn::{Linear, LinearConfig};
+    use burn::tensor::Device;
     use parking_lot::Mutex;
 
     use super::*;
-    use crate::parameters::Inventory;
 
     /// Notes the order in which gradients were ready.
     #[derive(Default)]
@@ -240,11 +237,11 @@ mod tests {
         const MARK: usize = 1000;
         let device = Device::flex().autodiff();
         let model: Vec<Linear> = (0..LAYERS).map(|_| LinearConfig::new(4, 4).init(&device)).collect();
-        let indices = Inventory::of(&model).unwrap().indices;
+        let inventory = Inventory::of(&model).unwrap();
         let sink = Arc::new(Order::default());
         let mut x = Tensor::<2>::ones([2, 4], &device).require_grad();
         let mut marks = Tensor::<1>::zeros([1], &device);
-        for (number, layer) in hooked(&model, &device, &indices, sink.clone()).iter().enumerate() {
+        for (number, layer) in hooked(&model, &inventory, sink.clone()).iter().enumerate() {
             // Beside the path of the gradient, a hook one level above this: it runs when backward gets here.
             let target = Target { sink: sink.clone(), index: MARK + number };
             marks = marks + beside(&x, target).sum();
@@ -282,7 +279,7 @@ mod tests {
         const LIMIT: Duration = Duration::from_secs(120);
         let device = Device::flex().autodiff();
         let layer: Linear = LinearConfig::new(4, 4).init(&device);
-        let indices = Inventory::of(&layer).unwrap().indices;
+        let inventory = Inventory::of(&layer).unwrap();
         let ((reached, has_reached), (let_on, open)) = (channel(), channel());
         let gate: Arc<dyn GradientSink> = Arc::new(Gate { reached, open: Mutex::new(open) });
         let input = || Tensor::<2>::ones([2, 4], &device);
@@ -293,7 +290,7 @@ mod tests {
         let (order, (passed, has_passed)) = (Arc::new(Order::default()), channel());
         let (sink, x) = (order.clone(), input());
         let own = spawn(move || {
-            drop(hooked(&layer, &x.device(), &indices, sink).forward(x).sum().backward());
+            drop(hooked(&layer, &inventory, sink).forward(x).sum().backward());
             passed.send(()).unwrap();
         });
         has_passed.recv_timeout(LIMIT).expect("the hook waits for the backward pass of the other thread");

@@ -36,6 +36,8 @@ pub(crate) struct Inventory {
     pub buffers: HashSet<ParamId>,
     /// The device of the module.
     pub device: Device,
+    /// Where the hooks of all passes begin.
+    pub token: Tensor<1>,
     /// Whether parameters stand in several places.
     pub ties: Ties,
     /// Which part this rank has of each parameter that is divided among several ranks, in words.
@@ -81,7 +83,8 @@ impl Inventory {
         let frozen = frozen.into_iter().filter(|parameter| !buffers.contains(&parameter.id)).collect();
         let parts = parts_in_words(module);
         let constants = constants::of(module);
-        Ok(Self { parameters, frozen, state, indices, buffers, device, ties, parts, flags, constants })
+        let token = Tensor::zeros([1], &device).require_grad();
+        Ok(Self { parameters, frozen, state, indices, buffers, device, token, ties, parts, flags, constants })
     }
 
     /// Every tensor, in module order, under names that also say which part of it this rank has, and then the flags: what replicas must have in

@@ -246,9 +246,8 @@ impl DistributedOptimizer {
         self.passes.retain(|pass| pass.strong_count() > 0);
         self.passes.push(Arc::downgrade(&token));
         self.leaves = Leaves::of(model);
-        let Inventory { device, indices, .. } = &self.inventory;
-        self.changes = Changes::of(model, indices);
-        pass(&hook::hooked(model, device, indices, token))
+        self.changes = Changes::of(model, &self.inventory.indices);
+        pass(&hook::hooked(model, &self.inventory, token))
     }
 
     /// Runs backward from `loss`. Gradients are added up over

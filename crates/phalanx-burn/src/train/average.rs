@@ -127,8 +127,7 @@ impl<M: LearnerModel> Average<M> {
         model: &M,
         input: <M as TrainStep>::Input,
     ) -> Result<<M as TrainStep>::Output> {
-        let Inventory { device, indices, .. } = &self.inventory;
-        let hooked = hook::hooked(model, device, indices, Arc::new(Pass::to(sink)));
+        let hooked = hook::hooked(model, &self.inventory, Arc::new(Pass::to(sink)));
         let TrainOutput { grads, item } = TrainStep::step(&hooked, input);
         // Backward has left none of its own.
         if !grads.is_empty() {

@@ -250,7 +250,7 @@ fn a_rank_that_alone_would_keep_its_buffers_is_named_on_every_rank() {
     }) {
         let said = "the option broadcast_buffers is true on rank 0 and false on rank 1";
         assert!(error.is_mismatch() && error.to_string().contains(said), "{error}");
-        assert!(error.remedy().unwrap().contains("give every rank the same options"), "{error}");
+        assert!(error.remedy().unwrap().contains("give every rank the same model, options"), "{error}");
     }
 }
 
