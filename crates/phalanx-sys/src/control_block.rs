@@ -8,21 +8,25 @@
 //!   processor  where this rank was when it began its last call; beside `sleeping`, because it changes seldom
 //!   done       the last call in which this rank has finished with the others' memory; 0 again once a call has failed;
 //!              beside it, the last call in which it could not copy out of another's process, and where its memory is in
-//!              its own one: in two words, for calls with even and odd numbers
+//!              its own one: in two words, for meetings with even and odd numbers
 //!   staged     windows that this rank has filled; beside it, in which staging buffer each of the last ones is
 //!   taken      windows of all ranks that this rank has worked on
 //!   slot 0     header: sequence, call (16 bytes), kind and offset of memory, its length; then a note, and data: behind
 //!              the header if both end with its cache line, and otherwise from the next line on
-//!   slot 1     the same; calls with even numbers use slot 0, calls with odd numbers slot 1
+//!   slot 1     the same; meetings with even numbers use slot 0, meetings with odd numbers slot 1
+//!   posts      a ring of smaller slots
 //!   staging    buffers, each for one window
 //! ```
 //!
-//! All ranks of the control block make the same calls. At the start of a call each rank writes its slot header,
+//! All ranks of the control block make the same calls. Most calls are meetings: at the start each rank writes its slot header,
 //! publishes it with the sequence number, and waits for the headers of all ranks. Then every rank knows what all ranks
 //! call, and which memory they give. If the data is small, it is in the slots, and the call is complete
-//! ([`SmallCall::slots`], [`SharedOperation::slots`]). Two slots are enough: a rank that writes call n+2 has seen
-//! all ranks' headers of call n+1, and a rank publishes that header only when it has finished call n. A rank does not
+//! ([`SmallCall::slots`], [`SharedOperation::slots`]). Two slots are enough: a rank that writes meeting n+2 has seen
+//! all ranks' headers of meeting n+1, and a rank publishes that header only when it has finished meeting n. A rank does not
 //! read its own slot, but a copy: the slot's cache lines have moved to the processors of its readers.
+//!
+//! A call with little data that goes to one rank, or comes from one, is no meeting: a rank that needs nobody's data goes on at once
+//! ([`post`](ControlBlock::post)).
 //!
 //! An arena is a rank's own in one control block, once and for all: the claim to it is in the shared memory, so that it
 //! holds however often the arena is mapped. The claim says with which members, and at which index, and a rank waits for
@@ -38,6 +42,7 @@
 
 mod division;
 mod operation;
+mod post;
 mod wait;
 mod windows;
 
@@ -47,6 +52,8 @@ use std::sync::Arc;
 
 pub use self::division::Division;
 pub use self::operation::{Protocol, SharedOperation, share, with_all};
+pub use self::post::{Difference, Needs, POSTED, PostedCall};
+use self::post::{POSTS_END, Posts};
 use self::wait::{Patience, Processor, Waits};
 use self::windows::{Staging, Windows};
 pub use self::windows::{TakeBack, block_start};
@@ -85,7 +92,7 @@ const STAGED: usize = DONE + LINE;
 const TAKEN: usize = STAGED + LINE;
 const SLOTS: usize = TAKEN + LINE;
 const SLOT: usize = SMALL + LINE;
-pub(crate) const STAGING: usize = (SLOTS + 2 * SLOT).next_multiple_of(PAGE);
+pub(crate) const STAGING: usize = POSTS_END.next_multiple_of(PAGE);
 /// The end of a rank's part of the control block.
 pub(crate) const END: usize = STAGING + BUFFERS * WINDOW;
 /// The end of what has memory from the beginning.
@@ -128,8 +135,9 @@ pub enum Unregistered<'a, E> {
     Later,
 }
 
-/// Called now and then during a wait, with the index of the member waited for. An error ends the wait.
-pub type Watch<'a, E> = &'a mut dyn FnMut(usize) -> Result<(), E>;
+/// Called now and then during a wait, with the index of the member waited for, and when a member is found to make another call than this
+/// rank. An error ends the wait.
+pub type Watch<'a, E> = &'a mut dyn FnMut(usize, Option<Difference>) -> Result<(), E>;
 
 /// What a rank brings to a call in which ranks may read each other's memory.
 #[derive(Clone, Debug)]
@@ -155,7 +163,7 @@ impl<'a> SmallCall<'a> {
     /// All members' slots, when all have been published.
     pub fn slots<E>(self, watch: Watch<'_, E>) -> Result<Slots<'a>, E> {
         self.control_block.wait_for_all(watch)?;
-        Ok(Slots { control_block: self.control_block })
+        Ok(Slots { control_block: self.control_block, needs: Needs::All })
     }
 }
 
@@ -201,8 +209,15 @@ pub struct ControlBlock {
     /// The processor that this rank has published.
     processor: Processor,
     sequence: u64,
-    /// The last call in which this rank has seen all ranks' headers. If that is not the one before the next, a late rank may read this rank's slot of
-    /// that one, and its window, at any time: then this rank writes to its slots no more, and begins no call.
+    /// How many of these calls were meetings, and the latest one in each of the two slots.
+    meetings: u64,
+    met: [u64; 2],
+    posts: Posts,
+    /// The offset of the latest call's slot in each part of the control block, and the number that says there that it is published.
+    slot: usize,
+    published: u64,
+    /// The last call in which this rank has seen the headers that it needs. If that is not the one before the next, a late rank may read this
+    /// rank's slot of that one, and its window, at any time: then this rank writes to its slots no more, and begins no call.
     seen: u64,
     /// A copy of this rank's own slot header and data of this call. Reading the slot would have to wait for cache lines
     /// that a peer's processor is reading.
@@ -242,6 +257,11 @@ impl ControlBlock {
             members,
             processor: 0,
             sequence: 0,
+            meetings: 0,
+            met: [0; 2],
+            posts: Posts::default(),
+            slot: SLOTS,
+            published: 0,
             seen: 0,
             own_header: Fields::default(),
             own_data: Box::new(SlotData([0; SMALL])),
@@ -402,15 +422,15 @@ impl ControlBlock {
         // Exposed: others read it, though no code of this process lends it to them.
         let address =
             if memory.len() > SMALL && own.is_own() { memory.as_ptr().expose_provenance() as u64 } else { 0 };
-        own.word(offered(self.sequence + 1)).store(address, Ordering::Relaxed);
+        own.word(offered(self.meetings + 1)).store(address, Ordering::Relaxed);
     }
 
-    /// Whether this rank has begun a call and not seen all ranks' headers of it.
+    /// Whether this rank has begun a call and not seen the headers that it needs.
     fn has_given_up(&self) -> bool {
         self.seen != self.sequence
     }
 
-    /// Begins a call, with a region if there is one.
+    /// Begins a meeting, with a region if there is one.
     fn begin(
         &mut self,
         header: Announcement,
@@ -420,10 +440,13 @@ impl ControlBlock {
         small: Option<Range<usize>>,
     ) {
         if self.has_given_up() {
-            self.sequence = NEVER;
+            self.give_up();
             return;
         }
         self.sequence += 1;
+        self.meetings += 1;
+        self.slot = slot_of(self.meetings);
+        self.published = self.sequence;
         self.publish_processor();
         let bytes = small.filter(|_| region.is_none()).map(|part| &memory[part]);
         self.note = note.len();
@@ -442,17 +465,22 @@ impl ControlBlock {
         self.own_data.0[..note.len()].copy_from_slice(note);
     }
 
+    /// From now on each call waits until its `watch` ends it.
+    fn give_up(&mut self) {
+        (self.sequence, self.published) = (NEVER, NEVER);
+    }
+
     /// Copies `bytes` into the slot of a call that is not published yet. `in_own_slot` says how many there will be in all.
     fn put(&mut self, start: usize, bytes: &[u8]) {
-        assert!(self.in_own_slot <= SMALL, "too many bytes for a slot");
-        let place = self.slot() + data_start(self.in_own_slot) + start;
-        // SAFETY: in this rank's own slot. No peer reads it now, because all have seen a later call; see the module.
+        assert!(self.in_own_slot <= self.room(), "too many bytes for a slot");
+        let place = self.slot + data_start(self.in_own_slot) + start;
+        // SAFETY: in this rank's own slot. No peer reads it now, because all have seen a later call; see the module, and `post`.
         copy(bytes, unsafe { self.own.mapping().lend_mut(place, bytes.len()) });
     }
 
-    /// The offset of this call's slot in each part of the control block.
-    fn slot(&self) -> usize {
-        SLOTS + (self.sequence % 2) as usize * SLOT
+    /// The most bytes that fit into this call's slot.
+    fn room(&self) -> usize {
+        if self.is_post() { POSTED } else { SMALL }
     }
 
     /// Tells the ranks that wait for this one where it is. It is only a hint: the kernel may move this rank at any time.
@@ -465,7 +493,7 @@ impl ControlBlock {
     }
 
     fn publish(&mut self, header: Announcement, kind: MemoryKind, offset: usize, bytes: usize) {
-        let (slot, own) = (self.slot(), self.own.mapping());
+        let (slot, own) = (self.slot, self.own.mapping());
         let memory = offset as u64 | header.division | kind as u64;
         // The longest address of a processor has 57 bits, and the longest region is shorter than `LENGTH`.
         let length = (bytes as u64).min(LENGTH) | header.first << LENGTH.count_ones();
@@ -473,38 +501,54 @@ impl ControlBlock {
         for (index, word) in self.own_header.into_iter().enumerate() {
             own.word(slot + 8 + 8 * index).store(word, Ordering::Relaxed);
         }
-        // Sleeping ranks are woken in `wait_for_all`.
-        own.word(slot).store(self.sequence, Ordering::Release);
+        // Sleeping ranks are woken in `wait_for`.
+        own.word(slot).store(self.published, Ordering::Release);
     }
 
-    /// Waits for all ranks' headers of this call. This rank has published its own.
+    /// Waits for all ranks' headers of this meeting. This rank has published its own.
     fn wait_for_all<E>(&mut self, watch: Watch<'_, E>) -> Result<(), E> {
-        // Usually all ranks come at once. The fence before the doorbells is cheaper when the stores have left this
-        // processor, and no rank should wait for the fence.
-        let have_come = self.waits.a_few(|| self.missing().next().is_none());
-        fence(Ordering::SeqCst);
-        self.wake();
-        if !have_come {
-            self.await_all(self.slot(), self.sequence, &mut *watch)?;
-            self.await_members(watch)?;
-        }
-        self.is_joined = true;
+        self.wait_for(Needs::All, &mut *watch)?;
+        self.compare_meetings(watch)?;
+        self.met[(self.meetings % 2) as usize] = self.sequence;
         self.seen = self.sequence;
-        self.ready_next_slot();
+        let ready = if self.members.len() == 2 { READY_FOR_ONE } else { READY };
+        self.ready_slot(slot_of(self.meetings + 1), ready);
         Ok(())
     }
 
-    /// Waits for those that have come, but not to this control block: until `watch` ends the wait.
-    fn await_members<E>(&self, watch: Watch<'_, E>) -> Result<(), E> {
-        self.others().try_for_each(|(index, member)| {
-            let ready = || self.has_come(index, member);
-            self.waits.until(ready, || processor_of(member), doorbell(self.own.mapping()), || watch(index))
-        })
+    /// Waits for the headers of this call that this rank `needs`. It has published its own.
+    #[inline]
+    fn wait_for<E>(&mut self, needs: Needs, watch: Watch<'_, E>) -> Result<(), E> {
+        // Usually all ranks come at once. The fence before the doorbells is cheaper when the stores have left this
+        // processor, and no rank should wait for the fence.
+        let have_come =
+            self.waits.a_few(|| self.needed(needs).all(|(index, member)| self.has_come(index, member)));
+        fence(Ordering::SeqCst);
+        self.wake();
+        if !have_come {
+            // Those that have come, but not to this control block, are waited for until `watch` ends the wait.
+            self.needed(needs).try_for_each(|(index, member)| {
+                self.await_member(index, || self.has_come(index, member), &mut *watch)
+            })?;
+        }
+        self.is_joined |= needs == Needs::All;
+        Ok(())
+    }
+
+    /// The others that a rank with these `needs` waits for.
+    fn needed(&self, needs: Needs) -> impl Iterator<Item = (usize, &Mapping)> {
+        self.others().filter(move |(index, _)| needs.includes(*index))
+    }
+
+    /// Waits until a member is `ready`.
+    fn await_member<E>(&self, index: usize, ready: impl Fn() -> bool, watch: Watch<'_, E>) -> Result<(), E> {
+        let peer = || processor_of(&self.members[index]);
+        self.waits.until(ready, peer, doorbell(self.own.mapping()), || watch(index, self.other_call(index)))
     }
 
     /// Whether a member has published its header of this rank's latest call, as a member of this control block.
     fn has_come(&self, index: usize, member: &Mapping) -> bool {
-        member.word(self.slot()).load(Ordering::Acquire) >= self.sequence
+        member.word(self.slot).load(Ordering::Acquire) >= self.published
             && (self.is_joined || self.is_member(index, member))
     }
 
@@ -515,11 +559,9 @@ impl ControlBlock {
     }
 
     /// Prefetches the slot that this rank will write next, while it is busy with other things: the slot's cache lines
-    /// are in the caches of the peers that have read it.
-    fn ready_next_slot(&self) {
-        let next = SLOTS + ((self.sequence + 1) % 2) as usize * SLOT;
-        let ready = if self.members.len() == 2 { READY_FOR_ONE } else { READY };
-        self.own.mapping().fetch_to_write(next, data_start(self.in_own_slot) + self.in_own_slot.min(ready));
+    /// are in the caches of the peers that have read it. Of its data at most `most` bytes.
+    fn ready_slot(&self, next: usize, most: usize) {
+        self.own.mapping().fetch_to_write(next, data_start(self.in_own_slot) + self.in_own_slot.min(most));
     }
 
     /// Publishes that this rank's `counter` has reached `value`, and wakes sleeping ranks.
@@ -546,8 +588,7 @@ impl ControlBlock {
     /// Waits until the others' `counter` has reached `value`.
     fn await_all<E>(&self, counter: usize, value: u64, watch: Watch<'_, E>) -> Result<(), E> {
         self.others().try_for_each(|(index, member)| {
-            let ready = || member.word(counter).load(Ordering::Acquire) >= value;
-            self.waits.until(ready, || processor_of(member), doorbell(self.own.mapping()), || watch(index))
+            self.await_member(index, || member.word(counter).load(Ordering::Acquire) >= value, &mut *watch)
         })
     }
 
@@ -571,13 +612,13 @@ impl ControlBlock {
         if member == self.me {
             return self.own_header[index];
         }
-        self.members[member].word(self.slot() + 8 + 8 * index).load(Ordering::Relaxed)
+        self.members[member].word(self.slot + 8 + 8 * index).load(Ordering::Relaxed)
     }
 
     /// Bytes of a member's slot of this call. Empty if the slot is too short for them.
     #[inline]
     fn in_slot(&self, member: usize, start: usize, bytes: usize) -> &[u8] {
-        if start.checked_add(bytes).is_none_or(|end| end > SMALL) {
+        if start.checked_add(bytes).is_none_or(|end| end > self.room()) {
             return &[];
         }
         if member == self.me {
@@ -586,7 +627,7 @@ impl ControlBlock {
         let in_all = self.in_all(member);
         // SAFETY: in the member's slot. These bytes were published with the sequence number that this rank has seen.
         // They stay until this rank publishes the next call, which needs this borrow of the control block to end.
-        unsafe { self.members[member].lend(self.slot() + data_start(in_all) + start, bytes) }
+        unsafe { self.members[member].lend(self.slot + data_start(in_all) + start, bytes) }
     }
 
     /// Bytes in a member's slot of this call, as the member says, including the note.
@@ -609,7 +650,7 @@ impl ControlBlock {
         if (READY + 1..=SMALL).contains(&bytes) {
             // SAFETY: in the member's slot, behind its header. The member writes there again only when it has seen this rank's header
             // of the next call, and there is no third one.
-            take_lines(unsafe { self.members[other].lend_mut(self.slot() + BODY, bytes) });
+            take_lines(unsafe { self.members[other].lend_mut(self.slot + BODY, bytes) });
         }
     }
 
@@ -632,6 +673,8 @@ struct Announcement {
 /// The members' slots, until the next call.
 pub struct Slots<'a> {
     control_block: &'a ControlBlock,
+    /// Whose slots this rank has waited for. It reads no other.
+    needs: Needs,
 }
 
 impl<'a> Slots<'a> {
@@ -641,13 +684,14 @@ impl<'a> Slots<'a> {
         self.control_block.call_of(member)
     }
 
-    /// The data in `member`'s slot. Empty if it is not there, which happens only if the calls differ.
+    /// The data in `member`'s slot. Empty if this rank has not waited for it, or if it is not there, which happens only if the calls differ.
     #[inline]
     pub fn bytes(&self, member: usize) -> &'a [u8] {
-        match self.control_block.memory_kind(member) == MemoryKind::InSlot as u64 {
-            true => {
-                self.control_block.in_slot(member, self.control_block.note, self.control_block.length(member))
-            }
+        let control_block = self.control_block;
+        let is_readable =
+            self.needs.includes(member) && control_block.memory_kind(member) == MemoryKind::InSlot as u64;
+        match is_readable {
+            true => control_block.in_slot(member, control_block.note, control_block.length(member)),
             false => &[],
         }
     }
@@ -658,9 +702,14 @@ fn data_start(bytes: usize) -> usize {
     if bytes <= BODY - HEAD { HEAD } else { BODY }
 }
 
-/// The offset of the word that says where a rank's memory of this call is in its process.
-fn offered(sequence: u64) -> usize {
-    OFFERED + 8 * (sequence % 2) as usize
+/// The offset of the slot of the meeting with this number.
+fn slot_of(meeting: u64) -> usize {
+    SLOTS + (meeting % 2) as usize * SLOT
+}
+
+/// The offset of the word that says where a rank's memory of the meeting with this number is in its process.
+fn offered(meeting: u64) -> usize {
+    OFFERED + 8 * (meeting % 2) as usize
 }
 
 /// The processor on which a member began its last call.
@@ -687,6 +736,9 @@ fn claim(identities: &[u64], index: usize) -> u64 {
 #[cfg(test)]
 mod models;
 // Miri has no files for the arenas.
+#[cfg(not(any(loom, miri)))]
+#[cfg(test)]
+mod post_tests;
 #[cfg(not(any(loom, miri)))]
 #[cfg(test)]
 mod tests;

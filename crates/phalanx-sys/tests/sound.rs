@@ -60,7 +60,7 @@ fn ranks_that_count_the_members_otherwise_do_not_meet() {
                 let mut region = own.alloc(10_000).unwrap();
                 let start = Instant::now();
                 let mut watch =
-                    |_| if start.elapsed() > Duration::from_millis(50) { Err("enough") } else { Ok(()) };
+                    |_, _| if start.elapsed() > Duration::from_millis(50) { Err("enough") } else { Ok(()) };
                 let outcome = control_block.in_place(
                     CALL,
                     region.as_mut_slice(),
@@ -90,7 +90,7 @@ fn a_rank_does_not_meet_one_that_has_other_members() {
             scope.spawn(move || {
                 let start = Instant::now();
                 let mut watch =
-                    |_| if start.elapsed() > Duration::from_millis(200) { Err("enough") } else { Ok(()) };
+                    |_, _| if start.elapsed() > Duration::from_millis(200) { Err("enough") } else { Ok(()) };
                 control_block.small(CALL, &[]).slots(&mut watch).map(|_| ())
             })
         });
@@ -117,7 +117,7 @@ fn ranks_that_agree_share_their_regions() {
                     CALL,
                     region.as_mut_slice(),
                     (SHARES, Unregistered::Later),
-                    &mut |_| Ok::<(), ()>(()),
+                    &mut |_, _| Ok::<(), ()>(()),
                     |operation| {
                         assert_eq!(operation.protocol(), Protocol::Direct);
                         operation.combine(|shares| shares.iter_mut().for_each(|share| share[0] += 10));

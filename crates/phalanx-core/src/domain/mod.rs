@@ -1,7 +1,8 @@
 //! Memory domains: ranks of one host that reach each other's memory, and their collectives.
 //!
-//! All ranks of a domain synchronise each collective on a control block. A call uses one of four protocols:
+//! All ranks of a domain synchronise their collectives on a control block. A call uses one of five protocols:
 //!
+//! - `eager`: little data that goes to one rank, or comes from one, is posted: a rank that only sends goes on before the others have come.
 //! - `direct`: if all ranks' memory is registered, each rank combines its chunk in place, for all ranks.
 //! - `small`: little data is in the slots, behind the headers that announce the call. Every rank combines everything.
 //!   The smallest calls always use it.
@@ -19,6 +20,7 @@
 mod connect;
 mod copied;
 mod direct;
+mod eager;
 mod in_place_v;
 mod monitored_barrier;
 mod reduce_scatter;
@@ -32,7 +34,9 @@ use std::sync::Arc;
 
 use phalanx_proto::domain::{encoded_call, partition, reach};
 use phalanx_sys::arena::Arena;
-use phalanx_sys::control_block::{Brought, ControlBlock, Protocol, SharedOperation, Unregistered};
+use phalanx_sys::control_block::{
+    Brought, ControlBlock, Difference, Protocol, SharedOperation, Unregistered,
+};
 
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub use self::connect::fuzz;
@@ -203,7 +207,12 @@ impl Domain {
     ) -> Result<()> {
         let kind = InPlace::of(job.call.operation)?;
         let call = self.peers.call(job.call, sequence, timeout);
-        let mut watch = |missing| call.watch(missing);
+        let mut watch = |missing, difference| call.watch(missing, difference);
+        if let Some(needs) = eager::needs(job) {
+            let own = small::own(job, data.len());
+            let posted = self.control_block.post(call.posted(), &data[own], needs, &mut watch)?;
+            return small::in_place(job, kind, &posted.slots(&mut watch)?, data);
+        }
         let small = small::part(job, data.len(), 0);
         if let Some(own) = small.clone().filter(|_| small::always(job)) {
             let slots = self.control_block.small(call.encoded, &data[own]).slots(&mut watch)?;
@@ -246,7 +255,7 @@ impl Domain {
         timeout: &Timeout,
     ) -> Result<()> {
         let (members, call) = (&*self.peers.members, self.peers.call(job.call, sequence, timeout));
-        let mut watch = |missing| call.watch(missing);
+        let mut watch = |missing, difference| call.watch(missing, difference);
         // A reduce_scatter combines; the others copy.
         let combines = job.call.operation == Operation::ReduceScatter;
         let copying = if combines { None } else { Some(Copying::of(job.call.operation)?) };
@@ -261,6 +270,12 @@ impl Domain {
         let routes = copying.map(|copying| Routes::new((job, copying), uneven));
         // While the others come: it needs none of them.
         let keep = |output: &mut [u8]| routes.iter().for_each(|routes| routes.keep(input, output));
+        if let (Some(needs), Some(routes)) = (eager::needs(job), &routes) {
+            let posted = self.control_block.post(call.posted(), brought, needs, &mut watch)?;
+            keep(output);
+            let slots = posted.slots(&mut watch)?;
+            return routes.copy(|from| slots.bytes(from), output);
+        }
         if small::always(job) {
             let begun = self.control_block.small(call.encoded, brought);
             keep(output);
@@ -325,9 +340,21 @@ impl Peers {
 }
 
 impl DomainCall<'_> {
-    /// An error if waiting for the rank with the index `missing` is useless.
-    fn watch(&self, missing: usize) -> Result<()> {
+    /// The call as the others see it, with its number.
+    fn posted(&self) -> (EncodedCall, u64) {
+        (self.encoded, self.sequence.0)
+    }
+
+    /// An error if waiting for the rank with the index `missing` is useless, or if that rank makes another call.
+    fn watch(&self, missing: usize, difference: Option<Difference>) -> Result<()> {
         let (health, peer) = (&*self.peers.health, self.peers.members[missing]);
+        if let Some(Difference { earlier, theirs }) = difference {
+            let (own, sequence) = match earlier {
+                Some((own, number)) => (encoded_call::decode(own)?, Sequence(number)),
+                None => (*self.call, self.sequence),
+            };
+            self.compare((own, sequence), theirs, peer)?;
+        }
         if health.has_failed() || health.has_left(peer) {
             return Err(health.peer_failed(peer, "it has dropped out of the group"));
         }
@@ -337,7 +364,7 @@ impl DomainCall<'_> {
         interrupt::check()?;
         self.checks.set(self.checks.get().saturating_add(1));
         if self.checks.get() >= LONG_WAIT_CHECKS
-            && health.waits.waits_in_memory(self.header(*self.call), peer)
+            && health.waits.waits_in_memory(header(*self.call, self.sequence), peer)
         {
             self.is_noted.set(true);
         }
@@ -346,27 +373,21 @@ impl DomainCall<'_> {
 
     /// An error with both calls, if a rank makes another one. `theirs` is what the rank with an index calls.
     fn check(&self, theirs: impl Fn(usize) -> EncodedCall) -> Result<()> {
-        let Peers { rank, members, .. } = self.peers;
-        // The memory is of this job and generation, and both ranks have made the same number of calls. The encoded call
-        // has no field for the tuning; only frames compare that.
-        for (index, peer) in members.iter().enumerate() {
+        for (index, peer) in self.peers.members.iter().enumerate() {
             let theirs = theirs(index);
             if theirs != self.encoded {
-                let own = self.header(Call { tuning: 0, ..*self.call });
-                own.check(&self.header(encoded_call::decode(theirs)?), *rank, *peer)?;
+                self.compare((*self.call, self.sequence), theirs, *peer)?;
             }
         }
         Ok(())
     }
 
-    fn header(&self, call: Call) -> Header {
-        Header {
-            call,
-            sequence: self.sequence,
-            generation: Generation::default(),
-            history: History::default(),
-            payload: 0,
-        }
+    /// An error with both calls: this rank's with its number, and `theirs` in its place.
+    fn compare(&self, (own, sequence): (Call, Sequence), theirs: EncodedCall, peer: Rank) -> Result<()> {
+        // The memory is of this job and generation, and both ranks have made the same number of calls before. The encoded call
+        // has no field for the tuning; only frames compare that.
+        let own = header(Call { tuning: 0, ..own }, sequence);
+        own.check(&header(encoded_call::decode(theirs)?, sequence), self.peers.rank, peer)
     }
 }
 
@@ -411,6 +432,11 @@ impl Job<'_> {
         let op = self.call.reduce.unwrap_or(ReduceOp::Sum);
         Fold::of_all(self.call.dtype, op, self.ranks as u32)
     }
+}
+
+fn header(call: Call, sequence: Sequence) -> Header {
+    let (generation, history) = (Generation::default(), History::default());
+    Header { call, sequence, generation, history, payload: 0 }
 }
 
 fn say_that_copies_are_refused() {

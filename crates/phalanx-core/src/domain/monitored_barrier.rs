@@ -20,7 +20,10 @@ impl Domain {
         for deadline in [if rank.is_main() { deadline } else { others_deadline }, others_deadline] {
             let timeout = Timeout::from(deadline);
             let call = self.peers.call(&call, sequence, &timeout);
-            let slots = self.control_block.small(call.encoded, &[]).slots(&mut |missing| call.watch(missing));
+            let slots = self
+                .control_block
+                .small(call.encoded, &[])
+                .slots(&mut |missing, difference| call.watch(missing, difference));
             let outcome = slots.and_then(|slots| call.check(|index| slots.call(index)));
             if outcome.as_ref().is_err_and(|error| error.is_timeout() && !health.has_failed()) {
                 let missing: Vec<_> = self.control_block.missing().map(|index| members[index]).collect();

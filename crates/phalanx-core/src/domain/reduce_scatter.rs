@@ -16,7 +16,10 @@ impl Domain {
     /// Checks that all members make the same call, before it runs between ranks over the transport.
     pub(crate) fn agree(&mut self, call: Call, sequence: Sequence, timeout: &Timeout) -> Result<()> {
         let call = self.peers.call(&call, sequence, timeout);
-        let slots = self.control_block.small(call.encoded, &[]).slots(&mut |missing| call.watch(missing))?;
+        let slots = self
+            .control_block
+            .small(call.encoded, &[])
+            .slots(&mut |missing, difference| call.watch(missing, difference))?;
         call.check(|index| slots.call(index))
     }
 
@@ -83,7 +86,7 @@ impl Domain {
         let may_copy = offered && self.may_copy();
         let job = Job { call: &call, me: self.control_block.me(), ranks: self.peers.members.len(), root: 0 };
         let call = self.peers.call(&call, sequence, timeout);
-        let mut watch = |missing| call.watch(missing);
+        let mut watch = |missing, difference| call.watch(missing, difference);
         let division = Division { owners, unit: LINE, combines_windows: false };
         let work = |operation: &mut SharedOperation<'_, '_, Error>| {
             call.check(|index| operation.call(index))?;

@@ -99,14 +99,19 @@ pub(super) fn part(job: Job<'_>, length: usize, note: usize) -> Option<Range<usi
     if job.ranks == 2 && length > sizes.between_two {
         return None;
     }
-    let own = match sizes.written {
+    let own = own(job, length);
+    let fits = sizes.read.bytes(job) <= ALTOGETHER && own.len() <= SMALL - note;
+    (sizes.is_always(job) || fits).then_some(own)
+}
+
+/// The part of a rank's memory of `length` bytes that others need.
+pub(super) fn own(job: Job<'_>, length: usize) -> Range<usize> {
+    match Sizes::of(job.call.operation).written {
         Written::ByRoot if job.me != job.root => 0..0,
         // All of it, if only that was given.
         Written::Chunk if length > job.bytes() => job.chunk(job.me),
         Written::All | Written::ByRoot | Written::Chunk => 0..length,
-    };
-    let fits = sizes.read.bytes(job) <= ALTOGETHER && own.len() <= SMALL - note;
-    (sizes.is_always(job) || fits).then_some(own)
+    }
 }
 
 /// Whether the call is so small that no other protocol is considered.

@@ -126,6 +126,19 @@ impl Engine {
         self.called[sequence.0 as usize % REMEMBERED] = Some((call, sequence));
         if let Some(domain) = self.domain.as_mut().filter(|domain| domain.is_world()) {
             self.health.cause().map_or(Ok(()), Err)?;
+            if call.root.is_some() {
+                // Who waits for nobody would not notice that a rank has left without this call. If it leaves later, the next call notices it, or
+                // the end.
+                let header =
+                    Header { call, sequence, generation: self.generation, history: self.history, payload: 0 };
+                let absent = self.health.calls(|calls| {
+                    calls.note(header);
+                    calls.absent(sequence)
+                });
+                if let Some(peer) = absent {
+                    return Err(self.health.fail_without(peer, call, sequence));
+                }
+            }
             let done = domain.collective(&call, sequence, memory, timeout);
             return done.map_err(|error| self.health.fail_operation(error, call, sequence));
         }

@@ -56,18 +56,23 @@ pub enum Missing {
 }
 
 impl Calls {
-    /// A collective begins.
+    /// A collective begins, whose data goes in frames.
     pub fn begin(&mut self, call: Header) {
+        self.note(call);
+        self.running = Some(call);
+    }
+
+    /// A collective begins in which some ranks may wait for nobody.
+    pub fn note(&mut self, call: Header) {
         if self.last.is_empty() {
             self.last.resize(KEPT, None);
         }
         let place = place(call.sequence);
         self.last[place] = Some(call);
-        self.running = Some(call);
         self.latest = Some(call);
     }
 
-    /// The call that began last, if its data went to other ranks in frames.
+    /// The call that began last, of those whose data goes in frames, or in which some ranks may wait for nobody.
     pub fn latest(&self) -> Option<Header> {
         self.latest
     }

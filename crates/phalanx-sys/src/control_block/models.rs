@@ -25,14 +25,15 @@ const LONG: usize = SMALL + 64;
 
 fn arena(ranks: usize) -> Arc<Arena> {
     let slots = || [SLOTS, SLOTS + SLOT].into_iter();
-    let words = slots().flat_map(|slot| (slot..slot + HEAD).step_by(8));
+    let posts = || (0..post::POSTS as u64).map(post::slot);
+    let words = slots().chain(posts()).flat_map(|slot| (slot..slot + HEAD).step_by(8));
     let words = [DONE, REFUSED, OFFERED, OFFERED + 8, STAGED, TAKEN].into_iter().chain(words);
     let noted = (0..BUFFERS as u64).map(windows::noted);
     let blocks = BUFFERS * WINDOW / BLOCK;
     let windows = (0..blocks).map(|index| STAGING + index * BLOCK).map(|at| at..at + BLOCK);
     let shares = (0..ranks).map(|index| REGION + index * SHARE).map(|at| at..at + SHARE);
-    let few = slots().map(|slot| slot + HEAD..slot + HEAD + FEW);
-    let more = slots().map(|slot| slot + BODY..slot + BODY + MORE);
+    let few = slots().chain(posts()).map(|slot| slot + HEAD..slot + HEAD + FEW);
+    let more = slots().chain(posts()).map(|slot| slot + BODY..slot + BODY + MORE);
     let parts = few.chain(more).chain(windows).chain(shares).chain([ORDINARY..ORDINARY + LONG]);
     Arena::modelled(
         words,
@@ -67,7 +68,7 @@ fn model(ranks: usize, preemptions: Option<usize>, rank: fn(ControlBlock)) {
     });
 }
 
-fn go_on(_: usize) -> Result<(), Infallible> {
+fn go_on(_: usize, _: Option<Difference>) -> Result<(), Infallible> {
     Ok(())
 }
 
@@ -108,6 +109,48 @@ fn loom_slots_hold_bytes_of_either_place_until_all_have_read_them() {
 #[test]
 fn loom_three_ranks_meet_in_their_slots() {
     model(3, Some(1), small_calls);
+}
+
+/// More posts than there are slots, from one rank, of data in either place. The ranks meet before, between and after them.
+fn posts(mut control_block: ControlBlock) {
+    let needs = if control_block.me() == 0 { Needs::Nobody } else { Needs::Member(0) };
+    let meet = |control_block: &mut ControlBlock| {
+        let slots = control_block.small(CALL, &[1; FEW]).slots(&mut go_on).unwrap();
+        assert_eq!(slots.bytes(0), [1; FEW]);
+    };
+    meet(&mut control_block);
+    for number in 0..6 {
+        let bytes = vec![number; if number % 2 == 0 { FEW } else { MORE }];
+        let own = if needs == Needs::Nobody { &bytes[..] } else { &[] };
+        let posted = control_block.post((CALL, 0), own, needs, &mut go_on).unwrap();
+        let slots = posted.slots(&mut go_on).unwrap();
+        assert!(needs == Needs::Nobody || slots.bytes(0) == bytes);
+        if number == 4 {
+            meet(&mut control_block);
+        }
+    }
+    meet(&mut control_block);
+}
+
+#[test]
+fn loom_posts_hold_their_bytes_until_those_who_need_them_have_read_them() {
+    model(2, Some(2), posts);
+}
+
+/// The root changes, and there are ranks that need nothing of each other.
+fn posts_of_several(mut control_block: ControlBlock) {
+    for root in [0, 0, 0, 1, 1] {
+        let is_root = control_block.me() == root;
+        let (needs, own) =
+            if is_root { (Needs::Nobody, &[7; FEW][..]) } else { (Needs::Member(root), &[][..]) };
+        let slots = control_block.post((CALL, 0), own, needs, &mut go_on).unwrap().slots(&mut go_on).unwrap();
+        assert!(is_root || slots.bytes(root) == [7; FEW]);
+    }
+}
+
+#[test]
+fn loom_three_ranks_post_in_turn() {
+    model(3, Some(1), posts_of_several);
 }
 
 /// Each rank fills its own region, all ranks add the regions up, and each checks its own.

@@ -15,7 +15,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::windows::Windows;
-use super::{Call, ControlBlock, DONE, Division, LENGTH, MemoryKind, OFFSET, REFUSED, Slots, Watch, offered};
+use super::{
+    Call, ControlBlock, DONE, Division, LENGTH, MemoryKind, Needs, OFFSET, REFUSED, Slots, Watch, offered,
+};
 use crate::arena::{Arena, Mapping};
 use crate::sync::{Ordering, fence};
 
@@ -231,7 +233,7 @@ impl<'a, 'w, E> SharedOperation<'a, 'w, E> {
     pub fn slots<R>(&mut self, work: impl FnOnce(&Slots<'_>, &mut [u8]) -> R) -> R {
         assert_ne!(self.protocol, Protocol::Direct, "the others may be writing into it");
         let memory = self.memory.as_mut_slice().unwrap_or_default();
-        work(&Slots { control_block: self.control_block }, memory)
+        work(&Slots { control_block: self.control_block, needs: Needs::All }, memory)
     }
 
     /// Lends this rank's [`share`] of every member's memory, in the order of the members, as the call's [`Division`] says.
@@ -321,7 +323,7 @@ fn copy<E>(
             break;
         }
         if index > 0 {
-            watch(member)?;
+            watch(member, None)?;
         }
         let address = first.saturating_add((index * COPIED) as u64);
         *refuses = control_block.members[member].read_owner(address, piece).is_err();
@@ -332,7 +334,7 @@ fn copy<E>(
 impl ControlBlock {
     /// Where `member` offers its memory in its process; 0 if it does not.
     fn offered(&self, member: usize) -> u64 {
-        self.members[member].word(offered(self.sequence)).load(Ordering::Relaxed)
+        self.members[member].word(offered(self.meetings)).load(Ordering::Relaxed)
     }
 
     /// Whether a member has refused to copy in this rank's latest call, which all have done.

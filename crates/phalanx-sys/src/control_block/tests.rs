@@ -10,12 +10,12 @@ use super::*;
 use crate::arena::{OWNER, OWNER_ADDRESS, Region};
 
 const ARENA: usize = 16 << 20;
-const CALL: Call = u128::from_le_bytes(*b"sixteen letters.");
+pub(super) const CALL: Call = u128::from_le_bytes(*b"sixteen letters.");
 const SHARES: Division = Division { owners: 3, unit: 64, combines_windows: false };
 const WINDOWS: Division = Division { combines_windows: true, ..SHARES };
 
 /// The control blocks of all ranks, each with its own mappings, as in separate processes.
-fn blocks(ranks: usize) -> Vec<(ControlBlock, Arc<Arena>)> {
+pub(super) fn blocks(ranks: usize) -> Vec<(ControlBlock, Arc<Arena>)> {
     let arenas: Vec<_> = (0..ranks).map(|_| Arena::create(ARENA, ranks, 7).unwrap()).collect();
     let open = |arena: &Arena| Arena::open(std::process::id(), arena.descriptor(), arena.bytes(), 7).unwrap();
     let control_block = |(me, own): (usize, &Arc<Arena>)| {
@@ -28,7 +28,7 @@ fn blocks(ranks: usize) -> Vec<(ControlBlock, Arc<Arena>)> {
     arenas.iter().enumerate().map(control_block).collect()
 }
 
-fn run(ranks: usize, rank: impl Fn(&mut ControlBlock, &Arc<Arena>) + Sync) {
+pub(super) fn run(ranks: usize, rank: impl Fn(&mut ControlBlock, &Arc<Arena>) + Sync) {
     thread::scope(|scope| {
         for (mut control_block, arena) in blocks(ranks) {
             let rank = &rank;
@@ -38,7 +38,7 @@ fn run(ranks: usize, rank: impl Fn(&mut ControlBlock, &Arc<Arena>) + Sync) {
 }
 
 /// If one rank's test fails, the others keep waiting for it, but not for ever.
-fn go_on(missing: usize) -> Result<(), String> {
+pub(super) fn go_on(missing: usize, _: Option<Difference>) -> Result<(), String> {
     static START: OnceLock<Instant> = OnceLock::new();
     let waited = START.get_or_init(Instant::now).elapsed() > Duration::from_secs(300);
     if waited { Err(format!("member {missing} does not come")) } else { Ok(()) }
@@ -301,14 +301,14 @@ fn a_rank_that_gives_up_between_two_pieces_has_no_result_and_nor_has_the_other()
         let memory = if copies { &[][..] } else { long };
         for gives_up in [false, true] {
             let (is_between, looks) = (Cell::new(false), Cell::new(0));
-            let mut watch = |missing| {
+            let mut watch = |missing, _| {
                 if is_between.get() {
                     looks.set(looks.get() + 1);
                 }
                 match () {
                     () if is_between.get() && gives_up => Err("enough".to_owned()),
                     () if has_given_up.load(Ordering::Relaxed) => Err("told".to_owned()),
-                    () => go_on(missing),
+                    () => go_on(missing, None),
                 }
             };
             let outcome =
@@ -440,10 +440,10 @@ fn who_brings_nothing_goes_along_and_notes_reach_everybody() {
 fn who_has_not_come_is_known() {
     let mut blocks = blocks(4);
     let (mut control_block, _) = blocks.swap_remove(2);
-    assert_eq!(control_block.small(CALL, &[]).slots(&mut |_| Err("enough")).map(|_| ()), Err("enough"));
+    assert_eq!(control_block.small(CALL, &[]).slots(&mut |_, _| Err("enough")).map(|_| ()), Err("enough"));
     assert_eq!(control_block.missing().collect::<Vec<_>>(), [0, 1, 3]);
     let (mut other, _) = blocks.swap_remove(1);
-    assert_eq!(other.small(CALL, &[]).slots(&mut |_| Err("enough")).map(|_| ()), Err("enough"));
+    assert_eq!(other.small(CALL, &[]).slots(&mut |_, _| Err("enough")).map(|_| ()), Err("enough"));
     assert_eq!(control_block.missing().collect::<Vec<_>>(), [0, 3]);
 }
 
@@ -453,12 +453,12 @@ fn what_a_peer_does_to_a_slot_is_not_its_owner_s_own_word() {
     let ((other, _), (mut control_block, _)) = (blocks.swap_remove(1), blocks.swap_remove(0));
     let header = Announcement { call: CALL, division: 0, first: 0 };
     control_block.begin(header, &[1; 8], &[7; 16], None, Some(4..12));
-    let slot = control_block.slot();
+    let slot = control_block.slot;
     for place in (slot + 8..slot + HEAD + 16).step_by(8) {
         other.members[0].word(place).store(u64::MAX, Ordering::Relaxed);
     }
     assert_eq!((control_block.call_of(0), control_block.in_slot(0, 0, 8)), (CALL, &[1; 8][..]));
-    assert_eq!(Slots { control_block: &control_block }.bytes(0), [7; 8]);
+    assert_eq!(Slots { control_block: &control_block, needs: Needs::All }.bytes(0), [7; 8]);
 }
 
 /// A fill that writes the rank's byte, plus the window's number.
@@ -700,9 +700,9 @@ fn a_rank_fills_all_buffers_before_it_waits_for_a_late_one() {
         thread::scope(|scope| {
             scope.spawn(move || {
                 // Reports each look in vain at the late rank.
-                let mut watch = |missing| {
+                let mut watch = |missing, _| {
                     sees.send(()).ok();
-                    go_on(missing)
+                    go_on(missing, None)
                 };
                 control_block
                     .in_place(CALL, &mut [0; 8], (WINDOWS, Unregistered::Later), &mut watch, |operation| {
@@ -793,7 +793,8 @@ fn sleepers_are_woken() {
 #[test]
 fn a_watch_ends_the_wait_and_says_for_whom_it_was() {
     let (mut control_block, _) = blocks(3).swap_remove(1);
-    let mut give_up = |missing: usize| if missing == 0 { Err("enough") } else { Ok(()) };
+    let mut give_up =
+        |missing: usize, _: Option<Difference>| if missing == 0 { Err("enough") } else { Ok(()) };
     assert_eq!(control_block.small(CALL, &[]).slots(&mut give_up).map(|_| ()), Err("enough"));
 }
 
@@ -808,12 +809,12 @@ fn who_has_given_up_a_call_writes_to_its_slots_no_more() {
             if is_dropped && number == 0 {
                 continue;
             }
-            assert_eq!(begun.slots(&mut |_| Err("enough")).map(|_| ()), Err("enough"));
+            assert_eq!(begun.slots(&mut |_, _| Err("enough")).map(|_| ()), Err("enough"));
         }
         let slots = late.small(CALL, &[4; 8]).slots(&mut go_on).unwrap();
         assert_eq!((slots.bytes(0), slots.bytes(1)), (&[1; 8][..], &[4; 8][..]));
         // Nor does it make the next one.
-        assert_eq!(late.small(CALL, &[]).slots(&mut |_| Err("enough")).map(|_| ()), Err("enough"));
+        assert_eq!(late.small(CALL, &[]).slots(&mut |_, _| Err("enough")).map(|_| ()), Err("enough"));
     }
 }
 
@@ -828,11 +829,11 @@ fn who_has_given_up_a_call_stages_no_window_of_another() {
             Ok(())
         };
         let ahead = (SHARES, Unregistered::InWindow(&fill));
-        let outcome = control_block.in_place(CALL, &mut [0; 8], ahead, &mut |_| Err("enough"), |_| Ok(()));
+        let outcome = control_block.in_place(CALL, &mut [0; 8], ahead, &mut |_, _| Err("enough"), |_| Ok(()));
         assert_eq!(outcome, Err("enough"));
     }
     let mut taken = Vec::new();
-    let mut watch = |_| Err("there is no other window");
+    let mut watch = |_, _| Err("there is no other window");
     let later = (SHARES, Unregistered::Later);
     let outcome = late.in_place(CALL, &mut [0; 8], later, &mut watch, |operation| {
         operation.pass(
@@ -856,9 +857,9 @@ fn a_peer_that_ends_between_its_flag_and_its_reading_is_waited_for_by_name() {
     run(2, |control_block, _| {
         let (me, dies) = (control_block.me(), control_block.me() == 1);
         let is_dead = Cell::new(false);
-        let watch = |missing: usize| match is_dead.get() {
+        let watch = |missing: usize, _: Option<Difference>| match is_dead.get() {
             true => Err(format!("member {missing} is dead")),
-            false => go_on(missing),
+            false => go_on(missing, None),
         };
         let first = |memory: &[u8], window: &mut [u8]| numbered(me)(0, memory, window);
         let memory = (Division { owners: 2, ..WINDOWS }, Unregistered::InWindow(&first));
@@ -887,13 +888,13 @@ fn after_a_failed_call_late_peers_do_not_reach_the_region() {
         CALL,
         region.as_mut_slice(),
         (SHARES, Unregistered::Later),
-        &mut |_| Err("enough"),
+        &mut |_, _| Err("enough"),
         |_| Ok(()),
     );
     assert_eq!(outcome, Err("enough"));
     // The peer reads the header in the slot, sees that the region is lent, and writes.
     let mut own = filled(&other, 10_000, 1);
-    let mut watch = |_| Err("nobody is done any more");
+    let mut watch = |_, _| Err("nobody is done any more");
     let outcome =
         late.in_place(CALL, own.as_mut_slice(), (SHARES, Unregistered::Later), &mut watch, |operation| {
             assert_eq!(operation.protocol(), Protocol::Direct);
@@ -918,7 +919,7 @@ fn what_a_late_peer_reads_after_a_failed_call_is_no_result() {
                 let (region, ordinary) = memory(&other);
                 let own = if expected == Protocol::Direct { region.as_slice() } else { &ordinary };
                 let read = Cell::new(false);
-                let mut watch = |_| if read.get() { Err("somebody is not done") } else { Ok(()) };
+                let mut watch = |_, _| if read.get() { Err("somebody is not done") } else { Ok(()) };
                 let late = late.out_of_place(CALL, offered_from_much(own)).finish(&mut watch, |operation| {
                     assert_eq!(operation.protocol(), expected);
                     working.send(()).unwrap();
@@ -938,7 +939,7 @@ fn what_a_late_peer_reads_after_a_failed_call_is_no_result() {
             let own = if expected == Protocol::Direct { region.as_slice() } else { &ordinary };
             // From then on, every time it is called: a result that comes with the end of a wait may be ignored.
             let enough = Cell::new(false);
-            let mut watch = |_| {
+            let mut watch = |_, _| {
                 enough.set(enough.get() || worked.try_recv().is_ok());
                 if enough.get() { Err("enough") } else { Ok(()) }
             };
@@ -969,7 +970,7 @@ fn what_a_late_rank_combines_without_one_that_gave_up_is_no_result_for_a_third()
         scope.spawn(move || {
             let mut own = filled(&four, BYTES, 4);
             let ended = Cell::new(false);
-            let mut watch = |_| {
+            let mut watch = |_, _| {
                 ended.set(ended.get() || end.try_recv().is_ok());
                 if ended.get() { Err("the third rank has its result") } else { Ok(()) }
             };
@@ -989,7 +990,7 @@ fn what_a_late_rank_combines_without_one_that_gave_up_is_no_result_for_a_third()
             let mut own = filled(&two, BYTES, 2);
             let combined = Cell::new(false);
             let mut told = false;
-            let mut watch = |member| match member {
+            let mut watch = |member, _| match member {
                 // Called for the last member, after this rank has done its part: the first was seen as done.
                 2 if combined.get() && !told => {
                     told = true;
@@ -1015,7 +1016,7 @@ fn what_a_late_rank_combines_without_one_that_gave_up_is_no_result_for_a_third()
         scope.spawn(move || {
             let mut own = filled(&one, BYTES, 1);
             let enough = Cell::new(false);
-            let mut watch = |_| {
+            let mut watch = |_, _| {
                 enough.set(enough.get() || waits_alone.try_recv().is_ok());
                 if enough.get() { Err("enough") } else { Ok(()) }
             };
@@ -1036,14 +1037,14 @@ fn what_a_late_rank_combines_without_one_that_gave_up_is_no_result_for_a_third()
 fn offsets_that_no_peer_can_have_are_no_region() {
     let (control_block, _) = blocks(2).swap_remove(0);
     let peer = &control_block.members[1];
-    let slot = control_block.slot();
+    let slot = control_block.slot;
     for (offset, bytes) in [(0, 8), (ARENA as u64, 8), (OFFSET, 8), (ARENA as u64 - 4096, LENGTH), (4096, 8)]
     {
         peer.word(slot + 24).store(offset | MemoryKind::Lent as u64, Ordering::Relaxed);
         peer.word(slot + 32).store(bytes, Ordering::Relaxed);
         assert_eq!(control_block.region(1, MemoryKind::Lent), None, "{offset} {bytes}");
     }
-    assert_eq!(Slots { control_block: &control_block }.bytes(1), b"");
+    assert_eq!(Slots { control_block: &control_block, needs: Needs::All }.bytes(1), b"");
 }
 
 #[test]
@@ -1109,7 +1110,7 @@ fn windows_are_free_when_those_who_passed_fewer_say_so() {
     control_block.staging.staged = 3;
     let header = |first| Announcement { call: CALL, division: 0, first };
     control_block.begin(header(2), &[], &[], None, None);
-    let length = peer.word(control_block.slot() + 32);
+    let length = peer.word(control_block.slot + 32);
     length.store(1 << LENGTH.count_ones(), Ordering::Relaxed);
     control_block.free_windows_before(2);
     assert_eq!(control_block.staging.free, 0);

@@ -51,10 +51,18 @@ const WORLDS: &[&[u32]] = &[
     &[3, 3, 3, 3],
 ];
 
+/// In the first call of a group ranks that share memory wait for each other. After it some only send.
+fn first_call(group: &ProcessGroup, fabric: Fabric) -> Result<()> {
+    if fabric == Fabric::SharedMemory { group.barrier() } else { Ok(()) }
+}
+
 /// Each rank makes one call, with its root, and closes the group.
-fn check(name: &str, operation: Rooted, roots: &[u32], fabric: Fabric) {
+fn check(name: &str, operation: Rooted, roots: &[u32], fabric: Fabric, is_first: bool) {
     let outcomes = run(roots.len() as u32, fabric, |group| {
         let group = group.with_timeout(Duration::from_secs(60));
+        if !is_first {
+            group.barrier()?;
+        }
         let root = group.world_size().rank(roots[group.rank().index()])?;
         operation(&group, root)?;
         group.close()
@@ -75,25 +83,25 @@ fn check(name: &str, operation: Rooted, roots: &[u32], fabric: Fabric) {
     }
 }
 
-fn check_all(fabric: Fabric) {
+fn check_all(fabric: Fabric, is_first: bool) {
     for (name, operation) in OPERATIONS {
-        WORLDS.iter().for_each(|roots| check(name, operation, roots, fabric));
+        WORLDS.iter().for_each(|roots| check(name, operation, roots, fabric, is_first));
     }
 }
 
 #[test]
 fn every_rank_hears_of_different_roots_over_tcp() {
-    check_all(Fabric::Tcp);
+    check_all(Fabric::Tcp, true);
 }
 
 #[test]
 fn every_rank_hears_of_different_roots_in_shared_memory() {
-    check_all(Fabric::SharedMemory);
+    [true, false].into_iter().for_each(|is_first| check_all(Fabric::SharedMemory, is_first));
 }
 
 #[test]
 fn every_rank_hears_of_different_roots_between_hosts() {
-    check_all(Fabric::TwoHosts);
+    check_all(Fabric::TwoHosts, true);
 }
 
 /// Between threads nobody compares the calls of ranks that wait for each other: here all only send.
@@ -104,7 +112,7 @@ fn every_rank_hears_of_different_roots_between_threads() {
         let all_send: &[&[u32]] =
             if is_sent_by_the_root { &[&[0, 1], &[0, 1, 2]] } else { &[&[1, 0], &[1, 2, 0]] };
         for roots in all_send.iter().chain(&[&[1, 1][..]]) {
-            check(name, *operation, roots, Fabric::InProcess);
+            check(name, *operation, roots, Fabric::InProcess, true);
         }
     }
 }
@@ -113,13 +121,14 @@ fn every_rank_hears_of_different_roots_between_threads() {
 #[test]
 fn who_leaves_after_another_root_hears_of_it() {
     for (name, operation) in OPERATIONS {
-        for (roots, fabric) in [Fabric::Tcp, Fabric::TwoHosts]
+        for (roots, fabric) in [Fabric::Tcp, Fabric::TwoHosts, Fabric::SharedMemory]
             .into_iter()
             .flat_map(|fabric| WORLDS.iter().map(move |roots| (roots, fabric)))
         {
             // Who leaves waits two seconds for the ranks of its host: none may begin later than that.
             let all_are_here = Barrier::new(roots.len());
             let outcomes = run(roots.len() as u32, fabric, |group| {
+                first_call(&group, fabric)?;
                 all_are_here.wait();
                 let root = group.world_size().rank(roots[group.rank().index()])?;
                 operation(&group.with_timeout(Duration::from_secs(60)), root)?;
@@ -146,9 +155,10 @@ fn who_leaves_after_another_root_hears_of_it() {
 /// It comes to its call when a rank that has made another one has left.
 #[test]
 fn a_late_rank_compares_calls_before_it_says_that_another_has_left() {
-    for fabric in [Fabric::Tcp, Fabric::TwoHosts] {
+    for fabric in [Fabric::Tcp, Fabric::TwoHosts, Fabric::SharedMemory] {
         let all_are_here = Barrier::new(3);
         let outcomes = run(3, fabric, |group| {
+            first_call(&group, fabric)?;
             all_are_here.wait();
             let root = Rank::new(u32::from(group.rank().get() == 2));
             if root == Rank::new(1) {
@@ -167,9 +177,10 @@ fn a_late_rank_compares_calls_before_it_says_that_another_has_left() {
 /// After the call that differs, a rank hears nothing from the one whose frame it has not read.
 #[test]
 fn a_call_in_which_ranks_differed_is_found_in_any_later_one() {
-    for fabric in [Fabric::Tcp, Fabric::TwoHosts, Fabric::InProcess] {
+    for fabric in [Fabric::Tcp, Fabric::TwoHosts, Fabric::InProcess, Fabric::SharedMemory] {
         let outcomes = run(4, fabric, |group| {
             let group = group.with_timeout(Duration::from_secs(60));
+            first_call(&group, fabric)?;
             let own = group.rank();
             // Host 0 and host 1 have a root each.
             let root = Rank::new(if own.get() < 2 { 0 } else { 2 });
