@@ -14,12 +14,14 @@
 //! after the first steps, or only among the ranks of a smaller group, which have a communicator of their own; and a hook of the program's says by itself what is ([`device_hook`]).
 //!
 //! Inside of `join` each call is announced through the host's group before it is made, and a rank that has no data makes it with zeros
-//! ([`Elsewhere`]): so these calls have one order on all ranks.
+//! ([`Elsewhere`](phalanx::adapter::Elsewhere)): so these calls have one order on all ranks.
 //!
 //! In an elastic job the thread waits for the calls at the end of backward, so that a failure is one of this step. A step that can be done again keeps
 //! a copy of each bucket before it is averaged; the survivors average the copies by a communicator of their own.
 #![allow(unsafe_code)] // NCCL takes addresses.
 
+mod bucket;
+mod calls;
 mod device_hook;
 mod hook;
 mod power_sgd;
@@ -27,16 +29,16 @@ mod power_sgd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use half::{bf16, f16};
-use phalanx::adapter::{ComparedCalls, Comparison, Elsewhere, ElsewhereCall, ElsewhereOp, JoinGroup};
-use phalanx::reducer::hooks::{GradBucket, GradientPlace, HookState, Pending, PowerSgdOptions};
-use phalanx::{Caller, Communicator as _, DType, Deadline, Error, ProcessGroup, ReduceOp, Result, WorldSize};
-use phalanx_nccl::{Communicator, CommunicatorHandle, DeviceMemory, DeviceSlice, Element, Stream, Work};
-use tch::{Device, Kind, TchError, Tensor};
+use phalanx::adapter::{ComparedCalls, JoinGroup};
+use phalanx::reducer::hooks::{HookState, PowerSgdOptions};
+use phalanx::{Caller, Communicator as _, Deadline, Error, ProcessGroup, Result, WorldSize};
+use phalanx_nccl::{Communicator, CommunicatorHandle, Stream};
+use tch::Device;
 
+use self::bucket::Bucket;
 pub use self::device_hook::{DeviceBucket, DeviceHook, DeviceMessage};
 pub(crate) use self::hook::Hook;
-use self::power_sgd::{LowRank, LowRankBucket};
+use self::power_sgd::LowRank;
 use crate::shim;
 use crate::tensors::{Named, torch};
 
@@ -68,119 +70,6 @@ struct State {
     low_rank: Option<LowRank>,
     /// The smaller group within which `PostLocalSgd` averages, if there is one.
     subgroup: Option<Arc<CommunicatorHandle>>,
-}
-
-/// How a bucket of f32 is sent.
-enum Sent {
-    Whole,
-    /// Whole, whatever its type, among the ranks of a smaller group.
-    Within(Communicator),
-    /// Rounded to this type.
-    Rounded(Kind),
-    /// As products of thin matrices.
-    LowRank,
-    /// Not at all, whatever its type; or what the program's hook says.
-    Nothing,
-}
-
-/// A bucket's memory, which it keeps.
-struct Bucket {
-    gradients: Arc<[GradientPlace]>,
-    memory: Tensor,
-    /// The places of the gradients in it.
-    places: Vec<Tensor>,
-    /// What it held in this step before it was averaged, if that may be averaged again.
-    kept: Option<Tensor>,
-    /// What is sent of it, if that has another type.
-    compressed: Option<Tensor>,
-    /// If its matrices are sent as products.
-    low_rank: Option<LowRankBucket>,
-    /// What the program's hook has sent of it last, and what has come back if that is memory of its own.
-    own: Vec<Tensor>,
-    /// Whether other memory takes the place of this.
-    is_abandoned: bool,
-}
-
-impl Bucket {
-    fn new(parameters: &[Named], gradients: Arc<[GradientPlace]>) -> std::result::Result<Self, TchError> {
-        let _guard = tch::no_grad_guard();
-        let len = gradients.iter().map(|place| place.elements.end).max().unwrap_or(0);
-        let like = gradients.first().map_or(0, |place| place.parameter);
-        let like = &parameters[like].tensor;
-        let memory = Tensor::f_empty(i64::try_from(len).unwrap_or(i64::MAX), (like.kind(), like.device()))?;
-        let place = |place: &GradientPlace| {
-            let (start, count) = (place.elements.start as i64, place.elements.len() as i64);
-            let shape = parameters[place.parameter].tensor.size();
-            // No view for autograd: `zero_grad` of libtorch's optimizers detaches gradients in place, which views refuse.
-            memory.f_narrow(0, start, count)?.f_view(shape.as_slice())?.f_detach()
-        };
-        let places = gradients.iter().map(place).collect::<std::result::Result<_, _>>()?;
-        let (kept, compressed, low_rank, own) = (None, None, None, Vec::new());
-        Ok(Self { gradients, memory, places, kept, compressed, low_rank, own, is_abandoned: false })
-    }
-
-    /// Takes other memory.
-    fn renew(&mut self, parameters: &[Named]) -> Result<()> {
-        let fresh = Self::new(parameters, self.gradients.clone()).map_err(torch)?;
-        *self = Self { kept: self.kept.take(), ..fresh };
-        Ok(())
-    }
-
-    /// Copies what is kept into its memory.
-    fn take_back(&self) -> Result<()> {
-        let Some(kept) = &self.kept else { return Ok(()) };
-        tch::no_grad(|| self.memory.shallow_clone().f_copy_(kept)).map(drop).map_err(torch)
-    }
-
-    /// What is to be sent: what it holds, divided by the number of `ranks` and rounded to `kind`, whose sum over ranks is the average.
-    fn compress(&mut self, kind: Kind, ranks: f64) -> std::result::Result<Tensor, TchError> {
-        let _guard = tch::no_grad_guard();
-        let scaled = self.memory.f_mul_scalar(f64::from(1.0 / ranks as f32))?;
-        let place = match self.compressed.take() {
-            Some(place) if place.kind() == kind => place,
-            _ => Tensor::f_empty(scaled.size(), (kind, scaled.device()))?,
-        };
-        let place = self.compressed.insert(place);
-        place.f_copy_(&scaled)?;
-        Ok(place.shallow_clone())
-    }
-
-    /// What PowerSGD sends first of it; none if it has no matrix.
-    fn first_message(&mut self, all: &mut LowRank) -> Result<Option<Tensor>> {
-        if self.low_rank.is_none() {
-            self.low_rank = all.bucket(&self.gradients, &self.memory)?;
-        }
-        self.low_rank.as_ref().map(|low_rank| all.first(low_rank)).transpose()
-    }
-
-    /// It holds what was sent in another type, if anything was.
-    fn widen(&self) -> Result<()> {
-        let Some(average) = &self.compressed else { return Ok(()) };
-        tch::no_grad(|| self.memory.shallow_clone().f_copy_(average)).map(drop).map_err(torch)
-    }
-
-    /// The gradients of its parameters lie in it from now on.
-    fn place(&self, parameters: &[Named]) -> Result<()> {
-        let mut places = self.gradients.iter().zip(&self.places);
-        places.try_for_each(|(gradient, place)| {
-            shim::set_gradient(&parameters[gradient.parameter].tensor, Some(place))
-        })
-    }
-
-    /// Copies gradients that do not lie in their place there, and zeros for those that are not there.
-    fn fill(&self, parameters: &[Named]) -> Result<()> {
-        let (mut to, mut from) = (Vec::new(), Vec::new());
-        for (gradient, place) in self.gradients.iter().zip(&self.places) {
-            let own = parameters[gradient.parameter].tensor.grad();
-            if !own.defined() {
-                drop(tch::no_grad(|| place.shallow_clone().f_zero_()).map_err(torch)?);
-            } else if own.data_ptr() != place.data_ptr() || !own.is_contiguous() {
-                to.push(place.shallow_clone());
-                from.push(own);
-            }
-        }
-        shim::copy_all(&to, &from)
-    }
 }
 
 impl State {
@@ -485,203 +374,11 @@ impl OnDevice {
         state.low_rank.as_mut().map_or(Ok(()), |low_rank| low_rank.load(&mut saved, steps))
     }
 
-    /// Copies a bucket's gradients into it, and queues the averaging; none if it has no elements. `T` is their type, or the one to which they are
-    /// rounded. If the bucket is to be kept, it can be launched again in the same step, with the same gradients.
-    fn launch<T: Element>(&self, of: &GradBucket, how: Sent) -> Result<Option<Work<DeviceSlice<T>>>> {
-        let (number, gradients) = (of.index, &of.gradients);
-        let nccl = match &how {
-            Sent::Within(nccl) => nccl.clone(),
-            Sent::Whole | Sent::Rounded(_) | Sent::LowRank | Sent::Nothing => self.nccl.connect()?,
-        };
-        let State { parameters, buckets, streams, ahead, are_placed, low_rank, .. } = &mut *lock(&self.state);
-        *are_placed = true;
-        gradients.iter().try_for_each(|place| self.check_place(&parameters[place.parameter]))?;
-        if buckets.len() <= number {
-            buckets.resize_with(number + 1, || None);
-        }
-        if of.is_last {
-            // In the order of the gradients there may be fewer than in the first step.
-            buckets.truncate(number + 1);
-        }
-        let bucket = match &mut buckets[number] {
-            Some(bucket) if bucket.gradients == *gradients => bucket,
-            // The bytes of the same gradients in another order are free by now: memory is used again in the order of the stream.
-            place => place.insert(Bucket::new(parameters, gradients.clone()).map_err(torch)?),
-        };
-        if bucket.is_abandoned {
-            bucket.renew(parameters)?;
-        }
-        let here = self.stream_of_thread()?;
-        for raw in std::mem::take(ahead) {
-            // SAFETY: it was a thread's current stream in this backward pass. libtorch never destroys its own; a program that makes
-            // another one current keeps it as long as it has work on it, and so until backward is over.
-            let stream = unsafe { Stream::from_raw(self.nccl.device(), raw) };
-            if stream.as_raw() != here.as_raw() {
-                here.wait_for(&stream)?;
-            }
-        }
-        if bucket.kept.is_some() {
-            bucket.take_back()?;
-        } else {
-            bucket.fill(parameters)?;
-            if of.keeps {
-                bucket.kept = Some(tch::no_grad(|| bucket.memory.f_detach_copy()).map_err(torch)?);
-            }
-        }
-        // A gradient that is freed now is used again in the order of the stream on which backward took its memory.
-        for raw in streams.iter().filter(|raw| **raw != here.as_raw()) {
-            // SAFETY: as above.
-            unsafe { Stream::from_raw(self.nccl.device(), *raw) }.wait_for(&here)?;
-        }
-        bucket.place(parameters)?;
-        let (sent, op) = match how {
-            Sent::Rounded(kind) => {
-                bucket.low_rank = None;
-                let ranks = f64::from(nccl.world_size().get());
-                (bucket.compress(kind, ranks).map_err(torch)?, ReduceOp::Sum)
-            }
-            Sent::Whole | Sent::Within(_) => {
-                (bucket.compressed, bucket.low_rank) = (None, None);
-                (bucket.memory.shallow_clone(), ReduceOp::Avg)
-            }
-            Sent::LowRank => {
-                bucket.compressed = None;
-                let message = low_rank.as_mut().map(|all| bucket.first_message(all)).transpose()?.flatten();
-                (message.unwrap_or_else(|| bucket.memory.shallow_clone()), ReduceOp::Avg)
-            }
-            Sent::Nothing => {
-                (bucket.compressed, bucket.low_rank) = (None, None);
-                return Ok(None);
-            }
-        };
-        self.call::<T>(&nccl, &here, sent, op)
-    }
-
-    /// Averages what is `sent`, behind what is queued on stream `here`; none if it has no elements.
-    fn call<T: Element>(
-        &self,
-        nccl: &Communicator,
-        here: &Stream,
-        sent: Tensor,
-        op: ReduceOp,
-    ) -> Result<Option<Work<DeviceSlice<T>>>> {
-        let dtype = shim::dtype(sent.kind())?;
-        let lent = lend::<T>(sent, self.nccl.device())?;
-        if lent.is_empty() {
-            return Ok(None); // It has no address.
-        }
-        self.bytes.fetch_add((lent.len() * size_of::<T>()) as u64, Ordering::Relaxed);
-        let call = ElsewhereCall { op: ElsewhereOp::AllReduce(op), dtype, elements: lent.len() };
-        self.group.announce_elsewhere(self, call)?;
-        nccl.after(here)?.all_reduce_async(lent, op).map(Some)
-    }
-
-    /// Gathers what is `sent`, behind what is queued on stream `here`, in `gathered`, which has room for all ranks' parts; none if it has no elements.
-    fn gather<T: Element>(
-        &self,
-        nccl: &Communicator,
-        here: &Stream,
-        (sent, gathered): (Tensor, Tensor),
-    ) -> Result<Option<Work<Lent<T>>>> {
-        let dtype = shim::dtype(sent.kind())?;
-        let (sent, gathered) =
-            (lend::<T>(sent, self.nccl.device())?, lend::<T>(gathered, self.nccl.device())?);
-        if sent.is_empty() {
-            return Ok(None); // It has no address.
-        }
-        // It moves half of what an all_reduce of as many elements does.
-        self.bytes.fetch_add((gathered.len() * size_of::<T>()) as u64 / 2, Ordering::Relaxed);
-        let call = ElsewhereCall { op: ElsewhereOp::AllGather, dtype, elements: sent.len() };
-        self.group.announce_elsewhere(self, call)?;
-        nccl.after(here)?.all_gather_async(sent, gathered).map(Some)
-    }
-
-    /// Makes a call of a rank with data, on this one, which has none.
-    fn answer_in<T: Element>(&self, kind: Kind, op: ElsewhereOp, elements: usize) -> Result<()> {
-        let (nccl, here) = (self.nccl.connect()?, self.stream_of_thread()?);
-        let place = (kind, Device::Cuda(self.ordinal() as usize));
-        let zeros = |elements: usize| {
-            let count = i64::try_from(elements)
-                .map_err(|_| Error::invalid_argument(format!("a message of {elements} elements")))?;
-            let zeros = tch::no_grad(|| Tensor::f_zeros(count, place)).map_err(torch)?;
-            lend::<T>(zeros, self.nccl.device())
-        };
-        // Their memory is used again in the order of this stream, which waits for the call.
-        match op {
-            ElsewhereOp::AllReduce(op) => {
-                let zeros = zeros(elements)?;
-                self.await_answer(nccl.after(&here)?.all_reduce_async(zeros, op)?, &here)
-            }
-            ElsewhereOp::AllGather => {
-                let all = elements.saturating_mul(nccl.world_size().count());
-                let (sent, gathered) = (zeros(elements)?, zeros(all)?);
-                self.await_answer(nccl.after(&here)?.all_gather_async(sent, gathered)?, &here)
-            }
-        }
-    }
-
-    /// What is queued on stream `here` from now on, or this thread, waits for `work`, whose memory is free then.
-    fn await_answer<M: Send + 'static>(&self, work: Work<M>, here: &Stream) -> Result<()> {
-        drop(if self.waits { work.wait() } else { work.order(here) }?);
-        Ok(())
-    }
-
     /// This thread's current stream.
     fn stream_of_thread(&self) -> Result<Stream> {
         let raw = shim::current_stream(self.ordinal())?;
         // SAFETY: it is current, and used before this thread returns to the program.
         Ok(unsafe { Stream::from_raw(self.nccl.device(), raw) })
-    }
-
-    fn average<T: Element>(self: &Arc<Self>, bucket: GradBucket, how: Sent) -> Result<Pending> {
-        let number = bucket.index;
-        let launched = self.launch::<T>(&bucket, how)?;
-        let this = self.clone();
-        Ok(self.behind(launched, None, move || match this.second_message(number)? {
-            Some(second) => {
-                let (all, here) = (this.clone(), this.stream_of_thread()?);
-                let work = this.call::<f32>(&this.nccl.connect()?, &here, second, ReduceOp::Avg)?;
-                Ok(this.behind(work, None, move || {
-                    let scale = all.group.active_scale();
-                    let State { buckets, low_rank, .. } = &mut *lock(&all.state);
-                    if let (Some(low_rank), Some(of_bucket)) = (low_rank, of(buckets, number)) {
-                        low_rank.finish(of_bucket, scale)?;
-                    }
-                    Ok(Pending::ready(bucket.buffer))
-                }))
-            }
-            None => {
-                let state = lock(&this.state);
-                state.buckets.get(number).and_then(Option::as_ref).map_or(Ok(()), Bucket::widen)?;
-                Ok(Pending::ready(bucket.buffer))
-            }
-        }))
-    }
-
-    /// What PowerSGD sends when the first message of a bucket is averaged, if it has sent one.
-    fn second_message(&self, number: usize) -> Result<Option<Tensor>> {
-        let State { buckets, low_rank, .. } = &*lock(&self.state);
-        let (Some(low_rank), Some(of_bucket)) = (low_rank, of(buckets, number)) else { return Ok(None) };
-        low_rank.second(of_bucket).map(Some)
-    }
-
-    /// What `then` queues on this thread's stream comes behind `work`, and after `comparison`, if there is one.
-    fn behind<M: Send + 'static>(
-        self: &Arc<Self>,
-        work: Option<Work<M>>,
-        comparison: Option<Comparison>,
-        then: impl FnOnce() -> Result<Pending> + Send + 'static,
-    ) -> Pending {
-        let work = Arc::new(Mutex::new(work));
-        let (this, under_way) = (self.clone(), work.clone());
-        let is_completed = move || lock(&under_way).as_ref().is_none_or(Work::is_completed);
-        Pending::elsewhere_then(is_completed, move || {
-            comparison.map_or(Ok(()), Comparison::wait).map_err(of_hook)?;
-            if let Some(work) = lock(&work).take() {
-                drop(if this.waits { work.wait() } else { work.order(&this.stream_of_thread()?) }?);
-            }
-            then()
-        })
     }
 }
 
@@ -689,43 +386,6 @@ impl OnDevice {
 fn await_calls(nccl: &Communicator) -> Result<()> {
     let waited = nccl.stream().synchronize(Deadline::after(nccl.timeout()));
     nccl.failure_of_calls().map_or(waited, Err)
-}
-
-/// What NCCL reads of one rank, and where it writes the parts of all.
-type Lent<T> = (DeviceSlice<T>, DeviceSlice<T>);
-
-/// A difference between ranks, as one of what their hooks send.
-fn of_hook(error: Error) -> Error {
-    if !error.is_mismatch() {
-        return error;
-    }
-    error.with_remedy(
-        "let DeviceHook::send send the same number of elements of a bucket, of the same type, in the same way on every rank: what does it depend on?",
-    )
-}
-
-/// What PowerSGD has of the bucket of this number.
-fn of(buckets: &[Option<Bucket>], number: usize) -> Option<&LowRankBucket> {
-    buckets.get(number)?.as_ref()?.low_rank.as_ref()
-}
-
-impl Elsewhere for OnDevice {
-    fn answer(&self, ElsewhereCall { op, dtype, elements }: ElsewhereCall) -> Result<()> {
-        let is_gather = op == ElsewhereOp::AllGather;
-        match dtype {
-            DType::F32 => self.answer_in::<f32>(Kind::Float, op, elements),
-            DType::F64 => self.answer_in::<f64>(Kind::Double, op, elements),
-            DType::F16 => self.answer_in::<f16>(Kind::Half, op, elements),
-            DType::BF16 => self.answer_in::<bf16>(Kind::BFloat16, op, elements),
-            DType::I64 if is_gather => self.answer_in::<i64>(Kind::Int64, op, elements),
-            DType::I32 if is_gather => self.answer_in::<i32>(Kind::Int, op, elements),
-            DType::I8 if is_gather => self.answer_in::<i8>(Kind::Int8, op, elements),
-            DType::U8 if is_gather => self.answer_in::<u8>(Kind::Uint8, op, elements),
-            DType::I64 | DType::I32 | DType::I8 | DType::U8 | DType::Bool => {
-                Err(Error::invalid_argument(format!("gradients of type {dtype} are not averaged")))
-            }
-        }
-    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -738,17 +398,4 @@ fn index_of(device: Device) -> Option<u32> {
         Device::Cuda(index) => u32::try_from(index).ok(),
         _ => None,
     }
-}
-
-/// The memory of a bucket, for NCCL. It keeps the tensor.
-fn lend<T: Element>(tensor: Tensor, device: &phalanx_nccl::Device) -> Result<DeviceSlice<T>> {
-    let (pointer, bytes) = shim::device_memory(&tensor)?;
-    let len = bytes / size_of::<T>();
-    if len != tensor.numel() || index_of(tensor.device()) != Some(device.ordinal()) {
-        return Err(Error::invalid_argument("a bucket has another type or device than its parameters"));
-    }
-    // SAFETY: `shim::device_memory` has the address and the size of a tensor that is held as long as this is, and that lies on the
-    // communicator's device row by row. What else uses the elements is queued on streams that NCCL's has waited for, or that wait for
-    // NCCL's at the end of backward (`settle`).
-    Ok(unsafe { DeviceSlice::from_raw(device, pointer, len) }.keeping(tensor))
 }

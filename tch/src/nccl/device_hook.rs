@@ -18,7 +18,8 @@ use phalanx::{Communicator, Error, Rank, ReduceOp, Result, WorldSize};
 use phalanx_nccl::Element;
 use tch::{Kind, Tensor};
 
-use super::{OnDevice, Sent, index_of, lock, of_hook};
+use super::calls::{Sent, of_hook};
+use super::{OnDevice, index_of, lock};
 use crate::shim;
 use crate::tensors::torch;
 

@@ -11,8 +11,9 @@ use phalanx::reducer::hooks::{
 use phalanx::{DType, Error, Rank, Result};
 use tch::Kind;
 
+use super::calls::Sent;
 use super::device_hook::{DeviceHook, Own};
-use super::{OnDevice, Sent, lock};
+use super::{OnDevice, lock};
 
 /// The hook of a reducer whose gradients [`OnDevice`] averages.
 pub(crate) struct Hook {

@@ -5,10 +5,12 @@ mod all_to_all;
 mod arguments;
 mod asynchronous;
 mod blocking;
+mod communicator;
 mod config;
 mod connect;
 mod connect_part;
 mod engine;
+mod failure;
 mod family;
 mod gather;
 mod handle;
@@ -34,6 +36,8 @@ use std::time::Duration;
 use phalanx_sys::arena::Arena;
 
 pub(crate) use self::affinity::LocalRank;
+pub use self::communicator::Communicator;
+pub(crate) use self::communicator::forward_to_group;
 pub(crate) use self::config::{Backend, GroupConfig};
 pub(crate) use self::connect::Connected;
 use self::connect::connect_in_process;
@@ -61,7 +65,6 @@ use parking_lot::Mutex;
 
 use crate::buffer::{Buffer, MEMORY_REMEDY};
 use crate::caller::Caller;
-use crate::collective::ReduceOp;
 use crate::deadline::Timeout;
 use crate::domain::Partition;
 use crate::dtype::DType;
@@ -75,103 +78,6 @@ use crate::world_size::WorldSize;
 
 /// The default time-out of an operation, the same as PyTorch's for groups on processors.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30 * 60);
-
-/// The operations of a group that a reducer needs, so that tests can replace the group.
-pub trait Communicator: Send + Sync {
-    /// This process's rank.
-    fn rank(&self) -> Rank;
-
-    /// The number of ranks.
-    fn world_size(&self) -> WorldSize;
-
-    /// Zeroed memory that the group can combine in place. An error if there is too little.
-    fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer>;
-
-    /// The same group, with its collectives as parts of a user's call: see [`ProcessGroup::in_call`].
-    fn in_call(&self, caller: Caller) -> Arc<dyn Communicator>;
-
-    /// Starts to combine `buffer` with the other ranks' buffers; [`Work::wait`] returns the result on every rank.
-    fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work>;
-
-    /// Starts to copy the root's `buffer` to every rank.
-    fn broadcast_async(&self, buffer: Buffer, root: Rank) -> Result<Work>;
-
-    /// Starts to combine `buffer` with the other ranks' buffers. Rank r gets `counts[r]` elements of the result, in the
-    /// order of the ranks. [`Work::wait`] returns the buffer, in which only this rank's elements are specified.
-    fn reduce_scatter_v_async(&self, buffer: Buffer, counts: &[usize], op: ReduceOp) -> Result<Work>;
-
-    /// Starts to copy each rank's elements, which are in `buffer` as after a
-    /// [`reduce_scatter_v_async`](Self::reduce_scatter_v_async), to every rank.
-    fn all_gather_v_in_place_async(&self, buffer: Buffer, counts: &[usize]) -> Result<Work>;
-
-    /// Ends the group on every rank with `cause`: pending and later operations fail with it.
-    fn abort(&self, cause: Error);
-
-    /// The cause of the group's failure, if it has failed.
-    fn failure(&self) -> Option<Error>;
-
-    /// The recorder of this rank's events; see [`Trace`].
-    fn trace(&self) -> Trace;
-
-    /// How many ranks have data: fewer than all inside of a `join` whose first ranks are done.
-    fn active_ranks(&self) -> usize {
-        self.world_size().count()
-    }
-
-    /// By what an average over all ranks is multiplied to be that over the [ranks with data](Self::active_ranks), if the others give zeros: world size /
-    /// active ranks.
-    fn active_scale(&self) -> f64 {
-        self.world_size().count() as f64 / self.active_ranks() as f64
-    }
-
-    /// How many times a `join` has ended in which some ranks had data for longer than others. The same on every rank.
-    fn uneven_joins(&self) -> u64 {
-        0
-    }
-
-    /// The group whose collectives these are; of a handle, its current one. None of what stands in for a group, such as a fake in a test.
-    fn process_group(&self) -> Option<ProcessGroup> {
-        None
-    }
-
-    /// What gives this handle again, and keeps no group. None of what has no clones, such as a fake in a test.
-    #[doc(hidden)]
-    fn weak_handle(&self) -> Option<WeakHandle> {
-        None
-    }
-}
-
-/// The methods of a [`Communicator`] that stands before another one, and leaves to it whatever is no collective.
-macro_rules! forward_to_group {
-    ($self:ident => $group:expr) => {
-        fn rank(&$self) -> $crate::rank::Rank {
-            $group.rank()
-        }
-        fn world_size(&$self) -> $crate::world_size::WorldSize {
-            $group.world_size()
-        }
-        fn alloc(
-            &$self,
-            dtype: $crate::dtype::DType,
-            elements: usize,
-        ) -> $crate::error::Result<$crate::buffer::Buffer> {
-            $group.alloc(dtype, elements)
-        }
-        fn abort(&$self, cause: $crate::error::Error) {
-            $group.abort(cause);
-        }
-        fn failure(&$self) -> Option<$crate::error::Error> {
-            $group.failure()
-        }
-        fn trace(&$self) -> $crate::trace::Trace {
-            $group.trace()
-        }
-        fn process_group(&$self) -> Option<$crate::group::ProcessGroup> {
-            $group.process_group()
-        }
-    };
-}
-pub(crate) use forward_to_group;
 
 /// A handle to a group of ranks. Clones are handles to the same group.
 ///
@@ -375,78 +281,10 @@ impl ProcessGroup {
         Self { caller: self.caller.or(Some(caller)), ..self.clone() }
     }
 
-    /// The cause of the group's failure, if it has failed.
-    pub fn failure(&self) -> Option<Error> {
-        self.inner.health.cause().inspect(|_| self.inner.health.note_returned())
-    }
-
-    /// The cause of the group's failure, for a library that watches the group beside the program: which is not told of it by this.
-    #[doc(hidden)]
-    pub fn watched_failure(&self) -> Option<Error> {
-        self.inner.health.cause()
-    }
-
-    /// As [`watched_failure`](Self::watched_failure), also when the group has been left: then it may be the error of leaving, too.
-    #[doc(hidden)]
-    pub fn watch(&self) -> impl Fn() -> Option<Error> + Send + 'static {
-        let health = self.inner.health.clone();
-        move || health.cause().or_else(|| health.parting())
-    }
-
-    /// As [`watched_failure`](Self::watched_failure), also when the group is gone, of which it keeps nothing: for who outlives it, such as a
-    /// loader that has divided its data among the group's ranks.
-    #[doc(hidden)]
-    pub fn watch_from_outside(&self) -> impl Fn() -> Option<Error> + Send + Sync + 'static {
-        let first = self.inner.health.first();
-        move || first.get().cloned()
-    }
-
-    /// Ends the group on every rank: pending and later operations fail with `cause`.
-    pub fn abort(&self, cause: Error) {
-        self.inner.aborted.store(true, Ordering::Relaxed);
-        self.inner.health.fail(self.in_own_numbers(cause));
-        // The program knows it.
-        self.inner.health.note_returned();
-    }
-
-    /// Ends the group because of an `error` of a transport that an adapter has beside this crate's, unless the connections
-    /// report within a moment what has caused it. Returns the group's failure.
-    #[doc(hidden)]
-    pub fn fail_unless_explained(&self, error: Error) -> Error {
-        let cause = self.inner.health.explain(error);
-        self.inner.health.fail(cause)
-    }
-
-    /// Ends the group because of an `error` with which this rank leaves a call of all ranks half-way, so that the others would wait for it in
-    /// what is left: it `could_not` do a part. If the connections report within a moment what has caused it, that is the failure. Returns
-    /// the group's failure.
-    #[doc(hidden)]
-    pub fn fail_half_way(&self, could_not: &str, error: &Error) -> Error {
-        let cause =
-            Error::aborted(format!("rank {} could not {could_not}: {}", self.rank(), error.full_cause()));
-        self.fail_unless_explained(match error.remedy() {
-            Some(remedy) => cause.with_remedy(remedy),
-            None => cause,
-        })
-    }
-
-    /// The error of an operation that waits for the ranks that `needs` names, if one of them has left the group. For adapters.
-    #[doc(hidden)]
-    pub fn left_by(&self, needs: impl Fn(Rank) -> bool) -> Option<Error> {
-        let has_left = |rank: &Rank| needs(*rank) && self.inner.health.has_left(*rank);
-        let peer = self.inner.world.ranks().find(has_left)?;
-        Some(self.inner.health.peer_left(peer))
-    }
-
     /// What this rank knows of the group's end, also when it has left.
     #[cfg(any(test, feature = "testing"))]
     pub(crate) fn health(&self) -> Arc<Health> {
         self.inner.health.clone()
-    }
-
-    /// Ends the group because of another rank's failure.
-    pub(crate) fn fail(&self, cause: Error) {
-        self.inner.health.fail(cause);
     }
 
     /// The restart of the job (torchrun: the restart count), or the round of an elastic one, to which this group belongs: rank 0's count, on all
@@ -460,30 +298,6 @@ impl ProcessGroup {
     #[doc(hidden)]
     pub fn calls(&self) -> u64 {
         self.inner.config.calls.load(Ordering::Relaxed)
-    }
-
-    /// Whether this rank has ended the group, whatever others have done. If so, its contribution to an operation may be lost.
-    pub(crate) fn was_aborted(&self) -> bool {
-        self.inner.aborted.load(Ordering::Relaxed)
-    }
-
-    /// Notes that a call has returned `cause` on this rank, the error of another rank, while the group stays usable.
-    /// Returns it.
-    #[doc(hidden)]
-    pub fn note_remote_error(&self, cause: Error) -> Error {
-        if let Some(culprit) = cause.peer().filter(|peer| *peer != self.rank()) {
-            worker_error::blame(self.inner.config.global(culprit));
-        }
-        *self.inner.remote_error.lock() = Some((self.calls(), cause.clone()));
-        cause
-    }
-
-    /// The error of another rank that the last call has returned on this one, if any. A program that has made another
-    /// call since has gone on in spite of it.
-    #[doc(hidden)]
-    pub fn remote_error(&self) -> Option<Error> {
-        let told = self.inner.remote_error.lock();
-        told.as_ref().filter(|(calls, _)| *calls == self.calls()).map(|(_, cause)| cause.clone())
     }
 
     /// Zeroed memory that the other ranks of this host reach, so that collectives combine it in place. If ranks
@@ -569,56 +383,6 @@ impl Drop for Inner {
             // With a goodbye the peers would assume a clean end.
             self.health.fail(Error::aborted(format!("rank {} panicked", self.rank)));
         }
-    }
-}
-
-impl Communicator for ProcessGroup {
-    fn rank(&self) -> Rank {
-        self.rank()
-    }
-
-    fn world_size(&self) -> WorldSize {
-        self.world_size()
-    }
-
-    fn alloc(&self, dtype: DType, elements: usize) -> Result<Buffer> {
-        self.alloc(dtype, elements)
-    }
-
-    fn in_call(&self, caller: Caller) -> Arc<dyn Communicator> {
-        Arc::new(self.in_call(caller))
-    }
-
-    fn all_reduce_async(&self, buffer: Buffer, op: ReduceOp) -> Result<Work> {
-        self.all_reduce_async(buffer, op)
-    }
-
-    fn broadcast_async(&self, buffer: Buffer, root: Rank) -> Result<Work> {
-        self.broadcast_async(buffer, root)
-    }
-
-    fn reduce_scatter_v_async(&self, buffer: Buffer, counts: &[usize], op: ReduceOp) -> Result<Work> {
-        self.reduce_scatter_v_async(buffer, counts, op)
-    }
-
-    fn all_gather_v_in_place_async(&self, buffer: Buffer, counts: &[usize]) -> Result<Work> {
-        self.all_gather_v_in_place_async(buffer, counts)
-    }
-
-    fn abort(&self, cause: Error) {
-        self.abort(cause);
-    }
-
-    fn failure(&self) -> Option<Error> {
-        self.failure()
-    }
-
-    fn trace(&self) -> Trace {
-        self.trace()
-    }
-
-    fn process_group(&self) -> Option<ProcessGroup> {
-        Some(self.clone())
     }
 }
 

@@ -26,11 +26,13 @@
 //! # }
 //! ```
 
+mod averages;
 mod bucket;
 mod elsewhere;
 mod hooked;
 pub mod hooks;
 mod identical;
+mod joined;
 mod optimizer_steps;
 mod registered_hook;
 mod replay;
@@ -64,7 +66,7 @@ use self::state::ReducerState;
 use self::step_times::StepTimer;
 use self::verify::Contract;
 use self::weights::Weights;
-use crate::buffer::{Buffer, BufferKeeper, BufferPart};
+use crate::buffer::Buffer;
 use crate::caller::Caller;
 use crate::collective::ReduceOp;
 use crate::dtype::DType;
@@ -213,52 +215,6 @@ impl Reducer {
         })
     }
 
-    /// Whether all ranks still have the same replica after the last [`join`](crate::join). After an uneven one a rank that took part to the end gives the
-    /// others what it has ([`adopt`](Self::adopt)). Who has begun the `join` does that, and another model that trained in it would drift apart without an
-    /// error. All ranks call it together; so does [`start`](Self::start).
-    ///
-    /// # Errors
-    /// On every rank, and it ends the reducer: if an uneven `join` has ended since the last [`adopt`](Self::adopt), in which ranks made other numbers of
-    /// steps. If the group is a [handle](crate::GroupHandle) that leads to another group by now, and the adapter has not called
-    /// [`regrouped`](Self::regrouped).
-    pub fn check_joined(&mut self) -> Result<()> {
-        self.attempt(Self::compare_joined)
-    }
-
-    /// Whether the group is still the one whose ranks have compared their models. It communicates nothing, and ends nothing.
-    ///
-    /// # Errors
-    /// If the group is a [handle](crate::GroupHandle) that leads to another one by now, and the adapter has not called [`regrouped`](Self::regrouped).
-    pub fn check_group(&self) -> Result<()> {
-        if self.binding.is_other(&*self.group) {
-            return Err(Error::invalid_argument(
-                "the GroupHandle leads to another group than when the reducer was made: the ranks of that group may have other models, or there is \
-                 none to average with",
-            )
-            .with_remedy("make the Ddp after GroupHandle::rebind, or let a TrainState of this model change the group"));
-        }
-        Ok(())
-    }
-
-    fn compare_joined(&mut self) -> Result<()> {
-        self.check_group()?;
-        let joins = self.group.uneven_joins();
-        if std::mem::replace(&mut self.joins, joins) == joins {
-            return Ok(());
-        }
-        let (least, most) = verify::extremes(&*self.group.in_call(Caller::Join), self.weights.steps)?;
-        if least == most {
-            return Ok(());
-        }
-        Err(Error::mismatch(format!(
-            "a `join` has ended in which the ranks have made other numbers of steps with this model, {least} to {most} by now, and it was not the \
-             `join` of this model: no rank has taken over the model of the one that made most, and replicas would drift apart"
-        ))
-        .with_remedy(
-            "train one model in a `join`, by Ddp::join or TrainState::join; several models as one, with one Ddp; or give every rank as many batches",
-        ))
-    }
-
     /// Whether a parameter that gets no gradient in this step counts as unused, and not as an error. True with
     /// [`find_unused_parameters`](ReducerOptions::find_unused_parameters), and in the first step of a
     /// [`static_graph`](ReducerOptions::static_graph).
@@ -365,82 +321,6 @@ impl Reducer {
         self.timer.waited(time);
     }
 
-    /// The averaged gradient of the parameter at `index`, from [`finish`](Self::finish) to the next
-    /// [`start`](Self::start); `None` if no rank had a gradient for it, or it is another rank's.
-    ///
-    /// # Errors
-    /// Before [`finish`](Self::finish), and after a failure; if there is no such parameter; if gradients lie [elsewhere](Self::elsewhere).
-    pub fn gradient(&self, index: usize) -> Result<Option<&[u8]>> {
-        self.check_here("gradient")?;
-        Ok(self.state.average(index)?.and_then(|slice| self.bytes(slice)))
-    }
-
-    /// Takes the averaged gradients out of the buckets, without a copy: for each parameter what
-    /// [`gradient`](Self::gradient) gives, in the bucket's own memory, for whoever gets it to write to and to free. The
-    /// next step takes new memory when it needs it.
-    ///
-    /// # Errors
-    /// As [`gradient`](Self::gradient).
-    pub fn take_gradients(&mut self) -> Result<Vec<Option<BufferPart>>> {
-        self.hand_out(|bucket, places| Ok(bucket.take().map_or_else(Vec::new, |memory| memory.split(places))))
-    }
-
-    /// Like [`take_gradients`](Self::take_gradients), but a bucket uses its memory again when all gradients in it are
-    /// dropped. If some are not when the next step needs it, that step takes new memory. After a bucket has done so three
-    /// times, it gives copies.
-    ///
-    /// # Errors
-    /// As [`gradient`](Self::gradient). If there is no memory for the copies, which ends the reducer.
-    pub fn lend_gradients(&mut self) -> Result<Vec<Option<BufferPart>>> {
-        self.hand_out(|bucket, places| bucket.lend(&places))
-    }
-
-    /// `parts` gives those of a bucket at the places of its gradients, or nothing.
-    fn hand_out(
-        &mut self,
-        parts: impl Fn(&mut Bucket, Vec<Range<usize>>) -> Result<Vec<BufferPart>>,
-    ) -> Result<Vec<Option<BufferPart>>> {
-        self.check_here("take_gradients and lend_gradients")?;
-        let present = (0..self.parameters().len()).map(|index| Ok(self.state.average(index)?.is_some()));
-        let present = present.collect::<Result<Vec<_>>>()?;
-        let mut gradients: Vec<Option<BufferPart>> = present.iter().map(|_| None).collect();
-        for (bucket, plan) in self.buckets.iter_mut().zip(&self.state.plan().buckets) {
-            let members = || plan.parameters.iter().copied().filter(|&member| present[member]);
-            let places = members().map(|member| self.state.slice_of(member).1).collect();
-            match parts(bucket, places) {
-                Ok(parts) => members().zip(parts).for_each(|(member, part)| gradients[member] = Some(part)),
-                // The other ranks have their averages, and would wait for this rank in the next step.
-                Err(error) => return Err(self.abort(error)),
-            }
-        }
-        self.state.emptied();
-        Ok(gradients)
-    }
-
-    /// The averaged gradient of the parameter at `index`, as [`gradient`](Self::gradient) gives it, for a view that outlives
-    /// the bucket: its bytes, and what keeps their memory, with its content and at its address. Steps go on to use the
-    /// memory: a view is that of the parameter's gradient from step to step (PyTorch's `gradient_as_bucket_view`), and a
-    /// gradient that backward has written there needs no copy in [`ready_with`](Self::ready_with). Nobody else uses the
-    /// memory between steps, nor during backward until the parameter's gradient is reported.
-    ///
-    /// # Errors
-    /// As [`gradient`](Self::gradient); if the group has no memory left.
-    pub fn gradient_view(&mut self, index: usize) -> Result<Option<(&mut [u8], BufferKeeper)>> {
-        self.check_here("gradient_view")?;
-        let Some((bucket, range)) = self.state.average(index)? else { return Ok(None) };
-        let Some(bucket) = self.buckets.get_mut(bucket) else { return Ok(None) };
-        let Some(keeper) = bucket.keeper() else { return Ok(None) };
-        Ok(bucket.bytes_mut(&*self.group)?.get_mut(range).map(|bytes| (bytes, keeper)))
-    }
-
-    /// Gives the buckets' memory back between steps, with what is in it: the next step takes new memory when it needs it.
-    pub fn release(&mut self) {
-        if !self.state.in_backward() {
-            self.buckets.iter_mut().for_each(Bucket::release);
-            self.state.emptied();
-        }
-    }
-
     /// The trace of its group, for what an adapter does with gradients before they are ready.
     pub fn trace(&self) -> &Trace {
         &self.trace
@@ -472,25 +352,6 @@ impl Reducer {
             self.group.abort(failure.clone());
         }
         failure
-    }
-
-    /// Takes over how far rank `root` has come, after steps that this rank did not take part in: the buckets and what
-    /// was learned of unused parameters. All ranks call it together, between steps.
-    ///
-    /// # Errors
-    /// If the exchange fails, or `root` sends no order of these parameters. If optimizers have [differed](Self::stepped).
-    pub fn adopt(&mut self, root: Rank) -> Result<()> {
-        self.attempt(|reducer| {
-            let group = reducer.group.in_call(Caller::Join);
-            let progress = verify::share(&*group, root, &reducer.state.progress())?;
-            let order = reducer.state.adopt(progress, root)?;
-            // What the ranks with data have told has come: this exchange comes behind it.
-            reducer.timer.receive(&*group, Instant::now())?;
-            reducer.timer.restart();
-            (reducer.weights.steps, reducer.joins) = (0, reducer.group.uneven_joins());
-            reducer.hook.adopt(&*group, root)?;
-            reducer.lay_out(order, &*group)
-        })
     }
 
     /// Runs `step` unless something has failed before. An error of it ends the reducer.

@@ -189,9 +189,7 @@ pub fn from_store(
     world_size: WorldSize,
     timeout: Duration,
 ) -> Result<Rendezvous> {
-    let credentials = Credentials::from_env()?;
-    let config = RankConfig { credentials, ..RankConfig::given("the store", Some(rank), Some(world_size))? };
-    store::join(&store, &config, store::Starts::One, &arrival::of_process()?, Deadline::after(timeout))
+    given(store, (rank, world_size), store::Starts::One, timeout)
 }
 
 /// As [`from_store`], in a store that may have the keys of the same ranks' earlier starts: torchrun's agent keeps its store when it
@@ -203,9 +201,19 @@ pub fn from_kept_store(
     world_size: WorldSize,
     timeout: Duration,
 ) -> Result<Rendezvous> {
+    given(store, (rank, world_size), store::Starts::Several, timeout)
+}
+
+/// Meets in a store that the program has, as the rank that it says.
+fn given(
+    store: SharedStore,
+    (rank, world_size): (Rank, WorldSize),
+    starts: store::Starts,
+    timeout: Duration,
+) -> Result<Rendezvous> {
     let credentials = Credentials::from_env()?;
     let config = RankConfig { credentials, ..RankConfig::given("the store", Some(rank), Some(world_size))? };
-    store::join(&store, &config, store::Starts::Several, &arrival::of_process()?, Deadline::after(timeout))
+    store::join(&store, &config, starts, &arrival::of_process()?, Deadline::after(timeout))
 }
 
 /// A world of one, which needs no launcher.

@@ -1,31 +1,23 @@
 //! Divided layers are the undivided ones, forward and backward.
 
-use std::sync::Barrier;
+mod norms;
+mod refused;
 
-use burn::grad_clipping::GradientClippingConfig;
 use burn::module::{Module, Param};
 use burn::nn::activation::ActivationConfig;
 use burn::nn::attention::{MhaInput, MultiHeadAttentionConfig};
 use burn::nn::loss::CrossEntropyLossConfig;
-use burn::nn::transformer::{
-    PositionWiseFeedForwardConfig, TransformerEncoderConfig, TransformerEncoderInput,
-};
+use burn::nn::transformer::TransformerEncoderInput;
 use burn::nn::{BatchNormConfig, Embedding, EmbeddingConfig, Linear, LinearConfig};
-use burn::optim::momentum::MomentumConfig;
-use burn::optim::{
-    AdafactorConfig, AdamWConfig, GradientsParams, LambConfig, ModuleOptimizer, MuonConfig, SgdConfig,
-};
+use burn::optim::{GradientsParams, SgdConfig};
 use burn::tensor::activation::gelu;
 use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
-use phalanx::mesh::DeviceMesh;
 use phalanx::testing::{self, Fabric};
-use phalanx::{Error, ProcessGroup};
+use phalanx_burn::parallel;
 use phalanx_burn::parallel::tensor::{
-    Activations, ColumnParallelLinear, ParallelAttention, ParallelEncoder, ParallelFeedForward,
-    RowParallelLinear, TensorGroup, VocabParallelEmbedding,
+    Activations, ColumnParallelLinear, ParallelAttention, ParallelEncoder, RowParallelLinear, TensorGroup,
+    VocabParallelEmbedding,
 };
-use phalanx_burn::parallel::{ShardedState, StateNames};
-use phalanx_burn::{DataParallel, Ddp, FusedAdamWConfig, TowerGradients, TrainState, parallel};
 
 use super::model::{LENGTH, VOCABULARY, WIDTH, Waves, encoder_config, rows, scalar};
 use crate::common::{device, distance, floats, plain, run};
@@ -265,194 +257,6 @@ fn ranks_take_rank_0_s_weights_and_give_back_what_they_took() {
     assert!(whole.iter().all(|whole| *whole == expected));
 }
 
-#[test]
-fn the_norm_of_divided_gradients_is_the_whole_one() {
-    let encoder = || encoder_config(2).init(&device()).map(&mut Waves(0));
-    let whole = encoder();
-    let loss = weighed(whole.forward(TransformerEncoderInput::new(input())));
-    let mut gradients = GradientsParams::from_grads(loss.backward(), &whole);
-    let expected = phalanx_burn::clip_grad_norm(&whole, &mut gradients, 0.5).unwrap();
-    let norms = run(2, |group| {
-        let group = TensorGroup::new(&group);
-        let model = ParallelEncoder::new(encoder(), &group, Activations::Replicated).unwrap();
-        let loss = weighed(model.forward(input(), None, None));
-        let mut gradients = GradientsParams::from_grads(loss.backward(), &model);
-        let norm = parallel::clip_grad_norm(&model, &mut gradients, 0.5, Some(&group), None, &[]).unwrap();
-        let after = parallel::clip_grad_norm(&model, &mut gradients, 0.5, Some(&group), None, &[]).unwrap();
-        assert!((after - 0.5).abs() < 1e-4, "{after}");
-        norm
-    });
-    assert_eq!(norms[0].to_bits(), norms[1].to_bits());
-    assert!((norms[0] / expected - 1.0).abs() < 1e-5, "{} {expected}", norms[0]);
-}
-
-/// On every rank, of replicas too, and nothing is scaled.
-#[test]
-fn the_norm_of_a_part_is_refused() {
-    let layer = || LinearConfig::new(WIDTH, WIDTH).init(&device()).map(&mut Waves(0));
-    run(4, |group| {
-        let mesh = DeviceMesh::new(&group, &[("data", 2), ("tensor", 2)]).unwrap();
-        let tensor = TensorGroup::new(mesh.group("tensor").unwrap());
-        let model = vec![ColumnParallelLinear::new(layer(), &tensor).unwrap()];
-        let mut ddp = Ddp::new(model, mesh.group("data").unwrap()).unwrap();
-        let loss = ddp.forward(|model| weighed(model[0].forward(input()))).unwrap();
-        let mut gradients = ddp.backward(&loss).unwrap();
-        let id = ddp.model()[0].weight.id;
-        let before = values(gradients.get::<2>(id).unwrap());
-        for error in [
-            ddp.clip_grad_norm(&mut gradients, 1e-3).unwrap_err(),
-            phalanx_burn::clip_grad_norm(ddp.model(), &mut gradients, 1e-3).unwrap_err(),
-            parallel::clip_grad_norm(ddp.model(), &mut gradients, 1e-3, None, None, &[]).unwrap_err(),
-        ] {
-            assert!(error.is_invalid_argument() && error.to_string().contains("`0.weight`"), "{error}");
-            assert!(error.remedy().unwrap().contains("parallel::clip_grad_norm"), "{error}");
-        }
-        assert_eq!(values(gradients.get::<2>(id).unwrap()), before);
-        // The group goes on.
-        let (tensor, model) = (Some(&tensor), ddp.model());
-        parallel::clip_grad_norm(model, &mut gradients, 1e-3, tensor, None, &[]).unwrap();
-        assert_ne!(values(gradients.get::<2>(id).unwrap()), before);
-    });
-    // The part of a group of one is the whole, and what is frozen has no gradient.
-    let alone = ProcessGroup::alone().unwrap();
-    let model = ColumnParallelLinear::new(layer(), &TensorGroup::new(&alone)).unwrap();
-    let mut ddp = Ddp::new(model, &alone).unwrap();
-    let loss = ddp.forward(|model| weighed(model.forward(input()))).unwrap();
-    let mut gradients = ddp.backward(&loss).unwrap();
-    ddp.clip_grad_norm(&mut gradients, 1e-3).unwrap();
-    run(2, |group| {
-        let base = ColumnParallelLinear::new(layer(), &TensorGroup::new(&group)).unwrap().no_grad();
-        let mut ddp = Ddp::new((base, layer()), &ProcessGroup::alone().unwrap()).unwrap();
-        let loss = ddp.forward(|(_, layer)| weighed(layer.forward(input()))).unwrap();
-        let mut gradients = ddp.backward(&loss).unwrap();
-        ddp.clip_grad_norm(&mut gradients, 1e-3).unwrap();
-    });
-}
-
-/// Its ranks may have the same parts, whose squares would be added up.
-#[test]
-fn a_norm_over_another_group_than_that_of_the_layers_is_refused_on_every_rank() {
-    for (data, tensor) in [(2, 2), (4, 1)] {
-        let together = Barrier::new(4);
-        let outcomes = run(4, |group| {
-            let mesh = DeviceMesh::new(&group, &[("data", data), ("tensor", tensor)]).unwrap();
-            let (data, tensor) = (mesh.group("data").unwrap(), mesh.group("tensor").unwrap());
-            let layer = LinearConfig::new(WIDTH, WIDTH).init(&device()).map(&mut Waves(0));
-            let layer = ColumnParallelLinear::new(layer, &TensorGroup::new(tensor)).unwrap();
-            let mut ddp = Ddp::new(layer, data).unwrap();
-            let loss = ddp.forward(|layer| weighed(layer.forward(input()))).unwrap();
-            let mut gradients = ddp.backward(&loss).unwrap();
-            let other = TensorGroup::new(data);
-            // An error ends the groups, and no other rank is in the middle of its backward pass.
-            together.wait();
-            parallel::clip_grad_norm(ddp.model(), &mut gradients, 1e-3, Some(&other), None, &[]).unwrap_err()
-        });
-        for error in outcomes {
-            assert!(error.to_string().contains("of a divided layer, and in the tensor group"), "{error}");
-        }
-    }
-}
-
-/// It would be made of equal parts.
-#[test]
-fn a_module_is_gathered_by_no_other_group_than_that_of_its_layers() {
-    for (data, tensor, said) in [
-        (2, 2, "rank 1 has part 0 of 2 of a divided layer, and in this tensor group it is number 1 of 2"),
-        (4, 1, "rank 0 has part 0 of 1 of a divided layer, and in this tensor group it is number 0 of 4"),
-    ] {
-        run(4, |group| {
-            let mesh = DeviceMesh::new(&group, &[("data", data), ("tensor", tensor)]).unwrap();
-            let tensor = TensorGroup::new(mesh.group("tensor").unwrap());
-            let layer = || LinearConfig::new(WIDTH, WIDTH).init(&device()).map(&mut Waves(0));
-            let divided = ColumnParallelLinear::new(layer(), &tensor).unwrap();
-            let other = TensorGroup::new(mesh.group("data").unwrap());
-            let error = other.gather_module(divided.clone()).unwrap_err();
-            assert!(error.is_invalid_argument(), "{error}");
-            // Of the ranks of the first part, or of the second.
-            let text = error.to_string();
-            assert!(text.contains("of a divided layer, and in this tensor group it is number"), "{text}");
-            if group.rank().is_main() {
-                assert!(text.contains(said), "{text}");
-            }
-            let whole = tensor.gather_module(divided).unwrap();
-            assert_eq!(floats(&whole), floats(&layer()));
-        });
-    }
-}
-
-/// Rank 0's part would overwrite the others', and their gradients would be averaged.
-/// Their tensors have the same shapes.
-#[test]
-fn encoders_that_compute_otherwise_on_one_rank_are_refused_on_every_rank() {
-    let config = |heads| TransformerEncoderConfig::new(8, 16, heads, 1).with_dropout(0.0);
-    for (other, said) in [
-        (config(2), None),
-        (config(4), Some("n_heads: 4")),
-        (config(2).with_norm_first(true), Some("norm_first: true")),
-        (config(2).with_quiet_softmax(true), Some("quiet_softmax: true")),
-    ] {
-        let errors = run(2, |group| {
-            let own = if group.rank().is_main() { config(2) } else { other.clone() };
-            let tensor = TensorGroup::new(&group);
-            let encoder = own.init(&device());
-            let divided = ParallelEncoder::new(encoder, &tensor, Activations::Replicated);
-            divided.err().map(|error| error.to_string())
-        });
-        for error in errors {
-            assert_eq!(error.is_some(), said.is_some(), "{error:?}");
-            assert!(error.iter().zip(said).all(|(error, said)| error.contains(said)), "{error:?}");
-        }
-    }
-}
-
-#[test]
-fn a_feed_forward_layer_with_another_activation_on_one_rank_is_refused_on_every_rank() {
-    for (other, said) in [
-        (ActivationConfig::Gelu, None),
-        (ActivationConfig::Relu, Some("and that of rank 1 is Relu")),
-        (ActivationConfig::GeluApproximate, Some("and that of rank 1 is Gelu")),
-    ] {
-        let errors = run(2, |group| {
-            let activation = if group.rank().is_main() { ActivationConfig::Gelu } else { other.clone() };
-            let layer =
-                PositionWiseFeedForwardConfig::new(8, 16).with_dropout(0.0).with_activation(activation);
-            let divided = ParallelFeedForward::new(layer.init(&device()), &TensorGroup::new(&group));
-            divided.err().map(|error| error.to_string())
-        });
-        for error in errors {
-            assert_eq!(error.is_some(), said.is_some(), "{error:?}");
-            assert!(error.iter().zip(said).all(|(error, said)| error.contains(said)), "{error:?}");
-        }
-    }
-}
-
-#[test]
-fn ranks_with_different_parts_are_no_replicas() {
-    let layer = || LinearConfig::new(WIDTH, WIDTH).init(&device());
-    let outcomes = run(2, |group| {
-        let model = ColumnParallelLinear::new(layer(), &TensorGroup::new(&group)).unwrap();
-        let alone = [
-            DataParallel::<_, 3>::new(model.clone(), vec![device(); 2]).err().unwrap(),
-            TowerGradients::new(model.clone(), vec![device(); 2]).err().unwrap(),
-            TrainState::new(model.clone(), SgdConfig::new().init(), ()).err().unwrap(),
-        ];
-        for error in alone {
-            assert!(error.is_invalid_argument() && error.to_string().contains("`weight`"), "{error}");
-        }
-        let own = Ddp::new(model.clone(), &ProcessGroup::alone().unwrap()).unwrap();
-        let error = ShardedState::new(&own, &group, None, &StateNames::same()).unwrap_err();
-        assert!(error.to_string().contains("has part 0 of 2 of a divided layer"), "{error}");
-        assert!(error.remedy().unwrap().contains("TensorGroup"), "{error}");
-        Ddp::new(model, &group).err().unwrap()
-    });
-    for error in outcomes {
-        let text = error.to_string();
-        assert!(text.contains("weight (part 0 of 2 along dimension 1)"), "{text}");
-        assert!(text.contains("weight (part 1 of 2 along dimension 1)"), "{text}");
-        assert!(text.contains("mesh.group(\"data\")"), "{text}");
-    }
-}
-
 /// A layer of one's own, which is not divided.
 #[derive(Module, Debug)]
 struct MyColumnParallelLinear {
@@ -473,94 +277,6 @@ fn a_layer_of_one_s_own_counts_once_whatever_its_name() {
         let mut gradients = gradients(&model);
         let norm = parallel::clip_grad_norm(&model, &mut gradients, 1e9, Some(&group), None, &[]).unwrap();
         assert!((norm / expected - 1.0).abs() < 1e-6, "{norm} {expected}");
-    });
-}
-
-#[test]
-fn dropout_is_refused() {
-    run(2, |group| {
-        let group = TensorGroup::new(&group);
-        let attention = MultiHeadAttentionConfig::new(WIDTH, 4).with_dropout(0.1).init(&device());
-        let feed_forward =
-            PositionWiseFeedForwardConfig::new(WIDTH, 4 * WIDTH).with_dropout(0.1).init(&device());
-        let encoder = encoder_config(1).with_dropout(0.1).init(&device());
-        for error in [
-            ParallelAttention::new(attention, &group).unwrap_err(),
-            ParallelFeedForward::new(feed_forward, &group).unwrap_err(),
-            ParallelEncoder::new(encoder, &group, Activations::Replicated).unwrap_err(),
-        ] {
-            let text = error.to_string();
-            assert!(error.is_invalid_argument() && text.contains("dropout of 0.1"), "{text}");
-        }
-    });
-}
-
-/// As where each rank takes a sampler of its own. A batch that comes later is compared now and then.
-#[test]
-fn tokens_that_differ_between_ranks_end_the_group() {
-    let said = "divide a vocabulary have different tokens";
-    for (same, later) in [(0, 0), (1, 0), (2, 1019)] {
-        run(2, |group| {
-            let tensor = TensorGroup::new(&group);
-            let embedding = EmbeddingConfig::new(VOCABULARY, WIDTH).init(&device());
-            let model = VocabParallelEmbedding::new(embedding, &tensor).unwrap();
-            let tokens = |last: i32| Tensor::<2, Int>::from_ints([[1, 2, last]], &device());
-            for _ in 0..same + later {
-                assert!(values(model.forward(tokens(3))).iter().all(|x| x.is_finite()));
-            }
-            let own = if group.rank().is_main() { 3 } else { 4 };
-            assert!(values(model.forward(tokens(own))).iter().any(|x| x.is_nan()));
-            let cause = tensor.failure().unwrap().to_string();
-            assert!(cause.contains(said), "{cause}");
-        });
-    }
-}
-
-#[test]
-fn tokens_that_no_rank_has_end_the_group() {
-    let ints = |tokens: &[i64]| {
-        Tensor::<1, Int>::from_data(TensorData::new(tokens.to_vec(), [tokens.len()]), &device())
-    };
-    for ranks in [1, 2] {
-        for (unknown, padding) in [(VOCABULARY as i64, None), (-1, None), (VOCABULARY as i64, Some(0))] {
-            for embeds in [true, false] {
-                run(ranks, |group| {
-                    let group = TensorGroup::new(&group);
-                    let unknown_is_named = |error: Error| {
-                        let text = error.to_string();
-                        assert!(
-                            text.contains(&format!("token {unknown} is not in the vocabulary")),
-                            "{text}"
-                        );
-                    };
-                    let embedding = EmbeddingConfig::new(VOCABULARY, WIDTH).init(&device());
-                    let model = match VocabParallelEmbedding::new(embedding, &group) {
-                        Ok(model) => model,
-                        // The other rank was so much faster that it has found the token already.
-                        Err(error) => return unknown_is_named(error),
-                    };
-                    let tokens = ints(&[1, unknown, 0]);
-                    let result = if embeds {
-                        values(model.forward(tokens.reshape([1, 3])))
-                    } else {
-                        let logits = model.logits(Tensor::<2>::ones([3, WIDTH], &device()));
-                        values(model.cross_entropy(logits, tokens, padding))
-                    };
-                    assert!(result.iter().any(|x| x.is_nan()), "{result:?}");
-                    unknown_is_named(group.failure().unwrap());
-                });
-            }
-        }
-    }
-    // Padding need not be in the vocabulary.
-    run(2, |group| {
-        let group = TensorGroup::new(&group);
-        let model =
-            VocabParallelEmbedding::new(EmbeddingConfig::new(VOCABULARY, WIDTH).init(&device()), &group)
-                .unwrap();
-        let logits = model.logits(Tensor::<2>::ones([3, WIDTH], &device()));
-        let loss = model.cross_entropy(logits, ints(&[1, 1000, 0]), Some(1000));
-        assert!(scalar(&loss).is_finite() && group.failure().is_none());
     });
 }
 
@@ -593,47 +309,6 @@ fn a_cross_entropy_may_be_of_any_type() {
 }
 
 #[test]
-fn a_width_is_no_sequence() {
-    let all_are_here = Barrier::new(2);
-    run(2, |group| {
-        let group = TensorGroup::new(&group);
-        let layer = LinearConfig::new(WIDTH, WIDTH).with_bias(false).init(&device());
-        let layer = RowParallelLinear::new(layer, &group).unwrap().with_activations(Activations::Sequence);
-        // The error ends the group, in which the other rank may still wait for its weights.
-        all_are_here.wait();
-        let y = layer.forward(Tensor::<2>::ones([4, WIDTH / 2], &device()));
-        assert_eq!(y.dims(), [4, WIDTH]);
-        assert!(y.into_data().iter::<f32>().all(f32::is_nan));
-        assert!(group.failure().unwrap().to_string().contains("a tensor of shape [4, 16] has none"));
-    });
-}
-
-#[test]
-fn what_cannot_be_divided_is_refused() {
-    run(3, |group| {
-        let group = TensorGroup::new(&group);
-        let linear = || LinearConfig::new(WIDTH, WIDTH).init(&device());
-        for error in [
-            ColumnParallelLinear::new(linear(), &group).unwrap_err(),
-            RowParallelLinear::new(linear(), &group).unwrap_err(),
-            ParallelEncoder::new(encoder_config(1).init(&device()), &group, Activations::Replicated)
-                .unwrap_err(),
-            VocabParallelEmbedding::new(EmbeddingConfig::new(2, 4).init(&device()), &group).unwrap_err(),
-        ] {
-            let text = error.to_string();
-            assert!(
-                error.is_invalid_argument() && text.contains("cannot be divided evenly among 3 ranks"),
-                "{text}"
-            );
-        }
-        // A dimension is known only when a tensor comes; then the group ends, and the result is no number.
-        let part = group.part(Tensor::<2>::ones([2, 4], &device()), 1);
-        assert!(part.into_data().iter::<f32>().all(f32::is_nan));
-        assert!(group.failure().unwrap().to_string().contains("dimension 1"));
-    });
-}
-
-#[test]
 fn replicated_statistics_are_rank_0_s_also_if_an_update_was_put_off() {
     let means = run(2, |group| {
         let norm = BatchNormConfig::new(4).init(&device());
@@ -643,82 +318,4 @@ fn replicated_statistics_are_rank_0_s_also_if_an_update_was_put_off() {
     });
     assert_eq!(means[0], means[1]);
     assert_ne!(means[0], [0.0; 4]);
-}
-
-/// A step of two divided layers, one by its outputs and one by its inputs. The error of the step, if there is one.
-fn stepped_by(group: &ProcessGroup, optimizer: &ModuleOptimizer) -> Option<Error> {
-    let tensor = TensorGroup::new(group);
-    let layer = |phase| -> Linear {
-        LinearConfig::new(WIDTH, WIDTH).with_bias(false).init(&device()).map(&mut Waves(phase))
-    };
-    let inner = ColumnParallelLinear::new(layer(0), &tensor).unwrap();
-    let outer = RowParallelLinear::new(layer(10), &tensor).unwrap();
-    let mut ddp = Ddp::new((inner, outer), &ProcessGroup::alone().unwrap()).unwrap();
-    let pass = |(inner, outer): &(ColumnParallelLinear, RowParallelLinear)| {
-        weighed(outer.forward(gelu(inner.forward(input()))))
-    };
-    let loss = ddp.forward(pass).unwrap();
-    let gradients = ddp.backward(&loss).unwrap();
-    let before = floats(ddp.model());
-    let error = ddp.step(&mut optimizer.clone(), 0.1, gradients).err();
-    assert_eq!(error.is_some(), floats(ddp.model()) == before);
-    error
-}
-
-#[test]
-fn optimizers_that_take_a_norm_of_a_part_are_refused() {
-    let clipped = |by: GradientClippingConfig| SgdConfig::new().init().with_grad_clipping(by.init());
-    for optimizer in [
-        LambConfig::new().init(),
-        MuonConfig::new().init(),
-        AdafactorConfig::new().init(),
-        clipped(GradientClippingConfig::Norm(1e-4)),
-        clipped(GradientClippingConfig::Norm(1e4)),
-    ] {
-        for error in run(2, |group| stepped_by(&group, &optimizer).unwrap()) {
-            let text = error.to_string();
-            assert!(text.contains("of `0.weight`, of which each rank has a piece"), "{text}");
-            assert!(error.remedy().unwrap().contains("parallel::clip_grad_norm"), "{error}");
-        }
-        // The part of one rank is the whole.
-        run(1, |group| assert!(stepped_by(&group, &optimizer).is_none()));
-    }
-    for optimizer in [
-        SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init(),
-        AdamWConfig::new().with_weight_decay(0.1).init(),
-        FusedAdamWConfig::new().with_weight_decay(0.1).init(),
-        clipped(GradientClippingConfig::Value(1.0)),
-    ] {
-        run(2, |group| assert!(stepped_by(&group, &optimizer).is_none()));
-    }
-}
-
-/// No backward pass says so, where there are no replicas.
-#[test]
-fn gradients_of_a_failed_exchange_are_not_stepped_with() {
-    let all_are_here = Barrier::new(2);
-    run(2, |group| {
-        let tensor = TensorGroup::new(&group);
-        let layer: Linear = LinearConfig::new(WIDTH, WIDTH).init(&device()).map(&mut Waves(0));
-        let layer = RowParallelLinear::new(layer, &tensor).unwrap();
-        let mut ddp = Ddp::new(layer, &ProcessGroup::alone().unwrap()).unwrap();
-        let mut optimizer = SgdConfig::new().init();
-        let x = || tensor.part(input(), 2);
-        let loss = ddp.forward(|layer| weighed(layer.forward(x()))).unwrap();
-        let gradients = ddp.backward(&loss).unwrap();
-        ddp.step(&mut optimizer, 0.1, gradients).unwrap();
-        // None ends the group while the other still compares.
-        all_are_here.wait();
-        if group.rank().is_main() {
-            group.abort(Error::aborted("the cable was cut"));
-            let loss = ddp.forward(|layer| weighed(layer.forward(x()))).unwrap();
-            let gradients = ddp.backward(&loss).unwrap();
-            let before = floats(ddp.model());
-            let error = ddp.step(&mut optimizer, 0.1, gradients).unwrap_err().to_string();
-            assert!(error.contains("the cable was cut"), "{error}");
-            assert_eq!(floats(ddp.model()), before);
-        } else {
-            assert!(group.barrier().unwrap_err().to_string().contains("the cable was cut"));
-        }
-    });
 }

@@ -1,46 +1,29 @@
-//! A connection of the client: how it is made, and how data is sent and received with a deadline.
+//! A connection of the client: how data is sent and received with a deadline.
+
+mod connect;
+mod wait;
 
 use std::collections::VecDeque;
-use std::fmt::Display;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{IpAddr, Shutdown, SocketAddr, TcpStream};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use parking_lot::Mutex;
-use phalanx_sys::tcp;
 use rustix::event::{PollFd, PollFlags};
 
-use super::connect_error::{
-    ConnectError, closes, no_address, no_answer, not_a_store, not_listening, tls_failed, unexpected_answer,
-    wrong_key,
-};
-use super::resolve::{PAUSES, naming, resolve};
+#[cfg(test)]
+pub(super) use self::connect::CLOSING_RETRY_LIMIT;
+pub use self::connect::Patience;
+pub(super) use self::wait::WaitOutcome;
 use crate::credentials::Credentials;
-use crate::deadline::{Backoff, Deadline};
-use crate::error::{Error, Result, no_more_files, no_more_processes};
-use crate::host::{loopback_is_down, loopback_remedy};
+use crate::deadline::Deadline;
 use crate::interrupt;
 use crate::network::Network;
-use crate::notice::while_waiting;
 use crate::poll::look_first;
-use crate::random;
-use crate::store::{MAX_VALUE, WATCH_INTERVAL};
+use crate::store::MAX_VALUE;
 use crate::tls::{Session, Tls};
-use crate::wire::auth::{TAG, Tag};
-use crate::wire::greeting::{self, ANSWER, Initiator, StoreSecret};
-use crate::wire::store::{Frame, MAGIC, OWN_ECHO, OWN_PING, Op, WAIT_CANCELLED, WAIT_DONE};
+use crate::wire::greeting::StoreSecret;
+use crate::wire::store::{OWN_ECHO, OWN_PING, WAIT_CANCELLED, WAIT_DONE};
 
-/// How long one address may take to accept.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a server that has accepted may take to answer the greeting.
-const GREETING_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long to try again when a server closes the connection during the greeting, which one that is shutting down also does.
-pub(super) const CLOSING_RETRY_LIMIT: Duration = Duration::from_secs(2);
-/// How long to wait for a server's answer to a cancellation: a key may have come at the last moment. A later answer is read before
-/// that of the next request.
-const CANCEL_GRACE: Duration = Duration::from_millis(50);
-/// The longest time for which a client that waits does not look at something else.
-const WATCH_LIMIT: Duration = Duration::from_secs(2);
 /// Fewer bytes than these are read together with what follows them.
 const SMALL: usize = 512;
 /// How long the rest of an answer may take whose beginning has come.
@@ -61,7 +44,7 @@ pub(super) struct Link {
     /// Answers that come before that of the next request. They are not waited for when they are asked for: on a slow network that
     /// would cost a round trip, or a whole connection for each wait that ends.
     owed: VecDeque<Owed>,
-    /// Whether the server is ours, and knows [`Op::WaitGet`] and [`Op::CompareSetAfter`]: one that has proven that it knows the key, or has
+    /// Whether the server is ours, and knows `Op::WaitGet` and `Op::CompareSetAfter`: one that has proven that it knows the key, or has
     /// answered the greeting so.
     pub is_own: bool,
     pub deadline: Deadline,
@@ -99,17 +82,6 @@ enum Owed {
     Wait { values: usize },
 }
 
-/// How a wait ended.
-#[derive(Debug)]
-pub(super) enum WaitOutcome {
-    /// All keys have come: their values, if they were asked for in the same request.
-    Values(Vec<Vec<u8>>),
-    /// The deadline has passed.
-    TimedOut,
-    /// The caller does not want to go on, for this reason.
-    Stopped(Error),
-}
-
 /// How a client is admitted.
 #[derive(Clone, Debug)]
 pub(super) struct ClientCredentials {
@@ -126,151 +98,10 @@ impl ClientCredentials {
     }
 }
 
-/// How long a client waits for a store, beside its deadline.
-pub struct Patience<'a> {
-    /// How long a program that listens may be silent. After that it is not a store.
-    pub silence: Duration,
-    /// Whether the store is still needed. It is asked after each attempt, and while several connections are made several times a second.
-    pub goes_on: &'a (dyn Fn() -> bool + Sync),
-    /// How many connections to make at once, for a client whose threads use several from the start.
-    pub connections: usize,
-}
-
-impl Patience<'static> {
-    /// Waits until the deadline.
-    pub(crate) const WHOLE: Self = Self { silence: Duration::MAX, goes_on: &|| true, connections: 1 };
-}
-
 impl Link {
-    /// Connects to `address`, `host:port`, until it succeeds or `deadline` has passed. Reports now and then that it is
-    /// waiting.
-    pub fn connect(
-        address: &str,
-        credentials: &ClientCredentials,
-        deadline: Deadline,
-        patience: &Patience<'_>,
-    ) -> Result<Self> {
-        let last = Mutex::new(String::new());
-        let what = || format!("this process waits for the store at {address}{}", last.lock());
-        while_waiting(what, || {
-            Self::retry_until(address, credentials, deadline, patience, |why| {
-                *last.lock() = format!(", to which it cannot connect: {why}")
-            })
-        })
-    }
-
-    /// Tries to connect until it succeeds or `deadline` has passed. `report` gets the error of each attempt.
-    pub fn retry_until(
-        address: &str,
-        credentials: &ClientCredentials,
-        deadline: Deadline,
-        patience: &Patience<'_>,
-        report: impl Fn(&dyn Display),
-    ) -> Result<Self> {
-        let started = Instant::now();
-        let mut backoff = Backoff::new(PAUSES, deadline);
-        let (mut closed, mut no_address_since): (Option<Instant>, Option<Instant>) = (None, None);
-        let mut silent_since: Option<Instant> = None;
-        loop {
-            let began = Instant::now();
-            let attempt = Self::attempt(address, credentials, deadline);
-            // Only what lasts counts: a server may be started again, and a network may cut connections.
-            if !matches!(attempt, Err(ConnectError::NoAddress(_))) {
-                no_address_since = None;
-            }
-            if !matches!(attempt, Err(ConnectError::NoAnswer)) {
-                silent_since = None;
-            }
-            // A server that closes connections, and has no time left for the last one, has not become another.
-            if !matches!(attempt, Err(ConnectError::Closed | ConnectError::NoAnswer)) {
-                closed = None;
-            }
-            let last = match attempt {
-                Ok(link) => return Ok(link),
-                Err(ConnectError::OutOfResources(error)) => return Err(error),
-                Err(ConnectError::NoAddress(error)) => {
-                    let since = *no_address_since.get_or_insert_with(Instant::now);
-                    if since.elapsed() >= naming() || backoff.is_last() {
-                        return Err(no_address(address, error));
-                    }
-                    report(&error);
-                    None
-                }
-                Err(ConnectError::NotAStore(what)) => return Err(not_a_store(address, &what)),
-                Err(ConnectError::WrongKey) => return Err(wrong_key(address)),
-                Err(ConnectError::Tls(error)) => return Err(tls_failed(address, error)),
-                // It may be a store that is frozen, or whose machine is busy, which may pass; or another program.
-                Err(ConnectError::NoAnswer)
-                    if backoff.is_last()
-                        || silent_since.get_or_insert(began).elapsed() >= patience.silence =>
-                {
-                    // Its answer to the last greeting may just have come too late.
-                    if closed.is_some() {
-                        return Err(closes(address, credentials));
-                    }
-                    return Err(not_a_store(address, "it accepts connections but does not answer"));
-                }
-                Err(ConnectError::NoAnswer) => {
-                    report(&"what listens there accepts connections but does not answer");
-                    None
-                }
-                Err(ConnectError::Closed) => {
-                    let since = *closed.get_or_insert_with(Instant::now);
-                    if since.elapsed() >= CLOSING_RETRY_LIMIT || backoff.is_last() {
-                        return Err(closes(address, credentials));
-                    }
-                    None
-                }
-                Err(ConnectError::NotListening(error)) => {
-                    report(&error);
-                    Some(error)
-                }
-            };
-            if !(patience.goes_on)() {
-                return Err(Error::aborted(format!("the store at {address} is no longer needed")));
-            }
-            if let Some(error) = last
-                && backoff.is_last()
-            {
-                return Err(not_listening(address, started.elapsed(), error));
-            }
-            backoff.pause();
-        }
-    }
-
-    /// Connects to a store that has been there before. If it refuses now, it is gone; if it is slow, it is only slow.
-    pub fn reconnect(address: &str, credentials: &ClientCredentials, deadline: Deadline) -> io::Result<Self> {
-        use io::ErrorKind::{ConnectionReset, HostUnreachable, InvalidData, NetworkUnreachable, TimedOut};
-        loop {
-            match Self::attempt(address, credentials, deadline) {
-                Ok(link) => return Ok(link),
-                Err(ConnectError::NotAStore(what)) => return Err(io::Error::new(InvalidData, what)),
-                Err(ConnectError::WrongKey) => {
-                    return Err(io::Error::new(InvalidData, "it does not know the job's key"));
-                }
-                Err(ConnectError::Tls(error)) => return Err(error),
-                Err(ConnectError::Closed) => return Err(ConnectionReset.into()),
-                // It may come up again.
-                Err(ConnectError::OutOfResources(_)) if loopback_is_down() && !deadline.has_passed() => {
-                    std::thread::sleep(PAUSES.1.min(deadline.remaining()));
-                }
-                Err(ConnectError::OutOfResources(error)) => return Err(io::Error::other(error)),
-                Err(ConnectError::NoAnswer | ConnectError::NotListening(_) | ConnectError::NoAddress(_))
-                    if deadline.has_passed() =>
-                {
-                    return Err(TimedOut.into());
-                }
-                Err(ConnectError::NoAnswer) => interrupt::check_io()?,
-                // A network may come back. Missing descriptors or ports do not.
-                Err(ConnectError::NotListening(error) | ConnectError::NoAddress(error))
-                    if matches!(error.kind(), TimedOut | HostUnreachable | NetworkUnreachable) =>
-                {
-                    interrupt::check_io()?;
-                    std::thread::sleep(PAUSES.1.min(deadline.remaining()));
-                }
-                Err(ConnectError::NotListening(error) | ConnectError::NoAddress(error)) => return Err(error),
-            }
-        }
+    fn over(stream: TcpStream, deadline: Deadline) -> Self {
+        let (buffer, owed, process) = (Vec::new(), VecDeque::new(), std::process::id());
+        Self { stream, tls: None, buffer, start: 0, owed, is_own: false, deadline, process }
     }
 
     pub fn local_ip(&self) -> io::Result<IpAddr> {
@@ -284,131 +115,6 @@ impl Link {
     /// What is known of the network, if the server has not answered for `silence`.
     pub fn network(&self, silence: Duration) -> Network {
         Network::behind(&self.stream, silence)
-    }
-
-    fn attempt(
-        address: &str,
-        credentials: &ClientCredentials,
-        deadline: Deadline,
-    ) -> Result<Self, ConnectError> {
-        let mut failure = ConnectError::NotListening(io::ErrorKind::AddrNotAvailable.into());
-        let name = |error: io::Error| match no_more_processes(&error).or(no_more_files(&error)) {
-            Some(_) => ConnectError::OutOfResources(Error::not_started(
-                format!("the name in {address} cannot be looked up"),
-                error,
-            )),
-            None => ConnectError::NoAddress(error),
-        };
-        for target in resolve(address, deadline).map_err(name)? {
-            // An attempt that begins at the very end still has the time for a store on this host.
-            let limit = deadline.remaining().clamp(Duration::from_millis(1), CONNECT_TIMEOUT);
-            match TcpStream::connect_timeout(&target, limit) {
-                // A connection to a free port of this host may by chance be a connection to itself.
-                Ok(stream) if stream.local_addr().ok() == Some(target) => {}
-                Ok(stream) => return Self::greet(stream, credentials, deadline),
-                Err(error) if no_more_files(&error).is_some() => {
-                    return Err(ConnectError::OutOfResources(Error::io(
-                        format!("cannot connect to the store at {address}"),
-                        error,
-                    )));
-                }
-                Err(error) => match loopback_remedy(&target, &error) {
-                    Some(remedy) => {
-                        let cause = format!("cannot connect to the store at {address}");
-                        return Err(ConnectError::OutOfResources(
-                            Error::io(cause, error).with_remedy(remedy),
-                        ));
-                    }
-                    None => failure = ConnectError::NotListening(error),
-                },
-            }
-        }
-        Err(failure)
-    }
-
-    fn greet(
-        stream: TcpStream,
-        credentials: &ClientCredentials,
-        deadline: Deadline,
-    ) -> Result<Self, ConnectError> {
-        stream.set_nodelay(true).map_err(ConnectError::NotListening)?;
-        tcp::recover_soon(&stream, ACKNOWLEDGEMENT_TIMEOUT).map_err(ConnectError::NotListening)?;
-        let deadline = deadline.at_most(GREETING_TIMEOUT);
-        let mut link = Self::over(stream, deadline);
-        let mut secret = credentials.secret.clone();
-        if let Some(tls) = &credentials.tls {
-            let session = link.encrypt(tls).map_err(no_answer)?;
-            if let Some(secret) = &mut secret {
-                *secret = secret.bound(&session.binding().map_err(ConnectError::Tls)?);
-            }
-            link.tls = Some(session);
-        }
-        let ping = |start: Vec<u8>| [start, Frame::new(Op::Ping).u32(OWN_PING).into_bytes()].concat();
-        if let Some(secret) = &secret {
-            // Only a server of ours knows the key, and it will admit this client, which knows it too.
-            let proof = link.authenticate(secret)?;
-            link.send(&ping(proof.to_vec())).map_err(no_answer)?;
-            link.is_own = true;
-            link.owed.push_back(Owed::Echo);
-        } else {
-            // What admits this client is sent in one packet with the ping, whose answer shows that it was admitted.
-            let echo = link.ask(&ping(Frame::new(Op::Validate).u32(MAGIC).into_bytes()))?;
-            link.is_own = is_own(echo).ok_or_else(|| unexpected_answer(&echo))?;
-        }
-        if let Some(session) = &mut link.tls {
-            session.admit();
-        }
-        Ok(link)
-    }
-
-    fn over(stream: TcpStream, deadline: Deadline) -> Self {
-        let (buffer, owed, process) = (Vec::new(), VecDeque::new(), std::process::id());
-        Self { stream, tls: None, buffer, start: 0, owed, is_own: false, deadline, process }
-    }
-
-    /// Sends a request that a server answers if it admits this client. Returns the beginning of the answer.
-    fn ask(&mut self, request: &[u8]) -> Result<[u8; 4], ConnectError> {
-        // A server that refuses this client's certificate may have closed the connection already, after an alert with
-        // the reason.
-        let sent = self.send(request);
-        if self.tls.is_none() {
-            sent.map_err(no_answer)?;
-        }
-        self.take().map_err(no_answer)
-    }
-
-    /// Makes this the connecting side of a TLS connection.
-    fn encrypt(&mut self, tls: &Tls) -> io::Result<Box<Session>> {
-        let mut session = Box::new(tls.client()?);
-        loop {
-            let left = Some(self.left()?);
-            self.stream.set_read_timeout(left)?;
-            self.stream.set_write_timeout(left)?;
-            match session.handshake(&mut self.stream) {
-                Ok(true) => return Ok(session),
-                Ok(false) => {}
-                Err(error) => retry(error)?,
-            }
-        }
-    }
-
-    /// Checks that the server knows the secret. Returns the proof that this client does.
-    fn authenticate(&mut self, secret: &StoreSecret) -> Result<Tag, ConnectError> {
-        let own = random::bytes().map_err(|error| ConnectError::NotListening(io::Error::other(error)))?;
-        let initiator = Initiator::new(own);
-        let first = self.ask(initiator.call())?;
-        if !greeting::is_greeting(&first) {
-            return Err(unexpected_answer(&first));
-        }
-        let mut answer = [0; ANSWER];
-        let (start, rest) = answer.split_at_mut(first.len());
-        start.copy_from_slice(&first);
-        self.fill(rest).map_err(no_answer)?;
-        initiator.answered(secret, &answer).ok_or_else(|| {
-            // No proof: so whoever serves the store is told that one with another key has come, and not that a client has gone.
-            let _ = self.send(&[0; TAG]);
-            ConnectError::WrongKey
-        })
     }
 
     /// Writes all of `bytes`.
@@ -516,138 +222,6 @@ impl Link {
         Ok(bytes)
     }
 
-    /// Sends `request`, which ends in a wait, and waits for its answer, and for this many `values` after it. `go_on`, if there is one,
-    /// is called several times a second, but not while the answer may still be on its way, unless the program checks this
-    /// thread's waits. If the keys do not come, the wait is cancelled, and the connection can be used again.
-    pub fn wait(
-        &mut self,
-        request: &[u8],
-        values: usize,
-        go_on: Option<&mut dyn FnMut() -> Result<()>>,
-    ) -> io::Result<WaitOutcome> {
-        self.send(request)?;
-        self.wait_for_answer(values, go_on)
-    }
-
-    /// Ends a wait that has been sent, and whose answer nobody wants.
-    pub fn leave_wait(&mut self, values: usize) -> io::Result<()> {
-        self.send(&[Op::CancelWait as u8])?;
-        self.owed.push_back(Owed::Wait { values });
-        Ok(())
-    }
-
-    /// Sends `request`, a wait after which the server does something, and reads its `values`. None if the wait was not over at `until`: the
-    /// server has then said that it was cancelled, and has done nothing.
-    pub fn wait_or_cancel(
-        &mut self,
-        request: &[u8],
-        values: usize,
-        until: Deadline,
-    ) -> io::Result<Option<Vec<Vec<u8>>>> {
-        self.send(request)?;
-        let end = self.deadline;
-        self.deadline = end.min(until);
-        let answer = self.take();
-        self.deadline = end;
-        match answer {
-            Ok([WAIT_DONE]) => return self.values(values).map(Some),
-            Ok([other]) => return Err(unexpected_wait(other)),
-            Err(error) if error.kind() != io::ErrorKind::TimedOut || end.has_passed() => return Err(error),
-            Err(_) => self.send(&[Op::CancelWait as u8])?,
-        }
-        let came = match self.take()? {
-            [WAIT_CANCELLED] => return Ok(None),
-            [WAIT_DONE] => self.values(values)?,
-            [other] => return Err(unexpected_wait(other)),
-        };
-        // The wait was over at the last moment. The answer to the cancellation comes after the values.
-        match self.take()? {
-            [WAIT_CANCELLED] => Ok(Some(came)),
-            [other] => Err(unexpected_wait(other)),
-        }
-    }
-
-    /// Waits until an answer begins to come. Calls `go_on` several times a second; an error of that ends the wait, after which the
-    /// connection cannot be used.
-    pub fn wait_to_read(&mut self, go_on: &mut dyn FnMut() -> Result<()>) -> io::Result<Result<()>> {
-        let end = self.deadline;
-        let interval = self.watch_interval();
-        let next_look = || end.at_most(interrupt::at_most(interval));
-        let mut look_at = next_look();
-        while self.start == self.buffer.len() {
-            self.deadline = look_at;
-            let arrived = self.read_some();
-            self.deadline = end;
-            match arrived {
-                Ok(()) => {}
-                Err(error) if error.kind() != io::ErrorKind::TimedOut || end.has_passed() => {
-                    return Err(error);
-                }
-                Err(_) => {
-                    if let Err(error) = go_on() {
-                        return Ok(Err(error));
-                    }
-                    look_at = next_look();
-                }
-            }
-        }
-        Ok(Ok(()))
-    }
-
-    /// [`wait`](Self::wait) after the request has been sent, and the answers before that of the wait read.
-    pub fn wait_for_answer(
-        &mut self,
-        values: usize,
-        mut go_on: Option<&mut dyn FnMut() -> Result<()>>,
-    ) -> io::Result<WaitOutcome> {
-        let end = self.deadline;
-        let interval = self.watch_interval();
-        let stopped = loop {
-            if go_on.is_some() {
-                self.deadline = end.at_most(interrupt::at_most(interval));
-            }
-            match self.take() {
-                Ok([WAIT_DONE]) => {
-                    self.deadline = end;
-                    return self.values(values).map(WaitOutcome::Values);
-                }
-                Ok([WAIT_CANCELLED]) => return Ok(WaitOutcome::TimedOut),
-                Ok([other]) => return Err(unexpected_wait(other)),
-                Err(error) if error.kind() != io::ErrorKind::TimedOut => return Err(error),
-                Err(_) if end.has_passed() => break None,
-                Err(_) => {}
-            }
-            if let Some(Err(error)) = go_on.as_mut().map(|go_on| go_on()) {
-                break Some(error);
-            }
-        };
-        self.deadline = Deadline::after(CANCEL_GRACE);
-        if let Some(error) = stopped {
-            return self.leave_wait(values).map(|()| WaitOutcome::Stopped(error));
-        }
-        self.send(&[Op::CancelWait as u8])?;
-        match self.take() {
-            Ok([WAIT_DONE]) => {
-                // The keys have come at the last moment. The answer to the cancellation comes after the values.
-                let came = self.values(values)?;
-                self.owed.push_back(Owed::Wait { values: 0 });
-                Ok(WaitOutcome::Values(came))
-            }
-            Ok([WAIT_CANCELLED]) => Ok(WaitOutcome::TimedOut),
-            Ok([other]) => Err(unexpected_wait(other)),
-            Err(error) if error.kind() == io::ErrorKind::TimedOut => {
-                self.owed.push_back(Owed::Wait { values });
-                Ok(WaitOutcome::TimedOut)
-            }
-            Err(error) => Err(error),
-        }
-    }
-
-    /// The values after the answer to a wait.
-    fn values(&mut self, count: usize) -> io::Result<Vec<Vec<u8>>> {
-        self.rest(|link| (0..count).map(|_| link.next_value()).collect())
-    }
-
     fn fill(&mut self, mut bytes: &mut [u8]) -> io::Result<()> {
         while !bytes.is_empty() {
             let buffered = &self.buffer[self.start..];
@@ -689,11 +263,6 @@ impl Link {
         }
     }
 
-    /// How often this client looks at something else while it waits.
-    fn watch_interval(&self) -> Duration {
-        watch_interval(tcp::path(&self.stream).map_or(Duration::ZERO, |path| path.round_trip))
-    }
-
     /// The time left; an error if there is none.
     fn left(&self) -> io::Result<Duration> {
         let left = self.deadline.remaining();
@@ -709,12 +278,6 @@ fn is_own(echo: [u8; 4]) -> Option<bool> {
         OWN_PING => Some(false),
         _ => None,
     }
-}
-
-/// How often a client that waits looks at something else. On a slow network that takes several round trips itself, in which an answer
-/// that has come lies unread; and an answer whose packet was lost comes three round trips later.
-fn watch_interval(round_trip: Duration) -> Duration {
-    (round_trip * 5).clamp(WATCH_INTERVAL, WATCH_LIMIT)
 }
 
 fn unexpected_wait(answer: u8) -> io::Error {
@@ -735,6 +298,8 @@ fn retry(error: io::Error) -> io::Result<()> {
 pub fn fuzz(bytes: &[u8]) -> bool {
     use std::os::fd::OwnedFd;
     use std::os::unix::net::UnixStream;
+
+    use crate::wire::store::Op;
 
     const CALLS: usize = 4;
     /// What a socket buffers without being read.
@@ -779,14 +344,5 @@ mod tests {
         assert_eq!(server.read(&mut [0]).unwrap(), 1);
         drop(Link::over(stream, deadline));
         assert_eq!(server.read(&mut [0]).unwrap(), 0);
-    }
-
-    #[test]
-    fn nobody_looks_away_from_an_answer_that_is_on_its_way() {
-        let milliseconds = Duration::from_millis;
-        assert_eq!(
-            [0, 1, 80, 400, 3000].map(|trip| watch_interval(milliseconds(trip)).as_millis()),
-            [200, 200, 400, 2000, 2000]
-        );
     }
 }

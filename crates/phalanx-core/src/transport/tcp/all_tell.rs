@@ -10,7 +10,7 @@ use rustix::event::{PollFd, PollFlags};
 use super::MeshConfig;
 use super::connection::Connection;
 use super::connections::Connections;
-use super::control::keep_alive;
+use super::keep_alive::keep_alive;
 use super::start_failure::{self, LAST_MESSAGE_TIMEOUT, POLL_INTERVAL, lost};
 use super::stop_probe::StopProbe;
 use crate::deadline::Deadline;

@@ -16,6 +16,8 @@ mod connection;
 mod connections;
 mod control;
 mod dial;
+mod keep_alive;
+mod leave;
 mod on_demand;
 mod pending;
 #[cfg(all(test, feature = "tls"))]
@@ -43,7 +45,8 @@ pub(super) fn fuzz(bytes: &[u8]) -> bool {
 pub(crate) use self::connect::{Announcement, keys_of, mesh_with};
 pub(super) use self::connection::Connection;
 pub(crate) use self::connections::Connections;
-pub(crate) use self::control::{Monitor, SilentHosts};
+pub(crate) use self::control::Monitor;
+pub(crate) use self::leave::SilentHosts;
 pub(crate) use self::start_failure::{KEY as FAILURE, fail_start, report_failed_start};
 pub(crate) use self::stop_probe::{LEFT, process_record};
 use self::stream::{Receiving, Sending};

@@ -20,7 +20,7 @@ use rustix::io::Errno;
 
 use super::connection::Connection;
 use super::connections::Connections;
-use super::control::leave_grace;
+use super::leave::leave_grace;
 use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::health::Heartbeat;
