@@ -14,7 +14,7 @@ use super::connect_error::{
     ConnectError, closes, no_address, no_answer, not_a_store, not_listening, tls_failed, unexpected_answer,
     wrong_key,
 };
-use super::resolve::{PAUSES, naming, resolve};
+use super::resolve::{PAUSES, is_in_kubernetes, naming, resolve};
 use crate::credentials::Credentials;
 use crate::deadline::{Backoff, Deadline};
 use crate::error::{Error, Result, no_more_files, no_more_processes};
@@ -216,9 +216,10 @@ impl Link {
                 }
                 Err(ConnectError::Closed) => {
                     let since = *closed.get_or_insert_with(Instant::now);
-                    if since.elapsed() >= CLOSING_RETRY_LIMIT || backoff.is_last() {
+                    if since.elapsed() >= closing(is_in_kubernetes()) || backoff.is_last() {
                         return Err(closes(address, credentials));
                     }
+                    report(&closes(address, credentials));
                     None
                 }
                 Err(ConnectError::NotListening(error)) => {
@@ -711,6 +712,12 @@ fn is_own(echo: [u8; 4]) -> Option<bool> {
     }
 }
 
+/// How long to try again when what listens closes the connection during the greeting. In Kubernetes a proxy beside each pod does so for as
+/// long as the pod that serves the store is not there.
+fn closing(is_in_kubernetes: bool) -> Duration {
+    if is_in_kubernetes { Duration::MAX } else { CLOSING_RETRY_LIMIT }
+}
+
 /// How often a client that waits looks at something else. On a slow network that takes several round trips itself, in which an answer
 /// that has come lies unread; and an answer whose packet was lost comes three round trips later.
 fn watch_interval(round_trip: Duration) -> Duration {
@@ -779,6 +786,11 @@ mod tests {
         assert_eq!(server.read(&mut [0]).unwrap(), 1);
         drop(Link::over(stream, deadline));
         assert_eq!(server.read(&mut [0]).unwrap(), 0);
+    }
+
+    #[test]
+    fn a_proxy_that_closes_connections_is_waited_for_where_each_pod_has_one() {
+        assert_eq!([false, true].map(closing), [CLOSING_RETRY_LIMIT, Duration::MAX]);
     }
 
     #[test]

@@ -10,11 +10,14 @@ use std::io;
 use tokio::sync::{Notify, Semaphore, SemaphorePermit};
 use tokio::time::sleep;
 
-use crate::wire::auth::MIN_HANDSHAKE_TIMEOUT;
+use super::server::MAX_PENDING;
+use crate::wire::auth::{HANDSHAKE_TIMEOUT, MIN_HANDSHAKE_TIMEOUT};
 
 /// The most handshakes at once. With this many, and [`MIN_HANDSHAKE_TIMEOUT`] for each, more clients get a permit within the 10 s that a client
 /// waits than may wait to be admitted: so a client never waits in vain.
-const AT_ONCE: usize = 128;
+const AT_ONCE: usize = 1024;
+const TURNS: u128 = HANDSHAKE_TIMEOUT.as_millis() / MIN_HANDSHAKE_TIMEOUT.as_millis();
+const _: () = assert!(AT_ONCE as u128 * TURNS > MAX_PENDING as u128);
 
 #[derive(Debug)]
 pub(super) struct HandshakePermits {
