@@ -129,9 +129,6 @@ impl TcpStoreServer {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
             .enable_time()
-            // It reads the kernel's tables of connections, if the kernel does not answer queries about single ones, and renewed
-            // certificates.
-            .max_blocking_threads(1)
             .build()
             .map_err(|error| Error::io("cannot start the store's runtime", error))?;
         let listener = {
@@ -143,8 +140,6 @@ impl TcpStoreServer {
             .name("phalanx-store".into())
             .spawn(move || {
                 LocalSet::new().block_on(&runtime, run(listener, access, inbox));
-                // The answers are no longer needed.
-                runtime.shutdown_background();
             })
             .map_err(|error| Error::not_started("cannot start the store's thread", error))?;
         Ok(Self { address, orders, thread: Some(thread) })
