@@ -35,10 +35,12 @@ use crate::notice::Aside;
 /// How often a server that drains asks whether it goes on.
 const DRAIN_INTERVAL: Duration = Duration::from_millis(5);
 /// The most connections at a time. For a new one the oldest that is not authenticated yet is closed; if all are, the new one is.
-const MAX_CONNECTIONS: usize = 16_384;
-/// The most ranks of a job that a server is for. Over a network each has two connections while it starts; some are left for launchers and tools.
+const MAX_CONNECTIONS: usize = 65_536;
+/// The most ranks of a job that a server is for. Some connections are left for launchers and tools.
 pub const MAX_RANKS: u32 = 8_000;
-const _: () = assert!(MAX_PENDING <= MAX_CONNECTIONS);
+/// Over a network a rank makes two connections at once, on which two threads wait. Each may ask on another one whether the start has failed; and a
+/// worker of an elastic job reads the log, and sends heartbeats.
+const _: () = assert!(8 * MAX_RANKS as usize <= MAX_CONNECTIONS);
 /// The most connections that are not authenticated yet; for a new one the oldest is closed. All of a job's ranks may
 /// come at once and must fit: to be authenticated takes a round trip, in which no other rank may be in their place.
 pub(super) const MAX_PENDING: usize = 2 * MAX_RANKS as usize;
