@@ -242,6 +242,7 @@ impl Link {
     /// Connects to a store that has been there before. If it refuses now, it is gone; if it is slow, it is only slow.
     pub fn reconnect(address: &str, credentials: &ClientCredentials, deadline: Deadline) -> io::Result<Self> {
         use io::ErrorKind::{ConnectionReset, HostUnreachable, InvalidData, NetworkUnreachable, TimedOut};
+        let mut backoff = Backoff::new((PAUSES.1, PAUSES.1), deadline);
         loop {
             match Self::attempt(address, credentials, deadline) {
                 Ok(link) => return Ok(link),
@@ -253,7 +254,7 @@ impl Link {
                 Err(ConnectError::Closed) => return Err(ConnectionReset.into()),
                 // It may come up again.
                 Err(ConnectError::OutOfResources(_)) if loopback_is_down() && !deadline.has_passed() => {
-                    std::thread::sleep(PAUSES.1.min(deadline.remaining()));
+                    backoff.pause();
                 }
                 Err(ConnectError::OutOfResources(error)) => return Err(io::Error::other(error)),
                 Err(ConnectError::NoAnswer | ConnectError::NotListening(_) | ConnectError::NoAddress(_))
@@ -267,7 +268,7 @@ impl Link {
                     if matches!(error.kind(), TimedOut | HostUnreachable | NetworkUnreachable) =>
                 {
                     interrupt::check_io()?;
-                    std::thread::sleep(PAUSES.1.min(deadline.remaining()));
+                    backoff.pause();
                 }
                 Err(ConnectError::NotListening(error) | ConnectError::NoAddress(error)) => return Err(error),
             }
