@@ -264,7 +264,7 @@ fn bind_error(address: SocketAddr, error: std::io::Error) -> Error {
 }
 
 /// The most connections that wait to be accepted, if the kernel allows as many (net.core.somaxconn).
-const BACKLOG: i32 = 4096;
+const BACKLOG: i32 = 16_384;
 
 /// The clients that are not authenticated yet. Unlimited foreign connections must not use up the process's descriptors.
 struct PendingClients {
