@@ -16,22 +16,25 @@ type Job = Box<dyn FnOnce() + Send>;
 pub(super) struct Blocking(RefCell<Option<Sender<Job>>>);
 
 impl Blocking {
-    /// The result of `call`; an error if it has panicked.
-    pub async fn run<T: Send + 'static>(&self, call: impl FnOnce() -> T + Send + 'static) -> io::Result<T> {
-        self.run_in(start, call).await
+    /// The result of `call`, which begins at once; an error if it has panicked.
+    pub fn run<T: Send + 'static>(
+        &self,
+        call: impl FnOnce() -> T + Send + 'static,
+    ) -> impl Future<Output = io::Result<T>> {
+        self.run_in(start, call)
     }
 
-    async fn run_in<T: Send + 'static>(
+    fn run_in<T: Send + 'static>(
         &self,
         start: fn(Receiver<Job>) -> io::Result<()>,
         call: impl FnOnce() -> T + Send + 'static,
-    ) -> io::Result<T> {
+    ) -> impl Future<Output = io::Result<T>> {
         let (done, outcome) = oneshot::channel();
         let job: Job = Box::new(move || drop(done.send(call())));
         if let Some(job) = self.give(start, job) {
             carry_out(job);
         }
-        outcome.await.map_err(|_| io::Error::other("a call beside the store's server panicked"))
+        async move { outcome.await.map_err(|_| io::Error::other("a call beside the store's server panicked")) }
     }
 
     /// Gives `job` to the thread. Returns it if there is none.

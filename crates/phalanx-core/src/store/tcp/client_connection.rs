@@ -36,6 +36,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const GREETING_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long to try again when a server closes the connection during the greeting, which one that is shutting down also does.
 pub(super) const CLOSING_RETRY_LIMIT: Duration = Duration::from_secs(2);
+/// The same of one with TLS, which also closes the connection of a handshake that is slow while others wait: a packet that was lost is enough.
+const TLS_CLOSING_RETRY_LIMIT: Duration = Duration::from_secs(10);
 /// How long to wait for a server's answer to a cancellation: a key may have come at the last moment. A later answer is read before
 /// that of the next request.
 const CANCEL_GRACE: Duration = Duration::from_millis(50);
@@ -216,7 +218,7 @@ impl Link {
                 }
                 Err(ConnectError::Closed) => {
                     let since = *closed.get_or_insert_with(Instant::now);
-                    if since.elapsed() >= closing(is_in_kubernetes()) || backoff.is_last() {
+                    if since.elapsed() >= closing(credentials.tls.is_some(), is_in_kubernetes()) || backoff.is_last() {
                         return Err(closes(address, credentials));
                     }
                     report(&closes(address, credentials));
@@ -715,8 +717,12 @@ fn is_own(echo: [u8; 4]) -> Option<bool> {
 
 /// How long to try again when what listens closes the connection during the greeting. In Kubernetes a proxy beside each pod does so for as
 /// long as the pod that serves the store is not there.
-fn closing(is_in_kubernetes: bool) -> Duration {
-    if is_in_kubernetes { Duration::MAX } else { CLOSING_RETRY_LIMIT }
+fn closing(has_tls: bool, is_in_kubernetes: bool) -> Duration {
+    match (is_in_kubernetes, has_tls) {
+        (true, _) => Duration::MAX,
+        (false, true) => TLS_CLOSING_RETRY_LIMIT,
+        (false, false) => CLOSING_RETRY_LIMIT,
+    }
 }
 
 /// How often a client that waits looks at something else. On a slow network that takes several round trips itself, in which an answer
@@ -791,7 +797,9 @@ mod tests {
 
     #[test]
     fn a_proxy_that_closes_connections_is_waited_for_where_each_pod_has_one() {
-        assert_eq!([false, true].map(closing), [CLOSING_RETRY_LIMIT, Duration::MAX]);
+        assert_eq!([false, true].map(|has_tls| closing(has_tls, true)), [Duration::MAX; 2]);
+        // Without TLS no store of ours closes a connection only because it is slow.
+        assert!(closing(false, false) < closing(true, false) && closing(true, false) < Duration::MAX);
     }
 
     #[test]

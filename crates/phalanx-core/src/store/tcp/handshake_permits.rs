@@ -10,14 +10,11 @@ use std::io;
 use tokio::sync::{Notify, Semaphore, SemaphorePermit};
 use tokio::time::sleep;
 
-use super::server::MAX_PENDING;
-use crate::wire::auth::{HANDSHAKE_TIMEOUT, MIN_HANDSHAKE_TIMEOUT};
+use crate::wire::auth::MIN_HANDSHAKE_TIMEOUT;
 
-/// The most handshakes at once. With this many, and [`MIN_HANDSHAKE_TIMEOUT`] for each, more clients get a permit within the 10 s that a client
-/// waits than may wait to be admitted: so a client never waits in vain.
-const AT_ONCE: usize = 1024;
-const TURNS: u128 = HANDSHAKE_TIMEOUT.as_millis() / MIN_HANDSHAKE_TIMEOUT.as_millis();
-const _: () = assert!(AT_ONCE as u128 * TURNS > MAX_PENDING as u128);
+/// The most handshakes at once: the memory of more would be more than 4 KiB for each of a thousand strangers. With this many, and
+/// [`MIN_HANDSHAKE_TIMEOUT`] for each, 2,560 get a permit at least within the 10 s that a client waits. Who waits in vain comes again.
+const AT_ONCE: usize = 128;
 
 #[derive(Debug)]
 pub(super) struct HandshakePermits {

@@ -43,7 +43,7 @@ pub const MAX_RANKS: u32 = 8_000;
 const _: () = assert!(8 * MAX_RANKS as usize <= MAX_CONNECTIONS);
 /// The most connections that are not authenticated yet; for a new one the oldest is closed. All of a job's ranks may
 /// come at once and must fit: to be authenticated takes a round trip, in which no other rank may be in their place.
-pub(super) const MAX_PENDING: usize = 2 * MAX_RANKS as usize;
+const MAX_PENDING: usize = 2 * MAX_RANKS as usize;
 /// One in so many descriptors may be a connection that is not authenticated yet.
 const PENDING_SHARE: u64 = 4;
 /// The pause in accepting when the process has run out of descriptors.
@@ -271,13 +271,15 @@ struct PendingClients {
     /// By number, the oldest first.
     clients: Rc<RefCell<BTreeMap<u64, AbortHandle>>>,
     most: usize,
+    /// Whether one was closed for another.
+    has_closed: Cell<bool>,
 }
 
 impl PendingClients {
     fn new() -> Self {
         let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
         let most = usize::try_from(descriptors / PENDING_SHARE).unwrap_or(usize::MAX);
-        Self { clients: Rc::default(), most: most.clamp(1, MAX_PENDING) }
+        Self { clients: Rc::default(), most: most.clamp(1, MAX_PENDING), has_closed: Cell::new(false) }
     }
 
     /// Whether there is room for another client beside so many. If they are too many, the oldest pending one is closed.
@@ -288,6 +290,7 @@ impl PendingClients {
         let oldest = self.clients.borrow_mut().pop_first();
         oldest.is_some_and(|(_, task)| {
             task.abort();
+            self.has_closed.set(true);
             true
         })
     }
@@ -339,7 +342,8 @@ async fn run(listener: TcpListener, access: Access, mut orders: mpsc::UnboundedR
     let inside = Rc::<Cell<usize>>::default();
     // All clients wait for this thread.
     let aside = Aside::default();
-    let (mut draining, mut told, mut told_full): (Option<Instant>, bool, bool) = (None, false, false);
+    let mut draining: Option<Instant> = None;
+    let (mut told, mut told_full, mut told_crowded) = (false, false, false);
     while draining.is_none() || inside.get() > 0 {
         tokio::select! {
             order = orders.recv() => match order {
@@ -359,6 +363,13 @@ async fn run(listener: TcpListener, access: Access, mut orders: mpsc::UnboundedR
                             ));
                         }
                         continue;
+                    }
+                    if pending_clients.has_closed.get() && !std::mem::replace(&mut told_crowded, true) {
+                        aside.warn(format!(
+                            "the store closes connections that have not shown yet that they are of this job, because more than {} come at a \
+                             time. If they are ranks, raise the limit of descriptors of the process that serves the store (`ulimit -n`)",
+                            pending_clients.most
+                        ));
                     }
                     number += 1;
                     let (admission, shared) = (Rc::clone(&admission), Rc::clone(&shared));
