@@ -218,7 +218,9 @@ impl Link {
                 }
                 Err(ConnectError::Closed) => {
                     let since = *closed.get_or_insert_with(Instant::now);
-                    if since.elapsed() >= closing(credentials.tls.is_some(), is_in_kubernetes()) || backoff.is_last() {
+                    if since.elapsed() >= closing(credentials.tls.is_some(), is_in_kubernetes())
+                        || backoff.is_last()
+                    {
                         return Err(closes(address, credentials));
                     }
                     report(&closes(address, credentials));
@@ -244,7 +246,7 @@ impl Link {
     /// Connects to a store that has been there before. If it refuses now, it is gone; if it is slow, it is only slow.
     pub fn reconnect(address: &str, credentials: &ClientCredentials, deadline: Deadline) -> io::Result<Self> {
         use io::ErrorKind::{ConnectionReset, HostUnreachable, InvalidData, NetworkUnreachable, TimedOut};
-        let mut backoff = Backoff::new((PAUSES.1, PAUSES.1), deadline);
+        let (began, mut backoff) = (Instant::now(), Backoff::new((PAUSES.1, PAUSES.1), deadline));
         loop {
             match Self::attempt(address, credentials, deadline) {
                 Ok(link) => return Ok(link),
@@ -253,6 +255,15 @@ impl Link {
                     return Err(io::Error::new(InvalidData, "it does not know the job's key"));
                 }
                 Err(ConnectError::Tls(error)) => return Err(error),
+                // Where others wait, it has been too slow for them.
+                Err(ConnectError::Closed)
+                    if credentials.tls.is_some()
+                        && began.elapsed() < TLS_CLOSING_RETRY_LIMIT
+                        && !deadline.has_passed() =>
+                {
+                    interrupt::check_io()?;
+                    backoff.pause();
+                }
                 Err(ConnectError::Closed) => return Err(ConnectionReset.into()),
                 // It may come up again.
                 Err(ConnectError::OutOfResources(_)) if loopback_is_down() && !deadline.has_passed() => {
