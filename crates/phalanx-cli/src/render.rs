@@ -94,6 +94,9 @@ impl Prefix {
     }
 }
 
+/// Who gets a signal that ends all of a job.
+const STILL_RUNNING: &str = "the job's processes that still run";
+
 /// Shows the events of the workers.
 #[derive(Debug)]
 pub(crate) struct Renderer {
@@ -204,9 +207,11 @@ impl Renderer {
             Event::Ending { signal } => {
                 self.ending = true;
                 let again = if signal == Signal::INT { "; Ctrl-C again kills them" } else { "" };
-                self.note(&format!("sent {signal} to the workers{again}"));
+                // SIGTERM also goes to what workers have left that have ended well.
+                let whom = if signal == Signal::TERM { STILL_RUNNING } else { "the workers" };
+                self.note(&format!("sent {signal} to {whom}{again}"));
             }
-            Event::Killing => self.note("sent SIGKILL to the workers"),
+            Event::Killing => self.note(&format!("sent SIGKILL to {STILL_RUNNING}")),
             Event::Gathering { nodes: 0, .. } => self.note("connecting to the other nodes"),
             Event::Gathering { nodes, min_nodes, max_nodes } if min_nodes == max_nodes => {
                 self.note(&format!("{nodes} of {max_nodes} nodes are there"));

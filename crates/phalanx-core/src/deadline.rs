@@ -1,6 +1,7 @@
 //! The time at which a wait gives up. Every wait of this crate has one.
 
 use std::cell::Cell;
+use std::hash::{BuildHasher, RandomState};
 use std::time::{Duration, Instant};
 
 /// The latest time until which an operation may wait.
@@ -40,7 +41,8 @@ impl Deadline {
     }
 }
 
-/// Pauses between attempts. They grow by half from the first to the longest, until a deadline.
+/// Pauses between attempts. They grow by half from the first to the longest, until a deadline. Each is shortened at random, by a half at most:
+/// thousands of processes that a store has turned away at one moment do not all come back at one moment.
 #[derive(Debug)]
 pub struct Backoff {
     next: Duration,
@@ -56,7 +58,7 @@ impl Backoff {
     /// Sleeps. Returns `false` at once if the deadline has passed.
     pub fn pause(&mut self) -> bool {
         let left = self.deadline.remaining();
-        std::thread::sleep(self.next.min(left));
+        std::thread::sleep(shortened(self.next).min(left));
         self.next = (self.next * 3 / 2).min(self.longest);
         !left.is_zero()
     }
@@ -70,6 +72,14 @@ impl Backoff {
     pub(crate) fn is_longest(&self) -> bool {
         self.next == self.longest
     }
+}
+
+/// Between a half of `pause` and all of it.
+fn shortened(pause: Duration) -> Duration {
+    const STEPS: u32 = 1024;
+    // Each of them has keys of its own.
+    let random = RandomState::new().hash_one(0_u8) as u32 % STEPS;
+    pause / 2 + pause / 2 * random / STEPS
 }
 
 /// A time-out that counts from the first wait: most operations of one host end before it is worth
@@ -111,5 +121,13 @@ mod tests {
         assert!(backoff.is_longest() && !backoff.is_last());
         let mut over = Backoff::new(pauses, Deadline::now());
         assert!(over.is_last() && !over.pause());
+    }
+
+    #[test]
+    fn those_who_fail_together_do_not_try_again_together() {
+        let pauses: Vec<_> = (0..100).map(|_| shortened(Duration::from_secs(1)).as_millis()).collect();
+        assert!(pauses.iter().all(|pause| (499..1000).contains(pause)), "{pauses:?}");
+        let [least, most] = [pauses.iter().min(), pauses.iter().max()].map(|pause| pause.copied().unwrap());
+        assert!(most - least > 100, "{pauses:?}");
     }
 }

@@ -4,8 +4,9 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 /// What this process holds of each process that it starts, at most: its pipes, the files of its errors, itself, and its connection to the store.
 const PER_PROCESS: u64 = 6;
-/// What a rank holds of each other one. The store holds less.
-const PER_RANK: u64 = 3;
+/// What the store needs for each rank, which may have as many connections; of these it makes two at once, and before they are authenticated they
+/// may take a quarter of the limit. A rank holds less of each other one: three connections.
+const PER_RANK: u64 = 8;
 /// What else this process, or a rank, holds.
 const OWN: u64 = 64;
 

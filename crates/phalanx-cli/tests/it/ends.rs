@@ -46,6 +46,13 @@ fn what_a_worker_puts_into_a_session_of_its_own_is_ended_however_it_ends() {
         command.current_dir(folder.path());
         let output = output(command);
         assert_eq!(output.status.code(), Some(code));
+        // No worker runs any more.
+        let err = text(&output.stderr);
+        assert!(
+            ["SIGTERM", "SIGKILL"].iter().all(|name| err.contains(&format!("sent {name} to the job's"))),
+            "{err}"
+        );
+        assert!(!err.contains("to the workers"), "{err}");
         let pids: Vec<String> =
             text(&output.stdout).lines().map(|line| line["[0] ".len()..].to_owned()).collect();
         assert_eq!(pids.len(), 4, "{pids:?}");

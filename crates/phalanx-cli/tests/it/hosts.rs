@@ -234,7 +234,7 @@ fn ctrl_c_after_the_first_failure_does_not_hide_it() {
     limit(&child);
     let mut err = BufReader::new(child.stderr.take().unwrap());
     let mut said = String::new();
-    while !said.contains("sent SIGTERM to the workers") {
+    while !said.contains("sent SIGTERM to the job's processes that still run") {
         assert!(err.read_line(&mut said).unwrap() > 0, "{said}");
     }
     send(&child, Signal::INT);

@@ -29,7 +29,7 @@ pub struct Options {
     pub last_call: Duration,
     /// How long to wait for enough workers, and for a worker that is alive but does not leave its group: 600 s.
     pub join_timeout: Duration,
-    /// The time limit for connecting a round's group: 60 s.
+    /// The time limit for connecting a round's group: 60 s, and 0.1 s more for each of its workers, which connects with all others.
     pub connect_timeout: Duration,
     /// How often a worker sends a heartbeat to the job's store, 1 s, and after how many missing ones it is declared dead. If that is
     /// not given, as many as fit into the time-outs of [`group`](Self::group) and at least 5: if all workers are on one host 5, else 12.

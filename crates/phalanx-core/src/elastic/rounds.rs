@@ -22,6 +22,10 @@ const PROPAGATION_TIMEOUT: Duration = Duration::from_millis(200);
 /// failed.
 const LEAVING_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// How much more time a group has to connect for each of its workers: three connections at the end of a network with a round trip of 200 ms that
+/// loses packets, of which a rank makes 32 at a time.
+const WORKER_TIMEOUT: Duration = Duration::from_millis(100);
+
 /// How the job goes on.
 pub(super) enum Next {
     /// In a new group, from the last commit.
@@ -159,8 +163,14 @@ impl Rounds {
 
 fn connect(rendezvous: Rendezvous, options: &Options) -> Result<ProcessGroup> {
     let timeout = options.group.timeout;
-    let connecting = GroupOptions { timeout: timeout.min(options.connect_timeout), ..options.group.clone() };
+    let connecting = timeout.min(connect_timeout(options, rendezvous.world_size));
+    let connecting = GroupOptions { timeout: connecting, ..options.group.clone() };
     Ok(ProcessGroup::join(rendezvous, connecting)?.with_timeout(timeout))
+}
+
+/// How long the ranks of a world may take to connect. Each makes its connections so many at a time, and each of these takes round trips.
+fn connect_timeout(options: &Options, world: WorldSize) -> Duration {
+    options.connect_timeout.saturating_add(WORKER_TIMEOUT.saturating_mul(world.get()))
 }
 
 /// Exchanges where each rank of the new group was cut off: the first collective of every round, of 48 bytes a rank.
@@ -202,6 +212,14 @@ mod tests {
     use std::sync::Barrier;
 
     use super::*;
+
+    #[test]
+    fn a_thousand_workers_have_the_time_to_connect_over_a_slow_network() {
+        let options = Options::default();
+        let [few, many] =
+            [8, 1000].map(|workers| connect_timeout(&options, WorldSize::new(workers).unwrap()));
+        assert_eq!((few.as_secs(), many.as_secs()), (60, 160));
+    }
 
     #[test]
     fn a_sub_group_that_has_lost_a_rank_ends_the_group_and_any_other_error_does_not() {

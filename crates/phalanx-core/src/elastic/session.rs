@@ -188,7 +188,11 @@ impl Session {
                     drop(view);
                     let by = self.me.id;
                     for worker in late {
-                        self.append(&Entry::Gone { worker, by, why: Departure::Late(after) })?;
+                        // Another worker may have said so meanwhile.
+                        let is_late = self.replica().view().state.outstanding().any(|other| other == worker);
+                        if is_late {
+                            self.append(&Entry::Gone { worker, by, why: Departure::Late(after) })?;
+                        }
                     }
                     self.wait_for_news();
                 }

@@ -288,7 +288,7 @@ fn watch<M: Machine>(
         replica.awake(sending);
         let next = Deadline::after(heartbeats.interval).instant();
         let deadline = Deadline::after(heartbeats.silence);
-        match beat(log, replica, &mut liveness, deadline) {
+        match beat(log, replica, &mut liveness, next, deadline) {
             // It asks again at once. If it was given up meanwhile, it reads that.
             Err(error) if stood_still(&error, deadline) => {
                 tracing::debug!(%error, "this {} stood still", M::PROCESS);
@@ -353,11 +353,13 @@ fn count<M: Machine>(log: &Log<M>, key: &str, deadline: Deadline) -> Result<i64>
     }
 }
 
-/// Sends a heartbeat, and appends the processes that have ended or become silent.
+/// Sends a heartbeat, and appends the processes that have ended or become silent. Each takes round trips: when the `next` heartbeat is due, the
+/// rest are left for the look after that. Else one that finds many lost at once, far from the store, would be silent itself.
 fn beat<M: Machine>(
     log: &Log<M>,
     replica: &Replica<M>,
     liveness: &mut Liveness<M::Id>,
+    next: Instant,
     deadline: Deadline,
 ) -> Result<()> {
     let (own, watched) = {
@@ -383,8 +385,18 @@ fn beat<M: Machine>(
     let asked: Vec<(&str, &[u8], &[u8])> = keys.iter().map(|key| (key.as_str(), NO_BEAT, NO_BEAT)).collect();
     let beats = log.store.multi_compare_set(&asked, deadline)?;
     let beats = others.into_iter().zip(beats.iter().map(Vec::as_slice));
-    for (other, absence) in liveness.observe(beats, Instant::now()) {
-        log.append(&M::absent(other, id, absence), deadline)?;
+    let mut absent = liveness.observe(beats, Instant::now());
+    // Several look for all: each begins at another one.
+    let place = absent.iter().position(|(other, _)| *other > id).unwrap_or(0);
+    absent.rotate_left(place);
+    for (other, absence) in absent {
+        // Another one may have said so meanwhile.
+        if replica.view().state.is_present(other) {
+            log.append(&M::absent(other, id, absence), deadline)?;
+        }
+        if Instant::now() >= next {
+            break;
+        }
     }
     Ok(())
 }

@@ -47,7 +47,8 @@ const READ_BY_ALL: usize = 256;
 /// Where rank 0 writes it.
 pub(super) const HOSTS: &str = "hosts";
 
-/// In a world of at most so many ranks, each checks which ranks are missing; in a larger one only rank 0.
+/// In a world of at most so many ranks, each checks which ranks are missing. In a larger one only rank 0 does so while it waits, and so many ranks
+/// when their time is up.
 const ASKED: u32 = 64;
 
 /// Who this process is.
@@ -149,9 +150,10 @@ pub(super) fn arrive(
     let group_number = match outcome {
         Ok(outcome) if outcome == OVER => return Ok(Arrival::Over),
         Ok(outcome) => number_in(&outcome),
-        Err(error) if error.is_timeout() => {
-            report_missing(&roll_call, missing(&roll_call, config, started, deadline), deadline)
-        }
+        Err(error) if error.is_timeout() => match told_by_others(&roll_call, config, deadline)? {
+            Some(outcome) => number_in(&outcome),
+            None => report_missing(&roll_call, missing(&roll_call, config, started, deadline), deadline),
+        },
         Err(error) => Err(report_aborted(&roll_call, config, error)),
     }?;
     let rounds = Some(Rounds { scope: config.scope.clone(), met: round });
@@ -370,6 +372,29 @@ fn awaited(roll_call: &PrefixStore, config: &RankConfig, started: Instant, deadl
     format!("rank {} waits for the others: {cause}", config.rank)
 }
 
+/// Of how many ranks this one asks whether they have arrived, when its time is up: of all, or in a large world of the first. If each asked of all,
+/// the store would look up as many entries as the square of the ranks, in the two seconds that are left.
+fn asks_of(config: &RankConfig) -> usize {
+    let world = config.world_size.get();
+    if world <= ASKED || config.rank.get() < ASKED { config.world_size.count() } else { ASKED as usize }
+}
+
+/// What another rank says that asks of all, for most of the time that is left. None if none does, or if this rank asks of all.
+fn told_by_others(
+    roll_call: &PrefixStore,
+    config: &RankConfig,
+    deadline: Deadline,
+) -> Result<Option<Vec<u8>>> {
+    if asks_of(config) == config.world_size.count() {
+        return Ok(None);
+    }
+    match roll_call.get("verdict", Deadline::after(deadline.remaining() * 3 / 4)) {
+        Ok(outcome) => Ok(Some(outcome)),
+        Err(error) if error.is_timeout() => Ok(None),
+        Err(error) => Err(report_aborted(roll_call, config, error)),
+    }
+}
+
 /// Names the missing ranks.
 fn missing(
     roll_call: &PrefixStore,
@@ -377,14 +402,22 @@ fn missing(
     started: Instant,
     deadline: Deadline,
 ) -> ArrivalError {
-    let mut missing = Missing::default();
-    let keys: Vec<String> = config.world_size.ranks().map(|rank| format!("rank/{rank}")).collect();
+    let (mut missing, mut are_all_there) = (Missing::default(), true);
+    let asked = asks_of(config);
+    let keys: Vec<String> =
+        config.world_size.ranks().take(asked).map(|rank| format!("rank/{rank}")).collect();
     for (rank, has_arrived) in config.world_size.ranks().zip(are_there(roll_call, &keys, deadline)) {
+        are_all_there &= has_arrived == Some(true);
         if !missing.note(rank, has_arrived) {
             break;
         }
     }
-    missing.error(config.rank, config.world_size, started.elapsed().as_secs_f64())
+    let (world, waited) = (config.world_size, started.elapsed().as_secs_f64());
+    if are_all_there && asked < world.count() {
+        let cause = format!("not all of the {world} ranks have arrived within {waited:.1} s");
+        return ArrivalError { kind: Kind::Timeout, peer: None, cause };
+    }
+    missing.error(config.rank, world, waited)
 }
 
 impl Arrived {
@@ -501,6 +534,28 @@ mod tests {
             let hosts = arrived.hosts(soon).unwrap();
             assert_eq!(hosts.local(rank), (rank.get() % 8, if rank.get() < 256 { 8 } else { 4 }));
         }
+    }
+
+    #[test]
+    fn of_many_ranks_whose_time_is_up_the_first_say_who_is_missing() {
+        let (world, soon) = (WorldSize::new(100).unwrap(), Deadline::after(Duration::from_secs(20)));
+        let config = |rank| RankConfig::given("the store", Some(Rank::new(rank)), Some(world)).unwrap();
+        let roll_call = PrefixStore::new("roll_call", Arc::new(MemoryStore::new()));
+        for rank in 0..99 {
+            roll_call.set(&format!("rank/{rank}"), b"x", soon).unwrap();
+        }
+        let said = |rank| missing(&roll_call, &config(rank), Instant::now(), soon);
+        assert!(said(63).cause.contains("rank 99 of 100 has not arrived"), "{:?}", said(63));
+        let late = said(64);
+        assert!(late.peer.is_none() && late.cause.contains("not all of the 100 ranks"), "{late:?}");
+        roll_call.delete_key("rank/5", soon).unwrap();
+        assert!(said(64).cause.contains("rank 5 of 100 has not arrived"), "{:?}", said(64));
+        // The others wait for what they say.
+        let brief = Deadline::after(Duration::from_millis(20));
+        assert!(told_by_others(&roll_call, &config(64), brief).unwrap().is_none());
+        roll_call.set("verdict", b"who it is", soon).unwrap();
+        assert_eq!(told_by_others(&roll_call, &config(64), soon).unwrap().unwrap(), b"who it is");
+        assert!(told_by_others(&roll_call, &config(63), soon).unwrap().is_none());
     }
 
     #[test]

@@ -20,8 +20,8 @@ use crate::interrupt;
 use crate::rank::Rank;
 use crate::store::{FileStore, PrefixStore, SharedStore, Store};
 
-/// All hellos: one line each, rank and number.
-const HELLOS: &str = "hellos";
+/// What no hello is.
+const NO_HELLO: &[u8] = b"?";
 /// How often a waiting rank checks whether the path names another file, and rank 0 looks for new hellos.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -47,28 +47,37 @@ pub(super) fn join(
     config.met(arrived, Ipv4Addr::LOCALHOST.into(), KeepAlive(Held::File { _store: file }), deadline)
 }
 
+/// Where a rank says its number. Each has a key of its own: to append to one value would write the hellos of all, at each of them.
+fn hello_key(rank: Rank) -> String {
+    format!("hello/{rank}")
+}
+
+fn welcome_key(number: &str) -> String {
+    format!("welcome/{number}")
+}
+
 /// Rank 0: answers every hello, until each other rank has sent one, one has ended the start, or the time is almost up.
 fn welcome_all(store: &FileStore, config: &RankConfig, deadline: Deadline) -> Result<()> {
     let verdict = PrefixStore::key_in(&first_start(config), "verdict");
-    let mut seen = vec![false; config.world_size.count()];
-    seen[0] = true;
-    let mut answered = 0;
+    let keys: Vec<String> = config.world_size.ranks().skip(1).map(hello_key).collect();
+    let asked: Vec<(&str, &[u8], &[u8])> =
+        keys.iter().map(|key| (key.as_str(), NO_HELLO, NO_HELLO)).collect();
+    // The last of each rank.
+    let mut answered = vec![NO_HELLO.to_vec(); keys.len()];
     // Time is left for the start of the world, which reports the missing ranks.
     let until = Deadline::after(deadline.remaining().saturating_sub(reserve(deadline)));
-    store.append(HELLOS, b"", deadline)?;
-    while seen.contains(&false) && !until.has_passed() {
-        let hellos = store.get(HELLOS, deadline)?;
-        let hellos = String::from_utf8_lossy(&hellos).into_owned();
-        for line in hellos.lines().skip(answered) {
-            answered += 1;
-            if let Some((rank, number)) = line.split_once(' ')
-                && let Ok(rank) = rank.parse::<usize>()
-            {
-                store.set(&format!("welcome/{number}"), b"", deadline)?;
-                if let Some(seen) = seen.get_mut(rank) {
-                    *seen = true;
-                }
+    while answered.iter().any(|number| number == NO_HELLO) && !until.has_passed() {
+        let hellos = store.multi_compare_set(&asked, deadline)?;
+        let mut welcomes = Vec::new();
+        for (answered, number) in answered.iter_mut().zip(hellos) {
+            if *answered != number {
+                welcomes.push(welcome_key(&String::from_utf8_lossy(&number)));
+                *answered = number;
             }
+        }
+        if !welcomes.is_empty() {
+            let pairs: Vec<(&str, &[u8])> = welcomes.iter().map(|key| (key.as_str(), &b""[..])).collect();
+            store.multi_set(&pairs, deadline)?;
         }
         if !store.is_current() {
             return Err(Error::mismatch("another process has replaced this job's file with its own")
@@ -87,10 +96,10 @@ fn welcome_all(store: &FileStore, config: &RankConfig, deadline: Deadline) -> Re
 /// Another rank: finds the file of this job.
 fn greet(path: &Path, config: &RankConfig, deadline: Deadline) -> Result<Arc<FileStore>> {
     let number = nonce()?;
+    let (hello, welcome) = (hello_key(config.rank), welcome_key(&number));
     loop {
         let store = Arc::new(FileStore::open(path, deadline)?);
-        store.append(HELLOS, format!("{} {number}\n", config.rank).as_bytes(), deadline)?;
-        let welcome = format!("welcome/{number}");
+        store.set(&hello, number.as_bytes(), deadline)?;
         loop {
             match store.wait(&[&welcome], deadline.at_most(POLL_INTERVAL)) {
                 Ok(()) => return Ok(store),
@@ -113,7 +122,12 @@ fn greet(path: &Path, config: &RankConfig, deadline: Deadline) -> Result<Arc<Fil
                     true => return Ok(store),
                     false => break,
                 },
-                Err(_) => {}
+                // Another process has come as the same rank. Rank 0 answers both, and then all hear of it.
+                Err(_) => {
+                    if store.get(&hello, deadline)? != number.as_bytes() {
+                        store.set(&hello, number.as_bytes(), deadline)?;
+                    }
+                }
             }
         }
     }

@@ -9,7 +9,7 @@ use phalanx_proto::rendezvous::Identity;
 use super::arrival::{Arrival, arrive, refuse_another};
 use super::presence::{MOST_MARKED, Presence};
 use super::{Held, KeepAlive, RankConfig, Rendezvous, start};
-use crate::deadline::Deadline;
+use crate::deadline::{Backoff, Deadline};
 use crate::error::{Error, Result};
 use crate::store::{
     Access, KeylessClients, MAX_RANKS, Patience, SharedStore, TcpStore, TcpStoreServer, warn_of_own_name,
@@ -27,8 +27,8 @@ pub(super) enum Host {
     Agent,
 }
 
-/// How long a rank that finds rank 0's last store waits before it looks for the next one.
-const NEXT_STORE_INTERVAL: Duration = Duration::from_millis(20);
+/// The pause of a rank that finds rank 0's last store before it looks for the next one grows from the first to the second. All ranks look.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(20), Duration::from_millis(500));
 
 /// How long rank 0 looks whether what has its port is a store of its own.
 const OWN_STORE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -46,6 +46,7 @@ pub(super) fn join(
     }
     check_size(host, config)?;
     let mut is_over = false;
+    let mut backoff = Backoff::new(PAUSES, deadline);
     loop {
         match join_once(address, host, config, me, deadline) {
             Ok(Some(met)) => return Ok(met),
@@ -59,7 +60,7 @@ pub(super) fn join(
             Ok(None) => is_over = true,
         }
         // Until rank 0 has ended that store, and its next one is there. Both take it milliseconds, or it does something else before.
-        std::thread::sleep(NEXT_STORE_INTERVAL.min(deadline.remaining()));
+        backoff.pause();
     }
 }
 

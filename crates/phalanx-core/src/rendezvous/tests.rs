@@ -356,6 +356,17 @@ fn ranks_meet_in_a_file_whatever_an_earlier_job_left_and_whoever_comes_first() {
 }
 
 #[test]
+fn no_rank_writes_what_others_have_said_into_the_file_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("meet");
+    let _worlds: Vec<Rendezvous> =
+        run(&configs(16), |config, i| file::join(&path, config, &identity(i, "a"), soon()).unwrap());
+    let content = std::fs::read(&path).unwrap();
+    let count = |name: &[u8]| content.windows(name.len()).filter(|part| *part == name).count();
+    assert_eq!((count(b"hello/"), count(b"welcome/")), (15, 15));
+}
+
+#[test]
 fn a_stale_file_alone_is_not_taken_for_a_world() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("meet");
@@ -403,7 +414,7 @@ fn who_ends_its_wait_before_all_have_met_in_a_file_tells_the_others() {
     assert!(told.is_aborted() && told.to_string().contains("rank 0 has left the start"), "{told}");
     // Rank 2 has not been answered yet.
     let store = FileStore::create(&path).unwrap();
-    let own = interruptible(|| ends_with(b"hellos"), || join(2));
+    let own = interruptible(|| ends_with(b"hello/"), || join(2));
     assert!(own.is_aborted() && own.to_string().contains("enough"), "{own}");
     let verdict = store.get("phalanx/0/verdict", soon()).unwrap();
     assert!(String::from_utf8_lossy(&verdict).contains("rank 2 has left the start"), "{verdict:?}");

@@ -86,7 +86,20 @@ pub(crate) fn is_gathered(config: &MeshConfig<'_>) -> bool {
 /// The ranks of which this one gathers the messages in an [`exchange`], beginning with itself.
 pub(crate) fn gathers(config: &MeshConfig<'_>) -> Option<Vec<Rank>> {
     let is_first = is_gathered(config) && config.rank.index().is_multiple_of(PART);
-    is_first.then(|| config.world.ranks().skip(config.rank.index()).take(PART).collect())
+    is_first.then(|| part_of(config, config.rank))
+}
+
+/// The ranks of which `first` writes the messages on `topic` at `key`; None if it writes something else there.
+pub(crate) fn gathered_at(
+    config: &MeshConfig<'_>,
+    topic: &str,
+    (first, key): (Rank, &str),
+) -> Option<Vec<Rank>> {
+    (is_gathered(config) && key == part_key(topic, first)).then(|| part_of(config, first))
+}
+
+fn part_of(config: &MeshConfig<'_>, first: Rank) -> Vec<Rank> {
+    config.world.ranks().skip(first.index()).take(PART).collect()
 }
 
 fn encode<T: Serialize>(topic: &str, message: &T) -> Result<Vec<u8>> {

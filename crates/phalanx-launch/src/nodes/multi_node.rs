@@ -17,6 +17,8 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
+use phalanx_proto::log::turn;
+
 use self::causes::outcome_of;
 use super::membership::{Departure, Entry, JobEnd, MembershipState, Node, NodeId, Settings, WorkerFailure};
 use super::rendezvous_handler::{Reached, RendezvousHandler};
@@ -371,7 +373,8 @@ impl Nodes for MultiNode<'_> {
             }
             enough_since = if self.view.state.has_enough() { enough_since.or(Some(now)) } else { None };
             if let Some(at) = enough_since {
-                timeout = self.cluster.last_call.saturating_sub(now - at);
+                let place = self.view.state.waiting().iter().position(|node| node.id == self.me);
+                timeout = self.cluster.last_call.saturating_add(turn(place)).saturating_sub(now - at);
                 if timeout.is_zero() {
                     let (round, nonce) = (self.view.state.round(), random::number()?);
                     self.handler.propose(Entry::LastCall { round, nonce });

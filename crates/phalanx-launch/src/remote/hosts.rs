@@ -5,6 +5,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use crate::error::{Error, Result};
+use crate::host_manager::host_key;
 use crate::world_size::MAX_WORLD_SIZE;
 
 /// A host and its number of slots.
@@ -28,12 +29,6 @@ impl Host {
     /// The host of this name, which another list has given.
     pub(super) fn named(name: &str, slots: u32) -> Self {
         Self { name: name.to_owned(), slots }
-    }
-
-    /// What it has in common with other spellings of its name: capitals count in a user's name alone, and a dot may end a host's.
-    fn key(&self) -> String {
-        let (user, address) = self.name.split_at(self.name.len() - self.address().len());
-        user.to_owned() + &address.trim_end_matches('.').to_ascii_lowercase()
     }
 
     /// Its name or address alone.
@@ -123,10 +118,11 @@ impl HostList {
         let (mut list, mut places) = (Vec::<Host>::new(), HashMap::<String, usize>::new());
         for host in hosts {
             let host = host?;
-            match places.get(&host.key()) {
+            let key = host_key(&host.name);
+            match places.get(&key) {
                 Some(place) => list[*place].slots = again(list[*place].slots, host.slots),
                 None => {
-                    places.insert(host.key(), list.len());
+                    places.insert(key, list.len());
                     list.push(host);
                 }
             }

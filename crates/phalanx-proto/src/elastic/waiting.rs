@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::members::{Clock, ElasticEnd, Entry, MembersState, Step, WorkerId};
 use crate::error::{Error, Kind};
+use crate::log::turn;
 use crate::rank::Rank;
 
 /// A worker that waits for the next round.
@@ -93,6 +94,7 @@ impl Waiting {
                 return Next::Leave(ready);
             }
         }
+        self.clock.set_turn(turn(state.waiting().position(|worker| worker.id == self.me)));
         match self.clock.look(state, now) {
             Step::Wait(until) => Next::Wait(until),
             Step::LastCall => Next::LastCall(round + 1),
@@ -202,6 +204,35 @@ mod tests {
         state.apply(Entry::LastCall { round: 1, nonce: 0 }).unwrap();
         let entered = Next::Enter { round: 1, rank: 0, rejoined: false };
         assert_eq!(first.look(&state, false, start + CALL), entered);
+    }
+
+    #[test]
+    fn of_many_that_wait_one_calls_the_round_and_the_next_only_if_it_does_not() {
+        let (mut state, start, second) =
+            (MembersState::default(), crate::some_time(), Duration::from_secs(1));
+        (1..=3).for_each(|id| join(&mut state, id));
+        let mut workers = [1, 2, 3].map(|id| waiting(id, 0, false));
+        let mut call =
+            |at| workers.each_mut().map(|worker| worker.look(&state, false, at) == Next::LastCall(1));
+        assert_eq!(call(start), [false; 3]);
+        assert_eq!(call(start + CALL), [true, false, false]);
+        assert_eq!(call(start + CALL + second)[1..], [true, false]);
+        assert_eq!(call(start + CALL + 2 * second)[2..], [true]);
+    }
+
+    #[test]
+    fn of_many_that_wait_for_others_one_gives_them_up_and_the_next_only_if_it_does_not() {
+        let (mut state, start, second) = (running(), crate::some_time(), Duration::from_secs(1));
+        for id in [1, 2] {
+            state.apply(Entry::Ready { round: 1, worker: WorkerId(id), can_replay: false }).unwrap();
+        }
+        let late = Next::GiveUp(vec![WorkerId(3)], TIMEOUT);
+        let mut workers = [1, 2].map(|id| waiting(id, 1, false));
+        let mut looks = |at| workers.each_mut().map(|worker| worker.look(&state, false, at));
+        looks(start);
+        assert_eq!(looks(start + TIMEOUT), [late, Next::Wait(start + TIMEOUT + second)]);
+        let late = Next::GiveUp(vec![WorkerId(3)], TIMEOUT + second);
+        assert_eq!(looks(start + TIMEOUT + second)[1..], [late]);
     }
 
     #[test]

@@ -5,6 +5,7 @@ pub mod liveness;
 pub mod mac;
 
 use std::fmt;
+use std::time::Duration;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -66,6 +67,15 @@ pub struct Compaction<M: Machine> {
 /// What [`Compaction::heartbeats_of`] is.
 pub type HeartbeatsOf<M> = fn(&<M as Machine>::Entry) -> Option<(<M as Machine>::Id, String)>;
 
+/// How much later than the first of those that wait the one at this `place` among them appends what one may append for all. If all did so at the
+/// same time, each would read what all have appended. By then what the first has appended is read; and if it cannot, the next do it soon,
+/// however many there are.
+pub fn turn(place: Option<usize>) -> Duration {
+    const INTERVAL: Duration = Duration::from_secs(1);
+    let doublings = place.unwrap_or(usize::MAX).checked_ilog2().map_or(0, |doublings| doublings + 1);
+    INTERVAL * doublings.min(16)
+}
+
 /// An entry or a state as bytes, behind its version.
 pub fn encode(version: u8, value: &impl Serialize) -> Result<Vec<u8>> {
     postcard::to_extend(value, vec![version])
@@ -84,5 +94,16 @@ pub fn decode<T: DeserializeOwned>(version: u8, bytes: &[u8], author: &str) -> R
         }
         Some((found, _)) => Err(unreadable(format!("it is version {found}, not {version}"))),
         None => Err(unreadable("it is empty".to_owned())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_goes_at_once_and_the_last_of_thousands_soon() {
+        let places = [Some(0), Some(1), Some(2), Some(3), Some(4), Some(8000), None];
+        assert_eq!(places.map(|place| turn(place).as_secs()), [0, 1, 2, 2, 3, 13, 16]);
     }
 }

@@ -4,6 +4,7 @@ use std::time::Instant;
 
 use super::*;
 use crate::log::compaction::{Looks, answer};
+use crate::store::{TcpStore, TcpStoreServer, far_away};
 
 #[test]
 fn a_log_that_is_lost_after_a_standstill_says_how_long_it_was() {
@@ -152,6 +153,24 @@ fn one_that_sends_no_heartbeats_is_given_up_and_its_threads_end_with_it() {
         thread::sleep(Duration::from_millis(1));
     }
     assert!(!first.replica().view().is_given_up());
+}
+
+#[test]
+fn whoever_finds_many_lost_at_once_far_from_the_store_is_not_silent_itself() {
+    let server = TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
+    let (address, _) = far_away(&server, Duration::from_millis(40));
+    let [near, far] = [server.local_addr(), address]
+        .map(|address| -> SharedStore { Arc::new(TcpStore::connect(address, limit()).unwrap()) });
+    let (mut first, _) = participant::<Whole>(&far, Mac::none());
+    assert!(first.join(1, "beat/1".to_owned(), &Entry::Join(1), limit()).unwrap());
+    let other = log::<false>(&near);
+    (2..62).for_each(|id| other.append(&Entry::Join(id), limit()).unwrap());
+    wait_for(first.replica(), |view| view.state.present.len() == 61);
+    // To append them all takes longer than the silence after which it would be given up.
+    let (interval, silence) = (Duration::from_millis(500), Duration::from_secs(3));
+    first.watch(Heartbeats { interval, silence, must_be_answered: true }, |_, _| Ok(())).unwrap();
+    wait_for(first.replica(), |view| view.lost.is_some() || view.state.present.len() == 1);
+    assert!(first.replica().view().lost.is_none());
 }
 
 #[test]

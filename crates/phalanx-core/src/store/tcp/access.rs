@@ -9,6 +9,7 @@ use std::sync::Arc;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::timeout;
 
+use super::blocking::Blocking;
 use super::handshake_permits::{HandshakePermit, HandshakePermits};
 use super::peer_user::PeerUsers;
 use super::server_connection::invalid;
@@ -76,6 +77,8 @@ pub(super) struct Admission {
     /// Whether a refused client was reported, by a server that no launcher has started.
     has_warned: Cell<bool>,
     handshakes: HandshakePermits,
+    /// It looks for renewed certificates.
+    blocking: Blocking,
     peer_users: PeerUsers,
 }
 
@@ -89,12 +92,16 @@ impl Admission {
     pub fn new(access: Access) -> Self {
         let Access { credentials, keyless, refusals } = access;
         let Credentials { key, tls } = credentials;
-        let (secret, handshakes, peer_users) = (
-            key.as_ref().map(|key| StoreSecret::new(key.bytes())),
-            HandshakePermits::new(),
-            PeerUsers::default(),
-        );
-        Self { secret, tls, keyless, refusals, has_warned: Cell::new(false), handshakes, peer_users }
+        Self {
+            secret: key.as_ref().map(|key| StoreSecret::new(key.bytes())),
+            tls,
+            keyless,
+            refusals,
+            has_warned: Cell::new(false),
+            handshakes: HandshakePermits::new(),
+            blocking: Blocking::default(),
+            peer_users: PeerUsers::default(),
+        }
     }
 
     /// Waits until `stream` has shown that it is an admissible client. Otherwise the error says why not.
@@ -139,7 +146,7 @@ impl Admission {
         (tls, hello): (&Tls, Vec<u8>),
         permit: HandshakePermit<'_>,
     ) -> io::Result<()> {
-        let binding = match permit.run(stream.encrypt(tls, hello)).await {
+        let binding = match permit.run(stream.encrypt(tls, hello, &self.blocking)).await {
             Ok(binding) => binding,
             Err(error) => {
                 // A client with a certificate of another CA may be of this job. A TLS client without a certificate,

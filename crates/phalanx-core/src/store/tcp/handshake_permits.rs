@@ -12,8 +12,8 @@ use tokio::time::sleep;
 
 use crate::wire::auth::MIN_HANDSHAKE_TIMEOUT;
 
-/// The most handshakes at once. With this many, and [`MIN_HANDSHAKE_TIMEOUT`] for each, more clients get a permit within the 10 s that a client
-/// waits than may wait to be admitted: so a client never waits in vain.
+/// The most handshakes at once: the memory of more would be more than 4 KiB for each of a thousand strangers. With this many, and
+/// [`MIN_HANDSHAKE_TIMEOUT`] for each, 2,560 get a permit at least within the 10 s that a client waits. Who waits in vain comes again.
 const AT_ONCE: usize = 128;
 
 #[derive(Debug)]

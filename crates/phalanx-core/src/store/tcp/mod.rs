@@ -3,6 +3,7 @@
 //! So a program under torchrun uses the agent's store, and PyTorch's clients can use ours.
 
 mod access;
+mod blocking;
 mod client;
 mod client_connection;
 mod connect_error;

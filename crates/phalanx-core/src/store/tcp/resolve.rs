@@ -87,10 +87,12 @@ fn within<T: Send + 'static>(
 /// How long to try again when a name has no address. In Kubernetes a pod's name gets one when the pod has been
 /// scheduled.
 pub(super) fn naming() -> Duration {
-    match std::env::var_os("KUBERNETES_SERVICE_HOST") {
-        Some(_) => Duration::MAX,
-        None => RESOLVE_RETRY_LIMIT,
-    }
+    if is_in_kubernetes() { Duration::MAX } else { RESOLVE_RETRY_LIMIT }
+}
+
+/// Whether this process is in a pod of Kubernetes, where names and hosts may come late.
+pub(super) fn is_in_kubernetes() -> bool {
+    std::env::var_os("KUBERNETES_SERVICE_HOST").is_some()
 }
 
 /// The remedy for an address whose name cannot be resolved.

@@ -3,7 +3,7 @@
 //! It has a runtime because it may have a thousand clients. tokio is used for nothing else.
 
 use std::cell::{Cell, RefCell};
-use std::collections::VecDeque;
+use std::collections::BTreeMap;
 use std::future::pending;
 use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -34,14 +34,18 @@ use crate::notice::Aside;
 
 /// How often a server that drains asks whether it goes on.
 const DRAIN_INTERVAL: Duration = Duration::from_millis(5);
-/// The most connections at a time; further ones are closed at once.
-const MAX_CONNECTIONS: usize = 16_384;
-/// The most ranks of a job that a server is for. Over a network each has two connections while it starts; some are left for launchers and tools.
+/// The most connections at a time. For a new one the oldest that is not authenticated yet is closed; if all are, the new one is.
+const MAX_CONNECTIONS: usize = 65_536;
+/// The most ranks of a job that a server is for. Some connections are left for launchers and tools.
 pub const MAX_RANKS: u32 = 8_000;
-const _: () = assert!(2 * MAX_RANKS as usize <= MAX_CONNECTIONS);
+/// Over a network a rank makes two connections at once, on which two threads wait. Each may ask on another one whether the start has failed; and a
+/// worker of an elastic job reads the log, and sends heartbeats.
+const _: () = assert!(8 * MAX_RANKS as usize <= MAX_CONNECTIONS);
 /// The most connections that are not authenticated yet; for a new one the oldest is closed. All of a job's ranks may
-/// come at once and must fit.
-const MAX_PENDING: usize = 2048;
+/// come at once and must fit: to be authenticated takes a round trip, in which no other rank may be in their place.
+const MAX_PENDING: usize = 2 * MAX_RANKS as usize;
+/// One in so many descriptors may be a connection that is not authenticated yet.
+const PENDING_SHARE: u64 = 4;
 /// The pause in accepting when the process has run out of descriptors.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(20);
 /// After this silence the kernel checks whether a client's host is still alive.
@@ -127,9 +131,6 @@ impl TcpStoreServer {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
             .enable_time()
-            // It reads the kernel's tables of connections, if the kernel does not answer queries about single ones, and renewed
-            // certificates.
-            .max_blocking_threads(1)
             .build()
             .map_err(|error| Error::io("cannot start the store's runtime", error))?;
         let listener = {
@@ -141,8 +142,6 @@ impl TcpStoreServer {
             .name("phalanx-store".into())
             .spawn(move || {
                 LocalSet::new().block_on(&runtime, run(listener, access, inbox));
-                // The answers are no longer needed.
-                runtime.shutdown_background();
             })
             .map_err(|error| Error::not_started("cannot start the store's thread", error))?;
         Ok(Self { address, orders, thread: Some(thread) })
@@ -265,32 +264,56 @@ fn bind_error(address: SocketAddr, error: std::io::Error) -> Error {
 }
 
 /// The most connections that wait to be accepted, if the kernel allows as many (net.core.somaxconn).
-const BACKLOG: i32 = 4096;
+const BACKLOG: i32 = 16_384;
 
-/// The clients that are not authenticated yet, the oldest first. Unlimited foreign connections must not use up the
-/// process's descriptors.
+/// The clients that are not authenticated yet. Unlimited foreign connections must not use up the process's descriptors.
 struct PendingClients {
-    clients: VecDeque<(AbortHandle, Rc<Cell<bool>>)>,
+    /// By number, the oldest first.
+    clients: Rc<RefCell<BTreeMap<u64, AbortHandle>>>,
     most: usize,
+    /// Whether one was closed for another.
+    has_closed: Cell<bool>,
 }
 
 impl PendingClients {
     fn new() -> Self {
         let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
-        let most = usize::try_from(descriptors / 4).unwrap_or(usize::MAX);
-        Self { clients: VecDeque::new(), most: most.clamp(1, MAX_PENDING) }
+        let most = usize::try_from(descriptors / PENDING_SHARE).unwrap_or(usize::MAX);
+        Self { clients: Rc::default(), most: most.clamp(1, MAX_PENDING), has_closed: Cell::new(false) }
     }
 
-    fn push(&mut self, task: AbortHandle, admitted: Rc<Cell<bool>>) {
-        if self.clients.len() >= self.most {
-            self.clients.retain(|(task, admitted)| !admitted.get() && !task.is_finished());
+    /// Whether there is room for another client beside so many. If they are too many, the oldest pending one is closed.
+    fn make_room(&self, clients: usize) -> bool {
+        if clients < MAX_CONNECTIONS && self.clients.borrow().len() < self.most {
+            return true;
         }
-        if self.clients.len() >= self.most
-            && let Some((oldest, _)) = self.clients.pop_front()
-        {
-            oldest.abort();
-        }
-        self.clients.push_back((task, admitted));
+        let oldest = self.clients.borrow_mut().pop_first();
+        oldest.is_some_and(|(_, task)| {
+            task.abort();
+            self.has_closed.set(true);
+            true
+        })
+    }
+
+    /// What the task of the client with this number keeps until it is admitted.
+    fn outside(&self, number: u64) -> Outside {
+        Outside { clients: Rc::clone(&self.clients), number }
+    }
+
+    fn push(&self, number: u64, task: AbortHandle) {
+        self.clients.borrow_mut().insert(number, task);
+    }
+}
+
+/// A client that is not admitted yet, which is pending until this is dropped.
+struct Outside {
+    clients: Rc<RefCell<BTreeMap<u64, AbortHandle>>>,
+    number: u64,
+}
+
+impl Drop for Outside {
+    fn drop(&mut self) {
+        self.clients.borrow_mut().remove(&self.number);
     }
 }
 
@@ -314,12 +337,13 @@ async fn run(listener: TcpListener, access: Access, mut orders: mpsc::UnboundedR
     let shared = Rc::new(RefCell::new(Shared::default()));
     let admission = Rc::new(Admission::new(access));
     let mut clients = JoinSet::new();
-    let mut pending_clients = PendingClients::new();
+    let (pending_clients, mut number) = (PendingClients::new(), 0_u64);
     // Stopping does not wait for unauthenticated clients.
     let inside = Rc::<Cell<usize>>::default();
     // All clients wait for this thread.
     let aside = Aside::default();
-    let (mut draining, mut told, mut told_full): (Option<Instant>, bool, bool) = (None, false, false);
+    let mut draining: Option<Instant> = None;
+    let (mut told, mut told_full, mut told_crowded) = (false, false, false);
     while draining.is_none() || inside.get() > 0 {
         tokio::select! {
             order = orders.recv() => match order {
@@ -329,31 +353,41 @@ async fn run(listener: TcpListener, access: Access, mut orders: mpsc::UnboundedR
             () = at(draining) => return,
             Some(_) = clients.join_next() => {}
             accepted = listener.accept() => match accepted {
-                Ok((stream, peer)) if clients.len() < MAX_CONNECTIONS => {
+                Ok((stream, peer)) => {
+                    // Those that have ended count no more.
+                    while clients.try_join_next().is_some() {}
+                    if !pending_clients.make_room(clients.len()) {
+                        if !std::mem::replace(&mut told_full, true) {
+                            aside.warn(format!(
+                                "the store refuses {peer}, and others from here on: it has {MAX_CONNECTIONS} connections, the most that it takes"
+                            ));
+                        }
+                        continue;
+                    }
+                    if pending_clients.has_closed.get() && !std::mem::replace(&mut told_crowded, true) {
+                        aside.warn(format!(
+                            "the store closes connections that have not shown yet that they are of this job, because more than {} come at a \
+                             time. If they are ranks, raise the limit of descriptors of the process that serves the store (`ulimit -n`)",
+                            pending_clients.most
+                        ));
+                    }
+                    number += 1;
                     let (admission, shared) = (Rc::clone(&admission), Rc::clone(&shared));
-                    let admitted = Rc::<Cell<bool>>::default();
-                    let (told, inside) = (Rc::clone(&admitted), Rc::clone(&inside));
+                    let (outside, inside) = (pending_clients.outside(number), Rc::clone(&inside));
                     let task = clients.spawn_local(async move {
                         tune(&stream);
-                        let on_admitted = || {
-                            told.set(true);
+                        let on_admitted = move || {
+                            drop(outside);
                             Inside::enter(&inside)
                         };
                         if let Err(error) = serve(Stream::new(stream), admission, shared, on_admitted).await {
                             tracing::debug!("the store dropped {peer}: {error}");
                         }
                     });
-                    pending_clients.push(task, admitted);
+                    pending_clients.push(number, task);
                     // Who is accepted is heard before the next ones are: in a flood it would be the oldest that nobody has heard yet, and
                     // be closed.
                     tokio::task::yield_now().await;
-                }
-                Ok((_, peer)) => {
-                    if !std::mem::replace(&mut told_full, true) {
-                        aside.warn(format!(
-                            "the store refuses {peer}, and others from here on: it has {MAX_CONNECTIONS} connections, the most that it takes"
-                        ));
-                    }
                 }
                 Err(error) => {
                     if !std::mem::replace(&mut told, true) {
@@ -392,16 +426,40 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         LocalSet::new().block_on(&runtime, async {
             let mut clients = JoinSet::new();
-            let mut queue = PendingClients { clients: VecDeque::new(), most: 2 };
-            let mut come = |admitted: bool| {
-                let task = clients.spawn_local(pending::<()>());
-                queue.push(task.clone(), Rc::new(Cell::new(admitted)));
+            let queue = PendingClients { most: 2, ..PendingClients::new() };
+            let mut come = |number: u64, is_admitted: bool| {
+                assert!(queue.make_room(0));
+                let outside = queue.outside(number);
+                let task = clients.spawn_local(async move {
+                    let _outside = (!is_admitted).then_some(outside);
+                    pending::<()>().await;
+                });
+                queue.push(number, task.clone());
                 task
             };
-            let (inside, first, second) = (come(true), come(false), come(false));
-            let _third = come(false);
+            let inside = come(1, true);
+            tokio::task::yield_now().await;
+            let (first, second, _third) = (come(2, false), come(3, false), come(4, false));
             tokio::task::yield_now().await;
             assert_eq!([&inside, &first, &second].map(AbortHandle::is_finished), [false, true, false]);
+            // At the most connections of all, too; and if none is pending, the new one is refused.
+            assert_eq!([(); 3].map(|()| queue.make_room(MAX_CONNECTIONS)), [true, true, false]);
+            tokio::task::yield_now().await;
+            assert_eq!([&inside, &second].map(AbortHandle::is_finished), [false, true]);
+        });
+    }
+
+    #[test]
+    fn all_ranks_of_the_largest_world_may_come_before_the_first_is_admitted() {
+        let queue = PendingClients { most: MAX_PENDING, ..PendingClients::new() };
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        LocalSet::new().block_on(&runtime, async {
+            let mut clients = JoinSet::new();
+            for number in 0..2 * u64::from(MAX_RANKS) {
+                assert!(queue.make_room(clients.len()));
+                queue.push(number, clients.spawn_local(pending::<()>()));
+            }
+            assert_eq!(queue.clients.borrow().len(), 2 * MAX_RANKS as usize, "one was closed for another");
         });
     }
 

@@ -7,8 +7,8 @@ use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
-use tokio::task::spawn_blocking;
 
+use super::blocking::Blocking;
 use crate::tls::{Binding, Session, Tls};
 
 /// Reads of what a refused client still sends; one that sends without end must not delay the store.
@@ -42,10 +42,15 @@ impl Stream {
     }
 
     /// Makes this the accepting side of a TLS connection, whose first record has been read.
-    pub(super) async fn encrypt(&mut self, tls: &Tls, first: Vec<u8>) -> io::Result<Binding> {
+    pub(super) async fn encrypt(
+        &mut self,
+        tls: &Tls,
+        first: Vec<u8>,
+        blocking: &Blocking,
+    ) -> io::Result<Binding> {
         // It looks whether the certificates were renewed. All clients wait for this thread, and a disk may not answer.
         let tls = tls.clone();
-        let mut session = Box::new(spawn_blocking(move || tls.server()).await??);
+        let mut session = Box::new(blocking.run(move || tls.server()).await??);
         session.begin_with(first);
         loop {
             match session.handshake(&mut Socket(&self.socket)) {

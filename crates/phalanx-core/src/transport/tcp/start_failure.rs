@@ -131,34 +131,27 @@ fn exchange_by(
     ask: impl FnOnce(&[&str], &mut dyn FnMut() -> Result<()>) -> Result<Vec<Vec<u8>>>,
 ) -> Result<Vec<Vec<u8>>> {
     let names: Vec<&str> = keys.iter().map(|(_, key)| key.as_str()).collect();
-    // Who waits for a rank that gathers addresses waits for those whose it gathers, and then for it: the first that is missing is to blame.
-    let ranks: Vec<Rank> = config.world.ranks().collect();
-    let mut awaited =
-        if bootstrap::is_gathered(config) { bootstrap::keys_on(ADDRESS, &ranks) } else { Vec::new() };
-    let addresses = awaited.len().max(keys.len());
-    awaited.extend_from_slice(keys);
-    let what = |index: usize| if index < addresses { "its address" } else { "the addresses that it gathers" };
-    let of_ranks: Vec<&str> = awaited.iter().map(|(_, key)| key.as_str()).collect();
-    let (mut probe, mut there, mut reminders) = (StopProbe::new(config), 0, Reminders::new());
+    let (mut probe, mut awaited, mut reminders) =
+        (StopProbe::new(config), Awaited::new(keys), Reminders::new());
     // Those that gather look after each other, and tell all: the calls of all ranks would be a flood.
     let mut listening = bootstrap::gathers(config).map(|_| ListenProbe::default());
+    let interval = look_interval(config.world.get());
     let mut looked = Instant::now();
     let mut go_on = || {
         interrupt::check()?;
-        if looked.elapsed() < POLL_INTERVAL {
+        if looked.elapsed() < interval {
             return Ok(());
         }
         looked = Instant::now();
         // One limit for all that is asked: the start's own ends on time, however slow the store is.
         let until = deadline.at_most(LAST_MESSAGE_TIMEOUT);
         check(config, host, until)?;
-        there = count_there(config, &of_ranks, there, until)?;
-        if let Some((rank, _)) = awaited.get(there) {
-            reminders
-                .remind(|| format!("rank {} waits for rank {rank} to publish {}", config.rank, what(there)));
-            probe.check_alive(*rank, until)?;
-            if let Some(listening) = listening.as_mut().filter(|_| there >= addresses) {
-                check_listens(config, listening, *rank, until)?;
+        if let Some(late) = awaited.first(config, until)? {
+            let (rank, what) = (late.rank(), late.what());
+            reminders.remind(|| format!("rank {} waits for rank {rank} to publish {what}", config.rank));
+            probe.check_alive(rank, until)?;
+            if let (Late::Gathered(_), Some(listening)) = (late, &mut listening) {
+                check_listens(config, listening, rank, until)?;
             }
         }
         Ok(())
@@ -168,17 +161,94 @@ fn exchange_by(
         Err(error) if error.is_timeout() && deadline.has_passed() => {
             let until = Deadline::after(LAST_MESSAGE_TIMEOUT);
             check(config, host, until)?;
-            there = count_there(config, &of_ranks, there, until)?;
-            let error = match awaited.get(there) {
-                Some((rank, _)) => {
-                    Error::timeout(format!("rank {rank} did not publish {} in time", what(there)))
-                        .with_peer(*rank)
+            let error = match awaited.first(config, until)? {
+                Some(late) => {
+                    let (rank, what) = (late.rank(), late.what());
+                    Error::timeout(format!("rank {rank} did not publish {what} in time")).with_peer(rank)
                 }
                 None => Error::timeout("not all ranks published their addresses in time"),
             };
             Err(error.with_remedy("is it alive? If it is only slow, raise the time-out"))
         }
         outcome => outcome,
+    }
+}
+
+/// How often each of so many ranks looks what it waits for. All ask the same store, several questions each time.
+fn look_interval(ranks: u32) -> Duration {
+    POLL_INTERVAL * (1 + ranks / 2048)
+}
+
+/// What a rank waits for in the store.
+struct Awaited<'a> {
+    keys: &'a [(Rank, String)],
+    names: Vec<&'a str>,
+    /// So many of the keys are there.
+    there: usize,
+    /// Of the first that is not, if it is one under which a rank gathers the addresses of others.
+    part: Part,
+}
+
+/// The addresses that a rank gathers, of which so many are there.
+#[derive(Default)]
+struct Part {
+    /// The place of the rank's own key.
+    place: Option<usize>,
+    addresses: Vec<(Rank, String)>,
+    there: usize,
+}
+
+/// Who is waited for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Late {
+    /// It has not published where it listens.
+    Address(Rank),
+    /// It has not published the addresses that it gathers, all of which are there.
+    Gathered(Rank),
+}
+
+impl Late {
+    fn rank(self) -> Rank {
+        match self {
+            Self::Address(rank) | Self::Gathered(rank) => rank,
+        }
+    }
+
+    fn what(self) -> &'static str {
+        match self {
+            Self::Address(_) => "its address",
+            Self::Gathered(_) => "the addresses that it gathers",
+        }
+    }
+}
+
+impl<'a> Awaited<'a> {
+    fn new(keys: &'a [(Rank, String)]) -> Self {
+        let names = keys.iter().map(|(_, key)| key.as_str()).collect();
+        Self { keys, names, there: 0, part: Part::default() }
+    }
+
+    /// Who is the first that is waited for, as far as the store says so by `deadline`. Who waits for a rank that gathers addresses waits for those
+    /// whose it gathers, and then for it. Of many ranks each looks only there: else the store would look up as many addresses as the square of the
+    /// ranks, each time.
+    ///
+    /// # Errors
+    /// If the program of this rank has ended the wait.
+    fn first(&mut self, config: &MeshConfig<'_>, deadline: Deadline) -> Result<Option<Late>> {
+        self.there = count_there(config, &self.names, self.there, deadline)?;
+        let Some((rank, key)) = self.keys.get(self.there) else { return Ok(None) };
+        let Some(ranks) = bootstrap::gathered_at(config, ADDRESS, (*rank, key.as_str())) else {
+            return Ok(Some(Late::Address(*rank)));
+        };
+        if self.part.place != Some(self.there) {
+            let addresses = bootstrap::keys_on(ADDRESS, &ranks);
+            self.part = Part { place: Some(self.there), addresses, there: 0 };
+        }
+        let Part { addresses, there, .. } = &mut self.part;
+        let names: Vec<&str> = addresses.iter().map(|(_, key)| key.as_str()).collect();
+        *there = count_there(config, &names, *there, deadline)?;
+        let late = addresses.get(*there).map_or(Late::Gathered(*rank), |(rank, _)| Late::Address(*rank));
+        Ok(Some(late))
     }
 }
 
@@ -378,6 +448,34 @@ mod tests {
             let found = count_there(&config, &names, known.min(first), Deadline::after(LAST_MESSAGE_TIMEOUT));
             prop_assert_eq!(found.unwrap(), first);
         }
+    }
+
+    #[test]
+    fn each_of_many_ranks_looks_for_the_one_that_keeps_it_waiting_where_it_is_missing() {
+        let (store, soon) = (MemoryStore::new(), Deadline::after(Duration::from_secs(60)));
+        let config = MeshConfig::on_loopback(&store, Rank::new(1), WorldSize::new(600).unwrap());
+        let first_ranks = [0, 256, 512].map(Rank::new);
+        let parts = first_ranks.map(|first| (first, bootstrap::keys_of(ADDRESS, first).pop().unwrap()));
+        let mut awaited = Awaited::new(&parts);
+        let publish = |key: &str| store.set(key, b"x", soon).unwrap();
+        assert_eq!(awaited.first(&config, soon).unwrap(), Some(Late::Address(Rank::MAIN)));
+        // Of those of the first part nobody asks any more.
+        publish(&parts[0].1);
+        (256..600).filter(|rank| *rank != 300).for_each(|rank| publish(&connect::key(Rank::new(rank))));
+        for _ in 0..2 {
+            assert_eq!(awaited.first(&config, soon).unwrap(), Some(Late::Address(Rank::new(300))));
+        }
+        publish(&connect::key(Rank::new(300)));
+        assert_eq!(awaited.first(&config, soon).unwrap(), Some(Late::Gathered(Rank::new(256))));
+        publish(&parts[1].1);
+        assert_eq!(awaited.first(&config, soon).unwrap(), Some(Late::Gathered(Rank::new(512))));
+        publish(&parts[2].1);
+        assert_eq!(awaited.first(&config, soon).unwrap(), None);
+    }
+
+    #[test]
+    fn the_more_ranks_there_are_the_less_often_each_asks_the_store() {
+        assert_eq!([2, 2047, 8000].map(look_interval), [1, 1, 4].map(|times| times * POLL_INTERVAL));
     }
 
     /// A store that answers nothing in time, and remembers how long it was asked for.

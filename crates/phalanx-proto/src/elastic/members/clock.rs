@@ -16,6 +16,8 @@ pub struct Clock {
     first_call: Duration,
     last_call: Duration,
     timeout: Duration,
+    /// How much later this worker does what any of them may do for all.
+    turn: Duration,
     /// The round that is waited for, since when, and since when there are enough workers.
     waits: Option<(u64, Instant)>,
     enough: Option<Instant>,
@@ -48,7 +50,13 @@ impl Clock {
     pub fn new(first_call: Duration, last_call: Duration, timeout: Duration) -> Self {
         let [first_call, last_call, timeout] =
             [first_call, last_call, timeout].map(|wait| wait.min(TIMEOUT_LIMIT));
-        Self { first_call, last_call, timeout, waits: None, enough: None }
+        Self { first_call, last_call, timeout, turn: Duration::ZERO, waits: None, enough: None }
+    }
+
+    /// From now on this worker calls a round, and gives others up, so much later. If all that wait did so at the same time, each would append
+    /// what one has to say, and read what all have appended.
+    pub fn set_turn(&mut self, turn: Duration) {
+        self.turn = turn.min(TIMEOUT_LIMIT);
     }
 
     /// Called by a worker that waits for the next round.
@@ -70,7 +78,7 @@ impl Clock {
         let after = now.saturating_duration_since(since);
         if state.has_enough() {
             let enough = *self.enough.get_or_insert(now);
-            let call = if next == 1 { self.first_call } else { self.last_call };
+            let call = self.turn + if next == 1 { self.first_call } else { self.last_call };
             if now.saturating_duration_since(enough) < call {
                 return Step::Wait(enough + call);
             }
@@ -82,8 +90,11 @@ impl Clock {
         if after < self.timeout {
             return Step::Wait(since + self.timeout);
         }
-        self.waits = Some((next, now));
         let outstanding: Vec<WorkerId> = state.outstanding().collect();
+        if !outstanding.is_empty() && after < self.timeout + self.turn {
+            return Step::Wait(since + self.timeout + self.turn);
+        }
+        self.waits = Some((next, now));
         if !outstanding.is_empty() {
             return Step::GiveUp(outstanding, after);
         }

@@ -65,6 +65,8 @@ pub struct HostManager {
 #[derive(Debug)]
 struct Host {
     name: String,
+    /// Its [`host_key`].
+    key: String,
     slots: u32,
     /// Whether it is listed now.
     is_listed: bool,
@@ -130,6 +132,12 @@ pub enum Action {
         /// How many are left, with those that have ended well or are not needed any more.
         there: u32,
     },
+}
+
+/// What a host's name has in common with its other spellings: capitals count in a user's name alone, and a dot may end a host's.
+pub fn host_key(name: &str) -> String {
+    let (user, address) = name.split_at(name.rfind('@').map_or(0, |at| at + 1));
+    user.to_owned() + &address.trim_end_matches('.').to_ascii_lowercase()
 }
 
 /// What to do about the failure of a slot's worker.
@@ -198,23 +206,24 @@ impl HostManager {
         }
     }
 
-    /// The list of hosts, each with its number of workers. A host that is left out stays so for the same time.
+    /// The list of hosts, each with its number of workers. A host that is left out stays so for the same time. It keeps its name when a later
+    /// list spells that in another way.
     pub fn list<'a>(&mut self, hosts: impl IntoIterator<Item = (&'a str, u32)>, now: Instant) {
         // A list comes each second, and may be long: no host is looked for among all.
         let mut listed = BTreeMap::new();
         let mut names = Vec::new();
         for (name, slots) in hosts {
-            if listed.insert(name, slots).is_none() {
+            if listed.insert(host_key(name), slots).is_none() {
                 names.push(name);
             }
         }
         for host in &mut self.hosts {
-            let slots = listed.remove(host.name.as_str());
+            let slots = listed.remove(&host.key);
             (host.is_listed, host.slots) = (slots.is_some(), slots.unwrap_or(host.slots));
         }
         // Who is new takes no place of one that is named later in the list.
         for name in names {
-            if let Some(slots) = listed.remove(name) {
+            if let Some(slots) = listed.remove(&host_key(name)) {
                 self.add(name, slots, now);
             }
         }
@@ -231,6 +240,7 @@ impl HostManager {
     fn add(&mut self, name: &str, slots: u32, now: Instant) {
         let host = Host {
             name: name.to_owned(),
+            key: host_key(name),
             slots,
             is_listed: true,
             state: HostState::Waiting { from: now },

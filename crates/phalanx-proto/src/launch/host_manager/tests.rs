@@ -68,6 +68,19 @@ fn thousands_of_hosts_are_listed_and_launched() {
 }
 
 #[test]
+fn a_host_that_a_later_list_spells_in_another_way_works_on() {
+    let now = crate::some_time();
+    let mut manager = manager_of(limits(1, 9, 9), &[("Node1.example", 1), ("me@node2", 1)], now);
+    assert_eq!(manager.decide(now), [launch(0, 0, 1), launch(1, 1, 1), expect(2)]);
+    (0..2).for_each(|host| manager.up(host, now));
+    manager.list([("me@NODE2", 1), ("node1.Example.", 1)], now);
+    assert_eq!((manager.decide(now), manager.name(0)), (vec![], "Node1.example"));
+    // Users are told apart, and so are a short name and a full one: a host may have either without the other.
+    manager.list([("me@node2", 1), ("node1.example", 1), ("Me@node2", 1), ("node1", 1)], now);
+    assert_eq!(manager.decide(now), [launch(2, 2, 1), launch(3, 3, 1), expect(4)]);
+}
+
+#[test]
 fn a_host_takes_the_lowest_numbers_of_which_enough_follow_each_other() {
     let now = crate::some_time();
     let mut manager = manager_of(limits(1, 9, 9), &[("a", 1), ("b", 2), ("c", 1), ("d", 2)], now);

@@ -12,7 +12,7 @@ use super::super::connect_error::{
     ConnectError, closes, no_address, no_answer, not_a_store, not_listening, tls_failed, unexpected_answer,
     wrong_key,
 };
-use super::super::resolve::{PAUSES, naming, resolve};
+use super::super::resolve::{PAUSES, is_in_kubernetes, naming, resolve};
 use super::{ACKNOWLEDGEMENT_TIMEOUT, ClientCredentials, Link, Owed, is_own, retry};
 use crate::deadline::{Backoff, Deadline};
 use crate::error::{Error, Result, no_more_files, no_more_processes};
@@ -31,6 +31,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const GREETING_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long to try again when a server closes the connection during the greeting, which one that is shutting down also does.
 pub(in crate::store::tcp) const CLOSING_RETRY_LIMIT: Duration = Duration::from_secs(2);
+/// The same of one with TLS, which also closes the connection of a handshake that is slow while others wait: a packet that was lost is enough.
+const TLS_CLOSING_RETRY_LIMIT: Duration = Duration::from_secs(10);
 
 /// How long a client waits for a store, beside its deadline.
 pub struct Patience<'a> {
@@ -122,9 +124,12 @@ impl Link {
                 }
                 Err(ConnectError::Closed) => {
                     let since = *closed.get_or_insert_with(Instant::now);
-                    if since.elapsed() >= CLOSING_RETRY_LIMIT || backoff.is_last() {
+                    if since.elapsed() >= closing(credentials.tls.is_some(), is_in_kubernetes())
+                        || backoff.is_last()
+                    {
                         return Err(closes(address, credentials));
                     }
+                    report(&closes(address, credentials));
                     None
                 }
                 Err(ConnectError::NotListening(error)) => {
@@ -147,6 +152,7 @@ impl Link {
     /// Connects to a store that has been there before. If it refuses now, it is gone; if it is slow, it is only slow.
     pub fn reconnect(address: &str, credentials: &ClientCredentials, deadline: Deadline) -> io::Result<Self> {
         use io::ErrorKind::{ConnectionReset, HostUnreachable, InvalidData, NetworkUnreachable, TimedOut};
+        let (began, mut backoff) = (Instant::now(), Backoff::new((PAUSES.1, PAUSES.1), deadline));
         loop {
             match Self::attempt(address, credentials, deadline) {
                 Ok(link) => return Ok(link),
@@ -155,10 +161,19 @@ impl Link {
                     return Err(io::Error::new(InvalidData, "it does not know the job's key"));
                 }
                 Err(ConnectError::Tls(error)) => return Err(error),
+                // Where others wait, it has been too slow for them.
+                Err(ConnectError::Closed)
+                    if credentials.tls.is_some()
+                        && began.elapsed() < TLS_CLOSING_RETRY_LIMIT
+                        && !deadline.has_passed() =>
+                {
+                    interrupt::check_io()?;
+                    backoff.pause();
+                }
                 Err(ConnectError::Closed) => return Err(ConnectionReset.into()),
                 // It may come up again.
                 Err(ConnectError::OutOfResources(_)) if loopback_is_down() && !deadline.has_passed() => {
-                    std::thread::sleep(PAUSES.1.min(deadline.remaining()));
+                    backoff.pause();
                 }
                 Err(ConnectError::OutOfResources(error)) => return Err(io::Error::other(error)),
                 Err(ConnectError::NoAnswer | ConnectError::NotListening(_) | ConnectError::NoAddress(_))
@@ -172,7 +187,7 @@ impl Link {
                     if matches!(error.kind(), TimedOut | HostUnreachable | NetworkUnreachable) =>
                 {
                     interrupt::check_io()?;
-                    std::thread::sleep(PAUSES.1.min(deadline.remaining()));
+                    backoff.pause();
                 }
                 Err(ConnectError::NotListening(error) | ConnectError::NoAddress(error)) => return Err(error),
             }
@@ -297,5 +312,27 @@ impl Link {
             let _ = self.send(&[0; TAG]);
             ConnectError::WrongKey
         })
+    }
+}
+
+/// How long to try again when what listens closes the connection during the greeting. In Kubernetes a proxy beside each pod does so for as
+/// long as the pod that serves the store is not there.
+fn closing(has_tls: bool, is_in_kubernetes: bool) -> Duration {
+    match (is_in_kubernetes, has_tls) {
+        (true, _) => Duration::MAX,
+        (false, true) => TLS_CLOSING_RETRY_LIMIT,
+        (false, false) => CLOSING_RETRY_LIMIT,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_proxy_that_closes_connections_is_waited_for_where_each_pod_has_one() {
+        assert_eq!([false, true].map(|has_tls| closing(has_tls, true)), [Duration::MAX; 2]);
+        // Without TLS no store of ours closes a connection only because it is slow.
+        assert!(closing(false, false) < closing(true, false) && closing(true, false) < Duration::MAX);
     }
 }

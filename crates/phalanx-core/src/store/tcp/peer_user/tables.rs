@@ -8,9 +8,10 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::rc::Rc;
 
 use tokio::sync::oneshot;
-use tokio::task::{spawn_blocking, spawn_local};
+use tokio::task::spawn_local;
 
 use super::Ends;
+use crate::store::tcp::blocking::Blocking;
 
 /// The tables of this thread's network namespace.
 const TABLES: [&str; 2] = ["/proc/thread-self/net/tcp", "/proc/thread-self/net/tcp6"];
@@ -22,6 +23,7 @@ const ESTABLISHED: &str = "01";
 pub(super) struct Tables {
     asked: RefCell<Vec<(Ends, oneshot::Sender<Answer>)>>,
     is_read: Cell<bool>,
+    blocking: Blocking,
     #[cfg(test)]
     readings: Cell<usize>,
 }
@@ -49,8 +51,7 @@ impl Tables {
             #[cfg(test)]
             self.readings.update(|readings| readings + 1);
             let wanted: Vec<Ends> = asked.iter().map(|(ends, _)| *ends).collect();
-            let read =
-                spawn_blocking(move || users_of(&wanted)).await.unwrap_or_else(|error| Err(error.into()));
+            let read = self.blocking.run(move || users_of(&wanted)).await.and_then(|read| read);
             for (ends, answer) in asked {
                 let _ = answer.send(match &read {
                     Ok(users) => Ok(users.get(&ends).copied()),
