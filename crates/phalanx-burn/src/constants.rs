@@ -243,7 +243,9 @@ impl Scan {
             return;
         }
         let Some(Setting { name, value, .. }) = self.setting.take() else { return };
-        let value = value.trim();
+        // `Gelu(Gelu {` is a Gelu.
+        let end = if character == '{' { value.find('(') } else { None };
+        let value = value[..end.unwrap_or(value.len())].trim();
         if is_setting(value) {
             self.found.push((name, value.to_owned()));
         }
@@ -395,7 +397,7 @@ mod tests {
             ("`clip` of Lstm (layer 2 ", "Some(5.0)"),
             ("`gate_activation` of Lstm (layer 2 ", "Sigmoid(Sigmoid)"),
             // Its own settings follow.
-            ("`hidden_activation` of Lstm (layer 2 ", "Gelu(Gelu"),
+            ("`hidden_activation` of Lstm (layer 2 ", "Gelu"),
             ("`approximate` of Gelu (layer 3 ", "true"),
         ];
         for (name, value) in expected {
