@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::iter::once;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -216,7 +217,8 @@ impl TensorGroup {
         let other = refuse_several("an operation of a TensorGroup", "call it outside of the replicas")
             .and_then(|()| read_back::data(input.clone().detach()))
             .and_then(|input| {
-                let own: Vec<f32> = input.iter::<f32>().take(MOST_SHOWN).collect();
+                // Never nothing, also of an input without elements.
+                let own: Vec<f32> = once(0.0).chain(input.iter::<f32>().take(MOST_SHOWN)).collect();
                 first_other(&own, are_near, &self.group)
             });
         let error = match other {
