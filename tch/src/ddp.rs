@@ -77,7 +77,8 @@ impl Default for DdpOptions {
 /// Nothing is compared of an optimizer that is stepped by itself, [`Optimizer`](crate::Optimizer) or one of tch's, as in PyTorch: with other settings on one
 /// rank the replicas drift apart. Nor are steps whose gradients are not averaged over all ranks, as after [`backward_no_sync`](Self::backward_no_sync) or `loss.backward()` alone; and those of an elastic job that has gone on without a worker
 /// that died, until others join. Nor are numbers that are no variables, such as the epsilon of a batch norm or the probability of a dropout: replicas stay
-/// equal, but each rank computes its gradients with its own.
+/// equal, but each rank computes its gradients with its own. A program whose ranks may have built other models, as from a file of each host, compares a description of
+/// its own by [`verify_description`](phalanx::reducer::verify_description).
 #[doc(alias("DistributedDataParallel", "DDP"))]
 pub struct Ddp {
     variables: Shared,

@@ -1,36 +1,94 @@
-//! The numbers of Burn's layers that are no tensors, such as the epsilon of a norm and the probability of a dropout.
+//! The settings of Burn's layers that are no tensors, such as the epsilon of a norm, the probability of a dropout and the stride of a convolution.
 //!
 //! Nothing that a module gives has them, but every module can be debugged, and what derived code shows of it has them under the names of its structs and
 //! fields; parameters show their ids there, and no elements. Ranks compare those of some of Burn's layers alone: what a program's own structs have may be
-//! each rank's own. What a program's own `Debug` shows may be anything: it can hide numbers, and nothing is an error.
+//! each rank's own. What a program's own `Debug` shows may be anything: it can hide settings, and nothing is an error.
 
 use std::fmt::{self, Debug, Write};
 
 use phalanx::{Error, Rank, Result};
 
-/// Layers of Burn and of this crate, with those of their numbers that must be the same on every rank, and that no shape shows. A struct of a program's own
-/// may have a layer's name, with other fields.
-const LAYERS: [(&str, &[&str]); 13] = [
+/// Layers of Burn and of this crate, with those of their settings that must be the same on every rank, and that no shape shows. A struct of a program's
+/// own may have a layer's name, with other fields.
+const LAYERS: &[(&str, &[&str])] = &[
+    ("AdaptiveAvgPool1d", &["output_size"]),
+    ("AdaptiveAvgPool2d", &["output_size"]),
+    ("AdaptiveAvgPool3d", &["output_size"]),
+    ("AvgPool1d", AVG_POOL),
+    ("AvgPool2d", AVG_POOL),
     ("BatchNorm", &["momentum", "epsilon"]),
+    ("BiGru", &["batch_first"]),
+    ("BiLstm", &["batch_first"]),
+    ("BiRnn", &["batch_first"]),
+    ("Celu", &["alpha"]),
+    ("Conv1d", CONV),
+    ("Conv2d", CONV),
+    ("Conv3d", CONV),
+    ("ConvTranspose1d", CONV_TRANSPOSE),
+    ("ConvTranspose2d", CONV_TRANSPOSE),
+    ("ConvTranspose3d", CONV_TRANSPOSE),
     ("CrossAttention", &["n_heads", "n_heads_kv", "scale", "min_float", "quiet_softmax"]),
+    ("DeformConv2d", &["stride", "dilation", "weight_groups", "offset_groups", "padding"]),
     ("Dropout", &["prob"]),
+    ("Elu", &["alpha"]),
+    ("Fold4d", &["output_size", "kernel_size", "stride", "dilation", "padding"]),
+    ("GLU", &["dim"]),
+    ("GaussianNoise", &["std"]),
+    ("Gelu", &["approximate"]),
     ("GroupNorm", &["num_groups", "epsilon"]),
+    ("Gru", &["reset_after", "gate_activation", "hidden_activation", "clip"]),
+    ("HardShrink", &["lambda"]),
+    ("HardSigmoid", &["alpha", "beta"]),
+    ("Hardtanh", &["min_val", "max_val"]),
     ("InstanceNorm", &["epsilon"]),
+    ("Interpolate1d", INTERPOLATE),
+    ("Interpolate2d", INTERPOLATE),
     ("LayerNorm", &["epsilon"]),
     ("LeakyRelu", &["negative_slope"]),
     ("LocalResponseNorm", &["size", "alpha", "beta", "k"]),
+    (
+        "Lstm",
+        &[
+            "batch_first",
+            "reverse",
+            "clip",
+            "input_forget",
+            "gate_activation",
+            "cell_activation",
+            "hidden_activation",
+        ],
+    ),
+    ("MaxPool1d", MAX_POOL),
+    ("MaxPool2d", MAX_POOL),
     ("MultiHeadAttention", &["n_heads", "min_float", "quiet_softmax"]),
+    ("PixelShuffle", &["upscale_factor"]),
+    ("PixelUnshuffle", &["downscale_factor"]),
+    ("PositionWiseFeedForward", &["activation"]),
+    ("PositionalEncoding", &["max_timescale"]),
+    ("RRelu", &["lower", "upper"]),
     ("RmsNorm", &["epsilon"]),
+    ("Rnn", &["batch_first", "reverse", "clip", "hidden_activation"]),
+    ("Shrink", &["lambda", "bias"]),
+    ("SoftShrink", &["lambda"]),
+    ("Softplus", &["beta", "threshold"]),
     ("SyncBatchNorm", &["momentum", "epsilon"]),
+    ("Threshold", &["threshold", "value"]),
+    ("ThresholdedRelu", &["alpha"]),
     ("TransformerDecoderLayer", &["norm_first"]),
     ("TransformerEncoderLayer", &["norm_first"]),
+    ("Unfold4d", &["kernel_size", "stride", "dilation", "padding"]),
 ];
-/// The most characters of a name or a number.
+const AVG_POOL: &[&str] = &["stride", "kernel_size", "padding", "count_include_pad", "ceil_mode"];
+const CONV: &[&str] = &["stride", "dilation", "groups", "padding"];
+const CONV_TRANSPOSE: &[&str] = &["stride", "dilation", "groups", "padding", "padding_out"];
+const INTERPOLATE: &[&str] = &["output_size", "scale_factor", "mode", "align_corners"];
+const MAX_POOL: &[&str] = &["stride", "kernel_size", "padding", "dilation", "ceil_mode"];
+/// The most characters of a name or a setting.
 const LONGEST: usize = 64;
-/// The most numbers of a model that are compared.
+/// The most settings of a model that are compared.
 const MOST: usize = 4096;
 
-/// The numbers and truth values of the layers of `model`, by names that say where they are.
+/// The settings of the layers of `model`, by names that say where they are.
 pub(crate) fn of(model: &impl Debug) -> Vec<(String, String)> {
     let mut scan = Scan::default();
     // Only a `Debug` of the program's own can fail.
@@ -38,12 +96,12 @@ pub(crate) fn of(model: &impl Debug) -> Vec<(String, String)> {
     scan.found
 }
 
-/// The probability of the first dropout among these numbers that drops anything.
-pub(crate) fn dropout(numbers: &[(String, String)]) -> Option<&str> {
+/// The probability of the first dropout among these settings that drops anything.
+pub(crate) fn dropout(settings: &[(String, String)]) -> Option<&str> {
     let drops = |(name, value): &&(String, String)| {
         name.starts_with("`prob` of Dropout ") && value.parse::<f64>().is_ok_and(|prob| prob > 0.0)
     };
-    numbers.iter().find(drops).map(|(_, value)| value.as_str())
+    settings.iter().find(drops).map(|(_, value)| value.as_str())
 }
 
 /// An error if the models of these ranks, `all` of a group, compute with other numbers than that of rank 0. All find the same.
@@ -75,7 +133,7 @@ pub(crate) fn difference(
     Some(format!("number {} of the layers is {one} on {here}, and {other} on {there}", place + 1))
 }
 
-/// Reads what derived code shows of a value, and keeps nothing but the numbers.
+/// Reads what derived code shows of a value, and keeps nothing but the settings.
 #[derive(Default)]
 struct Scan {
     found: Vec<(String, String)>,
@@ -89,8 +147,8 @@ struct Scan {
     /// Whether the next word is the name of a field, and whether this one is.
     begins_field: bool,
     is_field: bool,
-    /// The field whose value comes.
-    field: Option<String>,
+    /// The setting that is being read.
+    setting: Option<Setting>,
     /// Whether this is within quotes, and behind a backslash there.
     is_text: bool,
     is_escaped: bool,
@@ -98,8 +156,15 @@ struct Scan {
 
 struct Open {
     name: String,
-    /// Of a layer: which one it is, and the names of its numbers.
+    /// Of a layer: which one it is, and the names of its settings.
     layer: Option<(usize, &'static [&'static str])>,
+}
+
+struct Setting {
+    name: String,
+    value: String,
+    /// How many brackets are open around it.
+    depth: usize,
 }
 
 impl Scan {
@@ -114,20 +179,23 @@ impl Scan {
             self.word.push(character);
             return;
         }
+        self.read_setting(character);
         match character {
             '"' => self.is_text = true,
             ':' => {
                 let word = std::mem::take(&mut self.word);
-                self.field = std::mem::take(&mut self.is_field).then_some(word);
+                if std::mem::take(&mut self.is_field) {
+                    self.begin_setting(&word);
+                }
             }
             '{' | '(' | '[' => {
                 let name = if self.word.is_empty() { &mut self.last } else { &mut self.word };
                 let name = std::mem::take(name);
-                let numbers = LAYERS.iter().find(|(layer, _)| character == '{' && *layer == name);
-                self.layers += usize::from(numbers.is_some());
-                let layer = numbers.map(|(_, numbers)| (self.layers, *numbers));
+                let settings = LAYERS.iter().find(|(layer, _)| character == '{' && *layer == name);
+                self.layers += usize::from(settings.is_some());
+                let layer = settings.map(|(_, settings)| (self.layers, *settings));
                 self.open.push(Open { name, layer });
-                (self.field, self.begins_field) = (None, character == '{');
+                self.begins_field = character == '{';
                 self.last.clear();
             }
             ' ' | ',' | '}' | ')' | ']' => {
@@ -149,18 +217,50 @@ impl Scan {
     }
 
     fn end_word(&mut self) {
-        if self.word.is_empty() {
-            return;
-        }
-        self.last = std::mem::take(&mut self.word);
-        let Some(field) = self.field.take() else { return };
-        let Some(Open { name, layer: Some((layer, numbers)) }) = self.open.last() else { return };
-        let is_number = self.last.parse::<f64>().is_ok() || self.last.parse::<bool>().is_ok();
-        if is_number && numbers.contains(&field.as_str()) && self.found.len() < MOST {
-            let name = format!("`{field}` of {name} (layer {layer} of those with such numbers)");
-            self.found.push((name, self.last.clone()));
+        if !self.word.is_empty() {
+            self.last = std::mem::take(&mut self.word);
         }
     }
+
+    /// The value of a `field` comes.
+    fn begin_setting(&mut self, field: &str) {
+        let depth = self.open.len();
+        let Some(Open { name, layer: Some((layer, settings)) }) = self.open.last() else { return };
+        if settings.contains(&field) && self.found.len() < MOST {
+            let name = format!("`{field}` of {name} (layer {layer} of those with such numbers)");
+            self.setting = Some(Setting { name, value: String::new(), depth });
+        }
+    }
+
+    /// The value goes on with this character, or is over. Of a struct it has the name alone: a layer's settings follow.
+    fn read_setting(&mut self, character: char) {
+        let Some(setting) = &mut self.setting else { return };
+        let ends_field = matches!(character, ',' | '}') && self.open.len() == setting.depth;
+        if character != '{' && !ends_field {
+            if setting.value.len() < LONGEST {
+                setting.value.push(character);
+            }
+            return;
+        }
+        let Some(Setting { name, value, .. }) = self.setting.take() else { return };
+        // `Gelu(Gelu {` is a Gelu.
+        let end = if character == '{' { value.find('(') } else { None };
+        let value = value[..end.unwrap_or(value.len())].trim();
+        if is_setting(value) {
+            self.found.push((name, value.to_owned()));
+        }
+    }
+}
+
+/// Whether a value is made of numbers, truth values and names of types and variants, and so the same in every process.
+fn is_setting(value: &str) -> bool {
+    let is_name = |word: &str| {
+        word.starts_with(|first: char| first.is_ascii_uppercase())
+            && word.chars().all(|character| character.is_ascii_alphanumeric())
+    };
+    let is_fixed = |word: &str| word.parse::<f64>().is_ok() || word.parse::<bool>().is_ok() || is_name(word);
+    let mut words = value.split([' ', ',', '(', ')', '[', ']']).filter(|word| !word.is_empty());
+    !value.is_empty() && words.all(is_fixed)
 }
 
 impl Write for Scan {
@@ -173,11 +273,27 @@ impl Write for Scan {
 #[cfg(test)]
 mod tests {
     use burn::module::{Module, ParamId};
+    use burn::nn::activation::{
+        ActivationConfig, CeluConfig, EluConfig, GLU, HardShrinkConfig, HardSigmoidConfig, HardtanhConfig,
+        LeakyReluConfig, RReluConfig, ShrinkConfig, SoftShrinkConfig, SoftplusConfig, ThresholdConfig,
+        ThresholdedReluConfig,
+    };
     use burn::nn::attention::{CrossAttentionConfig, MultiHeadAttention, MultiHeadAttentionConfig};
+    use burn::nn::conv::{
+        Conv1dConfig, Conv2dConfig, Conv3dConfig, ConvTranspose1dConfig, ConvTranspose2dConfig,
+        ConvTranspose3dConfig, DeformConv2dConfig,
+    };
+    use burn::nn::interpolate::{Interpolate1dConfig, Interpolate2dConfig};
+    use burn::nn::pool::{
+        AdaptiveAvgPool1dConfig, AdaptiveAvgPool2dConfig, AdaptiveAvgPool3dConfig, AvgPool1dConfig,
+        AvgPool2dConfig, MaxPool1dConfig, MaxPool2dConfig,
+    };
     use burn::nn::transformer::{TransformerDecoderConfig, TransformerEncoderConfig};
     use burn::nn::{
-        BatchNorm, BatchNormConfig, Dropout, DropoutConfig, GroupNormConfig, InstanceNormConfig, LayerNorm,
-        LayerNormConfig, LeakyReluConfig, LocalResponseNormConfig, RmsNormConfig,
+        BatchNorm, BatchNormConfig, BiGruConfig, BiLstmConfig, BiRnnConfig, Dropout, DropoutConfig,
+        Fold4dConfig, GaussianNoiseConfig, GroupNormConfig, InstanceNormConfig, LayerNorm, LayerNormConfig,
+        LocalResponseNormConfig, LstmConfig, PaddingConfig2d, PixelShuffleConfig, PixelUnshuffleConfig,
+        PositionalEncodingConfig, RmsNormConfig, Unfold4dConfig,
     };
     use burn::tensor::Device;
     use phalanx::ProcessGroup;
@@ -267,7 +383,49 @@ mod tests {
     }
 
     #[test]
-    fn layers_have_numbers_of_the_names_that_are_compared() {
+    fn a_setting_of_several_numbers_or_words_is_one() {
+        let device = Device::flex().autodiff();
+        let conv = Conv2dConfig::new([2, 2], [3, 3]).with_stride([2, 1]);
+        let conv = conv.with_padding(PaddingConfig2d::Explicit(0, 1, 2, 3)).init(&device);
+        let lstm = LstmConfig::new(2, 2, true).with_clip(Some(5.0));
+        let lstm = lstm.with_hidden_activation(ActivationConfig::GeluApproximate).init(&device);
+        let found = of(&(conv, lstm));
+        let expected = [
+            ("`stride` of Conv2d (layer 1 ", "[2, 1]"),
+            ("`groups` of Conv2d (layer 1 ", "1"),
+            ("`padding` of Conv2d (layer 1 ", "Explicit(0, 1, 2, 3)"),
+            ("`clip` of Lstm (layer 2 ", "Some(5.0)"),
+            ("`gate_activation` of Lstm (layer 2 ", "Sigmoid(Sigmoid)"),
+            // Its own settings follow.
+            ("`hidden_activation` of Lstm (layer 2 ", "Gelu"),
+            ("`approximate` of Gelu (layer 3 ", "true"),
+        ];
+        for (name, value) in expected {
+            let is_it = |(other, found): &(String, String)| other.starts_with(name) && found == value;
+            assert!(found.iter().any(is_it), "{name} {value}: {found:?}");
+        }
+    }
+
+    /// With ids in them, or addresses, they would differ between any two processes.
+    #[test]
+    fn values_that_are_no_settings_are_left_out() {
+        #[derive(Debug)]
+        #[allow(dead_code, reason = "it is shown")]
+        struct Dropout {
+            prob: &'static str,
+            rate: own::Dropout,
+        }
+        for value in ["Param: 12 - ParamMapper", "0x7f00", "\"text\"", "'a'", "", "id"] {
+            assert!(!is_setting(value), "{value}");
+        }
+        for value in ["1", "-1e-5", "NaN", "false", "Valid", "Some([1, 2])"] {
+            assert!(is_setting(value), "{value}");
+        }
+        assert!(of(&Dropout { prob: "{ prob: 1 }", rate: own::Dropout { seed: 1 } }).is_empty());
+    }
+
+    #[test]
+    fn layers_have_settings_of_the_names_that_are_compared() {
         let device = Device::flex().autodiff();
         let norm = BatchNormConfig::new(8).init(&device);
         let norms = (
@@ -278,14 +436,65 @@ mod tests {
             LocalResponseNormConfig::new(3).init(),
             RmsNormConfig::new(8).init(&device),
         );
-        // They have norms, dropouts and attentions.
-        let encoder = TransformerEncoderConfig::new(8, 16, 2, 1).init(&device);
-        let decoder = TransformerDecoderConfig::new(8, 16, 2, 1).init(&device);
-        let attention = CrossAttentionConfig::new(8, 8, 2, 2, 4).init(&device);
-        let found = of(&(norms, encoder, decoder, attention, LeakyReluConfig::new().init()));
-        for (layer, numbers) in LAYERS {
-            for number in numbers {
-                let name = format!("`{number}` of {layer} (layer ");
+        // They have norms, dropouts, attentions and feed-forward layers.
+        let transformers = (
+            TransformerEncoderConfig::new(8, 16, 2, 1).init(&device),
+            TransformerDecoderConfig::new(8, 16, 2, 1).init(&device),
+            CrossAttentionConfig::new(8, 8, 2, 2, 4).init(&device),
+            PositionalEncodingConfig::new(4).with_max_sequence_size(8).init(&device),
+        );
+        let convolutions = (
+            Conv1dConfig::new(2, 2, 3).init(&device),
+            Conv2dConfig::new([2, 2], [3, 3]).init(&device),
+            Conv3dConfig::new([2, 2], [3, 3, 3]).init(&device),
+            ConvTranspose1dConfig::new([2, 2], 3).init(&device),
+            ConvTranspose2dConfig::new([2, 2], [3, 3]).init(&device),
+            ConvTranspose3dConfig::new([2, 2], [3, 3, 3]).init(&device),
+            DeformConv2dConfig::new([2, 2], [3, 3]).init(&device),
+        );
+        let pools = (
+            AdaptiveAvgPool1dConfig::new(2).init(),
+            AdaptiveAvgPool2dConfig::new([2, 2]).init(),
+            AdaptiveAvgPool3dConfig::new([2, 2, 2]).init(),
+            AvgPool1dConfig::new(2).init(),
+            AvgPool2dConfig::new([2, 2]).init(),
+            MaxPool1dConfig::new(2).init(),
+            MaxPool2dConfig::new([2, 2]).init(),
+        );
+        let shapes = (
+            Fold4dConfig::new([4, 4], [2, 2]).init(),
+            Unfold4dConfig::new([2, 2]).init(),
+            Interpolate1dConfig::new().init(),
+            Interpolate2dConfig::new().init(),
+            PixelShuffleConfig::new(2).init(),
+            PixelUnshuffleConfig::new(2).init(),
+            GaussianNoiseConfig::new(0.1).init(),
+        );
+        // They have those of one direction.
+        let recurrent = (
+            BiGruConfig::new(2, 2, true).init(&device),
+            BiLstmConfig::new(2, 2, true).init(&device),
+            BiRnnConfig::new(2, 2, true).init(&device),
+        );
+        // The feed-forward layers have Gelu.
+        let activations = (
+            CeluConfig::new().init(),
+            EluConfig::new().init(),
+            HardShrinkConfig::new().init(),
+            HardSigmoidConfig::new().init(),
+            HardtanhConfig::new().init(),
+            LeakyReluConfig::new().init(),
+            RReluConfig::new().init(),
+            ShrinkConfig::new().init(),
+            SoftShrinkConfig::new().init(),
+            SoftplusConfig::new().init(),
+            (ThresholdConfig::new(0.1, 0.0).init(), ThresholdedReluConfig::new().init(), GLU::new(1)),
+        );
+        let all = (norms, transformers, convolutions, pools, shapes, recurrent, activations);
+        let found = of(&all);
+        for (layer, settings) in LAYERS.iter().copied() {
+            for setting in settings {
+                let name = format!("`{setting}` of {layer} (layer ");
                 assert!(found.iter().any(|(other, _)| other.starts_with(&name)), "{name}: {found:?}");
             }
         }

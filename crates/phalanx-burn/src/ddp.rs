@@ -118,11 +118,11 @@ impl<M: Module> Ddp<M> {
     /// Checks that `model` is the same on every rank, and gives every rank rank 0's parameters and buffers.
     ///
     /// If models differ, the error names the parameter. A model without any parameter that needs a gradient is refused.
-    /// Parameters that need none when this is called are not averaged. Numbers of Burn's norms, dropouts and attentions that are no tensors, such as an epsilon
-    /// and a probability, are compared, too, where the model's `Debug` shows them, as derived code does. Those of other modules are not: replicas stay
-    /// equal, but each rank would compute its gradients with its own. In an elastic job, a rank that joins has the numbers with which its program builds the
-    /// model: keep one that changes in training, such as a probability that grows, in a module of the program's own. A program whose ranks may have built
-    /// other models, as from a file of each host, compares Burn's description of its own modules first:
+    /// Parameters that need none when this is called are not averaged. Settings of Burn's layers that are no tensors, such as an epsilon, a probability, a
+    /// stride, a padding and a kind of activation, are compared, too, where the model's `Debug` shows them, as derived code does. Those of losses and of
+    /// other modules are not: replicas stay equal, but each rank would compute its gradients with its own. In an elastic job, a rank that joins has the
+    /// settings with which its program builds the model: keep one that changes in training, such as a probability that grows, in a module of the program's
+    /// own. A program whose ranks may have built other models, as from a file of each host, compares Burn's description of its own modules first:
     ///
     /// ```
     /// # use burn::nn::{Dropout, DropoutConfig};

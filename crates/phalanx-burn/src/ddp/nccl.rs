@@ -1,11 +1,13 @@
 //! A [`Ddp`] whose gradients NCCL averages.
 
-use burn::module::Module;
-use phalanx::Result;
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::tensor::{Device, Tensor};
 use phalanx::join::JoinGroup;
+use phalanx::{Error, Result};
 use phalanx_nccl::DeviceGroup;
 
 use super::{Averaging, Ddp, DdpOptions};
+use crate::parameters::Inventory;
 
 impl<M: Module> Ddp<M> {
     /// Like [`with_options`](Self::with_options), for a model on a CUDA device, whose gradients NCCL averages in buckets of the device's memory, while
@@ -50,7 +52,7 @@ impl<M: Module> Ddp<M> {
     /// and elastic jobs, for which there is [`TrainState::with_nccl_on`](crate::TrainState::with_nccl_on). [`with_options`](Self::with_options) has them all, through the processes' memory.
     ///
     /// # Errors
-    /// As [`new`](Self::new); if the model is not in the memory of the communicator's device; on every rank also if some ranks average
+    /// As [`new`](Self::new); if a parameter that is trained is not in the memory of the communicator's device; on every rank also if some ranks average
     /// otherwise. In a world of one nothing is averaged, and nothing is refused but elastic jobs.
     #[doc(alias("nccl", "init_process_group"))]
     pub fn with_nccl(model: M, group: &DeviceGroup, options: DdpOptions) -> Result<Self> {
@@ -76,5 +78,34 @@ impl<M: Module> Ddp<M> {
     /// The device on which NCCL averages in each group of an elastic job.
     pub(crate) fn cuda(&self) -> Option<&phalanx_nccl::Device> {
         self.cuda.as_ref()
+    }
+}
+
+/// An error if a parameter of `model` that is trained is on another device than the first one of the model, in whose memory the buckets are.
+pub(super) fn check_device<M: Module>(model: &M, inventory: &Inventory) -> Result<()> {
+    let mut elsewhere = Elsewhere { inventory, found: None };
+    model.visit(&mut elsewhere);
+    let Some((index, device)) = elsewhere.found else { return Ok(()) };
+    let name = inventory.parameters.get(index).map_or("", |parameter| parameter.name.as_str());
+    let first = &inventory.device;
+    Err(Error::invalid_argument(format!(
+        "the parameter `{name}` is on {device:?}, and the model begins on {first:?}: NCCL averages gradients on one device"
+    ))
+    .with_remedy("put the model on the device of its rank, or average in the memory of the processes, with Ddp::new"))
+}
+
+/// Finds the first parameter that is trained and not on the device of the inventory.
+struct Elsewhere<'a> {
+    inventory: &'a Inventory,
+    found: Option<(usize, Device)>,
+}
+
+impl ModuleVisitor for Elsewhere<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let Some(&index) = self.inventory.indices.get(&param.id) else { return };
+        let device = param.device();
+        if self.found.is_none() && device != self.inventory.device {
+            self.found = Some((index, device));
+        }
     }
 }

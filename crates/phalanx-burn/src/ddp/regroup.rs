@@ -19,6 +19,8 @@ use phalanx::sampler::ElasticSampler;
 use phalanx::{Communicator, Error, ProcessGroup, Result, WorldSize};
 
 use super::engine::{Averaging, Engine};
+#[cfg(feature = "nccl")]
+use super::nccl::check_device;
 use super::{Ddp, DdpOptions};
 use crate::alike;
 use crate::gradients::{ModelToken, SyncedGradients};
@@ -249,6 +251,10 @@ pub(super) fn prepare<M: Module>(
         Units::Replicated => Ok(()),
     };
     let prepared = allowed.and_then(|()| Inventory::of(model)).and_then(|inventory| {
+        #[cfg(feature = "nccl")]
+        if matches!(averaging, Averaging::Nccl(_)) && group.world_size() != WorldSize::ONE {
+            check_device(model, &inventory)?;
+        }
         let engine = Engine::new(&inventory, group, options, averaging)?;
         Ok((inventory, engine))
     });

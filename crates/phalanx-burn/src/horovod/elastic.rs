@@ -175,6 +175,7 @@ impl<M: Module, T: Serialize + DeserializeOwned> ModelState<M, T> {
         let progress = reader.value("progress")?;
         let parts = (["optimizer".to_owned()], "optimizer");
         let elements = model::read(&self.inventory.state, reader, "model")?;
+        model::check_tied(&self.inventory.state, &self.inventory.parameters, &elements)?;
         let model = (self.model(), self.inventory.state.as_slice());
         let optimizer = moments::load(&self.optimizer, model, reader, begun, parts, |_| true)?;
         self.settle_buffers();

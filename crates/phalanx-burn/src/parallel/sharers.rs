@@ -29,7 +29,8 @@ impl Sharers {
         if let (0, 2.., Some(probability)) = (group.rank(), group.ranks(), constants::dropout(constants)) {
             phalanx::warn(format_args!(
                 "a model whose layers are divided among {} ranks has a dropout of {probability}: of tensors that all of these ranks have, all must drop the \
-                 same elements, and nothing checks that. Set it to 0, or seed the devices of these ranks alike and drop on all of them in the same order",
+                 same elements. Inputs of divided layers alone are compared, now and then. Set it to 0, or seed the devices of these ranks alike and drop on \
+                 all of them in the same order",
                 group.ranks()
             ));
         }

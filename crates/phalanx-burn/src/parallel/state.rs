@@ -318,6 +318,7 @@ impl ShardedState {
         model::compare(&self.whole, &saved.value::<Vec<Entry>>(name)?)?;
         let elements = self.own.iter().map(|own| own.read(saved, &in_model(name, &own.name), own.dtype));
         let elements = elements.collect::<Result<Vec<_>>>()?;
+        model::check_tied(ddp.state(), ddp.parameters(), &elements)?;
         let (mut tensors, mut scalars) = (Fields::new(), Fields::new());
         for part in saved.part_names().filter(|part| part.starts_with(&index_prefix(name))) {
             let index: Index = saved.value(part)?;

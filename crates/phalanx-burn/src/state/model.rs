@@ -4,9 +4,9 @@
 //! optimizer serves commits and checkpoints: `StateWriter` and `StateReader` of `phalanx::state` hide the target.
 
 use std::borrow::Cow;
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, DType, Int, Tensor};
 use phalanx::state::{StateReader, StateWriter};
@@ -56,6 +56,29 @@ pub(crate) fn read<'a>(
         reader.tensor(&format!("{prefix}.{name}"), tensor_bytes::dtype_of(name, layout.dtype)?, &layout.shape)
     };
     here.iter().map(tensor).collect()
+}
+
+/// An error if two places of one of the `trained` parameters would have different `elements`, which [`read`] gave of `tensors`: they are one tensor, and
+/// would all get those of the first.
+pub(crate) fn check_tied(
+    tensors: &[Parameter],
+    trained: &[Parameter],
+    elements: &[Cow<'_, [u8]>],
+) -> Result<()> {
+    let trained: HashSet<ParamId> = trained.iter().map(|parameter| parameter.id).collect();
+    let mut first = HashMap::new();
+    let saved = tensors.iter().zip(elements).filter(|(tensor, _)| trained.contains(&tensor.id));
+    for (tensor, elements) in saved {
+        let (other, theirs) = *first.entry(tensor.id).or_insert((tensor, elements));
+        if theirs != elements {
+            return Err(Error::mismatch(format!(
+                "`{}` and `{}` are one parameter, and the saved state has other values for the one than for the other",
+                other.name, tensor.name
+            ))
+            .with_remedy("tie only weights that were tied when the state was saved"));
+        }
+    }
+    Ok(())
 }
 
 /// `model` with other elements of the selected tensors, which [`read`] gave.

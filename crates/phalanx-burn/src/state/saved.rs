@@ -134,6 +134,7 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
         self.model.check_hook(hook.as_ref())?;
         let absent = absent_hook(hook.as_ref());
         let elements = model::read(self.model.state(), reader, &format!("{}model", self.name))?;
+        model::check_tied(self.model.state(), self.model.parameters(), &elements)?;
         let trained: HashSet<_> = self.model.parameters().iter().map(|parameter| parameter.id).collect();
         let tensors = self.model.state().iter().zip(&elements);
         let tensors = tensors.filter(|(tensor, _)| trained.contains(&tensor.id));

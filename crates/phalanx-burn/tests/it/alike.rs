@@ -2,8 +2,12 @@
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::module::{Module, ParamGroup};
+use burn::nn::conv::Conv2dConfig;
+use burn::nn::pool::MaxPool2dConfig;
 use burn::nn::transformer::TransformerEncoderConfig;
-use burn::nn::{BatchNormConfig, Dropout, DropoutConfig, LayerNormConfig, Linear, LinearConfig};
+use burn::nn::{
+    BatchNormConfig, Dropout, DropoutConfig, LayerNormConfig, Linear, LinearConfig, PaddingConfig2d,
+};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamWConfig, ModuleOptimizer, SgdConfig};
 use phalanx::reducer::verify_description;
@@ -246,6 +250,39 @@ fn layers_that_compute_with_other_numbers_on_one_rank_are_refused_on_every_rank(
         for error in errors {
             assert_eq!(error.is_some(), said.is_some(), "{error:?}");
             assert!(error.iter().zip(said).all(|(error, said)| error.contains(said)), "{error:?}");
+        }
+    }
+}
+
+/// No shape of a parameter shows it.
+#[test]
+fn convolutions_and_pools_that_compute_otherwise_on_one_rank_are_refused_on_every_rank() {
+    type Settings = ([usize; 2], PaddingConfig2d, [usize; 2]);
+    const SAME: Settings = ([1, 1], PaddingConfig2d::Valid, [2, 2]);
+    let padded = PaddingConfig2d::Explicit(1, 1, 1, 1);
+    let cases: [(Settings, Option<[&str; 2]>); 4] = [
+        (SAME, None),
+        (([2, 1], SAME.1, SAME.2), Some(["`stride` of Conv2d", "is [1, 1] on rank 0 and [2, 1] on rank 1"])),
+        (
+            (SAME.0, padded, SAME.2),
+            Some(["`padding` of Conv2d", "is Valid on rank 0 and Explicit(1, 1, 1, 1) on rank 1"]),
+        ),
+        (
+            (SAME.0, SAME.1, [3, 2]),
+            Some(["`kernel_size` of MaxPool2d", "is [2, 2] on rank 0 and [3, 2] on rank 1"]),
+        ),
+    ];
+    for (other, said) in cases {
+        let errors = run(2, |group| {
+            let (stride, padding, size) = if group.rank().is_main() { SAME } else { other.clone() };
+            let conv = Conv2dConfig::new([2, 2], [3, 3]).with_stride(stride).with_padding(padding);
+            let pool = MaxPool2dConfig::new(size).with_strides([1, 1]).init();
+            Ddp::new((conv.init(&device()), pool), &group).err().map(|error| error.to_string())
+        });
+        for error in errors {
+            assert_eq!(error.is_some(), said.is_some(), "{error:?}");
+            let mut parts = said.iter().flatten();
+            assert!(parts.all(|part| error.as_ref().is_some_and(|error| error.contains(part))), "{error:?}");
         }
     }
 }

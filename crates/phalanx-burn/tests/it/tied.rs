@@ -333,6 +333,26 @@ fn a_checkpoint_of_a_tied_weight_goes_on_as_the_training_that_it_is_of() {
     }
 }
 
+/// All places would get the values of the first.
+#[test]
+fn a_checkpoint_with_other_values_for_the_places_of_one_weight_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::open(folder.path(), &ProcessGroup::alone().unwrap()).unwrap();
+    let mut apart = Tied::new();
+    let other: Linear = LinearConfig::new(8, 8).init(&device());
+    apart.second.weight = other.weight;
+    let state = TrainState::new(apart, SgdConfig::new().init(), ()).unwrap();
+    checkpoints.save(1, |snapshot| state.save_to(snapshot)).unwrap();
+    checkpoints.finish().unwrap();
+
+    let mut state = TrainState::new(Tied::new(), SgdConfig::new().init(), ()).unwrap();
+    let before = floats(state.model.model());
+    let error = state.load_from(&checkpoints.newest().unwrap().unwrap()).unwrap_err();
+    assert!(error.is_mismatch(), "{error}");
+    assert!(error.to_string().contains("`first.weight` and `second.weight` are one parameter"), "{error}");
+    assert_eq!(floats(state.model.model()), before);
+}
+
 /// The ids of clones are those of the first, also where their values are others.
 #[test]
 fn one_id_with_two_values_is_refused_with_the_names_of_both() {

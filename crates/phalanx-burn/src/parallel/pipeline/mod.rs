@@ -27,7 +27,7 @@ use crate::{Ddp, SyncedGradients};
 ///
 /// `D` is the number of dimensions of what goes from stage to stage.
 pub trait Stage<const D: usize>: Module {
-    /// A micro-batch, such as tokens and answers. Every rank has it, or what its stages need of it.
+    /// A micro-batch, such as tokens and answers. Every rank has it, or what its stages need of it. Nothing compares it over the ranks.
     type Batch;
 
     /// The stage's output for a micro-batch. `input` is the output of the stage before; the first stage gets none, and begins with

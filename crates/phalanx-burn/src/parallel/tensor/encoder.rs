@@ -320,7 +320,13 @@ impl ParallelEncoder {
         mask_attn: Option<Tensor<3, Bool>>,
     ) -> Tensor<3> {
         let sequence = self.activations == Activations::Sequence;
-        let x = if sequence { self.group.part(x, SEQUENCE) } else { x };
+        let x = if sequence {
+            // The layers' inputs are parts, which differ.
+            self.group.compare_input(&x);
+            self.group.part(x, SEQUENCE)
+        } else {
+            x
+        };
         let layer = |x, layer: &ParallelEncoderLayer| layer.forward(x, mask_pad.clone(), mask_attn.clone());
         let x = self.layers.iter().fold(x, layer);
         if sequence { self.group.gather(x, SEQUENCE) } else { x }

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::iter::once;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -16,12 +17,19 @@ use super::super::exchange::{Exchange, Step};
 use super::super::fsdp::first_shard;
 use super::super::op::ParallelOp;
 use super::TensorPlan;
+use crate::alike::first_other;
+use crate::data_parallel::refuse_several;
 use crate::parameters::Select;
 use crate::replicas;
 use crate::{Collectives, device, read_back};
 
 /// After how many calls ranks show each other again what all of them have: a prime number, so that it comes to each of a step's calls.
 const SHOWN: usize = 1021;
+/// The most elements of a layer's input that ranks show each other.
+const MOST_SHOWN: usize = 1 << 20;
+/// By so much of their own size may inputs differ: more than what processors of several kinds round in other ways, also in 16 bits, and much less than
+/// what lies between two batches.
+const NEAR: f64 = 0.05;
 
 /// The ranks among which layers are divided: what tensor-parallel layers are made with, and what layers of one's own are built
 /// from.
@@ -57,12 +65,15 @@ pub struct TensorGroup {
     group: ProcessGroup,
     /// How often ranks have shown each other what all of them have; clones have one number.
     shown: Arc<AtomicUsize>,
+    /// How often an input has come into layers that they share; clones have one number.
+    entered: Arc<AtomicUsize>,
 }
 
 impl TensorGroup {
     /// Over the ranks of `group`, such as `mesh.group("tensor")?`.
     pub fn new(group: &ProcessGroup) -> Self {
-        Self { group: group.in_call(Caller::TensorParallel), shown: Arc::default() }
+        let group = group.in_call(Caller::TensorParallel);
+        Self { group, shown: Arc::default(), entered: Arc::default() }
     }
 
     /// The number of ranks.
@@ -190,6 +201,42 @@ impl TensorGroup {
         states_identical(&self.group, [bytes])
     }
 
+    /// As [`copy`](Self::copy), of the input of a layer that the ranks share.
+    pub(super) fn enter<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
+        self.compare_input(&input);
+        self.copy(input)
+    }
+
+    /// Ends the group unless every rank has this `input` of a layer, but for rounding, in the first of these calls and every [`SHOWN`]th. The inputs of
+    /// other layers come from that of the first. All ranks call it together.
+    pub(super) fn compare_input<const D: usize>(&self, input: &Tensor<D>) {
+        let call = self.entered.fetch_add(1, Ordering::Relaxed);
+        if self.ranks() == 1 || !call.is_multiple_of(SHOWN) {
+            return;
+        }
+        let other = refuse_several("an operation of a TensorGroup", "call it outside of the replicas")
+            .and_then(|()| read_back::data(input.clone().detach()))
+            .and_then(|input| {
+                // Never nothing, also of an input without elements.
+                let own: Vec<f32> = once(0.0).chain(input.iter::<f32>().take(MOST_SHOWN)).collect();
+                first_other(&own, are_near, &self.group)
+            });
+        let error = match other {
+            Ok(None) => return,
+            Ok(Some(rank)) => Error::mismatch(format!(
+                "a layer that is divided among ranks has another input on rank {rank} than on rank 0 of its group, and each would compute its part of \
+                 another batch"
+            ))
+            .with_peer(rank)
+            .with_remedy(
+                "give all ranks of a TensorGroup the same batch: in a mesh, sample by the rank in the data dimension; if a dropout comes before the layer, \
+                 seed the devices of these ranks alike",
+            ),
+            Err(error) => error,
+        };
+        self.abort(error);
+    }
+
     /// Every rank's plan, and what is wrong with its module.
     pub(super) fn all_plans(
         &self,
@@ -305,6 +352,17 @@ impl fmt::Debug for TensorGroup {
     }
 }
 
+/// Whether inputs of a layer differ by rounding at most. Those that are not numbers differ from none.
+fn are_near(main: &[f32], own: &[f32]) -> bool {
+    let (mut apart, mut size) = (0.0, 0.0);
+    for (main, own) in main.iter().zip(own) {
+        let (main, own) = (f64::from(*main), f64::from(*own));
+        apart += (main - own) * (main - own);
+        size += main * main;
+    }
+    main.len() == own.len() && (apart.is_nan() || apart <= NEAR * NEAR * size)
+}
+
 /// Where `rank`'s part of `total` begins, and its length.
 pub(in crate::parallel) fn part(total: usize, ranks: usize, rank: usize) -> (usize, usize) {
     let (each, more) = (total / ranks, total % ranks);
@@ -325,6 +383,23 @@ fn changed<const D: usize>(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn inputs_are_near_each_other_whatever_their_size_and_those_of_another_batch_are_not() {
+        let wave = |phase: f32, scale: f32| -> Vec<f32> {
+            (0..100).map(|place| (place as f32 * 0.7 + phase).sin() * scale).collect()
+        };
+        for scale in [1e-12, 1.0, 1e12] {
+            let own = wave(0.0, scale);
+            let rounded: Vec<f32> = own.iter().map(|value| value * 1.004).collect();
+            assert!(are_near(&own, &own) && are_near(&own, &rounded));
+            assert!(!are_near(&own, &wave(0.3, scale)) && !are_near(&own, &own[1..]));
+            assert!(!are_near(&[0.0; 100], &own) && !are_near(&own, &[0.0; 100]));
+        }
+        assert!(
+            are_near(&[], &[]) && are_near(&[0.0], &[0.0]) && are_near(&[f32::INFINITY], &[f32::INFINITY])
+        );
+    }
 
     #[test]
     fn parts_follow_each_other_and_differ_by_one_at_most() {

@@ -26,7 +26,7 @@ impl Activations {
     /// What a rank computes its own part of a layer with.
     pub(super) fn enter<const D: usize>(self, group: &TensorGroup, x: Tensor<D>) -> Tensor<D> {
         match self {
-            Self::Replicated => group.copy(x),
+            Self::Replicated => group.enter(x),
             Self::Sequence => along_sequence(group, x, |x| group.gather_sums(x, SEQUENCE)),
         }
     }

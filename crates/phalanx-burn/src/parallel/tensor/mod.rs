@@ -34,8 +34,9 @@
 //! A model of one's own has [`ParallelLinear`] and [`VocabParallelEmbedding`] where it would have Burn's, and a [`TensorPlan`] divides
 //! these by their names.
 //!
-//! Every rank of the group sees the same samples. Parameters that are not divided get the same gradient on every rank, to the bit, and
-//! so stay equal; they must begin equal ([`TensorGroup::replicate`]). Several replicas of such a model are a
+//! Every rank of the group sees the same samples. The ranks compare what comes into a divided layer, but for rounding, in the first pass and in every
+//! 1021st pass through such a layer: with other samples on one rank, the groups end with an error. Parameters that are not divided get the same gradient
+//! on every rank, to the bit, and so stay equal; they must begin equal ([`TensorGroup::replicate`]). Several replicas of such a model are a
 //! [`Ddp`](crate::Ddp) over the group that the mesh has for data: ranks with the same part of the model.
 //!
 //! Clip with [`parallel::clip_grad_norm`](super::clip_grad_norm). [`Ddp::clip_grad_norm`](crate::Ddp::clip_grad_norm) would take the norm of

@@ -79,7 +79,7 @@ impl ParallelLinear {
                 }
             }
             Some(Division { group, .. }) => {
-                let x: &mut Tensor<D> = copied.get_or_insert_with(|| group.copy(x.clone()));
+                let x: &mut Tensor<D> = copied.get_or_insert_with(|| group.enter(x.clone()));
                 layer.local(x.clone())
             }
             None => layer.local(x.clone()),

@@ -62,7 +62,7 @@ impl VocabParallelEmbedding {
     /// every rank has.
     pub fn logits<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         let x = match self.division() {
-            Some(division) => division.group.copy(x),
+            Some(division) => division.group.enter(x),
             None => x,
         };
         x.matmul(self.weight.val().transpose().unsqueeze())

@@ -312,7 +312,7 @@ fn step_with(group: &DeviceGroup, hook: Sends) -> Result<()> {
 
 pub(super) fn refuse(group: &ProcessGroup, cuda: &phalanx_nccl::Device) {
     type Call = fn(&DeviceGroup) -> Result<()>;
-    let cases: [(&str, Call); 10] = [
+    let cases: [(&str, Call); 11] = [
         ("register_device_hook(halves)", |group| {
             let mut on_host = Ddp::with_options(Net::new(), group.host(), options())?;
             on_host.register_device_hook(Halves::default())
@@ -335,6 +335,11 @@ pub(super) fn refuse(group: &ProcessGroup, cuda: &phalanx_nccl::Device) {
         }),
         ("the model is not in the memory of CUDA device 0", |group| {
             let net = Net::new().fork(&Device::flex().autodiff());
+            Ddp::with_nccl(net, group, options()).map(drop)
+        }),
+        ("NCCL averages gradients on one device", |group| {
+            let mut net = Net::new();
+            net.layers[1] = net.layers[1].clone().fork(&Device::flex().autodiff());
             Ddp::with_nccl(net, group, options()).map(drop)
         }),
         ("averaged by is", |group| match group.host().rank().is_main() {

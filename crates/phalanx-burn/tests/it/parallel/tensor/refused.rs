@@ -126,6 +126,51 @@ fn tokens_that_differ_between_ranks_end_the_group() {
     }
 }
 
+/// No token says so where samples are images.
+#[test]
+fn inputs_of_divided_layers_that_differ_between_ranks_end_the_group() {
+    for (factor, said) in [(1.001, None), (2.0, Some("has another input on rank 1 than on rank 0"))] {
+        for activations in [None, Some(Activations::Replicated), Some(Activations::Sequence)] {
+            run(2, |group| {
+                let tensor = TensorGroup::new(&group);
+                let x = if group.rank().is_main() { input() } else { input() * factor };
+                let y = match activations {
+                    Some(activations) => {
+                        let encoder = encoder_config(1).init(&device()).map(&mut Waves(0));
+                        ParallelEncoder::new(encoder, &tensor, activations).unwrap().forward(x, None, None)
+                    }
+                    None => {
+                        let layer = || LinearConfig::new(WIDTH, WIDTH).init(&device()).map(&mut Waves(0));
+                        let inner = ColumnParallelLinear::new(layer(), &tensor).unwrap();
+                        let outer = RowParallelLinear::new(layer(), &tensor).unwrap();
+                        outer.forward(inner.forward(x))
+                    }
+                };
+                assert_eq!(values(y).iter().any(|x| x.is_nan()), said.is_some());
+                let cause = tensor.failure().map(|cause| cause.to_string());
+                assert_eq!(cause.is_some(), said.is_some(), "{cause:?}");
+                assert!(cause.iter().zip(said).all(|(cause, said)| cause.contains(said)), "{cause:?}");
+            });
+        }
+    }
+}
+
+#[test]
+fn inputs_of_divided_layers_are_compared_again_later() {
+    run(2, |group| {
+        let tensor = TensorGroup::new(&group);
+        let layer = LinearConfig::new(4, 4).init(&device());
+        let layer = ColumnParallelLinear::new(layer, &tensor).unwrap();
+        let pass = |scale: f64| drop(layer.forward(Tensor::<2>::full([1, 4], scale, &device())));
+        for _ in 0..1021 {
+            pass(1.0);
+        }
+        assert!(tensor.failure().is_none());
+        pass(1.0 + group.rank().index() as f64);
+        assert!(tensor.failure().unwrap().to_string().contains("has another input on rank 1"));
+    });
+}
+
 #[test]
 fn tokens_that_no_rank_has_end_the_group() {
     let ints = |tokens: &[i64]| {
