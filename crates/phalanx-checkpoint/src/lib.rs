@@ -394,13 +394,12 @@ impl Checkpoints {
 
 impl Drop for Checkpoints {
     fn drop(&mut self) {
-        if self.writer.is_writing() {
-            // What follows waits for the disk.
-            self.group.note_panic();
-        }
         // The other workers wait for this one to form the next group, in which the write goes on.
         if self.group.failure().is_some() && elastic::is_elastic() {
             self.writer.leave();
+        } else if self.writer.is_writing() {
+            // What follows waits for the disk.
+            self.group.note_panic();
         }
     }
 }
