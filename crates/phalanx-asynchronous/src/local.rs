@@ -63,6 +63,23 @@ impl LocalMethod {
         Self::Outer(Sgd::new(learning_rate).with_momentum(momentum))
     }
 
+    /// An error if no training goes by its rates: the parameters of all workers would become NaN.
+    fn check(self) -> Result<()> {
+        match self {
+            Self::Average | Self::Ring | Self::RandomPairs { .. } => Ok(()),
+            Self::Elastic { moving_rate } => {
+                match moving_rate.is_finite() {
+                    true => Ok(()),
+                    false => Err(Error::invalid_argument(format!(
+                        "the moving rate of LocalUpdates is {moving_rate}"
+                    ))
+                    .with_remedy("give it one that is finite, such as 0.9 divided by the number of workers")),
+                }
+            }
+            Self::Outer(rule) => rule.check(),
+        }
+    }
+
     /// Whether workers keep a centre, and whether they keep a velocity.
     fn keeps(self) -> (bool, bool) {
         match self {
@@ -240,8 +257,8 @@ impl LocalUpdates {
     /// the same method and interval.
     ///
     /// # Errors
-    /// If `every` is 0, if method, interval or the number of parameters differ between ranks, or if a rank has no memory for what the method
-    /// keeps: on every rank. If the group fails.
+    /// If `every` is 0, if a rate of the method is infinite or not a number, if method, interval or the number of parameters differ between ranks, or if a
+    /// rank has no memory for what the method keeps: on every rank. If the group fails.
     pub fn new(
         group: &ProcessGroup,
         method: LocalMethod,
@@ -259,7 +276,7 @@ impl LocalUpdates {
             velocity: Vec::new(),
         };
         let mut scratch = Vec::new();
-        let memory = state.take_memory(&mut scratch);
+        let memory = method.check().and_then(|()| state.take_memory(&mut scratch));
         state.agree(group, memory)?;
         group.broadcast(parameters, Rank::MAIN)?;
         if !state.center.is_empty() {
@@ -274,7 +291,8 @@ impl LocalUpdates {
     ///
     /// # Errors
     /// If the state is of another method or interval, of another number of parameters, or of another step than the other ranks'
-    /// states, or counts more than any run has, or if a rank has no memory for what the method sends: on every rank. If the group fails.
+    /// states, or counts more than any run has, or if a rate of the method is infinite or not a number, or a rank has no memory for what the method sends:
+    /// on every rank. If the group fails.
     pub fn resume(
         group: &ProcessGroup,
         method: LocalMethod,
@@ -282,7 +300,7 @@ impl LocalUpdates {
         parameters: &[f32],
         state: LocalState,
     ) -> Result<Self> {
-        let fits = state.fits(method, every, parameters.len());
+        let fits = method.check().and_then(|()| state.fits(method, every, parameters.len()));
         let (mut state, mut scratch) = (LocalState { method, ..state }, Vec::new());
         let ready = fits.and_then(|()| state.take_memory(&mut scratch));
         state.agree(group, ready)?;

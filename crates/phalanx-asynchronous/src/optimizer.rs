@@ -6,6 +6,7 @@
 use pulp::Arch;
 use serde::{Deserialize, Serialize};
 
+use crate::error::{Error, Result};
 use crate::hash::fnv1a;
 
 /// How gradients change parameters. The arithmetic must be the same for each element, whatever its neighbours.
@@ -19,6 +20,15 @@ pub trait UpdateRule: Send + Sync {
         0
     }
 
+    /// Checks the settings, where a [`ParameterServer`](super::ParameterServer) or a [`LocalUpdates`](super::LocalUpdates) begins with them. By default
+    /// nothing is checked.
+    ///
+    /// # Errors
+    /// If no training goes by them, as with a learning rate that is not a number: the parameters of all workers would become NaN.
+    fn check(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Takes update number `time` of these parameters, from 1 on. `scale` multiplies the learning rate. All slices are
     /// equally long.
     fn update(
@@ -29,6 +39,17 @@ pub trait UpdateRule: Send + Sync {
         gradients: &[f32],
         states: &mut [&mut [f32]],
     );
+}
+
+/// An error if one of a rule's settings is infinite or not a number.
+fn check_finite(settings: &[(&str, f32)]) -> Result<()> {
+    match settings.iter().find(|(_, value)| !value.is_finite()) {
+        None => Ok(()),
+        Some((name, value)) => {
+            Err(Error::invalid_argument(format!("the {name} of an update rule is {value}"))
+                .with_remedy("give it one that is finite"))
+        }
+    }
 }
 
 /// Stochastic gradient descent, as PyTorch's `SGD`.
@@ -85,6 +106,16 @@ impl UpdateRule for Sgd {
 
     fn fingerprint(&self) -> u64 {
         fnv1a(format!("{self:?}").bytes())
+    }
+
+    fn check(&self) -> Result<()> {
+        let Self { learning_rate, momentum, dampening, nesterov: _, weight_decay } = *self;
+        check_finite(&[
+            ("learning rate", learning_rate),
+            ("momentum", momentum),
+            ("dampening", dampening),
+            ("weight decay", weight_decay),
+        ])
     }
 
     fn update(
@@ -171,6 +202,21 @@ impl UpdateRule for Adam {
         fnv1a(format!("{self:?}").bytes())
     }
 
+    fn check(&self) -> Result<()> {
+        let Self { learning_rate, beta_1, beta_2, epsilon, weight_decay, decoupled: _ } = *self;
+        check_finite(&[
+            ("learning rate", learning_rate),
+            ("epsilon", epsilon),
+            ("weight decay", weight_decay),
+        ])?;
+        // With 1 the first correction would be a division by zero.
+        match [beta_1, beta_2].iter().find(|beta| !(0.0..1.0).contains(*beta)) {
+            None => Ok(()),
+            Some(beta) => Err(Error::invalid_argument(format!("a beta of Adam is {beta}"))
+                .with_remedy("give betas from 0 on that are below 1")),
+        }
+    }
+
     fn update(
         &self,
         time: u64,
@@ -209,6 +255,39 @@ mod tests {
     fn close(left: &[f32], right: &[f32]) {
         let is_close = left.iter().zip(right).all(|(left, right)| (left - right).abs() < 2e-6);
         assert!(left.len() == right.len() && is_close, "{left:?}, {right:?}");
+    }
+
+    #[test]
+    fn rules_by_which_no_training_goes_are_refused() {
+        let group = crate::group::ProcessGroup::alone().unwrap();
+        let start =
+            |rule: Sgd| crate::ParameterServer::builder(&[3], rule).start(&group, &mut [0.0; 3]).err();
+        let sgd = Sgd::new(0.1);
+        for rule in
+            [Sgd::new(f32::NAN), sgd.with_momentum(f32::INFINITY), Sgd { weight_decay: f32::NAN, ..sgd }]
+        {
+            assert!(start(rule).unwrap().is_invalid_argument(), "{rule:?}");
+        }
+        let adam = Adam::new(0.1);
+        for rule in [
+            Adam::new(f32::INFINITY),
+            Adam { epsilon: f32::NAN, ..adam },
+            Adam { beta_1: -0.1, ..adam },
+            Adam { beta_2: 1.0, ..adam },
+        ] {
+            assert!(rule.check().unwrap_err().is_invalid_argument(), "{rule:?}");
+        }
+        for delay in [
+            crate::DelayCompensation::Constant(f32::NAN),
+            crate::DelayCompensation::Adaptive { lambda: 0.1, mean: 1.5 },
+        ] {
+            let compensation = crate::Compensation { staleness_aware: false, delay: Some(delay) };
+            let server = crate::ParameterServer::builder(&[3], sgd).compensation(compensation);
+            let error = server.start(&group, &mut [0.0; 3]).err().unwrap();
+            assert!(error.is_invalid_argument(), "{error}");
+        }
+        Sgd::new(0.0).check().unwrap();
+        Adam { beta_1: 0.0, ..Adam::w(0.1, 0.1) }.check().unwrap();
     }
 
     /// Computed with torch.optim (2.x), in double precision.

@@ -60,6 +60,7 @@ mod writer;
 
 use std::io;
 use std::num::NonZeroUsize;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -81,7 +82,7 @@ use self::writer::{Job, Writer};
 use crate::caller::Caller;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
-use crate::group::ProcessGroup;
+use crate::group::{ProcessGroup, RemoteError};
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub use phalanx_proto::checkpoint::{manifest::fuzz as fuzz_manifest, tensors::fuzz as fuzz_tensors};
 
@@ -301,7 +302,7 @@ impl Checkpoints {
     /// ```
     ///
     /// # Errors
-    /// On every rank, and nothing is written: what `fill` returns on any rank; if slices of a tensor overlap or leave
+    /// On every rank, and nothing is written: what `fill` returns on any rank, or that it panics there; if slices of a tensor overlap or leave
     /// gaps, which the error names with their ranks; if two ranks save a part of the same name, or they save different
     /// steps; and if the previous write has not ended on some rank when the time-out passes. On every rank, and the
     /// snapshot is written all the same: the failure of the previous write. Also the errors of
@@ -311,7 +312,12 @@ impl Checkpoints {
         let _section = self.group.announce_section();
         let mut snapshot = Snapshot::default();
         // On all ranks at the same time, whoever waits for a disk: it may take part in a call of theirs, as that of a `TrainState` does.
-        let snapshot = fill(&mut snapshot).map(|()| snapshot);
+        let filled = catch_unwind(AssertUnwindSafe(|| fill(&mut snapshot)));
+        let (filled, panic) = match filled {
+            Ok(filled) => (filled, None),
+            Err(panic) => (Err(RemoteError::of_panic(&*panic, self.group.rank()).error()), Some(panic)),
+        };
+        let snapshot = filled.map(|()| snapshot);
         let deadline = Deadline::after(self.timeout);
         let ready = match &snapshot {
             Ok(_) => self.writer.ready(deadline),
@@ -320,8 +326,12 @@ impl Checkpoints {
         let mut threads = self.threads.lock();
         let group = self.patient(Caller::CheckpointsSaveSharded);
         let connected = threads.as_ref().is_some_and(|threads| threads.failure().is_none());
-        let agreed = sharded::agree(&group, step, &snapshot, ready, connected)
-            .map_err(|error| self.note_remote_error(error))?;
+        let agreed = sharded::agree(&group, step, &snapshot, ready, connected);
+        if let Some(panic) = panic {
+            // The others have heard of it.
+            resume_unwind(panic);
+        }
+        let agreed = agreed.map_err(|error| self.note_remote_error(error))?;
         let current = match threads.take().filter(|_| agreed.connected) {
             Some(current) => current,
             None => group.aside(Caller::CheckpointsSaveSharded, self.timeout)?,
@@ -387,6 +397,9 @@ impl Drop for Checkpoints {
         // The other workers wait for this one to form the next group, in which the write goes on.
         if self.group.failure().is_some() && elastic::is_elastic() {
             self.writer.leave();
+        } else if self.writer.is_writing() {
+            // What follows waits for the disk.
+            self.group.note_panic();
         }
     }
 }

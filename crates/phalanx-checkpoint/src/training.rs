@@ -6,7 +6,7 @@
 use std::any::Any;
 
 use phalanx_core::buffer::{Buffer, copy_of};
-use phalanx_core::group::{ProcessGroup, RemoteError};
+use phalanx_core::group::ProcessGroup;
 use phalanx_core::reducer::hooks::HookState;
 use phalanx_core::reducer::verify_description;
 use phalanx_core::sampler::ElasticSampler;
@@ -194,19 +194,10 @@ pub fn load_hook<S: TrainingState>(state: &S, reader: &impl StateReader) -> Resu
 /// Loads the newest of `checkpoints` by `load`; returns whether there is one. All ranks call it together.
 ///
 /// # Errors
-/// As [`Checkpoints::newest`]. On every rank, if `load` fails on one: the others have loaded it then.
+/// As [`Checkpoints::newest`]. On every rank, if `load` fails or panics on one: the others have loaded it then.
 pub fn resume(checkpoints: &Checkpoints, load: impl FnOnce(&Saved) -> Result<()>) -> Result<bool> {
     let Some(saved) = checkpoints.newest()? else { return Ok(false) };
-    // It may take long, and the others wait for it.
-    let section = checkpoints.group().announce_section();
-    let loaded = load(&saved);
-    drop(section);
-    let told = match &loaded {
-        Ok(()) => Ok(()),
-        Err(error) => Err(RemoteError::of(error, checkpoints.group().rank())),
-    };
-    let heard = checkpoints.patient(Caller::TrainStateResume).first_error_of_all(told);
-    loaded.and(heard).map(|()| true)
+    checkpoints.patient(Caller::TrainStateResume).told_to_all(|| load(&saved)).map(|()| true)
 }
 
 /// Checks that the value `name`, which is to replace the program's `own` progress, is of the same order if both are samplers. The sampler

@@ -243,6 +243,11 @@ impl Writer {
 }
 
 impl Writer {
+    /// Whether a write is in progress.
+    pub fn is_writing(&self) -> bool {
+        self.shared.state.lock().step.is_some()
+    }
+
     /// Lets the thread finish its work, and waits for nothing.
     pub fn leave(&self) {
         let mut state = self.shared.state.lock();

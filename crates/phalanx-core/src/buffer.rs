@@ -137,7 +137,7 @@ pub fn copy_of<T: Copy>(elements: &[T]) -> Result<Vec<T>> {
 }
 
 impl Buffer {
-    /// `elements` zeros.
+    /// `elements` zeros. As for a `Vec`, the process ends if there is no memory for them: see [`try_zeroed`](Self::try_zeroed).
     ///
     /// # Panics
     /// As `Vec`, if they are more than the address space holds.
@@ -148,11 +148,10 @@ impl Buffer {
     }
 
     /// As [`zeroed`](Self::zeroed), for lengths that a peer announces, and for what a call of all ranks needs: without memory
-    /// [`zeroed`](Self::zeroed) ends the process. Unlike [`has_room`], it takes what it has seen, so that no other thread does.
+    /// [`zeroed`](Self::zeroed) ends the process.
     ///
     /// # Errors
-    /// If there is no memory for so many.
-    #[doc(hidden)]
+    /// If there is no memory for so many ([`is_out_of_memory`](Error::is_out_of_memory)).
     pub fn try_zeroed(dtype: DType, elements: usize) -> Result<Self> {
         let mut bytes = AlignedBytes::default();
         // If it wrapped around, a short buffer would be taken for a long one.
@@ -161,7 +160,7 @@ impl Buffer {
         Ok(Self { storage: Storage::Unregistered(bytes), dtype })
     }
 
-    /// A copy of `elements`.
+    /// A copy of `elements`. As for a `Vec`, the process ends if there is no memory for it: see [`try_from_slice`](Self::try_from_slice).
     pub fn from_slice<T: Element>(elements: &[T]) -> Self {
         let mut buffer = Self::zeroed(T::DTYPE, elements.len());
         buffer.as_bytes_mut().copy_from_slice(bytemuck::cast_slice(elements));
@@ -171,8 +170,7 @@ impl Buffer {
     /// As [`from_slice`](Self::from_slice).
     ///
     /// # Errors
-    /// If there is no memory for the copy.
-    #[doc(hidden)]
+    /// If there is no memory for the copy ([`is_out_of_memory`](Error::is_out_of_memory)).
     pub fn try_from_slice<T: Element>(elements: &[T]) -> Result<Self> {
         let bytes = AlignedBytes::copy_of(bytemuck::cast_slice(elements))?;
         Ok(Self { storage: Storage::Unregistered(bytes), dtype: T::DTYPE })
@@ -363,7 +361,8 @@ impl BufferPart {
 }
 
 impl Clone for Buffer {
-    /// A copy in unregistered memory, which cannot fail as [`ProcessGroup::alloc`](crate::ProcessGroup::alloc) can.
+    /// A copy in unregistered memory, of which groups have no limit as of [`ProcessGroup::alloc`](crate::ProcessGroup::alloc)'s. As for a `Vec`, the
+    /// process ends if there is no memory for it: see [`Buffer::try_from_slice`].
     fn clone(&self) -> Self {
         let mut copy = Self::zeroed(self.dtype, self.len());
         copy.as_bytes_mut().copy_from_slice(self.as_bytes());

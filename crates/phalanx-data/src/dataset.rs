@@ -52,7 +52,8 @@ pub trait Dataset: Send + Sync {
     }
 
     /// By what it is told from a data set of other items, as far as that is known without reading them: ranks
-    /// [compare](crate::DataLoader::check_ranks) it. By default the number of items. A [`Subset`]'s is made of its indices, too, and that of files of
+    /// [compare](crate::DataLoader::check_ranks) it, and a [`Position`](crate::Position) keeps it, so it stays the same from run to run. By default the
+    /// number of items. A [`Subset`]'s is made of its indices, too, and that of files of
     /// their names or lengths.
     fn fingerprint(&self) -> u64 {
         self.len() as u64

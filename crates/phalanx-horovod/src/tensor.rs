@@ -273,7 +273,7 @@ impl<T: Element> From<Vec<T>> for Tensor {
 }
 
 impl<T: Element> From<&[T]> for Tensor {
-    /// One dimension, a copy.
+    /// One dimension, a copy. As for a `Vec`, the process ends if there is no memory for it: for large ones convert a [`Buffer::try_from_slice`].
     fn from(elements: &[T]) -> Self {
         Buffer::from_slice(elements).into()
     }

@@ -309,6 +309,8 @@ impl Run {
 impl Drop for Run {
     fn drop(&mut self) {
         let Some(recorder) = self.recorder.take() else { return };
+        // Before it waits for a disk.
+        self.group.note_panic();
         let outcome = if thread::panicking() {
             Outcome::Failed("rank 0 panicked".to_owned())
         } else if let Some(cause) = self.group.watched_failure() {

@@ -93,8 +93,8 @@ impl ParameterServerBuilder {
     ///
     /// # Errors
     /// If the settings differ, or are impossible: no servers, a rank that is not in the group, a replica without a second
-    /// server, more than 256 MiB of parameters on one server. If `parameters` are not as many as the keys have elements, on any
-    /// rank. If a server has no memory for its parameters: that ends the group. If the group fails.
+    /// server, more than 256 MiB of parameters on one server, a rule or a compensation by which [no training goes](UpdateRule::check). If
+    /// `parameters` are not as many as the keys have elements, on any rank. If a server has no memory for its parameters: that ends the group. If the group fails.
     pub fn start(self, group: &ProcessGroup, parameters: &mut [f32]) -> Result<ParameterServer> {
         let Self { lengths, servers, workers, consistency, rule, compensation, replicated, timeout } = self;
         let world = group.world_size();
@@ -109,6 +109,8 @@ impl ParameterServerBuilder {
             ))
             .with_remedy("give ParameterServer::builder the length of each tensor of the parameters")),
         });
+        let checked = rule.check().and_then(|()| compensation.check());
+        let layout = layout.and_then(|layout| checked.map(|()| layout));
         let group = group.in_call(Caller::RpcStart);
         let own = (
             fnv1a(format!("{lengths:?}").bytes()),

@@ -57,6 +57,25 @@ pub enum DelayCompensation {
     },
 }
 
+impl Compensation {
+    /// An error if no training goes by it: parameters would become NaN.
+    pub(super) fn check(&self) -> Result<()> {
+        let is_possible = match self.delay {
+            None => true,
+            Some(DelayCompensation::Constant(lambda)) => lambda.is_finite(),
+            // With more than the whole past a mean of squares would be negative.
+            Some(DelayCompensation::Adaptive { lambda, mean }) => {
+                lambda.is_finite() && (0.0..=1.0).contains(&mean)
+            }
+        };
+        if is_possible {
+            return Ok(());
+        }
+        Err(Error::invalid_argument(format!("a ParameterServer with {:?}", self.delay))
+            .with_remedy("give a lambda that is finite, and a mean from 0 to 1"))
+    }
+}
+
 /// Added to the mean of g² before its root.
 const EPSILON: f32 = 1e-7;
 

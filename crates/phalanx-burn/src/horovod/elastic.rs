@@ -17,6 +17,7 @@ use super::{DistributedOptimizer, DistributedOptions};
 use crate::alike;
 use crate::constants;
 use crate::ddp::held;
+use crate::lr;
 use crate::optimizer::OptimizerState;
 use crate::parallel::{refuse_divided, refuse_units};
 use crate::parameters::{Inventory, Select};
@@ -128,16 +129,31 @@ impl<M: Module, T> ModelState<M, T> {
     ) -> Result<()> {
         let rates: ModuleLearningRate = learning_rate.into();
         let gradients = averaging.synchronize_step(&rates, self.model())?;
-        self.apply(rates, gradients);
-        Ok(())
+        self.apply(rates, gradients)
     }
 
     /// Lets the optimizer change the model by `gradients`, which [`DistributedOptimizer::synchronize`] gave and which may have been
     /// clipped since.
-    pub fn apply(&mut self, learning_rate: impl Into<ModuleLearningRate>, gradients: GradientsParams) {
+    ///
+    /// # Errors
+    /// If a learning rate is infinite or not a number, which ends the job's group.
+    pub fn apply(
+        &mut self,
+        learning_rate: impl Into<ModuleLearningRate>,
+        gradients: GradientsParams,
+    ) -> Result<()> {
+        let rates: ModuleLearningRate = learning_rate.into();
+        if let Err(error) = lr::check(&rates, &self.inventory.parameters) {
+            // The others step, and wait for this rank in the next one.
+            if let Some(group) = &self.group {
+                group.abort(error.clone());
+            }
+            return Err(error);
+        }
         let optimizer = &mut self.optimizer;
-        let model = self.model.take().map(|model| optimizer.step(learning_rate, model, gradients));
+        let model = self.model.take().map(|model| optimizer.step(rates, model, gradients));
         self.model = model.map(|model| self.inventory.ties.retie(model));
+        Ok(())
     }
 }
 

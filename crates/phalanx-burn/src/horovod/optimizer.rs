@@ -31,7 +31,8 @@ pub struct DistributedOptions {
     pub op: Op,
     /// The form in which they travel.
     pub compression: Compression,
-    /// How many backward passes are added up, on each rank, before they are combined.
+    /// How many backward passes are added up, on each rank, before they are combined. As in Horovod, the ranks do not compare it: one with twice as many
+    /// brings the sum of twice as many.
     pub backward_passes_per_step: usize,
     /// Divides gradients by this before they are added up, and by the rest of the number of ranks afterwards. Only for
     /// [`Op::Average`].
@@ -380,14 +381,19 @@ impl DistributedOptimizer {
     }
 
     /// Lets the optimizer change the model by `gradients`, which [`synchronize`](Self::synchronize) gave.
+    ///
+    /// # Errors
+    /// If a learning rate is infinite or not a number, which ends the job.
     pub fn apply<M: Module>(
         &mut self,
         learning_rate: impl Into<ModuleLearningRate>,
         model: M,
         gradients: GradientsParams,
-    ) -> M {
+    ) -> Result<M> {
+        let rates: ModuleLearningRate = learning_rate.into();
+        self.check_rates(&rates)?;
         self.has_given = false;
-        self.inventory.ties.retie(self.optimizer.step(learning_rate, model, gradients))
+        Ok(self.inventory.ties.retie(self.optimizer.step(rates, model, gradients)))
     }
 
     /// Waits for the gradients, and lets the optimizer change the model by them.
@@ -401,7 +407,7 @@ impl DistributedOptimizer {
             return self.step_apart(rates, model);
         }
         let gradients = self.synchronize_step(&rates, &model)?;
-        Ok(self.apply(rates, model, gradients))
+        self.apply(rates, model, gradients)
     }
 
     /// Lets the optimizer change the model by this rank's gradients, and takes the Adasum of what it has changed.

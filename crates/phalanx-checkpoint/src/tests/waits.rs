@@ -1,5 +1,7 @@
 //! What ranks wait for.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
 use super::*;
 
 #[test]
@@ -79,4 +81,46 @@ fn a_state_is_not_copied_while_the_copy_of_the_one_before_is_written() {
     checkpoints.save(3, |snapshot| snapshot.value("step", &3)).unwrap();
     checkpoints.finish().unwrap();
     assert_eq!(folder::list(root.path()).unwrap().len(), 2);
+}
+
+#[test]
+fn a_rank_that_panics_while_it_collects_its_part_is_an_error_on_the_others() {
+    let root = tempfile::tempdir().unwrap();
+    run(2, Fabric::InProcess, |group| {
+        let checkpoints = Checkpoints::open(root.path(), &group).unwrap();
+        let fill =
+            |_: &mut Snapshot| if group.rank().is_main() { Ok(()) } else { panic!("there is no such layer") };
+        match catch_unwind(AssertUnwindSafe(|| checkpoints.save_sharded(1, fill))) {
+            Ok(saved) => {
+                let error = saved.unwrap_err().to_string();
+                assert!(error.contains("rank 1 panicked: there is no such layer"), "{error}");
+            }
+            Err(_) => assert!(!group.rank().is_main()),
+        }
+        assert!(group.failure().is_none() && checkpoints.newest().unwrap().is_none());
+    });
+}
+
+#[test]
+fn a_rank_that_panics_tells_the_others_before_it_waits_for_its_disk() {
+    let root = tempfile::tempdir().unwrap();
+    let (release, held) = std::sync::mpsc::channel::<()>();
+    let (release, held) = (Mutex::new(Some(release)), Mutex::new(Some(held)));
+    run(2, Fabric::InProcess, |group| {
+        let checkpoints = Checkpoints::open(root.path(), &group).unwrap();
+        if group.rank().is_main() {
+            let lent = Held(std::thread::current().id(), Mutex::new(held.lock().take().unwrap()));
+            checkpoints.save(1, |snapshot| snapshot.tensor_bytes("lent", DType::F32, &[1], lent)).unwrap();
+            let outcome: std::thread::Result<()> = catch_unwind(AssertUnwindSafe(move || {
+                let _checkpoints = checkpoints;
+                panic!("an index is out of range");
+            }));
+            assert!(outcome.is_err());
+            return;
+        }
+        let error = group.barrier().unwrap_err().to_string();
+        assert!(error.contains("rank 0 panicked"), "{error}");
+        // Only now the write can end.
+        drop(release.lock().take());
+    });
 }

@@ -1,3 +1,4 @@
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
@@ -150,6 +151,26 @@ fn a_state_that_one_rank_alone_cannot_load_is_an_error_on_every_rank() {
         assert_eq!(error.peer(), group.rank().is_main().then_some(Rank::new(1)), "{error}");
         // Nothing has failed but this call.
         assert!(resume(&checkpoints, |_| Ok(())).unwrap());
+    });
+}
+
+#[test]
+fn a_state_whose_loading_panics_on_one_rank_is_an_error_on_the_others() {
+    let folder = tempfile::tempdir().unwrap();
+    run(2, Fabric::InProcess, |group| {
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        checkpoints.save(3, |snapshot| snapshot.value("step", &3)).unwrap();
+        checkpoints.finish().unwrap();
+        let load = |_: &Saved| if group.rank().is_main() { Ok(()) } else { panic!("a shape is another") };
+        // The program catches it, and keeps the group.
+        match catch_unwind(AssertUnwindSafe(|| resume(&checkpoints, load))) {
+            Ok(outcome) => {
+                let error = outcome.unwrap_err().to_string();
+                assert!(error.contains("rank 1 panicked: a shape is another"), "{error}");
+            }
+            Err(_) => assert!(!group.rank().is_main()),
+        }
+        assert!(group.failure().is_none());
     });
 }
 

@@ -42,6 +42,12 @@ impl ProcessGroup {
         self.inner.health.note_returned();
     }
 
+    /// Ends the group on every rank if this thread panics, as when its last handle is dropped. For a `drop` that waits for a disk before.
+    #[doc(hidden)]
+    pub fn note_panic(&self) {
+        self.inner.note_panic();
+    }
+
     /// Ends the group because of an `error` of a transport that an adapter has beside this crate's, unless the connections
     /// report within a moment what has caused it. Returns the group's failure.
     #[doc(hidden)]

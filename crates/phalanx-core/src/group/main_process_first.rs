@@ -6,7 +6,7 @@ use super::ProcessGroup;
 use super::config::Backend;
 use super::remote_error::RemoteError;
 use crate::caller::Caller;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::host;
 
 impl ProcessGroup {
@@ -60,30 +60,31 @@ impl ProcessGroup {
             let _section = self.announce_section();
             return prepare();
         }
+        self.told_to_all(prepare)
+    }
+
+    /// Runs `call` and tells the others whether it has failed, also if it panics, which goes on then. The first rank's error is that of every rank.
+    /// For libraries.
+    #[doc(hidden)]
+    pub fn told_to_all<T>(&self, call: impl FnOnce() -> Result<T>) -> Result<T> {
+        // It may take long, and the others wait for it.
         let section = self.announce_section();
-        let outcome = catch_unwind(AssertUnwindSafe(prepare));
+        let outcome = catch_unwind(AssertUnwindSafe(call));
         drop(section);
-        let me = self.rank();
-        let prepared = match &outcome {
+        let told = match &outcome {
             Ok(Ok(_)) => Ok(()),
-            Ok(Err(error)) => Err(RemoteError::of(error, me)),
-            Err(panic) => {
-                let said = panic.downcast_ref::<&str>().copied();
-                let said = said.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-                let cause = format!("rank {me} panicked: {}", said.unwrap_or("without a message"));
-                Err(RemoteError::of(&Error::aborted(cause), me))
-            }
+            Ok(Err(error)) => Err(RemoteError::of(error, self.rank())),
+            Err(panic) => Err(RemoteError::of_panic(&**panic, self.rank())),
         };
-        let heard = self.first_error_of_all(prepared);
+        let heard = self.first_error_of_all(told);
         match outcome {
             Ok(outcome) => outcome.and_then(|value| heard.map(|()| value)),
             Err(panic) => resume_unwind(panic),
         }
     }
 
-    /// Waits until all have come here. The first rank's error is that of every rank. For libraries.
-    #[doc(hidden)]
-    pub fn first_error_of_all(&self, own: Result<(), RemoteError>) -> Result<()> {
+    /// Waits until all have come here. The first rank's error is that of every rank.
+    fn first_error_of_all(&self, own: Result<(), RemoteError>) -> Result<()> {
         let all: Vec<Result<(), RemoteError>> = self.all_gather_object(&own)?;
         match all.into_iter().find_map(Result::err) {
             None => Ok(()),

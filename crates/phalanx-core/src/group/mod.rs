@@ -377,8 +377,9 @@ impl ProcessGroup {
     }
 }
 
-impl Drop for Inner {
-    fn drop(&mut self) {
+impl Inner {
+    /// Fails the group if this thread panics.
+    fn note_panic(&self) {
         if std::thread::panicking() {
             // With a goodbye the peers would assume a clean end.
             self.health.fail(Error::aborted(format!("rank {} panicked", self.rank)));

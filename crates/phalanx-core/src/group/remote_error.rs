@@ -1,5 +1,7 @@
 //! An error of a rank, for the others.
 
+use std::any::Any;
+
 use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
@@ -25,6 +27,14 @@ impl RemoteError {
             cause: error.full_cause(),
             remedy: error.remedy().map(str::to_owned),
         }
+    }
+
+    /// What a `panic` of this rank tells others.
+    pub fn of_panic(panic: &(dyn Any + Send), me: Rank) -> Self {
+        let said = panic.downcast_ref::<&str>().copied();
+        let said = said.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+        let cause = format!("rank {me} panicked: {}", said.unwrap_or("without a message"));
+        Self::of(&Error::aborted(cause), me)
     }
 
     #[doc(hidden)]

@@ -1,7 +1,7 @@
 //! The options of a loader.
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -229,6 +229,10 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
         if let Some(tail) = self.tail {
             places = places.tail(tail);
         }
+        if own.is_none() && !places.is_shuffled() {
+            // Nothing depends on it, so a position does not either.
+            places = places.seed(0);
+        }
         match (shard, self.shard) {
             (Some(one), Some(other)) if one != other => {
                 return Err(Error::invalid_argument(format!(
@@ -258,6 +262,7 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
         places.check_memory()?;
         let inner = Inner {
             dataset: Arc::new(self.dataset),
+            fingerprint: OnceLock::new(),
             collate: self.collate,
             own,
             settings: self.settings,

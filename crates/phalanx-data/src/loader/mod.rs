@@ -9,7 +9,7 @@ mod work;
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 use phalanx::sampler::{ElasticSampler, Tail};
@@ -49,6 +49,8 @@ pub struct DataLoader<D: Dataset, B = Vec<<D as Dataset>::Item>> {
 
 pub(crate) struct Inner<D: Dataset, B> {
     pub dataset: Arc<D>,
+    /// The data set's, once it was needed: it may be made of all names or indices.
+    pub fingerprint: OnceLock<u64>,
     pub collate: Collating<D::Item, B>,
     pub own: Option<Own>,
     pub settings: Settings,
@@ -90,18 +92,20 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
     /// ```
     #[doc(alias = "state_dict")]
     pub fn position(&self) -> Position {
-        Position::at(self.inner.progress.lock().position.clone())
+        let places = self.inner.progress.lock().position.clone();
+        Position::at(places, self.inner.fingerprint())
     }
 
     /// Goes on at `position` with the next [`iter`](Self::iter). Rank and world are this loader's.
     ///
     /// # Errors
-    /// If the position belongs to another data set or to another order, also if a [`Sampler`](crate::Sampler) gives another one now for the epoch of the position.
+    /// If the position belongs to another order, also if a [`Sampler`](crate::Sampler) gives another one now for the epoch of the position. If it is one
+    /// within a pass over another data set, as far as its [fingerprint](Dataset::fingerprint) tells.
     #[doc(alias = "load_state_dict")]
     pub fn resume(&self, position: &Position) -> Result<()> {
         let own = self.inner.progress.lock().position.clone();
         // A sampler is the program's code, and may ask this loader: no lock is held meanwhile.
-        let wanted = position.for_loader(&own, self.inner.own.as_ref())?;
+        let wanted = position.for_loader(&own, self.inner.own.as_ref(), self.inner.fingerprint())?;
         let mut progress = self.inner.progress.lock();
         (progress.position, progress.begun) = (wanted, false);
         progress.passes += 1;
@@ -236,7 +240,7 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
             }
             None => places.describe(),
         };
-        let (items, fingerprint) = (self.inner.dataset.len(), self.inner.dataset.fingerprint());
+        let (items, fingerprint) = (self.inner.dataset.len(), self.inner.fingerprint());
         let (epoch, consumed) = (places.epoch(), places.consumed());
         let loads = format!(
             "{items} items (fingerprint {fingerprint:016x}), {order}, epoch {epoch} behind {consumed} items, batch_size {batch_size}, drop_last {drop_last}, \
@@ -266,11 +270,16 @@ impl<D: Dataset, B> Inner<D, B> {
     ) -> Inner<D, C> {
         Inner {
             dataset: self.dataset.clone(),
+            fingerprint: self.fingerprint.clone(),
             collate,
             own,
             settings: self.settings.clone(),
             progress: Mutex::new(progress),
         }
+    }
+
+    pub fn fingerprint(&self) -> u64 {
+        *self.fingerprint.get_or_init(|| self.dataset.fingerprint())
     }
 
     pub fn steps_left(&self, position: &ElasticSampler, world: WorldSize) -> usize {

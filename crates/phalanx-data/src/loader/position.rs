@@ -4,7 +4,7 @@
 //! world. It counts what the loop has got: what was loaded ahead is loaded again by whoever resumes. A sampler of one's
 //! own therefore gives the order of all ranks, and the loader distributes it. `ElasticSampler` counts the places, also of
 //! a `DistributedSampler`, whose indices it gives. For a sampler of one's own, whose places it does not shuffle, its seed is a digest of the
-//! order: places of another order are other items.
+//! order: places of another order are other items. So are those of another data set, of which it keeps the fingerprint.
 
 use phalanx::sampler::ElasticSampler;
 use phalanx::{Error, Result};
@@ -18,11 +18,13 @@ use super::order::Own;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Position {
     places: ElasticSampler,
+    /// Of the data set.
+    fingerprint: u64,
 }
 
 impl Position {
-    pub(super) fn at(places: ElasticSampler) -> Self {
-        Self { places }
+    pub(super) fn at(places: ElasticSampler, fingerprint: u64) -> Self {
+        Self { places, fingerprint }
     }
 
     /// The epoch.
@@ -35,8 +37,13 @@ impl Position {
         self.places.consumed()
     }
 
-    /// This position for a loader that is at `own`, if it is one of the same order.
-    pub(super) fn for_loader(&self, own: &ElasticSampler, sampler: Option<&Own>) -> Result<ElasticSampler> {
+    /// This position for a loader that is at `own` in a data set with this `fingerprint`, if it is one of the same order and items.
+    pub(super) fn for_loader(
+        &self,
+        own: &ElasticSampler,
+        sampler: Option<&Own>,
+        fingerprint: u64,
+    ) -> Result<ElasticSampler> {
         let (mut saved, mut mine) = (self.places.clone(), own.clone());
         if let Some(sampler) = sampler {
             // Its length and its digest are those of the epoch.
@@ -75,11 +82,22 @@ impl Position {
         if saved != mine {
             let (there, here) = (saved.describe(), mine.describe());
             let cause = match there == here {
-                true => "by another sampler, or with another seed".to_owned(),
+                true => "by another sampler".to_owned(),
                 false => format!("of {there}; that of the loader is of {here}"),
             };
             return Err(Error::invalid_argument(format!("the position was saved in another order, {cause}"))
                 .with_remedy("resume with the same options, or begin with the next epoch: set_epoch"));
+        }
+        // Before its first item an epoch may as well be one of other items.
+        if wanted.consumed() > 0 && self.fingerprint != fingerprint {
+            return Err(Error::invalid_argument(format!(
+                "the position was saved within a pass over another data set: its fingerprint was {:016x} and is {fingerprint:016x}",
+                self.fingerprint
+            ))
+            .with_remedy(
+                "resume with the data set of then, or begin with the next epoch: set_epoch. If each rank has a data set of its own, save each rank's \
+                 position",
+            ));
         }
         Ok(wanted)
     }

@@ -127,7 +127,7 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamLoaderBuilder<D, B> 
         let shards = self.shards.unwrap_or(world.count() * self.settings.num_workers.max(1));
         checked("shards", shards, 1..=MAX_SHARDS)?;
         enough(shards, world)?;
-        let progress = Progress::new(StreamPosition::start(shards), self.shard);
+        let progress = Progress::new(StreamPosition::start(shards, self.settings.seed), self.shard);
         let inner = Inner {
             dataset: Arc::new(self.dataset),
             collate: self.collate,

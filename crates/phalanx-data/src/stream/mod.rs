@@ -157,7 +157,7 @@ impl<D: IterableDataset + 'static, B: Send + 'static> StreamLoader<D, B> {
     /// position is enough for the same rank of as many, and that of a world of one for all.
     ///
     /// # Errors
-    /// If the position was saved with another number of shards, or is another rank's own.
+    /// If the position was saved with another number of shards, or is another rank's own, or is one within a pass of a loader with another seed.
     pub fn resume(&self, position: &StreamPosition) -> Result<()> {
         let mut progress = self.inner.progress.lock();
         let wanted = position.for_loader(&progress.position, progress.shard)?;

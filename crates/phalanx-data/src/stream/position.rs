@@ -16,17 +16,19 @@ pub struct StreamPosition {
     read: Vec<u64>,
     /// Whose it is, a rank of so many: other ranks' shards are where they were when the pass began. None if it is all ranks'.
     part: Option<(u32, u32)>,
+    /// The loader's: a shard may be read in an order that is drawn from it.
+    seed: u64,
 }
 
 impl StreamPosition {
-    pub(super) fn start(shards: usize) -> Self {
-        Self { epoch: 0, read: vec![0; shards], part: None }
+    pub(super) fn start(shards: usize, seed: u64) -> Self {
+        Self { epoch: 0, read: vec![0; shards], part: None, seed }
     }
 
     /// The position of all ranks together, of each rank's: as `group.all_gather_object` gives them.
     ///
     /// # Errors
-    /// If they are not of the same pass over the same shards, or a rank's is missing or comes twice.
+    /// If they are not of the same pass over the same shards, or of loaders with several seeds, or a rank's is missing or comes twice.
     pub fn merged(ranks: &[Self]) -> Result<Self> {
         let Some((first, others)) = ranks.split_first() else {
             return Err(Error::invalid_argument("no position was given: one for each rank is needed"));
@@ -42,6 +44,13 @@ impl StreamPosition {
             ))
             .with_remedy("ask all ranks for their positions after the same step, or between two passes"));
         }
+        if let Some(other) = others.iter().find(|other| other.seed != first.seed) {
+            return Err(Error::mismatch(format!(
+                "a rank's loader has the seed {}, another's {}",
+                first.seed, other.seed
+            ))
+            .with_remedy("give the loaders of all ranks the same seed"));
+        }
         let mut by_rank: Vec<&Self> = ranks.iter().collect();
         by_rank.sort_unstable_by_key(|one| one.part);
         let parts: Vec<Option<(u32, u32)>> = by_rank.iter().map(|one| one.part).collect();
@@ -49,7 +58,7 @@ impl StreamPosition {
         if parts.iter().copied().eq((0..world).map(|rank| Some((rank, world)))) {
             // Of each shard what the rank says that reads it: another one may have begun the pass elsewhere, as one that alone has resumed.
             let read = (0..first.read.len()).map(|shard| by_rank[shard % by_rank.len()].read[shard]);
-            return Ok(Self { epoch: first.epoch, read: read.collect(), part: None });
+            return Ok(Self { read: read.collect(), part: None, ..first.clone() });
         }
         Err(Error::invalid_argument(format!(
             "`StreamPosition::merged` needs the position of each rank once, and got those of {}",
@@ -105,12 +114,13 @@ impl StreamPosition {
         self.part.get_or_insert((rank.get(), world.get()));
     }
 
-    /// This position for a loader of this rank that is at `own`, if it is one of as many shards and not another rank's.
+    /// This position for a loader of this rank that is at `own`, if it is one of as many shards and not another rank's; within a pass, if it is one
+    /// of the same seed.
     pub(super) fn for_loader(&self, own: &Self, shard: (Rank, WorldSize)) -> Result<Self> {
-        let (saved, own) = (self.read.len(), own.read.len());
-        if saved != own {
+        let (saved, here) = (self.read.len(), own.read.len());
+        if saved != here {
             return Err(Error::invalid_argument(format!(
-                "the position was saved with {saved} shards, the loader has {own}"
+                "the position was saved with {saved} shards, the loader has {here}"
             ))
             .with_remedy(format!("build the loader with `.shards({saved})`")));
         }
@@ -122,8 +132,16 @@ impl StreamPosition {
             ))
             .with_remedy("it is damaged: resume with another one, or begin anew"));
         }
+        if self.seed != own.seed && self.read.iter().any(|read| *read > 0) {
+            return Err(Error::invalid_argument(format!(
+                "the position was saved within a pass of a loader with the seed {}, and this one has {}: a shard that is shuffled by its seed has \
+                 another order now",
+                self.seed, own.seed
+            ))
+            .with_remedy(format!("build the loader with `.seed({})`", self.seed)));
+        }
         // Alone, a rank had all shards.
-        Ok(Self { part: self.part.filter(|(_, world)| *world > 1), ..self.clone() })
+        Ok(Self { part: self.part.filter(|(_, world)| *world > 1), seed: own.seed, ..self.clone() })
     }
 
     /// Checks that it says how far the shards of this rank have been read.
@@ -159,8 +177,8 @@ mod tests {
 
     #[test]
     fn a_position_behind_any_stream_is_refused() {
-        let (own, shard) = (StreamPosition::start(2), (Rank::MAIN, WorldSize::ONE));
-        let at = |read| StreamPosition { read: vec![0, read], ..StreamPosition::start(2) };
+        let (own, shard) = (StreamPosition::start(2, 0), (Rank::MAIN, WorldSize::ONE));
+        let at = |read| StreamPosition { read: vec![0, read], ..StreamPosition::start(2, 0) };
         assert_eq!(at(MAX_READ).for_loader(&own, shard).unwrap(), at(MAX_READ));
         let error = at(u64::MAX).for_loader(&own, shard).unwrap_err();
         assert!(error.is_invalid_argument() && error.to_string().contains("of shard 1"), "{error}");

@@ -230,6 +230,41 @@ fn a_position_of_something_else_is_refused() {
 }
 
 #[test]
+fn a_position_within_a_pass_over_other_items_is_refused() {
+    // As many, but others.
+    let of = |first: usize| {
+        let items = numbers(20).subset((first..first + 10).collect::<Vec<_>>()).unwrap();
+        DataLoader::builder(items).shuffle(true).batch_size(5).build().unwrap()
+    };
+    let first = of(0);
+    let mut batches = first.iter();
+    batches.next().unwrap().unwrap();
+    of(0).resume(&first.position()).unwrap();
+    let error = of(5).resume(&first.position()).unwrap_err();
+    assert!(error.is_invalid_argument() && error.to_string().contains("over another data set"), "{error}");
+    // Between two passes nothing of the next one's items was taken.
+    assert_eq!(batches.count(), 1);
+    of(5).resume(&first.position()).unwrap();
+}
+
+#[test]
+fn a_position_in_the_items_own_order_is_one_for_any_seed() {
+    let of = |seed: u64| {
+        let sampler = DistributedSampler::new(10, Rank::MAIN, WorldSize::ONE).unwrap();
+        let sampler = sampler.shuffle(false).seed(seed);
+        [
+            DataLoader::builder(numbers(10)).sampler(sampler).build().unwrap(),
+            DataLoader::builder(numbers(10)).seed(seed).build().unwrap(),
+        ]
+    };
+    for (first, other) in of(1).into_iter().zip(of(2)) {
+        first.iter().next();
+        other.resume(&first.position()).unwrap();
+        assert_eq!(other.iter().next().unwrap().unwrap(), [1]);
+    }
+}
+
+#[test]
 fn a_sampler_may_ask_its_loader() {
     struct Asking(Arc<OnceLock<DataLoader<InMemory<usize>>>>);
     impl Sampler for Asking {
@@ -304,7 +339,8 @@ fn a_position_knows_the_order_of_a_sampler_again() {
     // Of a version that did not know it.
     let mut old = ElasticSampler::new(10).shuffle(false).tail(Tail::Repeat);
     old.next_batch(2, Rank::MAIN, WorldSize::ONE).unwrap();
-    let old: phalanx_data::Position = postcard::from_bytes(&postcard::to_stdvec(&old).unwrap()).unwrap();
+    let old: phalanx_data::Position =
+        postcard::from_bytes(&postcard::to_stdvec(&(old, 10_u64)).unwrap()).unwrap();
     let resumed = of(2);
     resumed.resume(&old).unwrap();
     assert_eq!(resumed.iter().next().unwrap().unwrap(), [6, 3]);

@@ -340,6 +340,21 @@ fn positions_of_different_passes_do_not_go_together() {
 }
 
 #[test]
+fn a_position_within_a_pass_is_one_for_the_same_seed() {
+    let of = |seed: u64| StreamLoader::builder(Numbers(8)).shards(2).seed(seed).build().unwrap();
+    let first = of(1);
+    // Nothing was drawn yet.
+    of(2).resume(&first.position()).unwrap();
+    first.iter().next().unwrap().unwrap();
+    of(1).resume(&first.position()).unwrap();
+    let error = of(2).resume(&first.position()).unwrap_err();
+    assert!(error.is_invalid_argument() && error.to_string().contains("with the seed 1"), "{error}");
+    assert!(error.remedy().unwrap().contains("`.seed(1)`"), "{error}");
+    let error = StreamPosition::merged(&[of(1).position(), of(2).position()]).unwrap_err();
+    assert!(error.is_mismatch() && error.to_string().contains("the seed 1, another's 2"), "{error}");
+}
+
+#[test]
 fn a_rank_s_own_position_is_not_that_of_all() {
     let loader = |(rank, world): (Rank, WorldSize)| {
         let loader = StreamLoader::builder(Numbers(40)).shards(4).shard(rank, world);

@@ -124,6 +124,12 @@ impl ElasticSampler {
         self.samples
     }
 
+    /// Whether it shuffles in every epoch.
+    #[doc(hidden)]
+    pub fn is_shuffled(&self) -> bool {
+        self.shuffle
+    }
+
     /// The same for a data set of `samples`, at the start of the epoch.
     pub fn with_samples(&self, samples: usize) -> Self {
         let mut other = Self { samples, order: None, ..self.clone() };

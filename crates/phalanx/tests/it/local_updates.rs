@@ -257,6 +257,23 @@ fn no_steps_between_meetings_make_no_sense() {
 }
 
 #[test]
+fn a_rate_of_one_rank_that_is_no_number_is_refused_on_every_rank() {
+    run(2, Fabric::InProcess, |group| {
+        let is_main = group.rank().is_main();
+        for method in [
+            LocalMethod::Elastic { moving_rate: f32::NAN },
+            LocalMethod::slow_momentum(f32::INFINITY, 0.5),
+            LocalMethod::slow_momentum(1.0, f32::NAN),
+        ] {
+            let method = if is_main { method } else { LocalMethod::Average };
+            let error = LocalUpdates::new(&group, method, 5, &mut [0.0; 3]).unwrap_err();
+            assert!(error.is_invalid_argument(), "{error}");
+            assert_eq!(error.to_string().contains("rank 0 cannot go on"), !is_main, "{error}");
+        }
+    });
+}
+
+#[test]
 fn settings_that_differ_or_cannot_be_are_refused_on_every_rank() {
     run(3, Fabric::InProcess, |group| {
         let is_other = group.rank().get() == 1;

@@ -174,7 +174,7 @@ impl<M: Module> Fsdp<M> {
             false => self.state_of_units(saved, name, index)?,
         };
         fit::check(optimizer, (self.model(), self.ddp.parameters()), &state.index(), begun)?;
-        *optimizer = state.load(optimizer, self.ddp.parameters())?;
+        let loaded = state.load(optimizer, self.ddp.parameters())?;
         let places = self.pieces();
         let mut pieces = Vec::new();
         for piece in 0..places.len() {
@@ -189,6 +189,8 @@ impl<M: Module> Fsdp<M> {
             pieces.push(elements);
         }
         let ids = self.units.keys().copied().collect();
+        // From here on nothing fails.
+        *optimizer = loaded;
         // Deferred updates of forward passes would overwrite the loaded values.
         self.ddp.settle_buffers();
         self.drop_accumulated();

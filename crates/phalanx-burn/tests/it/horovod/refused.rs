@@ -83,7 +83,7 @@ fn a_step_after_the_gradients_were_given_is_refused_and_the_others_are_told() {
                     if step == 2 {
                         all_are_here.wait();
                     }
-                    Ok(optimizer.apply(0.05, model, gradients))
+                    optimizer.apply(0.05, model, gradients)
                 }
             }
         };
@@ -149,6 +149,26 @@ fn a_learning_rate_of_one_rank_that_is_no_number_ends_the_job() {
             assert!(hvd.rank().is_main() || error.contains("rank 0 cannot take part"), "{error}");
         });
     }
+}
+
+#[test]
+fn gradients_are_not_applied_with_a_learning_rate_that_is_no_number() {
+    let all_are_here = Barrier::new(2);
+    run(2, |group| {
+        let hvd = horovod(&group);
+        let model = broadcast_parameters(&hvd, Mlp::new(&WIDTHS), Rank::MAIN).unwrap();
+        let mut optimizer = DistributedOptimizer::new(sgd(), &model, &hvd).unwrap();
+        let loss = optimizer.forward(&model, |model| model.loss(batch(&group, 0)));
+        optimizer.backward(&loss).unwrap();
+        let gradients = optimizer.synchronize(&model).unwrap();
+        // The error ends the job, in which the other rank may still wait for its gradients.
+        all_are_here.wait();
+        let rate = if hvd.rank().is_main() { f64::NAN } else { 0.05 };
+        let outcome = optimizer.apply(rate, model, gradients).and_then(|_model| hvd.barrier());
+        let error = outcome.unwrap_err().to_string();
+        assert!(error.contains("the learning rate NaN, of `layers.0.weight`"), "{error}");
+        assert!(hvd.rank().is_main() || error.contains("rank 0 cannot take part"), "{error}");
+    });
 }
 
 #[test]

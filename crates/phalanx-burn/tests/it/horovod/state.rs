@@ -95,6 +95,19 @@ fn a_round_of_an_elastic_job_refuses_layers_that_compute_with_other_numbers() {
 }
 
 #[test]
+fn a_state_keeps_its_model_where_a_learning_rate_is_no_number() {
+    let mut state = ModelState::new(Mlp::new(&WIDTHS), sgd(), ()).unwrap();
+    let before = floats(state.model());
+    for rate in [f64::NAN, f64::INFINITY] {
+        let gradients =
+            GradientsParams::from_grads(state.model().loss(samples(0, 8)).backward(), state.model());
+        let error = state.apply(rate, gradients).unwrap_err();
+        assert!(error.is_invalid_argument() && error.to_string().contains("the learning rate"), "{error}");
+    }
+    assert_eq!(floats(state.model()), before);
+}
+
+#[test]
 fn several_roots_of_an_optimizer_s_state_are_refused_on_every_rank() {
     run(3, |group| {
         let hvd = horovod(&group);
