@@ -9,6 +9,7 @@ An event of the profiler must not be called ``record_param_comms``: for that nam
 """
 
 import datetime
+import operator
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -93,9 +94,14 @@ def _of_two(output: Any, input: Any, options: Any) -> tuple[Any, ...]:
     return output, input
 
 
-def _splits(given: Any) -> list[int]:
-    # Arrays of NumPy and tensors are sizes, too, and have no truth value.
-    return [] if given is None else [int(split) for split in given]
+def split_sizes(given: Any) -> list[int]:
+    """The split sizes of a call as integers: those of arrays of NumPy and of tensors, too, which have no truth value."""
+    if given is None:
+        return []
+    try:
+        return [operator.index(size) for size in given]
+    except TypeError as error:
+        raise TypeError(f"all_to_all_single: split sizes are integers, one for each rank, and not {given!r}") from error
 
 
 def _reduced(*arguments: Any) -> tuple[Any, ...]:
@@ -139,7 +145,7 @@ _KINDS = {
     "all_to_all_single": _Kind(
         "alltoall_base_",
         lambda output, input, received, sent, opts: (output, input),
-        lambda output, input, received, sent, opts: (_splits(received), _splits(sent), *_how(opts)),
+        lambda output, input, received, sent, opts: (split_sizes(received), split_sizes(sent), *_how(opts)),
         "all_to_all",
         "ALLTOALL_BASE",
         1,

@@ -25,7 +25,7 @@ from phalanx_torch import work as works
 from phalanx_torch._ddp import calling_back
 from phalanx_torch._errors import Error
 from phalanx_torch._functional import dense, stored, waited
-from phalanx_torch.observed import is_of_graph, is_watched, modes, profiler
+from phalanx_torch.observed import is_of_graph, is_watched, modes, profiler, split_sizes
 from phalanx_torch.sparse import all_reduce_sparse
 from phalanx_torch.work import Ended, Work, Works, ended
 
@@ -1424,8 +1424,7 @@ def _overload(tensors: Any, opts: Any, timeout: object, op: Any, options: type[A
 
 def _counts(what: str, tensor: torch.Tensor, splits: Any, size: int) -> list[int]:
     """The numbers of elements that belong to each rank; empty if all have the same."""
-    # Arrays of NumPy and tensors are sizes, too, and have no truth value.
-    splits = [] if splits is None else [int(split) for split in splits]
+    splits = split_sizes(splits)
     if not splits:
         rows = tensor.size(0) if tensor.dim() else 1
         if tensor.numel() and rows % size:

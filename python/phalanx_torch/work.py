@@ -155,8 +155,8 @@ class Work(dist.Work):
         if self._native is not None:
             seconds = _seconds(timeout)
             if not self._native.wait(seconds):
-                raise RuntimeError(
-                    f"{self._operation}: not done after {seconds} s; it still runs, and the group's time-out ends it"
+                raise Error(
+                    f"{self._operation}: not done after {seconds} s; it still runs, and the group's time-out ends it", "timeout"
                 )
             if self._told is not None:
                 # Soon, but not where the thread that tells it waits here itself.
