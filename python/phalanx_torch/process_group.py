@@ -326,7 +326,7 @@ _have_groups_moved_data = False
 def _warn_if_unused(group: "ProcessGroup") -> None:
     """Says once, on rank 0, that the ranks of a job have done nothing together. Other groups than the job's are often unused."""
     global _have_groups_moved_data
-    _have_groups_moved_data |= any(other.has_moved_data() for other in _groups)
+    _have_groups_moved_data |= any(other.has_moved_data() for other in _exit.members(_groups))
     if _have_groups_moved_data or group is not dist.group.WORLD or group.rank() != 0 or group.size() == 1:
         return
     # A group that has failed has another reason.
@@ -452,7 +452,7 @@ def _release_store_with_the_next() -> None:
 
 
 def _call_hooks_of_all() -> None:
-    for group in list(_groups):
+    for group in _exit.members(_groups):
         _call_hooks(group)
 
 
@@ -461,7 +461,7 @@ _exit.when_left.append(_call_hooks_of_all)
 
 def _warn_at_exit() -> None:
     if _exit.cause_of_end() is None:
-        for group in list(_groups):
+        for group in _exit.members(_groups):
             _warn_if_unused(group)
 
 
