@@ -595,10 +595,12 @@ fn check_tag(what: &str, tag: i64) -> PyResult<()> {
     }
 }
 
-/// A time-out in seconds. One that is too long for the clock, such as 1e19, is thirty years, as in the core.
+/// A time-out in seconds. One that is too long for the clock, such as 1e19 or infinity, is thirty years, as in the core.
 fn duration(seconds: f64) -> PyResult<Duration> {
+    if seconds > LONGEST_TIMEOUT.as_secs_f64() {
+        return Ok(LONGEST_TIMEOUT);
+    }
     Duration::try_from_secs_f64(seconds)
-        .map(|timeout| timeout.min(LONGEST_TIMEOUT))
         .map_err(|error| PyValueError::new_err(format!("a time-out of {seconds} s: {error}")))
 }
 
