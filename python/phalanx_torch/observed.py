@@ -34,6 +34,8 @@ _enter: Any = _autograd._record_function_with_args_enter
 _exit: Any = _autograd._record_function_with_args_exit
 _exit_with: Any = torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction
 _types: Any = vars(c10d)["OpType"]
+# The name that a program has given to its calls with PyTorch's `record_comm`, which 2.15 is the first to have; empty without one.
+_given_name: Callable[[], str] = getattr(c10d, "_get_comm_profiling_name", str)
 _mode: Any = vars(torch._C)["_get_dispatch_mode"]
 _keys: Any = vars(torch._C)["_TorchDispatchModeKey"]
 
@@ -358,7 +360,7 @@ def _recorded(group: "ProcessGroup", kind: _Kind, arguments: tuple[Any, ...], ru
     sent = kind.before(*arguments)
     record = None
     if profiler._is_profiler_enabled or _traces.is_running:
-        record = _enter(f"{group.name()}:{kind.title}", *_tensors(sent[kind.sent]))
+        record = _enter(_given_name() or f"{group.name()}:{kind.title}", *_tensors(sent[kind.sent]))
     started, clock = datetime.datetime.now(), time.perf_counter()
     _place.depth = _RECORDED
     work: dist.Work | None = None
