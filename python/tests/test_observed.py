@@ -87,8 +87,8 @@ def _named_by_the_program(rank):
             dist.all_reduce(torch.ones(2))
             dist.all_reduce(torch.ones(2), async_op=True).wait()
         dist.all_reduce(torch.ones(2))
-    names = [event.name for event in profiled.events() if event.name in ("the loss", "phalanx:all_reduce")]
-    assert sorted(names) == ["phalanx:all_reduce", "the loss", "the loss"], names
+    names = [event.name for event in profiled.events()]
+    assert names.count("the loss") >= 2 and names.count("phalanx:all_reduce") == 1, names
 
 
 @pytest.mark.skipif(not hasattr(dist, "record_comm"), reason="this PyTorch has no record_comm")
