@@ -282,6 +282,12 @@ def test_errors():
     run(2, _errors)
 
 
+def test_a_time_out_says_so_once():
+    error = _operations._internal(phalanx_torch.Error("allreduce: rank 1 has not come", "timeout", 1))
+    assert str(error) == "phalanx: Timed out at allreduce: rank 1 has not come"
+    assert isinstance(error, hvd.HorovodInternalError) and (error.kind, error.peer) == ("timeout", 1)
+
+
 def _sets(rank):
     even, odd = hvd.add_process_set([0, 2]), hvd.add_process_set(hvd.ProcessSet([1]))
     assert (even.included(), odd.included(), even.size()) == (rank != 1, rank == 1, 2)
