@@ -419,6 +419,21 @@ def test_an_object_that_one_rank_cannot_unpickle_lets_nobody_wait():
     run(3, _unread)
 
 
+def _unsendable(rank):
+    optimizer = _optimizer_with()
+    if rank == 1:
+        weight = optimizer.param_groups[0]["params"][0]
+        optimizer.state[weight] = {"momentum_buffer": torch.eye(2).to_sparse()}
+    with pytest.raises(ValueError, match="" if rank == 1 else "rank 1 has sent no object: ") as caught:
+        hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+    assert "broadcast_optimizer_state: this tensor is sparse" in str(caught.value), caught.value
+    assert hvd.allgather_object(rank) == [0, 1]
+
+
+def test_a_state_that_cannot_be_sent_lets_nobody_wait():
+    run(2, _unsendable)
+
+
 def _model():
     torch.manual_seed(3)
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
