@@ -147,7 +147,10 @@ impl Group {
     ) -> PyResult<Option<Work>> {
         let group = self.open(timeout)?;
         self.0.collectives.refuse_in_handler().map_err(|error| raised(py, &error))?;
-        let operation = move || operation(&group).map(|()| None);
+        let operation = move || {
+            let _failing = FailingIfPanicked(&group);
+            operation(&group).map(|()| None).inspect_err(|error| fail_without_memory(&group, error))
+        };
         if wait {
             let outcome = interrupt::waiting(py, || self.0.collectives.run(operation));
             let outcome = outcome.inspect_err(|raised| self.interrupted(py, raised))?;
@@ -583,6 +586,25 @@ impl Drop for Inner {
         } else {
             // Its threads and connections are the parent's: they may neither be waited for nor said goodbye to.
             std::mem::forget((group, std::mem::take(&mut self.connection)));
+        }
+    }
+}
+
+/// Fails the group if this rank had no memory for what a call needs, and has not made it: the other ranks would wait for that, and take this rank's next
+/// call for it.
+fn fail_without_memory(group: &ProcessGroup, error: &Error) {
+    if error.is_out_of_memory() && group.failure().is_none() {
+        group.abort(error.clone());
+    }
+}
+
+/// Fails the group if a call panics, for the same reason.
+struct FailingIfPanicked<'a>(&'a ProcessGroup);
+
+impl Drop for FailingIfPanicked<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.abort(Error::panicked("an operation panicked on this rank"));
         }
     }
 }
