@@ -17,8 +17,8 @@ class Error(RuntimeError):
     destroyed the group or ended while this one still waited for it), ``"mismatch"`` (the ranks made different calls),
     ``"aborted"`` or ``"other"``. ``peer`` is the rank to blame in this group, if there is one.
 
-    The group is unusable afterwards on every rank; destroy it and make another. In a program that has imported PyTorch
-    every such error is a ``torch.distributed.DistBackendError``, too.
+    The group is unusable afterwards on every rank; destroy it and make another. One exception is the time-out of a work's ``wait``: the operation goes
+    on, and ``failure()`` of the group is None. In a program that has imported PyTorch every such error is a ``torch.distributed.DistBackendError``, too.
     """
 
     kind: str

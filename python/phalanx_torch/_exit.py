@@ -10,9 +10,11 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from phalanx_torch import _native
+
+_T = TypeVar("_T")
 
 # How long operations in flight may take at exit, in seconds; afterwards the group is aborted on all ranks.
 GRACE = 5.0
@@ -24,6 +26,15 @@ when_left: list[Callable[[], object]] = []
 _open: weakref.WeakSet[_native.Group] = weakref.WeakSet()
 # Horovod's, which `hvd.shutdown()` keeps for the next `hvd.init()`.
 _ranks: weakref.WeakSet[_native.Ranks] = weakref.WeakSet()
+
+
+def members(those: "weakref.WeakSet[_T]") -> list[_T]:
+    """What is in the set. Another thread may add to it meanwhile, which is an error of the loop over it."""
+    while True:
+        try:
+            return list(those)
+        except RuntimeError:
+            continue
 
 
 def remember(group: _native.Group) -> None:
@@ -72,12 +83,12 @@ def _leave_process() -> None:
 
 def check_not_forked() -> None:
     """A forked process whose parent had threads and locks in use has copies of the locks, and could wait for ever."""
-    if any(group.is_inherited() for group in _open):
+    if any(group.is_inherited() for group in members(_open)):
         raise ValueError(
             "this process was forked from one that has a process group, and cannot join another: start it with the "
             'multiprocessing method "spawn", or destroy the group before'
         )
-    if any(ranks.is_inherited() for ranks in _ranks):
+    if any(ranks.is_inherited() for ranks in members(_ranks)):
         raise ValueError(
             "this process was forked from one that has called hvd.init(), and cannot meet other ranks: start it with the multiprocessing "
             'method "spawn"'
@@ -111,7 +122,7 @@ def _leave() -> None:
 def _leave_groups() -> None:
     error = cause_of_end()
     # A forked process has the memory of its parent's groups, which are not open there, and none of their threads.
-    groups = [group for group in _open if group.is_open()]
+    groups = [group for group in members(_open) if group.is_open()]
     if error is not None:
         for group in groups:
             group.abort(f"the program of rank {group.rank} ended with {type(error).__name__}: {error}")

@@ -9,6 +9,7 @@ An event of the profiler must not be called ``record_param_comms``: for that nam
 """
 
 import datetime
+import operator
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +34,8 @@ _enter: Any = _autograd._record_function_with_args_enter
 _exit: Any = _autograd._record_function_with_args_exit
 _exit_with: Any = torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction
 _types: Any = vars(c10d)["OpType"]
+# The name that a program has given to its calls with PyTorch's `record_comm`, which 2.15 is the first to have; empty without one.
+_given_name: Callable[[], str] = getattr(c10d, "_get_comm_profiling_name", str)
 _mode: Any = vars(torch._C)["_get_dispatch_mode"]
 _keys: Any = vars(torch._C)["_TorchDispatchModeKey"]
 
@@ -93,9 +96,14 @@ def _of_two(output: Any, input: Any, options: Any) -> tuple[Any, ...]:
     return output, input
 
 
-def _splits(given: Any) -> list[int]:
-    # Arrays of NumPy and tensors are sizes, too, and have no truth value.
-    return [] if given is None else [int(split) for split in given]
+def split_sizes(given: Any) -> list[int]:
+    """The split sizes of a call as integers: those of arrays of NumPy and of tensors, too, which have no truth value."""
+    if given is None:
+        return []
+    try:
+        return [operator.index(size) for size in given]
+    except TypeError as error:
+        raise TypeError(f"all_to_all_single: split sizes are integers, one for each rank, and not {given!r}") from error
 
 
 def _reduced(*arguments: Any) -> tuple[Any, ...]:
@@ -139,7 +147,7 @@ _KINDS = {
     "all_to_all_single": _Kind(
         "alltoall_base_",
         lambda output, input, received, sent, opts: (output, input),
-        lambda output, input, received, sent, opts: (_splits(received), _splits(sent), *_how(opts)),
+        lambda output, input, received, sent, opts: (split_sizes(received), split_sizes(sent), *_how(opts)),
         "all_to_all",
         "ALLTOALL_BASE",
         1,
@@ -352,7 +360,7 @@ def _recorded(group: "ProcessGroup", kind: _Kind, arguments: tuple[Any, ...], ru
     sent = kind.before(*arguments)
     record = None
     if profiler._is_profiler_enabled or _traces.is_running:
-        record = _enter(f"{group.name()}:{kind.title}", *_tensors(sent[kind.sent]))
+        record = _enter(_given_name() or f"{group.name()}:{kind.title}", *_tensors(sent[kind.sent]))
     started, clock = datetime.datetime.now(), time.perf_counter()
     _place.depth = _RECORDED
     work: dist.Work | None = None

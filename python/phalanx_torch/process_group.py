@@ -25,7 +25,7 @@ from phalanx_torch import work as works
 from phalanx_torch._ddp import calling_back
 from phalanx_torch._errors import Error
 from phalanx_torch._functional import dense, stored, waited
-from phalanx_torch.observed import is_of_graph, is_watched, modes, profiler
+from phalanx_torch.observed import is_of_graph, is_watched, modes, profiler, split_sizes
 from phalanx_torch.sparse import all_reduce_sparse
 from phalanx_torch.work import Ended, Work, Works, ended
 
@@ -326,7 +326,7 @@ _have_groups_moved_data = False
 def _warn_if_unused(group: "ProcessGroup") -> None:
     """Says once, on rank 0, that the ranks of a job have done nothing together. Other groups than the job's are often unused."""
     global _have_groups_moved_data
-    _have_groups_moved_data |= any(other.has_moved_data() for other in _groups)
+    _have_groups_moved_data |= any(other.has_moved_data() for other in _exit.members(_groups))
     if _have_groups_moved_data or group is not dist.group.WORLD or group.rank() != 0 or group.size() == 1:
         return
     # A group that has failed has another reason.
@@ -452,7 +452,7 @@ def _release_store_with_the_next() -> None:
 
 
 def _call_hooks_of_all() -> None:
-    for group in list(_groups):
+    for group in _exit.members(_groups):
         _call_hooks(group)
 
 
@@ -461,7 +461,7 @@ _exit.when_left.append(_call_hooks_of_all)
 
 def _warn_at_exit() -> None:
     if _exit.cause_of_end() is None:
-        for group in list(_groups):
+        for group in _exit.members(_groups):
             _warn_if_unused(group)
 
 
@@ -1424,8 +1424,7 @@ def _overload(tensors: Any, opts: Any, timeout: object, op: Any, options: type[A
 
 def _counts(what: str, tensor: torch.Tensor, splits: Any, size: int) -> list[int]:
     """The numbers of elements that belong to each rank; empty if all have the same."""
-    # Arrays of NumPy and tensors are sizes, too, and have no truth value.
-    splits = [] if splits is None else [int(split) for split in splits]
+    splits = split_sizes(splits)
     if not splits:
         rows = tensor.size(0) if tensor.dim() else 1
         if tensor.numel() and rows % size:

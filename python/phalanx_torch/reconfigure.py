@@ -199,9 +199,10 @@ class ReconfigurableGroup(ProcessGroup):
         failure = self.failure()
         if failure is not None:
             how = "timed out" if failure.kind == "timeout" else "failed"
-            raise Error(
-                f"{operation}: the group has {how}, and reconfigure() makes another: {failure}", failure.kind, failure.peer
-            )
+            error = Error(f"{operation}: the group has {how}, and reconfigure() makes another: {failure}", peer=failure.peer)
+            # Its text says already if it was a time-out.
+            error.kind = failure.kind
+            raise error
 
 
 _uncompiled.skip(sys.modules[__name__])

@@ -14,6 +14,7 @@ from phalanx_torch._errors import Error
 
 _NO_SOURCE = "source_rank: this operation has received from no rank"
 _NO_FUTURE_RESULT = "phalanx has no WorkResult futures: wait() raises the error, exception() returns it"
+_NO_TIMEOUT = "phalanx's works do not tell their time-out: it is that of the call's options, or the group's, which is group.options._timeout"
 
 
 class Ended(dist.Work):
@@ -57,6 +58,10 @@ class Ended(dist.Work):
 
     def get_future_result(self) -> Any:
         raise NotImplementedError(_NO_FUTURE_RESULT)
+
+    @property
+    def timeout(self) -> datetime.timedelta:
+        raise NotImplementedError(_NO_TIMEOUT)
 
     def _get_sequence_number(self) -> int:
         return self._sequence
@@ -155,8 +160,8 @@ class Work(dist.Work):
         if self._native is not None:
             seconds = _seconds(timeout)
             if not self._native.wait(seconds):
-                raise RuntimeError(
-                    f"{self._operation}: not done after {seconds} s; it still runs, and the group's time-out ends it"
+                raise Error(
+                    f"{self._operation}: not done after {seconds} s; it still runs, and the group's time-out ends it", "timeout"
                 )
             if self._told is not None:
                 # Soon, but not where the thread that tells it waits here itself.
@@ -221,6 +226,10 @@ class Work(dist.Work):
     def get_future_result(self) -> Any:
         raise NotImplementedError(_NO_FUTURE_RESULT)
 
+    @property
+    def timeout(self) -> datetime.timedelta:
+        raise NotImplementedError(_NO_TIMEOUT)
+
     def _get_sequence_number(self) -> int:
         return self._sequence
 
@@ -257,6 +266,10 @@ class Works(dist.Work):
 
     def exception(self) -> BaseException | None:
         return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    @property
+    def timeout(self) -> datetime.timedelta:
+        raise NotImplementedError(_NO_TIMEOUT)
 
     def result(self) -> Any:
         self.wait()

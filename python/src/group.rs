@@ -147,7 +147,10 @@ impl Group {
     ) -> PyResult<Option<Work>> {
         let group = self.open(timeout)?;
         self.0.collectives.refuse_in_handler().map_err(|error| raised(py, &error))?;
-        let operation = move || operation(&group).map(|()| None);
+        let operation = move || {
+            let _failing = FailingIfPanicked(&group);
+            operation(&group).map(|()| None).inspect_err(|error| fail_without_memory(&group, error))
+        };
         if wait {
             let outcome = interrupt::waiting(py, || self.0.collectives.run(operation));
             let outcome = outcome.inspect_err(|raised| self.interrupted(py, raised))?;
@@ -587,6 +590,25 @@ impl Drop for Inner {
     }
 }
 
+/// Fails the group if this rank had no memory for what a call needs, and has not made it: the other ranks would wait for that, and take this rank's next
+/// call for it.
+fn fail_without_memory(group: &ProcessGroup, error: &Error) {
+    if error.is_out_of_memory() && group.failure().is_none() {
+        group.abort(error.clone());
+    }
+}
+
+/// Fails the group if a call panics, for the same reason.
+struct FailingIfPanicked<'a>(&'a ProcessGroup);
+
+impl Drop for FailingIfPanicked<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.abort(Error::panicked("an operation panicked on this rank"));
+        }
+    }
+}
+
 /// An error of a tag that no message has, in gloo's words.
 fn check_tag(what: &str, tag: i64) -> PyResult<()> {
     match tag {
@@ -595,10 +617,12 @@ fn check_tag(what: &str, tag: i64) -> PyResult<()> {
     }
 }
 
-/// A time-out in seconds. One that is too long for the clock, such as 1e19, is thirty years, as in the core.
+/// A time-out in seconds. One that is too long for the clock, such as 1e19 or infinity, is thirty years, as in the core.
 fn duration(seconds: f64) -> PyResult<Duration> {
+    if seconds > LONGEST_TIMEOUT.as_secs_f64() {
+        return Ok(LONGEST_TIMEOUT);
+    }
     Duration::try_from_secs_f64(seconds)
-        .map(|timeout| timeout.min(LONGEST_TIMEOUT))
         .map_err(|error| PyValueError::new_err(format!("a time-out of {seconds} s: {error}")))
 }
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from conftest import needs_dispatcher
 from torch._C import _distributed_c10d as c10d
 
-import phalanx_torch  # noqa: F401
+import phalanx_torch
 
 
 def ranks_below_zero(rank):
@@ -51,6 +51,10 @@ def ranks_below_zero(rank):
     ):
         with pytest.raises(ValueError, match=said):
             call()
+    # No part of a row is cut off without a word.
+    for odd in ([1.5, 2.5], torch.tensor([2.0, 2.0]), ["2", "2"], 2):
+        with pytest.raises(TypeError, match="all_to_all_single: split sizes are integers, one for each rank, and not "):
+            dist.all_to_all_single(torch.zeros(3), torch.ones(3), odd, [1, 2])
     # Nobody has been called.
     dist.all_reduce(one)
     assert one.tolist() == [2.0, 2.0]
@@ -70,8 +74,10 @@ def waits(rank):
         dist.all_reduce(torch.ones(1))
         return
     work = dist.all_reduce(torch.ones(1), async_op=True)
-    with pytest.raises(RuntimeError, match="all_reduce: not done after 0.1 s"):
+    with pytest.raises(phalanx_torch.Error, match="Timed out at all_reduce: not done after 0.1 s") as caught:
         work.wait(0.1)
+    # Only the wait has ended.
+    assert (caught.value.kind, caught.value.peer) == ("timeout", None) and dist.group.WORLD.failure() is None
     with pytest.raises(TypeError, match="wait: the time-out is a timedelta or a number of seconds, and not a str"):
         work.wait("5")
     store.set("waited", "1")

@@ -290,9 +290,9 @@ def test_a_program_may_use_a_group_until_its_own_end():
     assert "the last sum: [1.0, 1.0, 1.0]" in ended.stdout, ended.stderr
 
 
-def without_an_end(rank, port):
+def without_an_end(rank, port, timeout):
     # Longer than any clock goes.
-    with phalanx_torch.init(f"tcp://127.0.0.1:{port}", rank, 2, timeout=1e19) as group:
+    with phalanx_torch.init(f"tcp://127.0.0.1:{port}", rank, 2, timeout=timeout) as group:
         array = numpy.full(3, float(rank))
         if rank == 0:
             group.send(array, 1)
@@ -302,5 +302,6 @@ def without_an_end(rank, port):
         assert array.tolist() == [0.0] * 3
 
 
-def test_a_timeout_may_be_longer_than_the_clock():
-    processes(2, without_an_end, free_port())
+@pytest.mark.parametrize("timeout", [1e19, math.inf])
+def test_a_timeout_may_be_longer_than_the_clock(timeout):
+    processes(2, without_an_end, free_port(), timeout)

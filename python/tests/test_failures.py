@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -42,6 +43,39 @@ def differ(rank):
 
 def test_different_calls_are_both_named(ranks):
     ranks(2, differ)
+
+
+def without_memory(rank, call):
+    elements = 8 << 20
+    own, several = torch.ones(elements), [torch.empty(elements), torch.empty(elements)]
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    if rank == 1:
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+        # Less than the list takes as one buffer.
+        resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20), limits[1]))
+    try:
+        with pytest.raises(Error, match="no memory for") as caught:
+            call(own, several)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    # Rank 0 had begun the call that rank 1 could not make: the next one would be taken for it.
+    with pytest.raises(Error, match="no memory for"):
+        call(own, several)
+    assert dist.group.WORLD.failure().kind == caught.value.kind == "other"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda own, several: dist.all_gather(several, own),
+        lambda own, several: dist.reduce_scatter(own, several),
+        lambda own, several: dist.all_to_all(several, [own, own]),
+    ],
+    ids=["all_gather", "reduce_scatter", "all_to_all"],
+)
+def test_a_rank_that_has_no_memory_for_a_call_tells_the_others(ranks, call):
+    ranks(2, without_memory, call)
 
 
 def sparse_beside_a_gather(rank):

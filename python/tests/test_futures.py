@@ -67,6 +67,8 @@ def ended(rank):
             work.source_rank()
         with pytest.raises(NotImplementedError):
             work.get_future_result()
+        with pytest.raises(NotImplementedError, match="the call's options, or the group's"):
+            work.timeout
     tensor = torch.ones(3)
     seen = weakref.ref(tensor)
     dist.all_reduce(tensor)

@@ -215,6 +215,23 @@ def test_groups_are_left_at_the_end_of_a_program_also_if_a_call_before_fails():
     processes(2, left_beside_errors, free_port())
 
 
+class Growing:
+    """A set to which another thread adds something while it is looked at for the first time."""
+
+    def __init__(self):
+        self.members = {1, 2}
+
+    def __iter__(self):
+        for member in self.members:
+            if len(self.members) == 2:
+                self.members.add(3)
+            yield member
+
+
+def test_groups_may_be_made_while_another_thread_looks_at_all_of_them():
+    assert sorted(_exit.members(Growing())) == [1, 2, 3]
+
+
 def left_though_interrupted(rank):
     dist.init_process_group("phalanx", store=dist.HashStore(), rank=rank, world_size=1)
     wait_for_threads = threading._shutdown

@@ -282,6 +282,12 @@ def test_errors():
     run(2, _errors)
 
 
+def test_a_time_out_says_so_once():
+    error = _operations._internal(phalanx_torch.Error("allreduce: rank 1 has not come", "timeout", 1))
+    assert str(error) == "phalanx: Timed out at allreduce: rank 1 has not come"
+    assert isinstance(error, hvd.HorovodInternalError) and (error.kind, error.peer) == ("timeout", 1)
+
+
 def _sets(rank):
     even, odd = hvd.add_process_set([0, 2]), hvd.add_process_set(hvd.ProcessSet([1]))
     assert (even.included(), odd.included(), even.size()) == (rank != 1, rank == 1, 2)
@@ -411,6 +417,21 @@ def _unread(rank):
 
 def test_an_object_that_one_rank_cannot_unpickle_lets_nobody_wait():
     run(3, _unread)
+
+
+def _unsendable(rank):
+    optimizer = _optimizer_with()
+    if rank == 1:
+        weight = optimizer.param_groups[0]["params"][0]
+        optimizer.state[weight] = {"momentum_buffer": torch.eye(2).to_sparse()}
+    with pytest.raises(ValueError, match="" if rank == 1 else "rank 1 has sent no object: ") as caught:
+        hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+    assert "broadcast_optimizer_state: this tensor is sparse" in str(caught.value), caught.value
+    assert hvd.allgather_object(rank) == [0, 1]
+
+
+def test_a_state_that_cannot_be_sent_lets_nobody_wait():
+    run(2, _unsendable)
 
 
 def _model():

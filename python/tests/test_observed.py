@@ -79,6 +79,23 @@ def test_the_profiler_sees_every_call(ranks):
     ranks(2, _profiled)
 
 
+def _named_by_the_program(rank):
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        with dist.record_comm("the loss"):
+            dist.all_reduce(torch.ones(2))
+            dist.all_reduce(torch.ones(2), async_op=True).wait()
+        dist.all_reduce(torch.ones(2))
+    names = [event.name for event in profiled.events()]
+    assert names.count("the loss") >= 2 and names.count("phalanx:all_reduce") == 1, names
+
+
+@pytest.mark.skipif(not hasattr(dist, "record_comm"), reason="this PyTorch has no record_comm")
+def test_the_profiler_shows_the_name_that_a_program_has_given_to_its_calls(ranks):
+    ranks(2, _named_by_the_program)
+
+
 def _profiled_while_it_runs(rank):
     from torch.profiler import ProfilerActivity, profile
 

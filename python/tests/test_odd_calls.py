@@ -199,6 +199,30 @@ def test_a_failure_within_several_calls_as_one_ends_them(ranks, device):
     ranks(WORLD, left, device)
 
 
+def of_two_operations(rank, device):
+    coalescing, ops = dist.distributed_c10d._coalescing_manager, dist.ReduceOp
+    for call in (
+        lambda op: dist.all_reduce(ones(3), op),
+        lambda op: dist.reduce_scatter_tensor(torch.zeros(2), ones(4), op),
+    ):
+        for first, second in ((ops.SUM, ops.MAX), (ops.AVG, ops.SUM)):
+            with pytest.raises(ValueError, match="several calls as one have one operation, and these have .*make all of them with the first"):
+                with coalescing(device=device):
+                    call(first)
+                    call(second)
+    # Nothing of them has been sent.
+    tensors = [torch.full((3,), rank + 1.0), torch.full((2,), rank + 1.0)]
+    with coalescing(device=device):
+        for tensor in tensors:
+            dist.all_reduce(tensor, ops.MAX)
+    assert [tensor.tolist() for tensor in tensors] == [[2.0] * 3, [2.0] * 2]
+
+
+@pytest.mark.parametrize("device", [None, torch.device("cpu")])
+def test_several_calls_as_one_with_different_operations_are_refused(ranks, device):
+    ranks(WORLD, of_two_operations, device)
+
+
 # The shapes of the tensor for all of 2 ranks, and of one rank's: as the elements lie.
 LAYOUTS = [((4, 3), (2, 3)), ((2, 2, 3), (2, 3)), ((12,), (2, 3)), ((2,), ()), ((2, 3), (3,)), ((6,), (3,)), ((1, 4, 3), (1, 2, 3)), ((0, 3), (0, 3))]
 # The same, with another shape of one rank's elements: all in a row, or in a row for each rank. And none at all.
@@ -253,15 +277,16 @@ def limited(rank):
     # Nothing has come yet.
     work = dist.irecv(tensor, 1 - rank)
     for odd in (datetime.timedelta(seconds=-1), -1.0, float("-inf"), -(10**400)):
-        with pytest.raises(RuntimeError, match="not done after 0.0 s"):
+        with pytest.raises(phalanx_torch.Error, match="not done after 0.0 s"):
             work.wait(odd)
     with pytest.raises(ValueError, match="NaN"):
         work.wait(float("nan"))
     with pytest.raises(TypeError, match="and not a str"):
         work.wait("1")
     both = works.Works([work, work], [tensor])
-    with pytest.raises(RuntimeError, match="not done after"):
+    with pytest.raises(phalanx_torch.Error, match="not done after") as caught:
         both.wait(datetime.timedelta(microseconds=1))
+    assert caught.value.kind == "timeout"
     # As over gloo, a barrier does not wait for messages.
     dist.barrier()
     dist.send(ones(1), 1 - rank)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from phalanx_torch.horovod._job import ProcessSet, global_process_set
-from phalanx_torch.horovod._operations import _synchronized, allgather_async, broadcast_async_, synchronize
+from phalanx_torch.horovod._operations import _dense, _synchronized, allgather_async, broadcast_async_, synchronize
 
 _T = TypeVar("_T")
 
@@ -192,8 +192,12 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     tensors: list[torch.Tensor] = []
 
     def place(tensor: torch.Tensor) -> _Place:
-        tensors.append(tensor)
-        return _Place(len(tensors) - 1, tensor)
+        # All ranks hear of one that cannot be sent: they would wait for it.
+        own = _dense("broadcast_optimizer_state", tensor)
+        if not own.is_cpu:
+            raise TypeError(f"broadcast_optimizer_state: a tensor of the state is on {own.device}; move the model to the CPU before the optimizer is made")
+        tensors.append(own)
+        return _Place(len(tensors) - 1, own)
 
     def framed() -> Any:
         return _replaced(optimizer.state_dict(), torch.Tensor, place)

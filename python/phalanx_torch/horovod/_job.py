@@ -122,7 +122,10 @@ def _job() -> _Native:
 
 def _internal(error: Error) -> HorovodInternalError:
     """The error of an operation as Horovod's users catch it."""
-    return HorovodInternalError(str(error), error.kind, error.peer)
+    internal = HorovodInternalError(str(error), peer=error.peer)
+    # Its text says already if it is a time-out.
+    internal.kind = error.kind
+    return internal
 
 
 def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]] | Literal["dynamic"] | None = None) -> None:
