@@ -352,7 +352,8 @@ impl ProcessGroup {
         self.inner.config.local.rank
     }
 
-    /// The transport of the data; None in a world of one, or between threads of one process.
+    /// The transport of the data: shared memory if all ranks share it, else TCP, also if the ranks of each host share memory. None in a world of
+    /// one, or between threads of one process.
     pub fn transport(&self) -> Option<TransportKind> {
         self.inner.transport
     }
