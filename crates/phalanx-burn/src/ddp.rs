@@ -426,8 +426,8 @@ impl<M: Module> Ddp<M> {
     }
 
     /// The model, for saving, and for passes without gradients whose result may differ between ranks: between steps each rank has its own buffers, such
-    /// as the running statistics of batch norm. For evaluation use [`evaluate`](Self::evaluate). A loss must not depend on the parameters of this
-    /// reference, but on those that the closure of [`forward`](Self::forward) gets. Otherwise [`backward`](Self::backward) is an error.
+    /// as the running statistics of batch norm. For evaluation use [`evaluate`](Self::evaluate). A loss for [`backward`](Self::backward)
+    /// of this `Ddp` must depend only on the parameters that the closure of [`forward`](Self::forward) gets: if it depends on those of this reference, it is an error.
     pub fn model(&self) -> &M {
         held(&self.model)
     }
