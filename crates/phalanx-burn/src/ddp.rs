@@ -427,7 +427,8 @@ impl<M: Module> Ddp<M> {
 
     /// The model, for saving, and for passes without gradients whose result may differ between ranks: between steps each rank has its own buffers, such
     /// as the running statistics of batch norm. For evaluation use [`evaluate`](Self::evaluate). A loss for [`backward`](Self::backward)
-    /// of this `Ddp` must depend only on the parameters that the closure of [`forward`](Self::forward) gets: if it depends on those of this reference, it is an error.
+    /// of this `Ddp` may depend on its parameters only by the model that the closure of [`forward`](Self::forward) gets. If it depends on the
+    /// parameters of this reference, that is an error.
     pub fn model(&self) -> &M {
         held(&self.model)
     }
