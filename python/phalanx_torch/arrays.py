@@ -45,9 +45,9 @@ def init(
 ) -> "ArrayGroup":
     """Joins the other ranks, and returns an :class:`ArrayGroup`.
 
-    Under a launcher (``phalanx run``, ``torchrun``, ``mpirun``, ``srun``) nothing need be given, and without one this
-    is a world of one. ``url`` may be ``tcp://host:port`` or ``file:///path`` with ``rank`` and ``world_size``. With these
-    two alone, ranks meet at ``MASTER_ADDR`` and ``MASTER_PORT``.
+    Under a launcher (``phalanx run``, ``torchrun``, ``mpirun``, ``srun``) no argument is needed. Without a launcher this
+    is a world of one. ``url`` may be ``tcp://host:port`` or ``file:///path``, with ``rank`` and ``world_size``. If only
+    ``rank`` and ``world_size`` are given, ranks meet at ``MASTER_ADDR`` and ``MASTER_PORT``.
     ``timeout``, in seconds, limits the start and each operation.
     """
     _exit.check_not_forked()
@@ -134,7 +134,7 @@ class ArrayGroup:
 
     @property
     def transport(self) -> str | None:
-        """How the ranks exchange data: ``shm``, ``tcp``, or both; None in a world of one."""
+        """``shm`` if all ranks share memory, else ``tcp``, also if the ranks of each host do; None in a world of one."""
         return self._native.transport
 
     @property

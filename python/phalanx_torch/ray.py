@@ -89,8 +89,11 @@ def _register(is_gloo: bool) -> None:
 
 
 class LauncherError(RuntimeError):
-    """A launcher has ended with an error, or is lost. ``node`` is the number of the first that was seen to, ``code`` its exit code, if it has one: that of
-    the rank that failed first, on whichever node."""
+    """A launcher has ended with an error, or is lost.
+
+    ``node`` is the number of the first node whose launcher was seen to end so. ``code`` is that launcher's exit code, which is the exit code of the
+    rank that failed first, on any node; None if the launcher is lost.
+    """
 
     def __init__(self, message: str, node: int, code: int | None) -> None:
         super().__init__(message)
@@ -112,8 +115,8 @@ def run(
     """Starts ``phalanx run`` on ``nodes`` nodes of the cluster, each with ``processes_per_node`` workers, and returns when all have ended with 0.
 
     Each node gives ``resources_per_node`` (``{"CPU": processes_per_node}``), and no two launchers share one. ``options`` are further
-    options of ``phalanx run``. A failure ends the launchers on all nodes, and is a :class:`LauncherError`; before that all are started
-    again, up to ``max_failures`` times, on whichever nodes the cluster then has. If the cluster has not that many nodes within
+    options of ``phalanx run``. A failure ends the launchers on all nodes. They are then started again, up to ``max_failures`` times, on the
+    nodes that the cluster has at that time. After the last time a failure is a :class:`LauncherError`. If the cluster has too few nodes for
     ``start_timeout`` seconds, it is a ``TimeoutError``.
     """
     if nodes < 1 or processes_per_node < 1 or max_failures < 0 or not command:

@@ -50,13 +50,15 @@ impl Default for DdpOptions {
 /// the same steps, they stay equal to the last bit. See the [crate's start page](crate) for a complete program.
 ///
 /// Gradients lie in the buckets in which they were averaged (`gradient_as_bucket_view`), in memory that the ranks of a host
-/// share. Those on a [CUDA device](crate#on-cuda-devices) are copied to the buckets, and their averages back; or they lie in buckets
-/// of the device ([`with_nccl`](Self::with_nccl)). As with PyTorch, set them to zero between steps: libtorch adds to what is there. A parameter whose gradient is zero is moved
-/// by momentum and by weight decay, and one without a gradient is not: [`Optimizer::zero_grad`](crate::Optimizer::zero_grad) and
-/// tch's own optimizers leave none, `Tensor::zero_grad` leaves zeros.
+/// share. Gradients on a [CUDA device](crate#on-cuda-devices) are copied to the buckets, and their averages back; or they lie in buckets
+/// of the device ([`with_nccl`](Self::with_nccl)).
+///
+/// As with PyTorch, set gradients to zero between steps: libtorch adds to what is there. Momentum and weight decay change a parameter whose
+/// gradient is zero, and do not change one without a gradient. [`Optimizer::zero_grad`](crate::Optimizer::zero_grad) and tch's own optimizers
+/// leave no gradients, `Tensor::zero_grad` leaves zeros.
 ///
 /// A tensor that several layers share (tied weights) is one parameter: its gradient is the sum of all uses. The variable that a layer had
-/// before gets no gradient any more, so [`find_unused_parameters`](ReducerOptions::find_unused_parameters) is needed, or make it frozen.
+/// before gets no gradient any more: freeze it, or set [`find_unused_parameters`](ReducerOptions::find_unused_parameters).
 ///
 /// For an evaluation call [`evaluate`](Self::evaluate).
 ///
@@ -74,11 +76,15 @@ impl Default for DdpOptions {
 /// | everything that is saved | each commit of an elastic job |
 /// | the parameters themselves | [`replicas_identical`](Self::replicas_identical) |
 ///
-/// Nothing is compared of an optimizer that is stepped by itself, [`Optimizer`](crate::Optimizer) or one of tch's, as in PyTorch: with other settings on one
-/// rank the replicas drift apart. Nor are steps whose gradients are not averaged over all ranks, as after [`backward_no_sync`](Self::backward_no_sync) or `loss.backward()` alone; and those of an elastic job that has gone on without a worker
-/// that died, until others join. Nor are numbers that are no variables, such as the epsilon of a batch norm or the probability of a dropout: replicas stay
-/// equal, but each rank computes its gradients with its own. A program whose ranks may have built other models, as from a file of each host, compares a description of
-/// its own by [`verify_description`](phalanx::reducer::verify_description).
+/// These are not compared:
+///
+/// - an optimizer whose `step` the program calls itself, [`Optimizer`](crate::Optimizer) or one of tch's, as in PyTorch. With other settings on one rank
+///   the replicas drift apart;
+/// - steps whose gradients are not averaged over all ranks, as after [`backward_no_sync`](Self::backward_no_sync) or `loss.backward()` alone;
+/// - steps of an elastic job that has continued without a worker that died, until others join;
+/// - numbers that are no variables, such as the epsilon of a batch norm or the probability of a dropout. Replicas stay equal, but each rank computes its
+///   gradients with its own numbers. If ranks may have built different models, for example from a file of each host, compare a description of your own by
+///   [`verify_description`](phalanx::reducer::verify_description).
 #[doc(alias("DistributedDataParallel", "DDP"))]
 pub struct Ddp {
     variables: Shared,
@@ -112,15 +118,15 @@ pub struct Ddp {
 impl Ddp {
     /// Checks that the variables of `store` are the same on every rank, and gives every rank rank 0's values.
     ///
-    /// If models differ, the error names the variable; so they do if variables share memory on one rank and not on another. Models on processors and
-    /// on CUDA devices differ, too: their kernels round in other ways, and replicas would drift apart. A model without
-    /// any parameter that needs a gradient is refused, and so is a trainable variable that is computed from another, such as a view of it:
-    /// it gets no gradient. Make all layers, and unfreeze what is to be trained, before this call: with several ranks, a variable that was made
-    /// later, or is trainable since, is an error of the next backward pass. While the `Ddp` lives, its hooks are on the parameters: one `VarStore` has one
-    /// `Ddp`.
+    /// If models differ, the error names the variable. Models also differ if variables share memory on one rank and not on another, and if one is on
+    /// processors and another on a CUDA device: their kernels round in other ways, and replicas would drift apart. A model without any parameter that
+    /// needs a gradient is refused. So is a trainable variable that is computed from another, such as a view of it: it gets no gradient.
     ///
-    /// `group` is a [`ProcessGroup`](phalanx::ProcessGroup); a [`GroupHandle`](phalanx::GroupHandle); or a
-    /// [`JoinGroup`] that other parts of the program share, such as synchronised batch norms.
+    /// Make all layers, and unfreeze what is to be trained, before this call. With several ranks, a variable that is made or unfrozen later is an error
+    /// of the next backward pass. While the `Ddp` lives, its hooks are on the parameters: one `VarStore` has one `Ddp`.
+    ///
+    /// `group` is a [`ProcessGroup`](phalanx::ProcessGroup), a [`GroupHandle`](phalanx::GroupHandle) or a [`JoinGroup`]. Other parts of the program,
+    /// such as synchronised batch norms, may share the [`JoinGroup`].
     ///
     /// # Errors
     /// On every rank, if the ranks' models or options differ, or the model is refused as above; if an exchange fails.

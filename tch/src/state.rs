@@ -75,7 +75,7 @@ use crate::{Ddp, DdpOptions, Optimizer};
 /// with another, as PyTorch's `load_state_dict` restores `param_groups`. [`Optimizer::set_rule`] changes it afterwards. Learning rates are
 /// not saved: each [step](Self::step) gets its own.
 ///
-/// With an [`ElasticSampler`] as `progress`, a checkpoint whose sampler has another number of samples, seed, `shuffle` or tail is refused.
+/// With an [`ElasticSampler`] as `progress`, a checkpoint whose sampler has another number of samples, `shuffle` or tail, or with `shuffle` another seed, is refused.
 /// To continue with another sampler, resume with the old one, and set `progress` then. For a sampler that is a field of `progress` call
 /// [`check_resumes`](ElasticSampler::check_resumes).
 ///
@@ -90,8 +90,8 @@ use crate::{Ddp, DdpOptions, Optimizer};
 /// state changes its group ([`with_group`](Self::with_group), [`with_options`](Self::with_options), [`sharing`](Self::sharing), each round of
 /// an elastic job): register it again after that, and it goes on. After an elastic job the state still has what all ranks have of it in common.
 ///
-/// Of ranks that train by themselves ([`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd)) the model is saved after an average alone;
-/// [`checkpoint`](Self::checkpoint) is an error otherwise. The moments are those of rank 0, which averages do not change.
+/// If ranks train by themselves ([`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd)), call [`checkpoint`](Self::checkpoint) only after an
+/// average of the model; otherwise it is an error. The saved moments are those of rank 0, which averages do not change.
 pub struct TrainState<T = ()> {
     /// The model's variables, and their averages.
     pub ddp: Ddp,

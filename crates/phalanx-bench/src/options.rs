@@ -65,7 +65,7 @@ pub(crate) struct Bench {
     #[arg(long, visible_alias = "nproc_per_node", default_value_t = 2, value_name = "N")]
     pub(crate) nproc_per_node: u32,
 
-    /// What carries the data: tcp or shm [default: shm if all ranks are on one host, else tcp]
+    /// What carries the data: tcp or shm [default: shm among ranks of one host, tcp between hosts]
     #[arg(long, value_name = "KIND")]
     pub(crate) transport: Option<TransportKind>,
 

@@ -67,6 +67,17 @@ impl Default for DdpOptions {
 /// complete program.
 ///
 /// All ranks must make the same calls in the same order; if a group detects a difference, it fails on every rank.
+///
+/// | when | call |
+/// |---|---|
+/// | once, before training | [`new`](Self::new), [`with_options`](Self::with_options); then [`register_comm_hook`](Self::register_comm_hook) |
+/// | in each step, in this order | [`forward`](Self::forward), [`backward`](Self::backward), [`clip_grad_norm`](Self::clip_grad_norm) if wanted, [`step`](Self::step) |
+/// | several batches for one step | [`backward_no_sync`](Self::backward_no_sync) for all but the last; [`drop_accumulated`](Self::drop_accumulated) |
+/// | batches of unequal sizes | [`backward_weighted`](Self::backward_weighted), [`backward_no_sync_weighted`](Self::backward_no_sync_weighted) |
+/// | unequal numbers of batches | [`join`](Self::join) around the epoch |
+/// | evaluation and its figures | [`evaluate`](Self::evaluate), [`mean`](Self::mean), [`sum`](Self::sum) |
+/// | the model, to save it or to keep it | [`model`](Self::model), [`into_model`](Self::into_model) |
+/// | to look at ranks | [`replicas_identical`](Self::replicas_identical), [`buffers_identical`](Self::buffers_identical), [`step_times`](Self::step_times) |
 #[doc(alias("DistributedDataParallel", "DDP", "DistributedOptimizer"))]
 pub struct Ddp<M> {
     /// Always set, except while an optimizer has it.
@@ -117,12 +128,14 @@ pub struct Ddp<M> {
 impl<M: Module> Ddp<M> {
     /// Checks that `model` is the same on every rank, and gives every rank rank 0's parameters and buffers.
     ///
-    /// If models differ, the error names the parameter. A model without any parameter that needs a gradient is refused.
-    /// Parameters that need none when this is called are not averaged. Settings of Burn's layers that are no tensors, such as an epsilon, a probability, a
-    /// stride, a padding and a kind of activation, are compared, too, where the model's `Debug` shows them, as derived code does. Those of losses and of
-    /// other modules are not: replicas stay equal, but each rank would compute its gradients with its own. In an elastic job, a rank that joins has the
-    /// settings with which its program builds the model: keep one that changes in training, such as a probability that grows, in a module of the program's
-    /// own. A program whose ranks may have built other models, as from a file of each host, compares Burn's description of its own modules first:
+    /// If models differ, the error names the parameter. A model without any parameter that needs a gradient is refused. Parameters that are frozen when
+    /// this is called are not averaged.
+    ///
+    /// Some settings of Burn's layers are no tensors, such as an epsilon, a probability, a stride, a padding and a kind of activation. They are compared, too,
+    /// where the model's `Debug` shows them, as the derived one does. Those of losses and of other modules are not compared: if they differ, replicas
+    /// stay equal, but each rank computes its gradients with its own settings. In an elastic job, a rank that joins has the settings with which its program
+    /// builds the model. So keep a setting that changes in training, such as a probability that grows, in a module of the program's own. If ranks may have
+    /// built different models, for example from a file of each host, compare Burn's description of these modules first:
     ///
     /// ```
     /// # use burn::nn::{Dropout, DropoutConfig};
@@ -135,13 +148,13 @@ impl<M: Module> Ddp<M> {
     /// # Ok::<(), phalanx::Error>(())
     /// ```
     ///
-    /// All of the model that a rank has must be the same on every rank of `group`: a model of [units](crate::parallel::fsdp::FullySharded) is
-    /// refused, and ranks that have different parts of [divided](crate::parallel::tensor) layers are. Ranks that have different stages of a
+    /// Every rank of `group` must have the same model. So a model of [units](crate::parallel::fsdp::FullySharded) is refused, and so are ranks that have
+    /// different parts of [divided](crate::parallel::tensor) layers. Ranks that have different stages of a
     /// [`Pipeline`](crate::parallel::pipeline::Pipeline) are refused in its first step. In a mesh, `group` is that of the data dimension.
     ///
-    /// `group` is a [`ProcessGroup`](phalanx::ProcessGroup); a [`GroupHandle`](phalanx::GroupHandle); or a
-    /// [`JoinGroup`] that other parts of the program share, such as synchronised batch norms, whose collectives then
-    /// take part in `join`. Make a [`Communicator`] of the program's own into one with [`JoinGroup::new`].
+    /// `group` is a [`ProcessGroup`](phalanx::ProcessGroup), a [`GroupHandle`](phalanx::GroupHandle) or a [`JoinGroup`]. Other parts of the program,
+    /// such as synchronised batch norms, may share the [`JoinGroup`]: their collectives then take part in `join`. [`JoinGroup::new`] makes one of a
+    /// [`Communicator`] of the program's own.
     ///
     /// # Errors
     /// On every rank, if the ranks' models or options differ, or the model is refused as above; if an exchange fails.
@@ -376,12 +389,11 @@ impl<M: Module> Ddp<M> {
         averages(held(&self.model), reducer, &self.inventory.indices, handover)
     }
 
-    /// Runs `body`, such as an epoch, whose number of batches may differ between ranks. A rank that is done answers the
-    /// others until the last one is done: it contributes zeros to their averages. All ranks call it together, and
-    /// return together.
+    /// Runs `body`, such as an epoch, whose number of batches may differ between ranks. When `body` has returned on a rank, that rank contributes zeros
+    /// to the averages of the others, until `body` has returned on all. All ranks call it together, and return together.
     ///
-    /// Afterwards, if some ranks were done earlier, all ranks have the model, the buffers and the optimizer's state of
-    /// a rank that took part to the end, and gradients that [`backward_no_sync`](Self::backward_no_sync) holds are dropped: their step was not made. See
+    /// If some ranks were done earlier, all ranks afterwards have the model, the buffers and the optimizer's state of a rank that took part to the end.
+    /// Gradients that [`backward_no_sync`](Self::backward_no_sync) holds are then dropped: their step was not made. See
     /// [uneven inputs](crate#uneven-inputs) for an example.
     ///
     /// All other code that calls collectives inside `body`, such as a synchronised batch norm, must do so through the
@@ -413,9 +425,10 @@ impl<M: Module> Ddp<M> {
         Ok(joined.value)
     }
 
-    /// The model, for saving, and for passes without gradients whose result need not be the same on every rank: between steps buffers,
-    /// such as the running statistics of batch norm, are each rank's own. For evaluation use [`evaluate`](Self::evaluate). A loss that
-    /// depends on its parameters, and not only on those that the closure of [`forward`](Self::forward) gets, is an error of [`backward`](Self::backward).
+    /// The model, for saving, and for passes without gradients whose result may differ between ranks: between steps each rank has its own buffers, such
+    /// as the running statistics of batch norm. For evaluation use [`evaluate`](Self::evaluate). A loss for [`backward`](Self::backward)
+    /// of this `Ddp` may depend on its parameters only by the model that the closure of [`forward`](Self::forward) gets. If it depends on the
+    /// parameters of this reference, that is an error.
     pub fn model(&self) -> &M {
         held(&self.model)
     }

@@ -62,12 +62,13 @@
 //!
 //! - **[`Ddp::new`]** compares the names, shapes and types of the parameters with rank 0's, and the error names the first
 //!   that differs. Then every rank takes over rank 0's parameters and buffers, so seeds need not agree.
-//! - **[`Ddp::forward`]** runs on a copy of the module, which shares its memory, with a hook on each parameter. Before it,
-//!   buffers such as the running statistics of batch norm become rank 0's again.
+//! - **[`Ddp::forward`]** runs on a copy of the module, which shares its memory, with a hook on each parameter. In the first forward pass
+//!   after each averaged backward pass, every rank first takes rank 0's buffers, such as the running statistics of batch norm.
 //! - **[`Ddp::evaluate`]** runs on the model without autodiff, with rank 0's buffers on every rank.
 //! - **[`Ddp::backward`]** hands each gradient to the [reducer](phalanx::reducer) as soon as it is finished, while the
 //!   layers below are still computing theirs. Set `PHALANX_TRACE=trace.json` and open the file in a trace viewer to see it.
-//! - **[`Ddp::step`]** is local, but for the first, in which the ranks compare their optimizers.
+//! - **[`Ddp::step`]** is local. The first one waits for the other ranks: they compare their optimizers. Every 32 steps they compare them
+//!   again, without a wait.
 //!
 //! The gradient is the average over ranks: with a mean as the loss and equal batches, it is that of the whole batch. With unequal
 //! batches [`Ddp::backward_weighted`] gives that of the whole batch.
@@ -99,17 +100,17 @@
 //!
 //! A parameter that gets no gradient on some rank is an error that names it, unless
 //! [`find_unused_parameters`](phalanx::reducer::ReducerOptions::find_unused_parameters) or
-//! [`static_graph`](phalanx::reducer::ReducerOptions::static_graph) is set in [`DdpOptions`]: it then counts as zero where
-//! another rank has a gradient for it, and has none if no rank has. A warning names it once.
+//! [`static_graph`](phalanx::reducer::ReducerOptions::static_graph) is set in [`DdpOptions`]. With one of them its gradient counts as zero
+//! if another rank has one. If no rank has one, the parameter gets none. A warning names it once.
 //!
-//! Networks that train in turns, such as a generator and a discriminator, have a `Ddp` each: a backward pass gives the
-//! gradients of the one that it is called on, and drops those that the loss sends into the other.
+//! Networks that train in turns, such as a generator and a discriminator, have a `Ddp` each. [`Ddp::backward`] gives the gradients of its own
+//! model, and drops the gradients that the loss sends into the other one.
 //!
 //! # Tied weights
 //!
-//! A clone of a `Param` has its id, and with it is the same parameter in a second place, such as the weight of an embedding and of the
-//! decoder: its gradient is the sum of both uses, and both places have one value after every step. Burn's own optimizer alone changes the
-//! first place only. Places that have one id and differ are refused with both names.
+//! A clone of a `Param` has the same id. Both are one parameter in two places, such as the weight of an embedding and of a decoder. Its
+//! gradient is the sum of both uses, and both places have one value after every step. Burn's own optimizer alone changes the first place
+//! only. Places with one id that differ are refused with both names.
 //!
 //! # Uneven inputs
 //!
@@ -144,11 +145,12 @@
 //!
 //! # Devices
 //!
-//! A model may be on any device that this build knows: on the processors with Flex, with or without gradient checkpointing; with
-//! the feature `cuda` or `wgpu` on those devices, too; with the feature `tch` on the processors with PyTorch's kernels.
+//! A model may be on any device that this build knows. Flex, Burn's kernels for processors, is always there, with or without gradient
+//! checkpointing. The features `cuda`, `wgpu` and `cpu` add CubeCL's devices, and `tch` adds PyTorch's kernels for processors.
 //! [`device::for_local_rank`] gives each process its own. What has been run on which of them is in `docs/guide/devices.md`.
 //! On Flex and LibTorch, gradients are taken from where they lie. From any other device they are copied to this process while the
-//! device still computes those of the layers below, averaged, and copied back once. The fused optimizers are Burn's own there.
+//! device still computes those of the layers below, averaged, and copied back once. On these devices the fused optimizers are Burn's own.
+//! With the feature `nccl`, `Ddp::with_nccl` lets NCCL average gradients in the memory of CUDA devices.
 //!
 //! # Besides
 //!
@@ -167,9 +169,9 @@
 //! # Limits
 //!
 //! - Burn 0.22 has no mixed precision: a model is f32, f64, f16 or bf16 throughout, and is averaged in that type.
-//! - It does not notice parameters that are frozen or unfrozen after [`Ddp::new`]: make a new `Ddp` from
+//! - A `Ddp` does not notice parameters that are frozen or unfrozen after [`Ddp::new`]: make a new `Ddp` from
 //!   [`Ddp::into_model`].
-//! - Two losses of one forward pass must be added up: Burn's tape is consumed by the first backward pass.
+//! - Two losses of one forward pass must be added up: the first backward pass consumes Burn's tape.
 // docs.rs shows which feature an item needs.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 #![deny(unsafe_code)]

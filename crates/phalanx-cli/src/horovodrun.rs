@@ -49,7 +49,7 @@ pub(crate) struct Horovodrun {
     #[arg(short = 'H', long, value_name = "HOST:SLOTS,..")]
     hosts: Option<OsString>,
 
-    /// The same from a file: `host slots=4` a line
+    /// A file with the hosts, and how many workers each takes: one `host slots=4` a line
     #[arg(long, value_name = "FILE")]
     hostfile: Option<OsString>,
 
@@ -93,19 +93,19 @@ pub(crate) struct Horovodrun {
     #[arg(long, value_name = "FILE")]
     timeline_filename: Option<PathBuf>,
 
-    /// Neither report tensors that some ranks have not submitted nor end the job for them (sets HOROVOD_STALL_CHECK_DISABLE)
+    /// Do not report tensors that some ranks have not submitted, and do not end the job for them (sets HOROVOD_STALL_CHECK_DISABLE)
     #[arg(long, conflicts_with = "stall_check_warning_time_seconds")]
     no_stall_check: bool,
 
-    /// Report them, also if HOROVOD_STALL_CHECK_DISABLE is set
+    /// Report tensors that some ranks have not submitted, also if HOROVOD_STALL_CHECK_DISABLE is set
     #[arg(long, conflicts_with = "no_stall_check")]
     stall_check: bool,
 
-    /// After how long they are reported (sets HOROVOD_STALL_CHECK_TIME_SECONDS)
+    /// After how long such tensors are reported (sets HOROVOD_STALL_CHECK_TIME_SECONDS)
     #[arg(long, value_name = "SECONDS", value_parser = time)]
     stall_check_warning_time_seconds: Option<f64>,
 
-    /// After how long they end the job; 0 for never (sets HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)
+    /// After how long such tensors end the job; 0 for never (sets HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)
     #[arg(long, value_name = "SECONDS", value_parser = time)]
     stall_check_shutdown_time_seconds: Option<f64>,
 

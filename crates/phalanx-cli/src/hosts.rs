@@ -27,7 +27,7 @@ pub(crate) struct HostOptions {
     #[arg(short = 'H', long, value_name = "HOST:SLOTS,..", conflicts_with_all = ELSEWHERE)]
     pub(crate) hosts: Option<HostList>,
 
-    /// The same from a file: `host slots=4` or `host:4` a line
+    /// A file with the hosts, and how many workers each takes: one `host slots=4` or `host:4` a line
     #[arg(long, value_name = "FILE", conflicts_with_all = ELSEWHERE, conflicts_with = "hosts")]
     pub(crate) hostfile: Option<PathBuf>,
 

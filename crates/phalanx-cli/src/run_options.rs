@@ -26,24 +26,27 @@ a shell script. The store behind MASTER_ADDR and MASTER_PORT is served by this c
 
 const MANUAL: &str = "\
 Output:
-  Each line of a worker goes to the stream it was written to, with its rank as prefix: `[1] loss 0.25`. Lines of different \
-workers never mix. A progress bar is shown once a second, and at its end. On a terminal each rank has its own colour, \
-unless NO_COLOR is set, and a status line stays at the bottom.
+  Each line of a worker goes to the stream to which the worker wrote it, with the worker's rank as prefix: `[1] loss 0.25`. Lines of \
+different workers never mix. A progress bar is shown once a second, and at its end. On a terminal each rank has its own colour, unless \
+NO_COLOR is set, and a status line stays at the bottom.
   With --redirects or --tee each job has a folder, in --log-dir or else in the system's folder for temporary files: \
 <log-dir>/<name>_<random>/attempt_<restart>/<local rank>/ with stdout.log, stderr.log and error.json, as torchrun \
-makes them. With --log-format json each line is a JSON object: workers' lines on the stream they were \
-written to, this command's events on standard error. The last one is `ended`, with `outcome` and `exit_code`, also if no worker could be started; only an \
-option that cannot be read is answered in plain text.
+makes them.
+  With --log-format json each line is a JSON object. Workers' lines go to the same streams as without it, and this command's events to \
+standard error. The last event is `ended`, with `outcome` and `exit_code`, also if no worker could be started. Only an option that cannot be \
+read is answered in plain text.
 
 How it ends:
-  The first worker that fails ends the job, or, with --max-restarts, this attempt: the other workers, and all processes that workers have started, also in \
-sessions of their own, get SIGTERM, and SIGKILL after the grace period. Then all workers are started again, with a new store and a higher TORCHELASTIC_RESTART_COUNT, as long as \
-restarts are left. The first failure is printed at the end, and its exit code is this command's (128 + n for signal n). If a failed rank \
-reports that another rank failed, that other rank's failure counts as the first. \
-Ctrl-C, SIGTERM, SIGHUP and SIGQUIT are passed on to all workers, with the same grace period; a second Ctrl-C kills \
-at once. The exit code is then 128 + n for signal n (130 for Ctrl-C), and 1 on other nodes that end because of it. A signal that comes when a failure has ended the job, or all workers have ended well, changes neither the report nor the exit code. SIGUSR1 and SIGUSR2 are passed on too, and do not end this command. If this command is killed, its workers are killed \
-too. Workers may end with 0 at different times. If no worker can be \
-started, the exit code is 127 (the program is not found), 126 (it cannot be executed), 2 (wrong options) or 1.
+  The first worker that fails ends the job, or, with --max-restarts, this attempt. The other workers, and all processes that workers have \
+started, also in sessions of their own, then get SIGTERM, and after the grace period SIGKILL. If restarts are left, all workers are started \
+again, with a new store and a higher TORCHELASTIC_RESTART_COUNT. The first failure is printed at the end, and its exit code is this command's \
+(128 + n for signal n). If a failed rank reports that another rank failed, that other rank's failure counts as the first.
+  Ctrl-C, SIGTERM, SIGHUP and SIGQUIT are passed on to all workers, with the same grace period. A second Ctrl-C kills at once. The exit code is \
+then 128 + n for signal n (130 for Ctrl-C), and 1 on other nodes that end because of it. If the signal comes when a failure has ended the job, or \
+when all workers have ended well, it changes neither the report nor the exit code. SIGUSR1 and SIGUSR2 are passed on too, and do not end this \
+command. If this command is killed, its workers are killed too.
+  Workers may end with 0 at different times. If no worker can be started, the exit code is 127 (the program is not found), 126 (it cannot be \
+executed), 2 (wrong options) or 1.
 
 Elastic jobs:
   With --min-np a worker that fails does not end the job, as long as at least that many workers are left. It is replaced, at most \
@@ -51,7 +54,10 @@ Elastic jobs:
 not replaced after the fourth crash. The others keep their processes, continue without it from their last commit, and \
 its replacement joins them. The prefix of a line is then the worker's slot, not its rank, which changes. The job has succeeded when all \
 workers that are left have ended with 0, and there are at least --min-np.
-  On several hosts (-H, --hostfile or --host-discovery-script) this command serves the store, so the job ends with it; the loss of another host ends that host's workers only. That host is left out for --blacklist-cooldown-range, and then started again, which counts as a replacement. Hosts that --host-discovery-script prints later are added, up to --max-np workers. The job ends when fewer than --min-np workers are left and no more can come, or none has come for --elastic-timeout.
+  On several hosts (-H, --hostfile or --host-discovery-script) this command serves the store. If this command ends, the job ends. If another \
+host is lost, only that host's workers end. That host is left out for --blacklist-cooldown-range, and then started again, which counts as a \
+replacement. Hosts that --host-discovery-script prints later are added, up to --max-np workers. The job ends when fewer than --min-np workers \
+are left and no more can come, or none has come for --elastic-timeout.
 
 Several hosts, one command:
   With -H or --hostfile this command starts a launcher on each host, over ssh without a password (`ssh -o BatchMode=yes \
@@ -179,7 +185,7 @@ pub(crate) struct Run {
     )]
     pub(crate) redirects: Selection,
 
-    /// Output that goes to files and is shown too, in the same way
+    /// Output that goes to files and is also shown: 0 none, 1 stdout, 2 stderr, 3 both; or by local rank: `0:3,1:1`
     #[arg(short, long, value_name = "STREAMS", env = "PET_TEE", hide_env_values = true, default_value = "0")]
     pub(crate) tee: Selection,
 

@@ -3,17 +3,17 @@
 //! [`Job`] says what to start. [`Job::run`] returns when every worker and every process that they have started is gone,
 //! in all cases. `phalanx run` and [`spawn`](crate::spawn()) both use it.
 //!
-//! - Each worker leads its own process group, with standard input closed.
+//! - Each worker leads its own process group. Its standard input is empty (`/dev/null`).
 //! - Each job has a [key](phalanx_core::JobKey) with which its processes authenticate each other; workers find it in the file
 //!   that `PHALANX_JOB_KEY_FILE` names.
 //! - The first failure ends the job, or starts all workers [again](Job::max_restarts). The others have half a second to
 //!   notice it themselves and to report it; then each group gets SIGTERM and, after [a grace period](Job::grace),
 //!   SIGKILL.
-//! - A worker that a signal has stopped (SIGSTOP) does not hold up the job's end: five seconds after another has ended
-//!   well it is [killed](Exit::Frozen), which is its failure. A worker that is only slow is waited for without limit.
+//! - A worker that a signal has stopped (SIGSTOP) does not hold up the job's end. Five seconds after another worker has ended
+//!   well, it is [killed](Exit::Frozen), and this is its failure. A worker that is only slow is waited for without limit.
 //! - In an [elastic](Job::min_workers) job a failure ends only the worker that fails, and a replacement may be started.
-//! - If a worker's error file blames another rank, and that rank has failed too, that rank's failure counts as the
-//!   first.
+//! - If a worker has noted in its `PHALANX_BLAME_FILE` that another rank failed, and that rank has failed too, that rank's
+//!   failure counts as the first.
 //! - SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to the groups, with the same grace period; a second SIGINT kills
 //!   at once. Ctrl-Z stops the workers too. SIGUSR1 and SIGUSR2, with which schedulers announce the end of a time
 //!   limit, are passed on and do not end the job.
@@ -24,7 +24,7 @@
 //! their parents. Some processes cannot be found: those of another user, and those whose environment was cleared or
 //! overwritten and whose parents have ended. The second kind is found if the launcher is a [subreaper](Job::subreaper),
 //! as `phalanx run` is, and is not killed itself. Processes that systemd, cron or a container's daemon starts for a
-//! worker belong to these.
+//! worker cannot be found either.
 //!
 //! ```no_run
 //! use std::ops::ControlFlow;

@@ -33,11 +33,12 @@
 //! | let processes find each other | [`store`] |
 //! | see where the time goes | [`trace`] |
 //!
-//! Every wait has a deadline. An [`Error`] says which rank, in which operation, because of which peer, and the remedy.
-//! All waiting callers of a failed group get the same one.
+//! Every wait has a deadline. An [`Error`] names the rank, the operation, the peer to blame, and the remedy. All waiting callers of a failed
+//! group get the same error.
 //!
-//! This crate has little code of its own. What it shows is in `phalanx-core` and, each behind a feature that is on by default, in
-//! `phalanx-asynchronous`, `phalanx-checkpoint` and `phalanx-launch`; with `default-features = false` it is groups and collectives alone.
+//! This crate has little code of its own: it re-exports `phalanx-core`, `phalanx-asynchronous`, `phalanx-checkpoint` and `phalanx-launch`. The
+//! last three have a feature each, which is on by default. With `default-features = false` the crate has groups, collectives, the reducer,
+//! samplers and elastic jobs.
 // docs.rs shows which feature an item needs.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 #![forbid(unsafe_code)]

@@ -35,9 +35,10 @@ impl<M: Module> Ddp<M> {
     /// backward, such as those of [`SyncBatchNorm`](crate::SyncBatchNorm) and [`Collectives::all_gather`](crate::Collectives::all_gather),
     /// give the gradients of the same mean.
     ///
-    /// **A rank without samples** has the weight 0. It runs a forward and a backward pass all the same, of any sample or of an empty
-    /// batch. (Of a sample, if the model has Burn's own `BatchNorm`: an empty batch makes its running statistics NaN.) What that gives does not matter: gradients may be NaN, as those of the mean of nothing are, or missing. Only where
-    /// the pass itself has collectives, as above, must its loss be finite: their sums take in what it brings.
+    /// **A rank without samples** has the weight 0. It still runs a forward and a backward pass, of any sample or of an empty batch. If the model has
+    /// Burn's own `BatchNorm`, take a sample: an empty batch makes its running statistics NaN. The gradients of this rank change nothing. They may be
+    /// missing, or NaN, as those of the mean of an empty batch are. If the pass itself has collectives, as above, its loss must be finite, because it
+    /// enters their sums.
     ///
     /// Gradients of [`backward_no_sync_weighted`](Self::backward_no_sync_weighted) since the last call are in the result, each with
     /// its own weight. Inside [`join`](Self::join) a rank without batches has the weight 0;

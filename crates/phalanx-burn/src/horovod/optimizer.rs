@@ -39,10 +39,11 @@ pub struct DistributedOptions {
     pub gradient_predivide_factor: f64,
     /// The groups into which gradients are put. Those of a group are combined when all of them are ready.
     pub groups: Groups,
-    /// A parameter without a gradient on this rank counts as one whose gradient is zero, as in Horovod. It is for parameters that
-    /// only some ranks use; those that no rank uses then have a gradient too, of zeros, by which momentum and weight decay change
-    /// them. A parameter that is frozen has none. Unless it is set, a parameter without a gradient on any rank is left out, and one
-    /// with a gradient on some only is an error.
+    /// Whether a parameter without a gradient on this rank counts as one whose gradient is zero, as in Horovod. It is for parameters that
+    /// only some ranks use. Parameters that no rank uses then have a gradient of zeros, too, by which momentum and weight decay change
+    /// them. A parameter that is frozen has none. Unless this is set, a parameter without a gradient on any rank is left out. If only some
+    /// ranks have a gradient of it, they wait for the others: the wait is
+    /// [reported](phalanx_horovod::Options::stall_check_time), and at last an [error](phalanx_horovod::Options::stall_shutdown_time).
     pub zero_missing_gradients: bool,
     /// In front of the names of gradients. Two optimizers that have gradients in flight at the same time need different ones.
     pub name: String,
@@ -152,11 +153,11 @@ impl DistributedOptions {
 /// An optimizer around one of Burn's, which steps with the gradients of all ranks.
 ///
 /// [`backward`](Self::backward) submits each gradient as soon as it is finished, under its parameter's name, while the layers
-/// below are still computing theirs. [`step`](Self::step) waits for all that was submitted. Parameters that get no gradient are
-/// left out, if they get none on any rank: a backward pass through half of the graph works, such as that of a generator or a
-/// discriminator. If only some ranks have a gradient of a parameter, the others are named
-/// ([`Options::stall_check_time`](phalanx_horovod::Options::stall_check_time)), or bring zeros
-/// ([`DistributedOptions::zero_missing_gradients`]).
+/// below are still computing theirs. [`step`](Self::step) waits for all that was submitted. Parameters that get no gradient on any rank are
+/// left out: a backward pass through half of the graph works, such as that of a generator or a discriminator. If only some ranks have a
+/// gradient of a parameter, they wait for the others, which are named
+/// ([`Options::stall_check_time`](phalanx_horovod::Options::stall_check_time)). With
+/// [`DistributedOptions::zero_missing_gradients`] the others bring zeros.
 ///
 /// The model stays the program's: [`forward`](Self::forward) borrows it, and [`step`](Self::step) takes it and gives it back, as
 /// Burn's optimizers do. It must have the parameters that it had in [`new`](Self::new), with the same ids: Burn replaces ids when it loads a

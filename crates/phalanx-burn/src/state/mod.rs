@@ -118,7 +118,7 @@ const MAX_POSITION_BYTES: usize = 1 << 20;
 /// [`FusedAdamW`](crate::FusedAdamW), continue from each other's. Settings such as betas, decay and momentum are the program's, as Burn's records
 /// do not have them: all ranks give the optimizer the same, also when they resume.
 ///
-/// With an [`ElasticSampler`] as `progress`, a checkpoint whose sampler has another number of samples, seed, `shuffle` or tail is refused.
+/// With an [`ElasticSampler`] as `progress`, a checkpoint whose sampler has another number of samples, `shuffle` or tail, or with `shuffle` another seed, is refused.
 /// To continue with another sampler, resume with the old one, and set `progress` then. For a sampler that is a field of `progress` call
 /// [`check_resumes`](ElasticSampler::check_resumes).
 ///
@@ -139,10 +139,12 @@ const MAX_POSITION_BYTES: usize = 1 << 20;
 /// - The state of a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) is not included: it is divided among
 ///   the ranks, and would be lost with one of them. Save it beside, in a [sharded](Self::checkpoint_sharded)
 ///   checkpoint.
-/// - Of ranks that train by themselves ([`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd)) the model is saved after an average
-///   alone; [`checkpoint`](Self::checkpoint) is an error otherwise. The moments are those of rank 0, which averages do not change.
+/// - If ranks train by themselves ([`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd)), call [`checkpoint`](Self::checkpoint) only after an
+///   average of the model; otherwise it is an error. The saved moments are those of rank 0, which averages do not change.
 /// - Gradients that [`Ddp::backward_no_sync`] holds are not included: a save, a commit, or a call that changes the group or the options in the middle of
 ///   a step is an error, and loading drops them.
+/// - A communication hook is removed when the state changes its group ([`with_group`](Self::with_group), [`with_options`](Self::with_options),
+///   [`sharing`](Self::sharing), each round of an elastic job). Register it again after that: it continues.
 /// - A [`SyncBatchNorm`](crate::SyncBatchNorm) changes its group with the model only if both share a
 ///   [handle](Self::sharing); otherwise it keeps the group that it was made with, which in an elastic job ends.
 /// - Random number generators, such as that of dropout, belong to each rank and are not included.

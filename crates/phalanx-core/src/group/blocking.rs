@@ -16,7 +16,7 @@ use crate::wire::frame::{Call, Operation};
 impl ProcessGroup {
     /// Combines `data` with the other ranks' `data`, element by element; every rank gets the result in place.
     ///
-    /// It uses shared memory if all ranks are on one host. Otherwise it uses recursive doubling for small buffers,
+    /// Ranks of one host combine their data in shared memory. Between hosts it uses recursive doubling for small buffers,
     /// recursive halving for medium ones and a ring for large ones, as [`Tuning`](crate::Tuning) says.
     /// docs/algorithms.md states steps and bytes.
     ///

@@ -42,7 +42,7 @@ const LONGEST_TUNING: u64 = 16 << 20;
 /// ignores SIGXFSZ, as [`ProcessGroup::join`] says.
 ///
 /// # Errors
-/// If a variable is missing, empty or malformed, if the port is taken, or if ranks are missing after 30 minutes.
+/// If a variable is malformed or missing (an empty one counts as missing), if the port is taken, or if ranks are missing after 30 minutes.
 #[doc(alias("init_process_group", "MPI_Init", "hvd.init"))]
 pub fn init() -> Result<ProcessGroup> {
     // Before this rank waits for the others.
@@ -56,10 +56,10 @@ pub fn init() -> Result<ProcessGroup> {
 pub struct GroupOptions {
     /// Limits the time for connecting, and for each operation unless [`ProcessGroup::with_timeout`] changes it.
     pub timeout: Duration,
-    /// The transport of the data. If None: shared memory if all ranks are on one host and can map each other's
-    /// memory, else TCP.
+    /// The transport of the data. If None: shared memory among ranks of one host that can map each other's memory, and TCP between all others.
+    /// With `SharedMemory` it is an error if some ranks cannot share memory, and with `Tcp` no ranks share memory.
     pub transport: Option<TransportKind>,
-    /// The sizes at which the algorithm changes; the same on every rank.
+    /// The sizes at which the algorithm changes; they must be the same on every rank.
     pub tuning: Tuning,
     /// Ranks with the same name share memory, if they can map each other's. If None, the name is the kernel's boot id.
     pub host_id: Option<String>,

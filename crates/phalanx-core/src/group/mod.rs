@@ -88,6 +88,20 @@ pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 /// After a failure the group refuses work: pending and later operations return the first cause. When the last handle
 /// is dropped, the rank finishes its operations and sends a goodbye to the others.
 ///
+/// | To | call |
+/// |---|---|
+/// | join a group | [`init`](fn@init), or [`join`](Self::join) with a rendezvous; [`alone`](Self::alone), [`in_process`](Self::in_process) without one |
+/// | know this rank | [`rank`](Self::rank), [`world_size`](Self::world_size), [`local_rank`](Self::local_rank) |
+/// | combine data of all ranks | [`all_reduce`](Self::all_reduce), [`reduce`](Self::reduce), [`reduce_scatter`](Self::reduce_scatter) |
+/// | copy data between all ranks | [`broadcast`](Self::broadcast), [`all_gather`](Self::all_gather), [`gather`](Self::gather), [`scatter`](Self::scatter), [`all_to_all`](Self::all_to_all) |
+/// | do the same while this thread continues | [`all_reduce_async`](Self::all_reduce_async) and the others in `_async`, which return a [`Work`] |
+/// | exchange values that serde can write | [`broadcast_object`](Self::broadcast_object), [`all_gather_object`](Self::all_gather_object) |
+/// | send a message to one rank | [`send`](Self::send), [`recv`](Self::recv), [`isend`](Self::isend), [`irecv`](Self::irecv) |
+/// | wait for all ranks | [`barrier`](Self::barrier), [`monitored_barrier`](Self::monitored_barrier) |
+/// | make groups of some ranks | [`new_group`](Self::new_group), [`split`](Self::split) |
+/// | limit the time of an operation | [`with_timeout`](Self::with_timeout) |
+/// | leave the group | [`close`](Self::close) together with all ranks, [`leave`](Self::leave) alone; [`abort`](Self::abort) ends it on all ranks, with an error |
+///
 /// ```
 /// use phalanx::{ProcessGroup, ReduceOp, WorldSize};
 /// let group = ProcessGroup::alone()?; // a world of one, which needs no launcher
@@ -244,7 +258,8 @@ impl ProcessGroup {
         self.inner.config.local.rank
     }
 
-    /// The transport of the data; None in a world of one, or between threads of one process.
+    /// The transport of the data: shared memory if all ranks share it, else TCP, also if the ranks of each host share memory. None in a world of
+    /// one, or between threads of one process.
     pub fn transport(&self) -> Option<TransportKind> {
         self.inner.transport
     }
@@ -384,6 +399,12 @@ impl Inner {
             // With a goodbye the peers would assume a clean end.
             self.health.fail(Error::aborted(format!("rank {} panicked", self.rank)));
         }
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.note_panic();
     }
 }
 

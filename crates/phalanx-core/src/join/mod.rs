@@ -34,9 +34,10 @@
 //!
 //! # Calls that are none of the group's
 //!
-//! Such as NCCL's, on memory of a device. What makes them announces each with [`announce_elsewhere`](JoinGroup::announce_elsewhere), and the
-//! [`Elsewhere`] that [`join_elsewhere`](JoinGroup::join_elsewhere) was given makes it on a rank without data: at the same place among all announced
-//! calls, and so in one order on all ranks. [`compare_elsewhere`](JoinGroup::compare_elsewhere) says whether all ranks make the same call.
+//! Such calls are NCCL's, on memory of a device. The code that makes one first announces it with
+//! [`announce_elsewhere`](JoinGroup::announce_elsewhere). On a rank without data, the [`Elsewhere`] that was given to
+//! [`join_elsewhere`](JoinGroup::join_elsewhere) makes the call, at the same place among all announced calls. So all ranks make them in one order.
+//! [`compare_elsewhere`](JoinGroup::compare_elsewhere) says whether all ranks make the same call.
 //!
 //! # Cost
 //!

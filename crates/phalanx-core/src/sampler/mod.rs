@@ -37,6 +37,10 @@ fn too_many(samples: usize) -> String {
 
 /// Distributes the indices of a data set among the ranks; see the [module](self) for the exact order.
 ///
+/// PyTorch's `DistributedSampler(dataset)` is [`for_group`](Self::for_group), which takes rank and world size from the group. PyTorch's arguments
+/// `shuffle=True`, `seed=0` and `drop_last=False` are methods with the same names and defaults; `num_replicas` and `rank` are those of
+/// [`new`](Self::new).
+///
 /// ```
 /// use phalanx::sampler::DistributedSampler;
 ///
