@@ -15,7 +15,8 @@
 //! The kernel keeps this through `execve` and forgets it when the parent ends; a process that is forked from this one does not have it. What
 //! is named is never
 //! * the host's init, the parent of orphans, from which all processes descend. In a container process 1 is usually the launcher, and what
-//!   descends from it runs in the container.
+//!   descends from it runs in the container. (A session's own init, which takes orphans too, cannot be told from a launcher. A rank has that
+//!   one for a parent only if its launcher dies before the ranks have met.)
 //! * an interactive shell, from which all descends that its user starts there. It gives each job a process group of its own. Launchers do so
 //!   as well, so a parent of another group is named only if a launcher's variables are set.
 
@@ -75,8 +76,8 @@ pub fn ptrace_scope() -> Option<String> {
 }
 
 /// Allows the processes that descend from this one's parent to copy out of this one, where `ptrace_scope` is 1, and returns the parent. None
-/// if nothing is to be allowed, and from the second call on: what the program itself allows later stays. `is_launched` says whether a
-/// launcher has started this process.
+/// if nothing is to be allowed, and from the second call on: whom the program itself names later stays, in place of the parent, and whom it
+/// has named before does not. `is_launched` says whether a launcher has started this process.
 ///
 /// # Errors
 /// If the kernel has no memory, or the parent has just ended.
