@@ -8,6 +8,7 @@
 //! - [`memfd`]: anonymous files, which are memory of the processes that have them open.
 //! - [`open`]: files whose paths come from elsewhere, opened without waiting for the other end of a pipe.
 //! - [`parts`]: memory with several owners, each of a part.
+//! - [`process`]: what the kernel copies out of other processes, and which processes may copy out of this one.
 //! - [`shared`]: rings in memory that several processes map, and a doorbell that wakes sleeping threads.
 //! - [`signal`]: signals as bytes in a pipe, with the earlier dispositions restored afterwards.
 //! - [`tcp`]: what the kernel knows of a connection's path, and options that have no safe interface.
@@ -52,7 +53,7 @@ pub mod open;
 #[cfg(all(target_os = "linux", not(loom)))]
 pub mod parts;
 #[cfg(all(target_os = "linux", not(loom)))]
-mod process;
+pub mod process;
 #[cfg(target_os = "linux")]
 pub mod processors;
 #[cfg(target_os = "linux")]

@@ -1,12 +1,12 @@
 //! The machine: kernel, processors, memory, limits.
 
 use std::fs;
-use std::io::{self, ErrorKind};
+use std::io;
 use std::num::NonZero;
-use std::path::Path;
 use std::thread::available_parallelism;
 
 use phalanx_sys::arena::memory_left_by_cgroups;
+use phalanx_sys::process::ptrace_scope;
 use phalanx_sys::processors::rereads_slowly;
 use rustix::process::{Resource, Rlimit, getrlimit};
 
@@ -85,27 +85,16 @@ fn address_space(report: &mut Report) {
     }
 }
 
-/// What the kernel says of it; 0 if it has no such setting, and none where /proc does not tell.
-fn ptrace_scope() -> Option<String> {
-    match fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope") {
-        Err(error) if error.kind() == ErrorKind::NotFound => {
-            Path::new("/proc/sys/kernel").is_dir().then(|| "0".to_owned())
-        }
-        read => read.ok(),
-    }
-}
-
 /// Whether ranks copy out of each other's processes. Where processors reread slowly they do not, whatever the kernel allows.
 fn cross_memory(report: &mut Report, scope: Option<&str>, rereads_slowly: bool) {
-    // Children of a launcher are no children of each other.
-    let text = match scope.map(str::trim) {
+    let text = match scope {
         _ if rereads_slowly => "not used on AMD's processors: data is copied twice",
         Some("0") => {
             "allowed between processes of one user: messages and what collectives only copy are copied once"
         }
         Some("1") => {
-            "allowed to a process's own children (ptrace_scope 1): such data is copied twice. `sysctl kernel.yama.ptrace_scope=0` allows it to \
-             all programs of a user, which may then read each other's memory"
+            "allowed to a process's ancestors, and by each rank to the other processes that its launcher has started (ptrace_scope 1): messages \
+             and what collectives only copy are copied once. If the ranks of a host have different parents, such data is copied twice"
         }
         Some("2") => "allowed to CAP_SYS_PTRACE (ptrace_scope 2): without it data is copied twice",
         Some("3") => "forbidden (ptrace_scope 3): such data is copied twice",
@@ -209,17 +198,17 @@ mod tests {
             cross_memory(&mut report, scope, false);
             report.findings.remove(0).text
         };
-        assert!(copies(Some("0\n")).starts_with("allowed between processes of one user"));
-        assert!(copies(Some("1\n")).contains("copied twice. `sysctl kernel.yama.ptrace_scope=0`"));
-        assert!(copies(Some("3\n")).starts_with("forbidden"));
-        for unknown in [None, Some(""), Some("4\n")] {
+        assert!(copies(Some("0")).starts_with("allowed between processes of one user"));
+        assert!(copies(Some("1")).contains("its launcher has started (ptrace_scope 1)"));
+        assert!(copies(Some("3")).starts_with("forbidden"));
+        for unknown in [None, Some(""), Some("4")] {
             assert!(copies(unknown).starts_with("not known"), "{unknown:?}");
         }
     }
 
     #[test]
     fn memory_is_not_said_to_be_copied_once_where_no_rank_does_so() {
-        for scope in [None, Some("0\n"), Some("1\n")] {
+        for scope in [None, Some("0"), Some("1")] {
             let mut report = Report::new("here".to_owned());
             cross_memory(&mut report, scope, true);
             assert_eq!(report.findings.remove(0).text, "not used on AMD's processors: data is copied twice");

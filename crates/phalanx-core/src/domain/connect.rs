@@ -12,11 +12,13 @@ use std::sync::Arc;
 
 use phalanx_sys::arena::{Arena, Mapping, total_memory};
 use phalanx_sys::control_block::ControlBlock;
+use phalanx_sys::process;
 use phalanx_sys::processors::rereads_slowly;
 use serde::{Deserialize, Serialize};
 
 use super::{Domain, Partition, Peers, Reach};
 use crate::deadline::Deadline;
+use crate::env;
 use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::host;
@@ -140,6 +142,10 @@ impl Lending {
     /// Maps the memory of the ranks of this host, when all know what each has `lent`, by rank.
     pub(crate) fn map(&self, rank: Rank, lent: Vec<Lent>) -> Mapped {
         let candidates = candidates(&lent);
+        if candidates.domain_of(rank).len() > 1 {
+            // Before this rank tells whose memory it can map, without which no other begins to copy.
+            open_to_siblings();
+        }
         let map = |member: &Rank| -> Result<Arc<Mapping>, String> {
             let (own, _) = self.0.as_ref().map_err(Clone::clone)?;
             if *member == rank {
@@ -250,6 +256,26 @@ fn lend(host: Option<&str>, world: usize) -> Result<(Arc<Arena>, Address), Strin
     };
     let (pid, descriptor, bytes) = (std::process::id(), arena.descriptor(), arena.bytes() as u64);
     Ok((arena, Address { host, pid, descriptor, bytes, nonce }))
+}
+
+/// Lets the other ranks of this launcher copy out of this process, where the kernel allows that to no others than its parent.
+fn open_to_siblings() {
+    // There no rank copies.
+    if rereads_slowly() {
+        return;
+    }
+    match process::open_to_siblings(env::is_launched()) {
+        Ok(Some(ancestor)) => {
+            tracing::debug!(
+                ancestor,
+                "processes that descend from this one's parent may copy out of this one"
+            );
+        }
+        Ok(None) => {}
+        Err(error) => {
+            tracing::debug!(%error, "ranks of this host may not be able to copy out of this process")
+        }
+    }
 }
 
 fn no_memory(error: io::Error) -> String {

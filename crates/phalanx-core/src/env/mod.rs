@@ -295,6 +295,15 @@ pub fn other_launcher() -> Option<String> {
     other_launcher_in(&Variables { lookup: variable })
 }
 
+/// Whether torchrun, our launcher or another known one has started this process as one of several.
+pub(crate) fn is_launched() -> bool {
+    is_launched_in(&Variables { lookup: variable })
+}
+
+fn is_launched_in<F: Fn(&str) -> Option<String>>(variables: &Variables<F>) -> bool {
+    variables.text("TORCHELASTIC_RUN_ID").is_some() || other_launcher_in(variables).is_some()
+}
+
 fn other_launcher_in<F: Fn(&str) -> Option<String>>(variables: &Variables<F>) -> Option<String> {
     if variables.text("TORCHELASTIC_RUN_ID").is_some() {
         return None;

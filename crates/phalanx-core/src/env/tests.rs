@@ -149,6 +149,21 @@ fn other_launchers_are_understood() {
 }
 
 #[test]
+fn what_a_launcher_has_started_is_told_from_ranks_that_are_set_by_hand() {
+    let is_launched = |pairs: &[(&str, &str)]| {
+        let lookup =
+            |name: &str| pairs.iter().find(|(set, _)| *set == name).map(|(_, value)| (*value).to_owned());
+        is_launched_in(&Variables { lookup })
+    };
+    assert!(!is_launched(&[]) && !is_launched(&FULL));
+    assert!(is_launched(&with(&[("TORCHELASTIC_RUN_ID", "none")])));
+    let slurm = |tasks| [("SLURM_PROCID", "0"), ("SLURM_STEP_NUM_TASKS", tasks)];
+    assert!(is_launched(&slurm("2")));
+    // The only task of a step may start ranks itself, in a shell.
+    assert!(!is_launched(&slurm("1")));
+}
+
+#[test]
 fn flux_says_no_number_of_ranks_on_a_host() {
     let flux = [("FLUX_TASK_RANK", "3"), ("FLUX_JOB_SIZE", "5"), ("FLUX_TASK_LOCAL_ID", "1")];
     let master = [("MASTER_ADDR", "node0"), ("MASTER_PORT", "29500")];
