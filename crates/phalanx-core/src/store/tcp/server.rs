@@ -462,6 +462,12 @@ mod tests {
     }
 
     #[test]
+    fn a_higher_limit_of_descriptors_is_advised_where_it_lets_more_clients_in() {
+        let said = [2, MAX_PENDING].map(|most| PendingClients { most, ..PendingClients::new() }.crowded());
+        assert_eq!(said.map(|said| said.contains("ulimit -n")), [true, false]);
+    }
+
+    #[test]
     fn all_ranks_of_the_largest_world_may_come_before_the_first_is_admitted() {
         let queue = PendingClients { most: MAX_PENDING, ..PendingClients::new() };
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
