@@ -185,11 +185,16 @@ impl Session {
                     self.wait_for_news();
                 }
                 Next::GiveUp(late, after) => {
+                    let round = view.state.round();
                     drop(view);
                     let by = self.me.id;
                     for worker in late {
-                        // Another worker may have said so meanwhile.
-                        let is_late = self.replica().view().state.outstanding().any(|other| other == worker);
+                        // Another worker may have said so meanwhile, or this one may be in the next round already.
+                        let is_late = {
+                            let view = self.replica().view();
+                            view.state.round() == round
+                                && view.state.outstanding().any(|other| other == worker)
+                        };
                         if is_late {
                             self.append(&Entry::Gone { worker, by, why: Departure::Late(after) })?;
                         }

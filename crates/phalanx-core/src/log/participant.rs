@@ -10,6 +10,7 @@ use super::replica::Concern;
 use super::{AHEAD, ENDED, Fetched, Log, Machine, Read, Replica, Turn};
 use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
+use crate::random;
 use phalanx_proto::log::liveness::Liveness;
 
 /// How long the reader waits for one entry before it asks for it anew.
@@ -386,9 +387,11 @@ fn beat<M: Machine>(
     let beats = log.store.multi_compare_set(&asked, deadline)?;
     let beats = others.into_iter().zip(beats.iter().map(Vec::as_slice));
     let mut absent = liveness.observe(beats, Instant::now());
-    // Several look for all: each begins at another one.
-    let place = absent.iter().position(|(other, _)| *other > id).unwrap_or(0);
-    absent.rotate_left(place);
+    // Several look for all, and each begins somewhere else: they tell of all the sooner.
+    if !absent.is_empty() {
+        let place = random::number().map_or(0, |number| number as usize % absent.len());
+        absent.rotate_left(place);
+    }
     for (other, absence) in absent {
         // Another one may have said so meanwhile.
         if replica.view().state.is_present(other) {

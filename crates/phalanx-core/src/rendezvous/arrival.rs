@@ -7,6 +7,7 @@
 //!            identifies the host and the process, as their names and numbers do not
 //! world      the world size that the first to come expects, and the version of this protocol
 //! hosts      the ranks' hosts, if there are many ranks: rank 0 writes them with the verdict
+//! asking     in a large world, how many ranks have asked who is missing when their time was up
 //! verdict    the outcome: "ok" with the number of the first group, "over", or what went wrong; written once, read by all
 //! ```
 //!
@@ -47,8 +48,8 @@ const READ_BY_ALL: usize = 256;
 /// Where rank 0 writes it.
 pub(super) const HOSTS: &str = "hosts";
 
-/// In a world of at most so many ranks, each checks which ranks are missing. In a larger one only rank 0 does so while it waits, and so many ranks
-/// when their time is up.
+/// In a world of at most so many ranks, each checks which ranks are missing. In a larger one only rank 0 does so while it waits, and when time is up
+/// the first so many ranks to which that happens.
 const ASKED: u32 = 64;
 
 /// Who this process is.
@@ -150,10 +151,20 @@ pub(super) fn arrive(
     let group_number = match outcome {
         Ok(outcome) if outcome == OVER => return Ok(Arrival::Over),
         Ok(outcome) => number_in(&outcome),
-        Err(error) if error.is_timeout() => match told_by_others(&roll_call, config, deadline)? {
-            Some(outcome) => number_in(&outcome),
-            None => report_missing(&roll_call, missing(&roll_call, config, started, deadline), deadline),
-        },
+        Err(error) if error.is_timeout() => {
+            let asked = asks_of(&roll_call, config, deadline);
+            let told = match asked < config.world_size.count() {
+                true => told_by_others(&roll_call, config, deadline)?,
+                false => None,
+            };
+            match told {
+                Some(outcome) => number_in(&outcome),
+                None => {
+                    let error = missing(&roll_call, config, asked, started, deadline);
+                    report_missing(&roll_call, error, deadline)
+                }
+            }
+        }
         Err(error) => Err(report_aborted(&roll_call, config, error)),
     }?;
     let rounds = Some(Rounds { scope: config.scope.clone(), met: round });
@@ -366,28 +377,26 @@ fn awaited(roll_call: &PrefixStore, config: &RankConfig, started: Instant, deadl
     let world = config.world_size.get();
     // In a large world, so many queries would keep the store from serving ranks that arrive.
     let cause = match world <= ASKED || config.rank.is_main() {
-        true => missing(roll_call, config, started, deadline).cause,
+        true => missing(roll_call, config, config.world_size.count(), started, deadline).cause,
         false => format!("not all of the {world} ranks have arrived"),
     };
     format!("rank {} waits for the others: {cause}", config.rank)
 }
 
-/// Of how many ranks this one asks whether they have arrived, when its time is up: of all, or in a large world of the first. If each asked of all,
-/// the store would look up as many entries as the square of the ranks, in the two seconds that are left.
-fn asks_of(config: &RankConfig) -> usize {
-    let world = config.world_size.get();
-    if world <= ASKED || config.rank.get() < ASKED { config.world_size.count() } else { ASKED as usize }
+/// Of how many ranks this one asks whether they have arrived, when its time is up: of all, or in a large world, in which some do so already, of
+/// the first. If each asked of all, the store would look up as many entries as the square of the ranks, in the two seconds that are left.
+fn asks_of(roll_call: &PrefixStore, config: &RankConfig, deadline: Deadline) -> usize {
+    let asks_of_all = config.world_size.get() <= ASKED
+        || roll_call.add("asking", 1, deadline).is_ok_and(|place| place <= i64::from(ASKED));
+    if asks_of_all { config.world_size.count() } else { ASKED as usize }
 }
 
-/// What another rank says that asks of all, for most of the time that is left. None if none does, or if this rank asks of all.
+/// What another rank says that asks of all, for most of the time that is left. None if none does.
 fn told_by_others(
     roll_call: &PrefixStore,
     config: &RankConfig,
     deadline: Deadline,
 ) -> Result<Option<Vec<u8>>> {
-    if asks_of(config) == config.world_size.count() {
-        return Ok(None);
-    }
     match roll_call.get("verdict", Deadline::after(deadline.remaining() * 3 / 4)) {
         Ok(outcome) => Ok(Some(outcome)),
         Err(error) if error.is_timeout() => Ok(None),
@@ -395,15 +404,15 @@ fn told_by_others(
     }
 }
 
-/// Names the missing ranks.
+/// Names the missing ones of so many ranks.
 fn missing(
     roll_call: &PrefixStore,
     config: &RankConfig,
+    asked: usize,
     started: Instant,
     deadline: Deadline,
 ) -> ArrivalError {
     let (mut missing, mut are_all_there) = (Missing::default(), true);
-    let asked = asks_of(config);
     let keys: Vec<String> =
         config.world_size.ranks().take(asked).map(|rank| format!("rank/{rank}")).collect();
     for (rank, has_arrived) in config.world_size.ranks().zip(are_there(roll_call, &keys, deadline)) {
@@ -537,15 +546,17 @@ mod tests {
     }
 
     #[test]
-    fn of_many_ranks_whose_time_is_up_the_first_say_who_is_missing() {
+    fn of_many_ranks_those_whose_time_is_up_first_say_who_is_missing() {
         let (world, soon) = (WorldSize::new(100).unwrap(), Deadline::after(Duration::from_secs(20)));
         let config = |rank| RankConfig::given("the store", Some(Rank::new(rank)), Some(world)).unwrap();
         let roll_call = PrefixStore::new("roll_call", Arc::new(MemoryStore::new()));
         for rank in 0..99 {
             roll_call.set(&format!("rank/{rank}"), b"x", soon).unwrap();
         }
-        let said = |rank| missing(&roll_call, &config(rank), Instant::now(), soon);
-        assert!(said(63).cause.contains("rank 99 of 100 has not arrived"), "{:?}", said(63));
+        let asked = [(); 65].map(|()| asks_of(&roll_call, &config(98), soon));
+        assert_eq!((&asked[..64], asked[64]), (&[100; 64][..], 64));
+        let said = |asked| missing(&roll_call, &config(98), asked, Instant::now(), soon);
+        assert!(said(100).cause.contains("rank 99 of 100 has not arrived"), "{:?}", said(100));
         let late = said(64);
         assert!(late.peer.is_none() && late.cause.contains("not all of the 100 ranks"), "{late:?}");
         roll_call.delete_key("rank/5", soon).unwrap();
@@ -555,7 +566,6 @@ mod tests {
         assert!(told_by_others(&roll_call, &config(64), brief).unwrap().is_none());
         roll_call.set("verdict", b"who it is", soon).unwrap();
         assert_eq!(told_by_others(&roll_call, &config(64), soon).unwrap().unwrap(), b"who it is");
-        assert!(told_by_others(&roll_call, &config(63), soon).unwrap().is_none());
     }
 
     #[test]

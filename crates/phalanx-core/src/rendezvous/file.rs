@@ -99,7 +99,9 @@ fn greet(path: &Path, config: &RankConfig, deadline: Deadline) -> Result<Arc<Fil
     let (hello, welcome) = (hello_key(config.rank), welcome_key(&number));
     loop {
         let store = Arc::new(FileStore::open(path, deadline)?);
-        store.set(&hello, number.as_bytes(), deadline)?;
+        let say =
+            || store.set(&hello, number.as_bytes(), deadline).map_err(|error| tell(&store, config, error));
+        say()?;
         loop {
             match store.wait(&[&welcome], deadline.at_most(POLL_INTERVAL)) {
                 Ok(()) => return Ok(store),
@@ -125,7 +127,7 @@ fn greet(path: &Path, config: &RankConfig, deadline: Deadline) -> Result<Arc<Fil
                 // Another process has come as the same rank. Rank 0 answers both, and then all hear of it.
                 Err(_) => {
                     if store.get(&hello, deadline)? != number.as_bytes() {
-                        store.set(&hello, number.as_bytes(), deadline)?;
+                        say()?;
                     }
                 }
             }

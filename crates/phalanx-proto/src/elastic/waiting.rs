@@ -236,6 +236,32 @@ mod tests {
     }
 
     #[test]
+    fn whoever_hears_that_others_were_given_up_waits_for_those_in_their_place() {
+        let (mut state, start, second) =
+            (MembersState::default(), crate::some_time(), Duration::from_secs(1));
+        for id in 1..=3 {
+            let settings = Settings { min: 3, ..settings() };
+            state.apply(Entry::Join { worker: worker(id), settings }).unwrap();
+        }
+        state.apply(Entry::LastCall { round: 1, nonce: 0 }).unwrap();
+        for id in [1, 2] {
+            state.apply(Entry::Ready { round: 1, worker: WorkerId(id), can_replay: false }).unwrap();
+        }
+        let mut workers = [1, 2].map(|id| waiting(id, 1, false));
+        let mut look = |state: &MembersState, at: Instant| {
+            workers.each_mut().map(|worker| worker.look(state, false, at))
+        };
+        look(&state, start);
+        let late = Next::GiveUp(vec![WorkerId(3)], TIMEOUT);
+        assert_eq!(look(&state, start + TIMEOUT), [late, Next::Wait(start + TIMEOUT + second)]);
+        gone(&mut state, 3, 1);
+        let now = start + TIMEOUT + second / 2;
+        assert_eq!(look(&state, now), [(); 2].map(|()| Next::Wait(now + TIMEOUT)));
+        let too_few = || Next::TooFew { there: 2, needed: 3, after: TIMEOUT };
+        assert_eq!(look(&state, now + TIMEOUT), [(); 2].map(|()| too_few()));
+    }
+
+    #[test]
     fn whoever_waits_alone_gives_up_and_says_so() {
         let (mut state, start) = (MembersState::default(), crate::some_time());
         let mut alone = waiting(1, 0, false);

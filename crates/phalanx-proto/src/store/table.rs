@@ -1,7 +1,7 @@
 //! The operations of every store on its keys and values, with the caps of all stores.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use crate::wire::store::MAX_VALUE;
 
@@ -25,11 +25,13 @@ pub struct Table {
 struct Value {
     set: Arc<[u8]>,
     appended: Vec<u8>,
+    /// Both, once somebody has read them: however many read one value, and however often, it is copied once.
+    whole: OnceLock<Arc<[u8]>>,
 }
 
 impl Value {
     fn new(set: Arc<[u8]>) -> Self {
-        Self { set, appended: Vec::new() }
+        Self { set, appended: Vec::new(), whole: OnceLock::new() }
     }
 
     fn len(&self) -> usize {
@@ -39,8 +41,17 @@ impl Value {
     fn whole(&self) -> Arc<[u8]> {
         match self.appended.is_empty() {
             true => Arc::clone(&self.set),
-            false => [&self.set[..], &self.appended[..]].concat().into(),
+            false => {
+                Arc::clone(self.whole.get_or_init(|| [&self.set[..], &self.appended[..]].concat().into()))
+            }
         }
+    }
+
+    fn append(&mut self, bytes: &[u8]) {
+        if let Some(whole) = self.whole.take() {
+            (self.set, self.appended) = (whole, Vec::new());
+        }
+        self.appended.extend_from_slice(bytes);
     }
 
     fn is(&self, bytes: &[u8]) -> bool {
@@ -187,7 +198,7 @@ impl Table {
             return Err(Refusal::ManyBytes(self.bytes));
         }
         self.bytes = bytes;
-        old.appended.extend_from_slice(value);
+        old.append(value);
         Ok(())
     }
 
@@ -243,6 +254,18 @@ mod tests {
         table.append(b"a", b"0").unwrap();
         assert_eq!((table.add(b"a", 1), table.bytes()), (Ok(71), 3));
         assert!(table.delete(b"a") && table.bytes() == 0);
+    }
+
+    #[test]
+    fn all_who_read_what_was_appended_share_one_copy() {
+        let mut table = Table::default();
+        table.set(b"a", *b"one").unwrap();
+        table.append(b"a", b" two").unwrap();
+        let [first, second] = [(); 2].map(|()| table.get(b"a").unwrap());
+        assert!(Arc::ptr_eq(&first, &second) && *first == *b"one two");
+        table.append(b"a", b" three").unwrap();
+        assert_eq!((&*first, &*table.get(b"a").unwrap()), (&b"one two"[..], &b"one two three"[..]));
+        assert_eq!(table.bytes(), 1 + 13);
     }
 
     #[test]

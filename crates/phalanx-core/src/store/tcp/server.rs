@@ -295,6 +295,22 @@ impl PendingClients {
         })
     }
 
+    /// What a person should know when one was closed for another.
+    fn crowded(&self) -> String {
+        let most = self.most;
+        // A limit of descriptors that is higher lets no more of them in.
+        let remedy = match most < MAX_PENDING {
+            true => {
+                ". If they are ranks, raise the limit of descriptors of the process that serves the store (`ulimit -n`)"
+            }
+            false => "",
+        };
+        format!(
+            "the store closes connections that have not shown yet that they are of this job: more than {most} of them have come at a time, or \
+             {MAX_CONNECTIONS} connections in all{remedy}"
+        )
+    }
+
     /// What the task of the client with this number keeps until it is admitted.
     fn outside(&self, number: u64) -> Outside {
         Outside { clients: Rc::clone(&self.clients), number }
@@ -365,11 +381,7 @@ async fn run(listener: TcpListener, access: Access, mut orders: mpsc::UnboundedR
                         continue;
                     }
                     if pending_clients.has_closed.get() && !std::mem::replace(&mut told_crowded, true) {
-                        aside.warn(format!(
-                            "the store closes connections that have not shown yet that they are of this job, because more than {} come at a \
-                             time. If they are ranks, raise the limit of descriptors of the process that serves the store (`ulimit -n`)",
-                            pending_clients.most
-                        ));
+                        aside.warn(pending_clients.crowded());
                     }
                     number += 1;
                     let (admission, shared) = (Rc::clone(&admission), Rc::clone(&shared));
@@ -447,6 +459,12 @@ mod tests {
             tokio::task::yield_now().await;
             assert_eq!([&inside, &second].map(AbortHandle::is_finished), [false, true]);
         });
+    }
+
+    #[test]
+    fn a_higher_limit_of_descriptors_is_advised_where_it_lets_more_clients_in() {
+        let said = [2, MAX_PENDING].map(|most| PendingClients { most, ..PendingClients::new() }.crowded());
+        assert_eq!(said.map(|said| said.contains("ulimit -n")), [true, false]);
     }
 
     #[test]

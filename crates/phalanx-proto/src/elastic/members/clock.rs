@@ -21,6 +21,8 @@ pub struct Clock {
     /// The round that is waited for, since when, and since when there are enough workers.
     waits: Option<(u64, Instant)>,
     enough: Option<Instant>,
+    /// Whether members had not left the last round at the last look.
+    is_held: bool,
 }
 
 /// What the worker does now.
@@ -50,7 +52,15 @@ impl Clock {
     pub fn new(first_call: Duration, last_call: Duration, timeout: Duration) -> Self {
         let [first_call, last_call, timeout] =
             [first_call, last_call, timeout].map(|wait| wait.min(TIMEOUT_LIMIT));
-        Self { first_call, last_call, timeout, turn: Duration::ZERO, waits: None, enough: None }
+        Self {
+            first_call,
+            last_call,
+            timeout,
+            turn: Duration::ZERO,
+            waits: None,
+            enough: None,
+            is_held: false,
+        }
     }
 
     /// From now on this worker calls a round, and gives others up, so much later. If all that wait did so at the same time, each would append
@@ -64,11 +74,14 @@ impl Clock {
         let next = state.round() + 1;
         if !state.is_gathering() {
             // A round has no time limit: a worker that comes to it waits for a commit or for a free slot.
-            (self.waits, self.enough) = (None, None);
+            (self.waits, self.enough, self.is_held) = (None, None, false);
             return Step::Wait(now + self.timeout);
         }
+        let is_held = state.outstanding().next().is_some();
+        // The last of them has left, or was given up, perhaps by another worker: from now on others are waited for in its place.
+        let is_set_free = std::mem::replace(&mut self.is_held, is_held) && !is_held;
         let since = match self.waits {
-            Some((round, since)) if round == next => since,
+            Some((round, since)) if round == next && !is_set_free => since,
             _ => {
                 self.enough = None;
                 self.waits = Some((next, now));

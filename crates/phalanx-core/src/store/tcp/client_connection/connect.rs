@@ -161,10 +161,9 @@ impl Link {
                     return Err(io::Error::new(InvalidData, "it does not know the job's key"));
                 }
                 Err(ConnectError::Tls(error)) => return Err(error),
-                // Where others wait, it has been too slow for them.
+                // It gave way to others, or was too slow for them. One that is gone refuses the next.
                 Err(ConnectError::Closed)
-                    if credentials.tls.is_some()
-                        && began.elapsed() < TLS_CLOSING_RETRY_LIMIT
+                    if began.elapsed() < closing(credentials.tls.is_some(), false)
                         && !deadline.has_passed() =>
                 {
                     interrupt::check_io()?;
@@ -327,7 +326,29 @@ fn closing(has_tls: bool, is_in_kubernetes: bool) -> Duration {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read, Write};
+    use std::net::TcpListener;
+    use std::thread;
+
     use super::*;
+    use crate::credentials::Credentials;
+
+    #[test]
+    fn a_further_connection_that_gave_way_to_others_is_made_again() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let server = thread::spawn(move || {
+            drop(listener.accept().unwrap());
+            let (mut stream, _) = listener.accept().unwrap();
+            // A validation, and a ping.
+            stream.read_exact(&mut [0; 10]).unwrap();
+            stream.write_all(&OWN_PING.to_le_bytes()).unwrap();
+        });
+        let credentials = ClientCredentials::new(&Credentials::default());
+        let soon = Deadline::after(Duration::from_secs(20));
+        assert!(Link::reconnect(&address, &credentials, soon).is_ok());
+        server.join().unwrap();
+    }
 
     #[test]
     fn a_proxy_that_closes_connections_is_waited_for_where_each_pod_has_one() {
