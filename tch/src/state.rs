@@ -88,7 +88,8 @@ use crate::{Ddp, DdpOptions, Optimizer};
 /// Gradients that [`Ddp::backward_no_sync`] holds are not included: a save, a commit or a change of the group in the middle of a step is an
 /// error, and loading drops them. Nor is libtorch's random number generator. A hook is removed wherever the
 /// state changes its group ([`with_group`](Self::with_group), [`with_options`](Self::with_options), [`sharing`](Self::sharing), each round of
-/// an elastic job): register it again after that, and it goes on. After an elastic job the state still has what all ranks have of it in common.
+/// an elastic job): register it again after that, and it goes on. To train without it is an error, except in another round, of a hook that keeps
+/// nothing. After an elastic job the state still has what all ranks have of it in common.
 ///
 /// If ranks train by themselves ([`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd)), call [`checkpoint`](Self::checkpoint) only after an
 /// average of the model; otherwise it is an error. The saved moments are those of rank 0, which averages do not change.
@@ -172,7 +173,8 @@ impl<T> TrainState<T> {
     ) -> Result<Self> {
         let left = self.ddp.check_nothing_held().and_then(|()| self.ddp.check_left());
         // The other ranks wait in the new group.
-        let hook = left.and_then(|()| self.ddp.hook_state()).inspect_err(|error| {
+        let hooks = left.and_then(|()| Ok((self.ddp.hook_state()?, self.ddp.registered_hook()?)));
+        let (hook, registered) = hooks.inspect_err(|error| {
             if handle.world_size() != WorldSize::ONE {
                 handle.abort(error.clone());
             }
@@ -181,6 +183,7 @@ impl<T> TrainState<T> {
         self.ddp = self.ddp.again(handle, nccl, &self.options)?;
         let own_remains = self.ddp.world_size() == ranks;
         self.ddp.load_hook(hook.map(|hook| if own_remains { hook } else { hook.without_own() }))?;
+        self.ddp.loaded_hook.mark_removed(registered);
         // Replicas would drift apart. In an elastic job all load what one of them has.
         self.ddp.check_alike("number of steps", &self.steps.to_string())?;
         self.ddp.check_alike("loaded state", &loaded)?;

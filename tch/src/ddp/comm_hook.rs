@@ -24,7 +24,10 @@ impl Ddp {
     /// On every rank, if the hooks or the loaded states differ, or the loaded state is that of another hook, or a checkpoint was loaded that has none for this
     /// one. The group then ends.
     pub fn register_comm_hook(&mut self, hook: impl CommHook + 'static) -> Result<()> {
-        let Some(sink) = &self.sink else { return Ok(()) };
+        let Some(sink) = &self.sink else {
+            self.loaded_hook.mark_unused(&hook);
+            return Ok(());
+        };
         let built_in = hook.built_in();
         if built_in.is_none() && sink.is_on_device() {
             let cause = format!(
@@ -60,7 +63,10 @@ impl Ddp {
     /// As [`register_comm_hook`](Self::register_comm_hook), and if gradients are averaged in the host's memory.
     #[doc(alias = "register_comm_hook")]
     pub fn register_device_hook(&mut self, hook: impl DeviceHook + 'static) -> Result<()> {
-        let Some(sink) = &self.sink else { return Ok(()) };
+        let Some(sink) = &self.sink else {
+            self.loaded_hook.mark_removed(Some(hook.describe()));
+            return Ok(());
+        };
         let Some(on_device) = sink.on_device() else {
             let cause = format!(
                 "register_device_hook({}): these gradients are averaged in the host's memory",
@@ -87,7 +93,8 @@ impl Ddp {
     }
 
     /// Drops the state of a communication hook that was loaded and that no hook has taken, so that training continues with another hook,
-    /// or with none; and lets a hook begin anew that the loaded checkpoint lacks. All ranks call it together.
+    /// or with none; lets a hook begin anew that the loaded checkpoint lacks; and lets training go on without one that was registered before a
+    /// [`TrainState`](crate::TrainState) changed the group. All ranks call it together.
     pub fn discard_hook_state(&mut self) {
         self.loaded_hook.discard();
     }
@@ -96,6 +103,11 @@ impl Ddp {
     /// one.
     pub(crate) fn hook_state(&self) -> Result<Option<HookState>> {
         self.loaded_hook.state(self.hooked())
+    }
+
+    /// The hook that is registered, or that was before the group changed.
+    pub(crate) fn registered_hook(&self) -> Result<Option<String>> {
+        self.loaded_hook.registered(self.hooked())
     }
 
     /// The same without what each rank has of its own.

@@ -9,7 +9,7 @@ use phalanx::checkpoint::{Checkpoints, Snapshot};
 use phalanx::elastic::{Parts, State};
 use phalanx::join::JoinOptions;
 use phalanx::reducer::hooks::{
-    AllReduce, CommHook, GradBucket, HookState, Pending, PostLocalSgd, PowerSgd, PowerSgdOptions,
+    AllReduce, CommHook, Compressed, GradBucket, HookState, Pending, PostLocalSgd, PowerSgd, PowerSgdOptions,
 };
 use phalanx::sampler::{ElasticSampler, Tail};
 use phalanx::{Communicator, ProcessGroup, Rank, Result};

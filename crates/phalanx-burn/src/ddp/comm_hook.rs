@@ -19,6 +19,7 @@ use crate::sink::{Deliveries, Sink};
 impl<M: Module> Ddp<M> {
     /// From the next step on, `hook` averages the buckets; see [the available hooks](phalanx::reducer::hooks). All
     /// ranks call it together, with the same settings. In a world of one it is not used.
+    /// A [`TrainState`](crate::TrainState) that changes its group removes it, and training in the new group is an error until one is registered there.
     ///
     /// Where NCCL averages, it is [`AllReduce`](hooks::AllReduce); [`Compressed`](hooks::Compressed); [`PowerSgd`](hooks::PowerSgd), among devices of one
     /// model; or [`PostLocalSgd`](hooks::PostLocalSgd): they then work on the device. The ranks of a smaller group
@@ -44,7 +45,10 @@ impl<M: Module> Ddp<M> {
                 "write it as a DeviceHook, and register that by register_device_hook; or average in the memory of the processes, with Ddp::new",
             )));
         }
-        let Some(sink) = self.engine.sink() else { return Ok(()) };
+        let Some(sink) = self.engine.sink() else {
+            self.loaded_hook.mark_unused(&hook);
+            return Ok(());
+        };
         sink.call(|reducer| self.loaded_hook.register(reducer, Box::new(hook)))?;
         #[cfg(feature = "nccl")]
         match (built_in, self.engine.on_device()) {
@@ -72,7 +76,10 @@ impl<M: Module> Ddp<M> {
     #[cfg(feature = "nccl")]
     #[doc(alias = "register_comm_hook")]
     pub fn register_device_hook(&mut self, hook: impl DeviceHook + 'static) -> Result<()> {
-        let Some(sink) = self.engine.sink() else { return Ok(()) };
+        let Some(sink) = self.engine.sink() else {
+            self.loaded_hook.mark_removed(Some(hook.describe()));
+            return Ok(());
+        };
         let Some(on_device) = self.engine.on_device().cloned() else {
             let cause = format!(
                 "register_device_hook({}): this model's gradients are averaged in the memory of the processes",
@@ -101,7 +108,8 @@ impl<M: Module> Ddp<M> {
     }
 
     /// Drops the state of a communication hook that was loaded and that no hook has taken, so that training continues with another hook,
-    /// or with none; and lets a hook begin anew that the loaded checkpoint lacks. All ranks call it together.
+    /// or with none; lets a hook begin anew that the loaded checkpoint lacks; and lets training go on without one that was registered before a
+    /// [`TrainState`](crate::TrainState) changed the group. All ranks call it together.
     pub fn discard_hook_state(&mut self) {
         self.loaded_hook.discard();
     }
@@ -110,6 +118,11 @@ impl<M: Module> Ddp<M> {
     /// one.
     pub(crate) fn hook_state(&self) -> Result<Option<HookState>> {
         self.loaded_hook.state(self.hooked())
+    }
+
+    /// The hook that is registered, or that was before the group changed.
+    pub(crate) fn registered_hook(&self) -> Result<Option<String>> {
+        self.loaded_hook.registered(self.hooked())
     }
 
     /// The same without what each rank has of its own.

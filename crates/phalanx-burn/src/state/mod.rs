@@ -144,7 +144,8 @@ const MAX_POSITION_BYTES: usize = 1 << 20;
 /// - Gradients that [`Ddp::backward_no_sync`] holds are not included: a save, a commit, or a call that changes the group or the options in the middle of
 ///   a step is an error, and loading drops them.
 /// - A communication hook is removed when the state changes its group ([`with_group`](Self::with_group), [`with_options`](Self::with_options),
-///   [`sharing`](Self::sharing), each round of an elastic job). Register it again after that: it continues.
+///   [`sharing`](Self::sharing), each round of an elastic job). Register it again after that: it continues. To train without it is an error, except
+///   in another round, of a hook that keeps nothing.
 /// - A [`SyncBatchNorm`](crate::SyncBatchNorm) changes its group with the model only if both share a
 ///   [handle](Self::sharing); otherwise it keeps the group that it was made with, which in an elastic job ends.
 /// - Random number generators, such as that of dropout, belong to each rank and are not included.
@@ -265,7 +266,8 @@ impl<M: Module, T> TrainState<M, T> {
     fn moved(mut self, handle: JoinGroup, averaging: Averaging, ranks: WorldSize) -> Result<Self> {
         // The other ranks wait in the new group.
         let held = self.model.check_nothing_held();
-        let hook = held.and_then(|()| self.model.hook_state()).inspect_err(|error| {
+        let hooks = held.and_then(|()| Ok((self.model.hook_state()?, self.model.registered_hook()?)));
+        let (hook, registered) = hooks.inspect_err(|error| {
             if handle.world_size() != WorldSize::ONE {
                 handle.abort(error.clone());
             }
@@ -279,6 +281,7 @@ impl<M: Module, T> TrainState<M, T> {
         self.model.keep_loads(loads);
         let own_remains = self.model.world_size() == ranks;
         self.model.load_hook(hook.map(|hook| if own_remains { hook } else { hook.without_own() }))?;
+        self.model.loaded_hook.mark_removed(registered);
         // Replicas would drift apart.
         self.share_optimizer(&loads.describe())?;
         if let Some(hook) = absent {

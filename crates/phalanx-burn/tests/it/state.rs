@@ -15,7 +15,7 @@ use burn::tensor::{Int, Tensor};
 use phalanx::checkpoint::{Checkpoints, Snapshot};
 use phalanx::elastic::{Parts, State};
 use phalanx::reducer::hooks::{
-    CommHook, GradBucket, HookState, Pending, PostLocalSgd, PowerSgd, PowerSgdOptions,
+    AllReduce, CommHook, Compressed, GradBucket, HookState, Pending, PostLocalSgd, PowerSgd, PowerSgdOptions,
 };
 use phalanx::{Communicator, ProcessGroup, Rank};
 use phalanx_burn::{

@@ -6,6 +6,7 @@ use super::ProcessGroup;
 use crate::error::Error;
 use crate::rank::Rank;
 use crate::worker_error;
+use crate::world_size::WorldSize;
 
 impl ProcessGroup {
     /// The cause of the group's failure, if it has failed.
@@ -43,9 +44,12 @@ impl ProcessGroup {
     }
 
     /// Ends the group on every rank if this thread panics, as when its last handle is dropped. For a `drop` that waits for a disk before.
+    /// In a world of one nobody waits, and a program that catches the panic may go on with the group.
     #[doc(hidden)]
     pub fn note_panic(&self) {
-        self.inner.note_panic();
+        if self.world_size() != WorldSize::ONE {
+            self.inner.note_panic();
+        }
     }
 
     /// Ends the group because of an `error` of a transport that an adapter has beside this crate's, unless the connections

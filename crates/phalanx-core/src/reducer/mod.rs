@@ -89,6 +89,8 @@ pub struct Reducer {
     meters: Meters,
     trace: Trace,
     hook: Box<dyn CommHook>,
+    /// Whether it was [registered](Self::register_hook), and does something else than the one with which each reducer begins.
+    is_hook_registered: bool,
     /// How far the step has come, and what comes next.
     state: ReducerState,
     /// The memory of the plan's buckets.
@@ -146,6 +148,7 @@ impl Reducer {
             meters: Meters::new(&*group),
             trace: group.trace(),
             hook,
+            is_hook_registered: false,
             buckets: buckets(&state, elsewhere),
             elsewhere,
             weights: Weights::default(),

@@ -52,6 +52,7 @@ impl Reducer {
             }
         });
         verified.map_err(|error| self.abort(error))?;
+        self.is_hook_registered = !matches!(hook.built_in(), Some(BuiltInHook::AllReduce));
         if replaces {
             self.hook = hook;
         }
@@ -93,6 +94,11 @@ impl Reducer {
         let is_empty = !self.hook.keeps_state()?;
         let is_nameless = self.hook.is_stateless() && is_empty;
         Ok(HookLabel { hook: if is_nameless { String::new() } else { self.hook.describe() }, is_empty })
+    }
+
+    /// The hook that was registered, in words; none for [`AllReduce`](super::hooks::AllReduce), which each reducer does without one.
+    pub(super) fn registered_hook(&self) -> Option<String> {
+        self.is_hook_registered.then(|| self.hook.describe())
     }
 
     /// Lets the hook continue from the state of one with the same settings. All ranks call it together with the same state, apart from

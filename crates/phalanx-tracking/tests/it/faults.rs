@@ -1,6 +1,7 @@
 //! Disks that are full, sinks that hang: the training goes on.
 
 use std::fs;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
@@ -42,6 +43,18 @@ fn a_full_disk_is_said_once_and_what_is_lost_is_counted() {
     assert_eq!(csv_steps(folder.path(), "loss"), (0..100).collect::<Vec<_>>(), "the other sink has all");
     let status = RunStatus::read(folder.path()).unwrap().unwrap();
     assert_eq!((status.state(), status.attempts()[0].sinks[0].lost), (RunState::Finished, 100));
+}
+
+/// As by a search that tries the next settings.
+#[test]
+fn a_process_alone_that_catches_a_panic_goes_on_with_its_group() {
+    let (folder, group) = (tempfile::tempdir().unwrap(), ProcessGroup::alone().unwrap());
+    let attempt: std::thread::Result<()> = catch_unwind(AssertUnwindSafe(|| {
+        let _run = Run::start(&group, RunOptions::new(folder.path()).csv()).unwrap();
+        panic!("there is no such layer");
+    }));
+    assert!(attempt.is_err() && group.failure().is_none());
+    assert_eq!(RunStatus::read(folder.path()).unwrap().unwrap().state(), RunState::Failed);
 }
 
 #[test]

@@ -112,6 +112,36 @@ fn a_hook_that_is_registered_again_after_a_change_of_the_group_goes_on() {
 }
 
 #[test]
+fn training_without_a_hook_that_was_registered_before_the_group_changed_is_refused() {
+    let start = floats(&Training::new(Rule::sgd(0.9)).model.store);
+    let refused = |training: &mut Training| {
+        let error = training.loss(0).unwrap_err().to_string();
+        assert!(error.contains("compressed to f16 was registered before the group"), "{error}");
+    };
+    let moved = |training: Training| {
+        let state = training.state.with_options(DdpOptions::default()).unwrap();
+        Training { state, ..training }
+    };
+    run(2, |group| {
+        // In a world of one it is not used.
+        let mut training = Training::new(Rule::sgd(0.9));
+        load(&training.model.store, &start);
+        training.state.ddp.register_comm_hook(Compressed::f16()).unwrap();
+        let mut training = training.with_group(&group);
+        refused(&mut training);
+        training.state.ddp.register_comm_hook(Compressed::f16()).unwrap();
+        training.train(0..2);
+        let mut training = moved(training);
+        refused(&mut training);
+        training.state.ddp.discard_hook_state();
+        training.train(2..4);
+        // What a `Ddp` does without a hook.
+        training.state.ddp.register_comm_hook(AllReduce).unwrap();
+        moved(training).train(4..6);
+    });
+}
+
+#[test]
 fn what_a_hook_has_kept_outlives_the_rounds_of_an_elastic_job() {
     let start = floats(&Training::new(Rule::sgd(0.9)).model.store);
     run(2, |group| {

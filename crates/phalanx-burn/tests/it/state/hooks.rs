@@ -252,6 +252,37 @@ fn what_a_hook_has_kept_outlives_the_rounds_of_an_elastic_job() {
 }
 
 #[test]
+fn training_without_a_hook_that_was_registered_before_the_group_changed_is_refused() {
+    let optimizer = SgdConfig::new().init();
+    let refused = |training: &mut Training| {
+        let error = training.model.forward(|model| model.loss(samples(0, 4))).unwrap_err();
+        assert!(error.to_string().contains("compressed to f16 was registered before the group"), "{error}");
+    };
+    run(2, |group| {
+        let part = group.rank().index();
+        // In a world of one it is not used.
+        let mut training = fresh(&optimizer);
+        training.model.register_comm_hook(Compressed::f16()).unwrap();
+        step(&mut training, 0, 1);
+        let mut training = training.with_group(&group).unwrap();
+        refused(&mut training);
+        training.model.register_comm_hook(Compressed::f16()).unwrap();
+        step(&mut training, part, 2);
+        let mut training = training.with_options(DdpOptions::default()).unwrap();
+        refused(&mut training);
+        // A second change does not make it forget.
+        let mut training = training.with_options(DdpOptions::default()).unwrap();
+        refused(&mut training);
+        training.model.discard_hook_state();
+        step(&mut training, part, 2);
+        // What a `Ddp` does without a hook.
+        training.model.register_comm_hook(AllReduce).unwrap();
+        let mut training = training.with_options(DdpOptions::default()).unwrap();
+        step(&mut training, part, 2);
+    });
+}
+
+#[test]
 fn another_hook_is_refused_unless_the_state_is_discarded() {
     let folder = tempfile::tempdir().unwrap();
     let optimizer = SgdConfig::new().init();

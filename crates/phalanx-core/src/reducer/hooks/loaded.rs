@@ -1,6 +1,6 @@
 //! The communication hook of an adapter's `Ddp` over loads: a state may come before the hook that continues from it.
 
-use super::{CommHook, HookLabel, HookState};
+use super::{BuiltInHook, CommHook, HookLabel, HookState};
 use crate::error::{Error, Result};
 use crate::reducer::{HookedReducer, Reducer};
 
@@ -13,6 +13,8 @@ pub struct LoadedHook {
     state: Option<HookState>,
     /// The hook of a checkpoint that was loaded without anything that it keeps, until one is registered. Empty if the checkpoint has no hook.
     absent: Option<String>,
+    /// The hook that was registered before the group changed, if none was since.
+    removed: Option<String>,
 }
 
 impl LoadedHook {
@@ -23,7 +25,7 @@ impl LoadedHook {
     /// the loaded states differ.
     pub fn register(&mut self, reducer: &mut Reducer, hook: Box<dyn CommHook>) -> Result<()> {
         reducer.register_hook_from(hook, self.state.as_ref())?;
-        let Self { state, absent } = std::mem::take(self);
+        let Self { state, absent, removed: _ } = std::mem::take(self);
         match (state, absent) {
             (Some(state), _) => reducer.load_hook_state(state).map_err(with_remedy),
             (None, Some(hook)) if hook.is_empty() => fits(&reducer.hook_label()?, None),
@@ -32,7 +34,8 @@ impl LoadedHook {
         }
     }
 
-    /// Drops a loaded state that no hook has taken, and lets a hook begin anew that the loaded checkpoint lacks.
+    /// Drops a loaded state that no hook has taken, lets a hook begin anew that the loaded checkpoint lacks, and lets training go on without one that was
+    /// [removed](Self::mark_removed).
     pub fn discard(&mut self) {
         *self = Self::default();
     }
@@ -47,6 +50,26 @@ impl LoadedHook {
     /// What was given to [`mark_absent`](Self::mark_absent), if no hook was registered since.
     pub fn absent(&self) -> Option<&str> {
         self.absent.as_deref()
+    }
+
+    /// The group changes, which removes `hook`, if there is one: training in a larger group is an error until a hook is registered there.
+    pub fn mark_removed(&mut self, hook: Option<String>) {
+        self.removed = hook;
+    }
+
+    /// A world of one has no use for `hook`. As [`mark_removed`](Self::mark_removed), for when the group changes.
+    pub fn mark_unused(&mut self, hook: &dyn CommHook) {
+        let is_default = matches!(hook.built_in(), Some(BuiltInHook::AllReduce));
+        self.mark_removed((!is_default).then(|| hook.describe()));
+    }
+
+    /// The hook that is registered, or that was before the group changed, in words; none for the one with which each reducer begins.
+    ///
+    /// # Errors
+    /// If its description panics.
+    pub fn registered<S>(&self, reducer: Option<&HookedReducer<S>>) -> Result<Option<String>> {
+        let here = reducer.map(|reducer| reducer.ask(|reducer| Ok(reducer.registered_hook())));
+        Ok(here.transpose()?.flatten().or_else(|| self.removed.clone()))
     }
 
     /// What the hook keeps between steps: also the loaded state of one that is not registered, or not used. Nothing if it never keeps
@@ -109,16 +132,27 @@ impl LoadedHook {
         Ok(())
     }
 
-    /// An error if training would continue without the hook whose state was loaded. In a world of one it does.
+    /// An error if training would continue without the hook whose state was loaded, or that was [removed](Self::mark_removed). In a world of one it does.
     ///
     /// # Errors
-    /// If that state is still here.
+    /// If that state is still here, or no hook was registered since.
     pub fn check_taken<S>(&self, reducer: Option<&HookedReducer<S>>) -> Result<()> {
-        let (Some(state), Some(_)) = (&self.state, reducer) else { return Ok(()) };
-        Err(with_remedy(Error::invalid_argument(format!(
-            "the loaded state has that of the communication hook {}, and none is registered",
-            state.hook()
-        ))))
+        if reducer.is_none() {
+            return Ok(());
+        }
+        if let Some(state) = &self.state {
+            return Err(with_remedy(Error::invalid_argument(format!(
+                "the loaded state has that of the communication hook {}, and none is registered",
+                state.hook()
+            ))));
+        }
+        let Some(hook) = &self.removed else { return Ok(()) };
+        Err(Error::invalid_argument(format!(
+            "the communication hook {hook} was registered before the group changed, and none is registered in the group of now"
+        ))
+        .with_remedy(
+            "register it after the calls that change the group, such as TrainState::with_group; to go on without it, call Ddp::discard_hook_state",
+        ))
     }
 }
 
