@@ -32,6 +32,8 @@ impl ProcessGroup {
 
     /// Copies the root's `data` to every rank.
     ///
+    /// The root may return before the others have called it. [`barrier`](Self::barrier) waits for them.
+    ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce), and if `root` is not a rank of this group.
     #[doc(alias("bcast", "MPI_Bcast"))]
@@ -81,8 +83,8 @@ impl ProcessGroup {
     /// Leaves the group together with all other ranks, once all have made the same calls.
     ///
     /// A rank does not wait in every call: the root of a [`broadcast`](Self::broadcast) or a [`scatter`](Self::scatter), and
-    /// every other rank of a [`reduce`](Self::reduce) or a [`gather`](Self::gather), may only send. Between hosts its call
-    /// then returns before it can know what the others have called. If they have called something else, such as the same
+    /// every other rank of a [`reduce`](Self::reduce) or a [`gather`](Self::gather), may only send. Its call
+    /// may then return before it can know what the others have called. If they have called something else, such as the same
     /// with another root, the next collective returns the error on every rank. A program whose last collective is such a
     /// call learns it here, or from [`leave`](Self::leave), which does not wait for ranks that are still busy. The same holds
     /// if another rank leaves without that call. If it has left before, and this rank knows it, the call itself returns the error.
@@ -270,12 +272,19 @@ mod tests {
 
     #[test]
     fn an_error_that_no_call_has_returned_is_that_of_leaving() {
-        for fabric in [Fabric::Tcp, Fabric::TwoHosts] {
-            let [group, other] = two(fabric, false);
-            let to = gone(&group, other);
-            drop(group.broadcast_async(Buffer::from_slice(&[7u8]), Rank::MAIN).unwrap());
-            let error = group.leave().unwrap_err();
-            assert!(error.is_peer_left() && error.peer() == Some(to), "{fabric:?}: {error}");
+        for fabric in [Fabric::Tcp, Fabric::TwoHosts, Fabric::SharedMemory] {
+            for waits in [false, true] {
+                let [group, other] = two(fabric, false);
+                let to = gone(&group, other);
+                let buffer = Buffer::from_slice(&[7u8]);
+                drop(match waits {
+                    false => group.broadcast_async(buffer, Rank::MAIN).unwrap(),
+                    true => group.all_reduce_async(buffer, ReduceOp::Sum).unwrap(),
+                });
+                let error = group.leave().unwrap_err();
+                let what = format!("{waits}, {fabric:?}: {error}");
+                assert!(error.is_peer_left() && error.peer() == Some(to), "{what}");
+            }
         }
     }
 }

@@ -136,11 +136,14 @@ impl Engine {
                     calls.absent(sequence)
                 });
                 if let Some(peer) = absent {
-                    return Err(self.health.fail_without(peer, call, sequence));
+                    let error = self.health.fail_without(peer, call, sequence);
+                    self.health.note_failed_call(&error);
+                    return Err(error);
                 }
             }
             let done = domain.collective(&call, sequence, memory, timeout);
-            return done.map_err(|error| self.health.fail_operation(error, call, sequence));
+            let done = done.map_err(|error| self.health.fail_operation(error, call, sequence));
+            return done.inspect_err(|error| self.health.note_failed_call(error));
         }
         self.health.calls(|calls| calls.begin(self.header(call, sequence)));
         let outcome = self.between_hosts(call, sequence, memory, timeout);
