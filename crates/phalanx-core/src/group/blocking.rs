@@ -249,6 +249,24 @@ mod tests {
     }
 
     #[test]
+    fn after_a_call_in_which_all_have_met_nobody_waits_at_the_end_for_what_others_say_of_the_one_before() {
+        let groups = two(Fabric::SharedMemory, true);
+        let last_after = |call: fn(&ProcessGroup) -> Result<()>| {
+            std::thread::scope(|scope| {
+                groups.iter().for_each(|group| drop(scope.spawn(move || call(group).unwrap())));
+            });
+            groups
+                .each_ref()
+                .map(|group| group.health().calls(|calls| calls.latest()).unwrap().call.operation)
+        };
+        let broadcast = |group: &ProcessGroup| group.broadcast(&mut [7u8], Rank::MAIN);
+        assert_eq!(last_after(broadcast), [Operation::Broadcast; 2]);
+        assert_eq!(last_after(ProcessGroup::barrier), [Operation::Barrier; 2]);
+        // What comes then has nothing to add.
+        assert_eq!(last_after(|group| group.all_reduce(&mut [7u8], ReduceOp::Sum)), [Operation::Barrier; 2]);
+    }
+
+    #[test]
     fn memory_that_is_not_there_is_an_error_and_ends_neither_the_process_nor_the_group() {
         for fabric in [Fabric::InProcess, Fabric::Tcp, Fabric::SharedMemory] {
             let [group, other] = two(fabric, false);
