@@ -32,6 +32,8 @@ impl ProcessGroup {
 
     /// Copies the root's `data` to every rank.
     ///
+    /// The root may return before the others have called it. [`barrier`](Self::barrier) waits for them.
+    ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce), and if `root` is not a rank of this group.
     #[doc(alias("bcast", "MPI_Bcast"))]
@@ -81,8 +83,8 @@ impl ProcessGroup {
     /// Leaves the group together with all other ranks, once all have made the same calls.
     ///
     /// A rank does not wait in every call: the root of a [`broadcast`](Self::broadcast) or a [`scatter`](Self::scatter), and
-    /// every other rank of a [`reduce`](Self::reduce) or a [`gather`](Self::gather), may only send. Between hosts its call
-    /// then returns before it can know what the others have called. If they have called something else, such as the same
+    /// every other rank of a [`reduce`](Self::reduce) or a [`gather`](Self::gather), may only send. Its call
+    /// may then return before it can know what the others have called. If they have called something else, such as the same
     /// with another root, the next collective returns the error on every rank. A program whose last collective is such a
     /// call learns it here, or from [`leave`](Self::leave), which does not wait for ranks that are still busy. The same holds
     /// if another rank leaves without that call. If it has left before, and this rank knows it, the call itself returns the error.
@@ -247,6 +249,24 @@ mod tests {
     }
 
     #[test]
+    fn after_a_call_in_which_all_have_met_nobody_waits_at_the_end_for_what_others_say_of_the_one_before() {
+        let groups = two(Fabric::SharedMemory, true);
+        let last_after = |call: fn(&ProcessGroup) -> Result<()>| {
+            std::thread::scope(|scope| {
+                groups.iter().for_each(|group| drop(scope.spawn(move || call(group).unwrap())));
+            });
+            groups
+                .each_ref()
+                .map(|group| group.health().calls(|calls| calls.latest()).unwrap().call.operation)
+        };
+        let broadcast = |group: &ProcessGroup| group.broadcast(&mut [7u8], Rank::MAIN);
+        assert_eq!(last_after(broadcast), [Operation::Broadcast; 2]);
+        assert_eq!(last_after(ProcessGroup::barrier), [Operation::Barrier; 2]);
+        // What comes then has nothing to add.
+        assert_eq!(last_after(|group| group.all_reduce(&mut [7u8], ReduceOp::Sum)), [Operation::Barrier; 2]);
+    }
+
+    #[test]
     fn memory_that_is_not_there_is_an_error_and_ends_neither_the_process_nor_the_group() {
         for fabric in [Fabric::InProcess, Fabric::Tcp, Fabric::SharedMemory] {
             let [group, other] = two(fabric, false);
@@ -270,12 +290,19 @@ mod tests {
 
     #[test]
     fn an_error_that_no_call_has_returned_is_that_of_leaving() {
-        for fabric in [Fabric::Tcp, Fabric::TwoHosts] {
-            let [group, other] = two(fabric, false);
-            let to = gone(&group, other);
-            drop(group.broadcast_async(Buffer::from_slice(&[7u8]), Rank::MAIN).unwrap());
-            let error = group.leave().unwrap_err();
-            assert!(error.is_peer_left() && error.peer() == Some(to), "{fabric:?}: {error}");
+        for fabric in [Fabric::Tcp, Fabric::TwoHosts, Fabric::SharedMemory] {
+            for waits in [false, true] {
+                let [group, other] = two(fabric, false);
+                let to = gone(&group, other);
+                let buffer = Buffer::from_slice(&[7u8]);
+                drop(match waits {
+                    false => group.broadcast_async(buffer, Rank::MAIN).unwrap(),
+                    true => group.all_reduce_async(buffer, ReduceOp::Sum).unwrap(),
+                });
+                let error = group.leave().unwrap_err();
+                let what = format!("{waits}, {fabric:?}: {error}");
+                assert!(error.is_peer_left() && error.peer() == Some(to), "{what}");
+            }
         }
     }
 }

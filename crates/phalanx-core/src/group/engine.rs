@@ -60,6 +60,8 @@ pub(super) struct Engine {
     collectives: Sequence,
     /// Of the collectives before the one that runs, as far as their data goes in frames.
     history: History,
+    /// Where all ranks share memory: whether the call before had a root. In such a call some ranks may have waited for nobody.
+    had_root: bool,
     /// This rank's latest calls, by their numbers modulo [`REMEMBERED`].
     called: Vec<Option<(Call, Sequence)>>,
     /// The call of the last frame from each peer.
@@ -89,6 +91,7 @@ impl Engine {
             workspace_used: Sequence::default(),
             collectives: Sequence::default(),
             history: History::default(),
+            had_root: false,
             called: vec![None; REMEMBERED],
             heard: vec![None; world.count()],
         }
@@ -126,9 +129,9 @@ impl Engine {
         self.called[sequence.0 as usize % REMEMBERED] = Some((call, sequence));
         if let Some(domain) = self.domain.as_mut().filter(|domain| domain.is_world()) {
             self.health.cause().map_or(Ok(()), Err)?;
-            if call.root.is_some() {
-                // Who waits for nobody would not notice that a rank has left without this call. If it leaves later, the next call notices it, or
-                // the end.
+            // Who waits for nobody would not notice that a rank has left without this call. If it leaves later, the next call notices it, or the
+            // end. In the call after it all meet: with that one as the last, nobody waits at the end for what others say of the one before.
+            if std::mem::replace(&mut self.had_root, call.root.is_some()) || call.root.is_some() {
                 let header =
                     Header { call, sequence, generation: self.generation, history: self.history, payload: 0 };
                 let absent = self.health.calls(|calls| {
@@ -136,11 +139,14 @@ impl Engine {
                     calls.absent(sequence)
                 });
                 if let Some(peer) = absent {
-                    return Err(self.health.fail_without(peer, call, sequence));
+                    let error = self.health.fail_without(peer, call, sequence);
+                    self.health.note_failed_call(&error);
+                    return Err(error);
                 }
             }
             let done = domain.collective(&call, sequence, memory, timeout);
-            return done.map_err(|error| self.health.fail_operation(error, call, sequence));
+            let done = done.map_err(|error| self.health.fail_operation(error, call, sequence));
+            return done.inspect_err(|error| self.health.note_failed_call(error));
         }
         self.health.calls(|calls| calls.begin(self.header(call, sequence)));
         let outcome = self.between_hosts(call, sequence, memory, timeout);

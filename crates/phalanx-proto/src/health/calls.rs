@@ -62,7 +62,7 @@ impl Calls {
         self.running = Some(call);
     }
 
-    /// A collective begins in which some ranks may wait for nobody.
+    /// A collective begins that ranks compare when they leave, also if its data goes in no frames.
     pub fn note(&mut self, call: Header) {
         if self.last.is_empty() {
             self.last.resize(KEPT, None);
@@ -72,7 +72,7 @@ impl Calls {
         self.latest = Some(call);
     }
 
-    /// The call that began last, of those whose data goes in frames, or in which some ranks may wait for nobody.
+    /// The last of these calls.
     pub fn latest(&self) -> Option<Header> {
         self.latest
     }

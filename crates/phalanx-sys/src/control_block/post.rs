@@ -202,7 +202,7 @@ impl ControlBlock {
                 watch(index, Some(self.differs(number, theirs)))?;
             }
         }
-        self.posts.compared[index] = last;
+        self.posts.compared[index] = last.max(first - 1);
         Ok(())
     }
 
