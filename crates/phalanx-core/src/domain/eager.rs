@@ -3,6 +3,7 @@
 use phalanx_sys::control_block::{Needs, POSTED};
 
 use super::Job;
+use super::small::ALTOGETHER;
 use crate::wire::frame::Operation;
 
 /// Whose data this rank waits for. None if the call is not eager, on any rank.
@@ -13,7 +14,10 @@ pub(super) fn needs(job: Job<'_>) -> Option<Needs> {
     let (bytes, needs) = match job.call.operation {
         Operation::Broadcast => (job.bytes(), from_root),
         Operation::Scatter => (job.bytes().saturating_mul(job.ranks), from_root),
-        Operation::Gather | Operation::Reduce => (job.bytes(), to_root),
+        Operation::Gather => (job.bytes(), to_root),
+        // Among many ranks each combines a part.
+        Operation::Reduce if job.bytes().saturating_mul(job.ranks) > ALTOGETHER => return None,
+        Operation::Reduce => (job.bytes(), to_root),
         Operation::AllReduce
         | Operation::AllReduceCoalesced
         | Operation::AllGather

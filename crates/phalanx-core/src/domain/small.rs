@@ -12,7 +12,7 @@ use crate::wire::frame::Operation;
 /// Up to this many bytes no other protocol is faster, whatever the memory.
 pub(super) const ALWAYS: usize = 512;
 /// The most bytes that a rank reads, if another protocol would spare it some of them.
-const ALTOGETHER: usize = 2 * SMALL;
+pub(super) const ALTOGETHER: usize = 2 * SMALL;
 
 /// The most bytes of an `all_reduce` of two ranks. Above, each of them combines one half, which takes one more wait.
 const PAIR: usize = 4 << 10;
