@@ -41,7 +41,9 @@ pub(super) const POSTS_END: usize = POSTS_START + POSTS * SLOT;
 pub enum Needs {
     /// Nobody's. The others are sent this rank's.
     Nobody,
+    /// That of one member.
     Member(usize),
+    /// That of all others.
     All,
 }
 
@@ -61,6 +63,7 @@ impl Needs {
 pub struct Difference {
     /// This rank's call in its place, and the number under which it was posted. None if it is the call that this rank makes now.
     pub earlier: Option<(Call, u64)>,
+    /// The member's call.
     pub theirs: Call,
 }
 
