@@ -164,8 +164,8 @@ fn whoever_finds_many_lost_at_once_far_from_the_store_is_not_silent_itself() {
     let (mut first, _) = participant::<Whole>(&far, Mac::none());
     assert!(first.join(1, "beat/1".to_owned(), &Entry::Join(1), limit()).unwrap());
     let other = log::<false>(&near);
-    (20..40).for_each(|id| other.append(&Entry::Join(id), limit()).unwrap());
-    wait_for(first.replica(), |view| view.state.present.len() == 21);
+    (20..80).for_each(|id| other.append(&Entry::Join(id), limit()).unwrap());
+    wait_for(first.replica(), |view| view.state.present.len() == 61);
     // To append them all takes longer than the silence after which it would be given up.
     let (interval, silence) = (Duration::from_millis(500), Duration::from_secs(3));
     first.watch(Heartbeats { interval, silence, must_be_answered: true }, |_, _| Ok(())).unwrap();
