@@ -507,8 +507,10 @@ impl ControlBlock {
 
     /// Waits for all ranks' headers of this meeting. This rank has published its own.
     fn wait_for_all<E>(&mut self, watch: Watch<'_, E>) -> Result<(), E> {
-        self.wait_for(Needs::All, &mut *watch)?;
-        self.compare_meetings(watch)?;
+        if !self.wait_for(Needs::All, &mut *watch)? {
+            self.compare_meetings(&mut *watch)?;
+        }
+        self.compare_posts(watch)?;
         self.met[(self.meetings % 2) as usize] = self.sequence;
         self.seen = self.sequence;
         let ready = if self.members.len() == 2 { READY_FOR_ONE } else { READY };
@@ -516,13 +518,17 @@ impl ControlBlock {
         Ok(())
     }
 
-    /// Waits for the headers of this call that this rank `needs`. It has published its own.
+    /// Waits for the headers of this call that this rank `needs`. It has published its own. Returns whether all had come to this very call when it
+    /// first looked; at a meeting some may have come by more posts.
     #[inline]
-    fn wait_for<E>(&mut self, needs: Needs, watch: Watch<'_, E>) -> Result<(), E> {
+    fn wait_for<E>(&mut self, needs: Needs, watch: Watch<'_, E>) -> Result<bool, E> {
         // Usually all ranks come at once. The fence before the doorbells is cheaper when the stores have left this
         // processor, and no rank should wait for the fence.
-        let have_come =
-            self.waits.a_few(|| self.needed(needs).all(|(index, member)| self.has_come(index, member)));
+        let is_here = |(index, member): (usize, &Mapping)| {
+            member.word(self.slot).load(Ordering::Acquire) == self.published
+                && (self.is_joined || self.is_member(index, member))
+        };
+        let have_come = self.waits.a_few(|| self.needed(needs).all(is_here));
         fence(Ordering::SeqCst);
         self.wake();
         if !have_come {
@@ -532,7 +538,7 @@ impl ControlBlock {
             })?;
         }
         self.is_joined |= needs == Needs::All;
-        Ok(())
+        Ok(have_come)
     }
 
     /// The others that a rank with these `needs` waits for.

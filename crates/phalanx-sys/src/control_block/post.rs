@@ -173,16 +173,21 @@ impl ControlBlock {
         }
     }
 
-    /// Compares what has been posted before a meeting, of which this rank has seen all headers.
-    #[inline]
-    pub(super) fn compare_meetings<E>(&mut self, watch: Watch<'_, E>) -> Result<(), E> {
+    /// Looks whether all, whose headers this rank has seen, have posted as many calls as this rank before they met.
+    pub(super) fn compare_meetings<E>(&self, watch: Watch<'_, E>) -> Result<(), E> {
         for (index, member) in self.others() {
             if member.word(self.slot).load(Ordering::Acquire) != self.sequence {
-                // It has posted more calls than this rank before they met.
+                // It has posted more.
                 let theirs = call_in(member, slot(self.posts.count + 1));
                 watch(index, Some(Difference { earlier: None, theirs }))?;
             }
         }
+        Ok(())
+    }
+
+    /// Compares what has been posted before a meeting, of which this rank has seen all headers.
+    #[inline]
+    pub(super) fn compare_posts<E>(&mut self, watch: Watch<'_, E>) -> Result<(), E> {
         if self.posts.all_compared < self.posts.count { self.compare_all(watch) } else { Ok(()) }
     }
 
