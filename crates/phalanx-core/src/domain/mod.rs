@@ -209,9 +209,7 @@ impl Domain {
         let call = self.peers.call(job.call, sequence, timeout);
         let mut watch = |missing, difference| call.watch(missing, difference);
         if let Some(needs) = eager::needs(job) {
-            let own = small::own(job, data.len());
-            let posted = self.control_block.post(call.posted(), &data[own], needs, &mut watch)?;
-            return small::in_place(job, kind, &posted.slots(&mut watch)?, data);
+            return eager::in_place(&mut self.control_block, &call, (job, kind), needs, data);
         }
         let small = small::part(job, data.len(), 0);
         if let Some(own) = small.clone().filter(|_| small::always(job)) {
@@ -271,10 +269,13 @@ impl Domain {
         // While the others come: it needs none of them.
         let keep = |output: &mut [u8]| routes.iter().for_each(|routes| routes.keep(input, output));
         if let (Some(needs), Some(routes)) = (eager::needs(job), &routes) {
-            let posted = self.control_block.post(call.posted(), brought, needs, &mut watch)?;
-            keep(output);
-            let slots = posted.slots(&mut watch)?;
-            return routes.copy(|from| slots.bytes(from), output);
+            return eager::out_of_place(
+                &mut self.control_block,
+                &call,
+                routes,
+                needs,
+                (input, brought, output),
+            );
         }
         if small::always(job) {
             let begun = self.control_block.small(call.encoded, brought);
