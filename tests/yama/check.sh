@@ -2,7 +2,7 @@
 # Who may copy out of a rank's memory under Yama (`kernel.yama.ptrace_scope`): Debian's kernel, in qemu without KVM, runs guest.sh with the programs of
 # this clone. docs/platforms.md says what is expected.
 #
-#     apt install qemu-system-x86 cpio strace iproute2 util-linux
+#     apt install qemu-system-x86 cpio strace iproute2 util-linux binutils
 #     tests/yama/check.sh
 #
 # It takes the kernel out of Debian's package, without installing that: KERNEL=FILE names another one, such as /boot/vmlinuz-6.8.0-60-generic. With BIN=FOLDER
@@ -10,8 +10,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PATH=$PATH:/usr/sbin:/sbin
-for tool in qemu-system-x86_64 cpio ip mount setpriv setsid strace unshare; do
-    command -v $tool > /dev/null || { echo "this needs $tool: apt install qemu-system-x86 cpio strace iproute2 util-linux" >&2; exit 1; }
+for tool in qemu-system-x86_64 cpio ip mount setpriv setsid strace strip unshare; do
+    command -v $tool > /dev/null || { echo "this needs $tool: apt install qemu-system-x86 cpio strace iproute2 util-linux binutils" >&2; exit 1; }
 done
 target=$(realpath -m "${CARGO_TARGET_DIR:-target}")
 folder=$target/yama
