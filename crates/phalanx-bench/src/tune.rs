@@ -51,13 +51,17 @@ pub(crate) fn algorithms(collective: Collective) -> Result<Algorithms> {
     const REDUCE: &[Border] = &[Border { field: |row| &mut row.reduce_ring_min, value: NEXT }];
     const TREE: &[Border] =
         &[Border { field: |row| &mut row.tree_max, value: |sizes, ranks| sizes.last_measured() / ranks }];
+    const ALL_GATHER: &[Border] =
+        &[Border { field: |row| &mut row.bruck_max, value: |sizes, _| sizes.last_measured() }];
     let (names, borders): (&[_], _) = match collective {
         Collective::AllReduce => (&["doubling", "halving", "ring"], ALL_REDUCE),
         Collective::Broadcast => (&["tree", "ring"], BROADCAST),
         Collective::Reduce => (&["tree", "ring"], REDUCE),
         Collective::Gather | Collective::Scatter => (&["tree", "direct"], TREE),
-        Collective::AllGather | Collective::ReduceScatter | Collective::AllToAll => (&[], &[]),
-        Collective::AllGatherV | Collective::AllToAllV | Collective::AllReduceCoalesced => (&[], &[]),
+        Collective::AllGather | Collective::AllGatherV => (&["bruck", "ring"], ALL_GATHER),
+        // It gives way to a ring where an `all_reduce` does.
+        Collective::ReduceScatter => (&[], &[]),
+        Collective::AllToAll | Collective::AllToAllV | Collective::AllReduceCoalesced => (&[], &[]),
         Collective::Barrier | Collective::SendRecv => (&[], &[]),
     };
     if names.is_empty() {
@@ -232,7 +236,7 @@ impl Sizes<'_> {
         if is_best_everywhere { usize::MAX } else { self.last_measured() }
     }
 
-    /// The last of them, and never beyond what was measured: in a tree each rank takes memory for the blocks of all.
+    /// The last of them, and never beyond what was measured: in a tree, and in rounds, each rank takes memory for the blocks of all.
     fn last_measured(&self) -> usize {
         self.end.checked_sub(1).map_or(0, |last| self.sizes[last])
     }
@@ -295,6 +299,7 @@ mod tests {
             Collective::Reduce,
             Collective::Gather,
             Collective::Scatter,
+            Collective::AllGather,
         ] {
             let algorithms = algorithms(collective).unwrap();
             assert_eq!(algorithms.borders.len(), algorithms.names.len() - 1);

@@ -1,4 +1,5 @@
-//! Collectives in place with a count for each rank: `reduce_scatter_v`, and `all_gather_v` in place.
+//! Collectives in place with a count for each rank: `reduce_scatter_v`, and `all_gather_v` in place; and the parts of a host's ranks in an
+//! all-gather between hosts.
 
 use std::ops::Range;
 
@@ -41,7 +42,7 @@ impl Domain {
         timeout: &Timeout,
     ) -> Result<()> {
         let bytes = data.len();
-        let gathers = call.operation == Operation::AllGatherVInPlace;
+        let gathers = call.operation != Operation::ReduceScatterV;
         let members = self.control_block.members();
         let longest = (0..members).map(|index| part(index).len()).max().unwrap_or(0);
         let divided = (members, gathers && copied::is_sooner_for(longest));

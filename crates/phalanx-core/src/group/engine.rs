@@ -174,12 +174,26 @@ impl Engine {
         &mut self,
         call: Call,
         sequence: Sequence,
-        mut memory: Memory<'_>,
+        memory: Memory<'_>,
         timeout: &Timeout,
     ) -> Result<()> {
         if sequence.0.saturating_sub(self.workspace_used.0) > IDLE_CALLS {
             self.workspace = AlignedBytes::default();
         }
+        // What is gathered by all goes on in place: each rank's elements to their own place first.
+        let even;
+        let mut memory = match memory {
+            Memory::OutOfPlace { input, output } if call.operation == Operation::AllGather => {
+                even = Counts::even(input.len() / call.dtype.size(), self.world);
+                self.at_own_place(call, input, output, &even)
+            }
+            Memory::OutOfPlaceV { input, output, received, sent: _ }
+                if call.operation == Operation::AllGatherV =>
+            {
+                self.at_own_place(call, input, output, received)
+            }
+            other => other,
+        };
         if let Some(hierarchy) = self.hierarchy.clone() {
             memory = match (memory, Hierarchical::of(call.operation)) {
                 (Memory::InPlace(data), Some(kind)) => {
@@ -187,6 +201,13 @@ impl Engine {
                 }
                 (Memory::InPlaceV { data, counts }, _) => {
                     return self.in_place_v_by_hosts(&hierarchy, (call, sequence), data, counts, timeout);
+                }
+                (Memory::OutOfPlace { input, output }, _)
+                    if call.operation == Operation::ReduceScatter && self.reduces_whole(input.len()) =>
+                {
+                    return self.through_copy((call, sequence), input, output, |engine, data| {
+                        engine.all_reduce_by_hosts(&hierarchy, (call, sequence), data, timeout)
+                    });
                 }
                 (from_rank_to_rank, _) => {
                     self.agree_on_host(call, sequence, timeout)?;
@@ -199,24 +220,21 @@ impl Engine {
             Memory::InPlace(data) => self.in_place(call, sequence, data, deadline),
             Memory::InPlaceV { data, counts } => self.in_place_v(call, sequence, data, counts, deadline),
             Memory::OutOfPlaceV { input, output, sent, received } => {
-                self.exchange_blocks(call, sequence, (input, sent), (output, received), deadline)
+                self.all_to_all(call, sequence, (input, sent), (output, received), deadline)
             }
-            Memory::OutOfPlace { input, output } if call.operation == Operation::ReduceScatter => {
-                self.through_copy(call, sequence, input, output, deadline)
-            }
+            Memory::OutOfPlace { input, output } if call.operation == Operation::ReduceScatter => self
+                .through_copy((call, sequence), input, output, |engine, data| {
+                    engine.in_place(call, sequence, data, deadline)
+                }),
             Memory::OutOfPlace { input, output } => match Copying::of(call.operation)? {
                 Copying::AllToAll => {
                     let elements = input.len() / call.dtype.size() / self.world.count();
                     let counts = Counts::even(elements, self.world);
-                    self.exchange_blocks(call, sequence, (input, &counts), (output, &counts), deadline)
+                    self.all_to_all(call, sequence, (input, &counts), (output, &counts), deadline)
                 }
                 Copying::Gather => self.gather(call, sequence, input, output, deadline),
                 Copying::Scatter => self.scatter(call, sequence, input, output, deadline),
-                Copying::AllGather => {
-                    let start = self.rank.index() * input.len();
-                    output[start..start + input.len()].copy_from_slice(input);
-                    self.in_place(call, sequence, output, deadline)
-                }
+                Copying::AllGather => Err(Error::protocol("an all_gather has gone on out of place")),
             },
         }
     }
@@ -232,22 +250,26 @@ impl Engine {
         self.execute(call, sequence, &plan, Space::One(data), deadline)
     }
 
-    /// A collective that combines a copy of its input: `output` gets this rank's chunk of the result.
+    /// A reduce-scatter in a copy of its input, which `work` combines: `output` gets this rank's chunk of the result.
     fn through_copy(
         &mut self,
-        call: Call,
-        sequence: Sequence,
+        call: (Call, Sequence),
         input: &[u8],
         output: &mut [u8],
-        deadline: Deadline,
+        work: impl FnOnce(&mut Self, &mut [u8]) -> Result<()>,
     ) -> Result<()> {
-        self.with_workspace((call, sequence), input.len(), |engine, data| {
+        self.with_workspace(call, input.len(), |engine, data| {
             data.copy_from_slice(input);
-            engine.in_place(call, sequence, data, deadline)?;
+            work(engine, data)?;
             let start = engine.rank.index() * output.len();
             output.copy_from_slice(&data[start..start + output.len()]);
             Ok(())
         })
+    }
+
+    /// Whether a reduce-scatter of `bytes` bytes is an all-reduce of which each rank keeps its own part.
+    fn reduces_whole(&self, bytes: usize) -> bool {
+        collective::reduces_whole(&self.choice.row, self.world, bytes)
     }
 
     /// Lends `bytes` bytes of scratch memory. If there are none, the group fails: the other ranks would wait for this one.
@@ -279,7 +301,9 @@ impl Engine {
             }
             Operation::Broadcast => collective::broadcast(row, rank, world, root, dtype, elements),
             Operation::Reduce => collective::reduce(row, rank, world, root, dtype, elements),
-            Operation::AllGather => collective::all_gather(rank, world, elements),
+            Operation::ReduceScatter if self.reduces_whole(elements * dtype.size()) => {
+                collective::all_reduce(row, rank, world, dtype, elements)
+            }
             Operation::ReduceScatter => collective::reduce_scatter(rank, world, elements),
             Operation::Barrier => collective::dissemination(rank, world),
             // Not a collective; it has connections of its own.
@@ -287,12 +311,14 @@ impl Engine {
             // Never in place.
             Operation::Gather
             | Operation::Scatter
-            | Operation::AllGatherV
             | Operation::AllToAll
             | Operation::AllToAllV
             | Operation::MonitoredBarrier => Plan::new(),
             // Their plans are made from the counts.
-            Operation::ReduceScatterV | Operation::AllGatherVInPlace => Plan::new(),
+            Operation::ReduceScatterV
+            | Operation::AllGather
+            | Operation::AllGatherV
+            | Operation::AllGatherVInPlace => Plan::new(),
         }
     }
 

@@ -49,6 +49,8 @@ pub struct TuningRow {
     /// `gather` and `scatter` of at most this for each rank use a binomial tree; above, each rank exchanges with the
     /// root.
     pub tree_max: usize,
+    /// `all_gather` of at most this, in all ranks' elements together, takes the fewest rounds (Bruck); above, it is a ring.
+    pub bruck_max: usize,
     /// Between hosts whose ranks share memory, `all_reduce` of at least this is divided into as many stripes as every
     /// host has ranks for; below, one leader of each host exchanges for all.
     pub stripes_min: usize,
@@ -67,6 +69,7 @@ impl Default for TuningRow {
             broadcast_ring_min: 512 * 1024,
             reduce_ring_min: 2 * 1024 * 1024,
             tree_max: 256,
+            bruck_max: 128 * 1024,
             stripes_min: 64 * 1024,
             measured_with: BTreeMap::new(),
         }
@@ -152,10 +155,12 @@ fn fingerprint(row: &TuningRow) -> u32 {
         broadcast_ring_min,
         reduce_ring_min,
         tree_max,
+        bruck_max,
         stripes_min,
         measured_with: _,
     } = row;
-    let sizes = [doubling_max, halving_max, broadcast_ring_min, reduce_ring_min, tree_max, stripes_min];
+    let sizes =
+        [doubling_max, halving_max, broadcast_ring_min, reduce_ring_min, tree_max, bruck_max, stripes_min];
     fnv1a_32(sizes.into_iter().flat_map(|size| (*size as u64).to_le_bytes())).max(1)
 }
 
@@ -229,6 +234,22 @@ pub fn goes_by_tree(row: &TuningRow, share: usize) -> bool {
     share <= row.tree_max
 }
 
+/// Whether an all-gather of `bytes` bytes of all ranks together goes in rounds that double. Otherwise it is a ring, which up to three ranks
+/// has as few steps and copies nothing.
+pub fn goes_in_rounds(row: &TuningRow, world: WorldSize, bytes: usize) -> bool {
+    world.count() > 3 && bytes <= row.bruck_max
+}
+
+/// Whether a reduce-scatter of `bytes` bytes is an all-reduce of which each rank keeps its own part: that takes fewer rounds than a ring, of more
+/// bytes. Up to three ranks a ring takes as few; up to seven, not more than halving and doubling.
+pub fn reduces_whole(row: &TuningRow, world: WorldSize, bytes: usize) -> bool {
+    match world.count() {
+        ..=3 => false,
+        4..=7 => bytes <= row.doubling_max,
+        8.. => bytes <= row.doubling_max.max(row.halving_max),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -245,7 +266,9 @@ mod tests {
 
     #[test]
     fn rows_that_leave_one_algorithm_each_give_plans_that_differ_at_every_size() {
-        use crate::collective::{gather, gather_tree, scatter, scatter_tree};
+        use crate::collective::{
+            Counts, all_gather_in_rounds, all_gather_v, gather, gather_tree, scatter, scatter_tree,
+        };
         const MAX: usize = usize::MAX;
         let row = TuningRow::default;
         let all_reduces = [
@@ -256,6 +279,7 @@ mod tests {
         let broadcasts = [MAX, 0].map(|broadcast_ring_min| TuningRow { broadcast_ring_min, ..row() });
         let reduces = [MAX, 0].map(|reduce_ring_min| TuningRow { reduce_ring_min, ..row() });
         let gathers = [MAX, 0].map(|tree_max| TuningRow { tree_max, ..row() });
+        let all_gathers = [MAX, 0].map(|bruck_max| TuningRow { bruck_max, ..row() });
         for world in [3, 4].map(|size| WorldSize::new(size).unwrap()) {
             // 4 B, 1 KiB, 64 KiB and 256 KiB.
             for elements in [1, 256, 16_384, 65_536] {
@@ -278,7 +302,31 @@ mod tests {
                     true => scatter_tree(rank, world, root, elements),
                     false => scatter(rank, world, root, elements),
                 });
+                if world.count() > 3 {
+                    let counts = Counts::even(elements, world);
+                    differ(&all_gathers, &|row, rank| match goes_in_rounds(row, world, counts.total()) {
+                        true => all_gather_in_rounds(rank, world, &counts),
+                        false => all_gather_v(rank, world, &counts),
+                    });
+                }
             }
+        }
+    }
+
+    #[test]
+    fn a_reduce_scatter_is_an_all_reduce_only_where_that_takes_fewer_rounds() {
+        let row = TuningRow::default();
+        let steps = |plan: Plan| plan.len();
+        for size in 2..40 {
+            let world = WorldSize::new(size).unwrap();
+            for elements in [1, 8 << 10, 32 << 10, 64 << 10] {
+                let whole = all_reduce(&row, Rank::MAIN, world, DType::F32, elements);
+                let ring = ring::reduce_scatter(Rank::MAIN, world, elements);
+                if reduces_whole(&row, world, 4 * elements) {
+                    assert!(steps(whole) <= steps(ring), "{elements} in {world}");
+                }
+            }
+            assert_eq!(reduces_whole(&row, world, 4), size > 3, "{world}");
         }
     }
 

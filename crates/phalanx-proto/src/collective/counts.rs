@@ -38,12 +38,34 @@ impl Counts {
 
     /// `count` elements for each rank, of an existing buffer.
     pub fn even(count: usize, world: WorldSize) -> Self {
-        Self { displacements: (0..=world.count()).map(|rank| rank * count).collect() }
+        Self::of_existing(std::iter::repeat_n(count, world.count()))
+    }
+
+    /// Counts of an existing buffer, so that they add up.
+    pub(super) fn of_existing(counts: impl Iterator<Item = usize>) -> Self {
+        let mut displacements = vec![0];
+        let mut end = 0;
+        for count in counts {
+            end += count;
+            displacements.push(end);
+        }
+        Self { displacements }
     }
 
     /// The elements of rank `index`.
     pub fn of(&self, index: usize) -> Range<usize> {
         self.displacements[index]..self.displacements[index + 1]
+    }
+
+    /// The elements of these ranks together.
+    pub fn of_all(&self, ranks: Range<usize>) -> Range<usize> {
+        self.displacements[ranks.start]..self.displacements[ranks.end]
+    }
+
+    /// The same counts of a buffer in which `first` comes first, and the ranks before it come last.
+    pub fn rotated(&self, first: usize) -> Self {
+        let ranks = self.displacements.len() - 1;
+        Self::of_existing((first..ranks).chain(0..first).map(|rank| self.of(rank).len()))
     }
 
     /// All elements.

@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use super::ring::all_gather_parts;
-use super::{Counts, Plan, Recv, Send, Step};
+use super::{Counts, Plan, Recv, Send, Step, all_gather_in_rounds};
 use crate::rank::Rank;
 use crate::world_size::WorldSize;
 
@@ -110,6 +110,20 @@ impl Hierarchy {
             all_gather_parts(leaders.host, leaders.hosts, part)
         };
         Some((leaders, (0..self.turns()).flat_map(turn).collect()))
+    }
+
+    /// The same between one leader of each host, in the fewest rounds. The buffer holds the parts of all ranks, host after host around the ring
+    /// of the hosts, and this host's last.
+    pub fn all_gather_in_rounds(&self, counts: &Counts) -> Plan {
+        let held = |ranks: &Vec<Rank>| ranks.iter().map(|rank| counts.of(rank.index()).len()).sum();
+        let by_host = Counts::of_existing(self.ranks.iter().map(held));
+        all_gather_in_rounds(self.host, self.hosts, &by_host)
+    }
+
+    /// Where the parts of all ranks are: those of `host`, and then those of the others, around the ring of the hosts.
+    pub fn parts_from(&self, counts: &Counts, host: Rank) -> impl Iterator<Item = Range<usize>> {
+        let hosts = self.ranks.iter().cycle().skip(host.index()).take(self.ranks.len());
+        hosts.flatten().map(|rank| counts.of(rank.index()))
     }
 
     /// The turns of such an exchange.

@@ -11,6 +11,7 @@
 #![deny(clippy::wildcard_enum_match_arm)]
 
 mod barrier;
+mod bruck;
 mod choice;
 mod counts;
 mod doubling;
@@ -28,16 +29,17 @@ mod tree;
 use std::ops::Range;
 
 pub use barrier::dissemination;
+pub use bruck::all_gather_v as all_gather_in_rounds;
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub use choice::fuzz as fuzz_tuning;
-pub use choice::{Choice, all_reduce, broadcast, goes_by_tree, reduce};
+pub use choice::{Choice, all_reduce, broadcast, goes_by_tree, goes_in_rounds, reduce, reduces_whole};
 pub use choice::{Tuning, TuningRow};
 pub use counts::Counts;
 pub use hierarchy::{Hierarchy, Leaders};
 pub use memory::Memory;
 pub use op::ReduceOp;
 pub use pairwise::{all_to_all, gather, scatter};
-pub use ring::{all_gather, all_gather_v, reduce_scatter, reduce_scatter_v};
+pub use ring::{all_gather_v, reduce_scatter, reduce_scatter_v};
 pub use tree::{gather as gather_tree, scatter as scatter_tree};
 
 use crate::rank::Rank;

@@ -27,12 +27,30 @@ pub fn scatter(rank: Rank, world: WorldSize, root: Rank, count: usize) -> Plan {
 
 /// Pairwise exchange: in step k each rank sends to the rank k places after it and receives from the rank k places
 /// before it. w-1 steps; each rank sends what is not its own (R. Thakur, R. Rabenseifner and W. Gropp, 2005).
-pub fn all_to_all(rank: Rank, world: WorldSize, sent: &Counts, received: &Counts) -> Plan {
-    (1..world.count())
-        .map(|distance| {
-            let (to, from) = (after(rank, distance, world), before(rank, distance, world));
-            let step = Step::send(to, sent.of(to.index()));
-            step.and_recv(from, received.of(from.index()), Combine::Replace)
-        })
-        .collect()
+///
+/// Blocks of at most `eager` elements are all sent before anything is received: on a network with a long delay a rank waits once, and not once
+/// for each other rank. They must be so small that whoever sends them never waits for the receiver. Each pair exchanges one block each way,
+/// so the ranks' plans fit together whatever the others' blocks are.
+pub fn all_to_all(rank: Rank, world: WorldSize, sent: &Counts, received: &Counts, eager: usize) -> Plan {
+    let distances = || 1..world.count();
+    let send = |distance: usize| {
+        let to = after(rank, distance, world);
+        (to, sent.of(to.index()))
+    };
+    let early = |distance: &usize| send(*distance).1.len() <= eager;
+    let first = distances().filter(early).map(|distance| {
+        let (to, range) = send(distance);
+        Step::send(to, range)
+    });
+    let rest = distances().map(|distance| {
+        let step = if early(&distance) {
+            Step::default()
+        } else {
+            let (to, range) = send(distance);
+            Step::send(to, range)
+        };
+        let from = before(rank, distance, world);
+        step.and_recv(from, received.of(from.index()), Combine::Replace)
+    });
+    first.chain(rest).collect()
 }

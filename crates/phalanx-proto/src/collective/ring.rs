@@ -26,7 +26,7 @@ pub fn reduce_scatter_v(rank: Rank, world: WorldSize, counts: &Counts) -> Plan {
 }
 
 /// w-1 steps; each rank sends n(w-1)/w elements. Chunk r starts on rank r and ends everywhere.
-pub fn all_gather(rank: Rank, world: WorldSize, elements: usize) -> Plan {
+pub(super) fn all_gather(rank: Rank, world: WorldSize, elements: usize) -> Plan {
     pass(rank, world, 0, Combine::Replace, elements).collect()
 }
 

@@ -192,6 +192,33 @@ proptest! {
     }
 
     #[test]
+    fn an_all_gather_in_rounds_takes_the_fewest_steps_and_sends_each_share_as_often_as_a_ring(
+        counts in prop::collection::vec(0usize..300, 1..25),
+    ) {
+        let world = WorldSize::new(counts.len() as u32).unwrap();
+        let layout = Counts::new(&counts, world).unwrap();
+        let last = world.count() - 1;
+        let places = |rank: usize| layout.rotated((rank + 1) % world.count());
+        let mut buffers: Vec<_> = world.ranks().map(|rank| {
+            let mut buffer = vec![0; layout.total()];
+            buffer[places(rank.index()).of(last)].fill(contribution(rank));
+            buffer
+        }).collect();
+        let plans = plans(world, |rank| all_gather_in_rounds(rank, world, &layout));
+        prop_assert!(plans.iter().all(|plan| plan.len() == world.get().next_power_of_two().ilog2() as usize));
+        let sent = play(&plans, &mut buffers);
+        prop_assert_eq!(sent.iter().sum::<usize>(), layout.total() * last);
+        for (rank, buffer) in buffers.iter().enumerate() {
+            let places = places(rank);
+            for origin in world.ranks() {
+                let place = (origin.index() + last - rank) % world.count();
+                prop_assert_eq!(places.of(place).len(), counts[origin.index()]);
+                prop_assert!(buffer[places.of(place)].iter().all(|value| *value == contribution(origin)));
+            }
+        }
+    }
+
+    #[test]
     fn reduce_scatter_v_leaves_each_rank_its_share_and_sends_the_rest_once(
         counts in prop::collection::vec(0usize..300, 1..17),
     ) {
@@ -209,6 +236,7 @@ proptest! {
     #[test]
     fn each_pair_exchanges_its_own_in_an_all_to_all(
         table in (1usize..10).prop_flat_map(|world| prop::collection::vec(prop::collection::vec(0usize..50, world), world)),
+        eager in 0usize..50,
     ) {
         let world = WorldSize::new(table.len() as u32).unwrap();
         let sent: Vec<_> = table.iter().map(|counts| Counts::new(counts, world).unwrap()).collect();
@@ -220,7 +248,7 @@ proptest! {
         let inputs: Vec<Vec<u128>> = (0..table.len())
             .map(|from| (0..table.len()).flat_map(|to| vec![mark(from, to); table[from][to]]).collect())
             .collect();
-        let plan = |rank: Rank| all_to_all(rank, world, &sent[rank.index()], &received[rank.index()]);
+        let plan = |rank: Rank| all_to_all(rank, world, &sent[rank.index()], &received[rank.index()], eager);
         let outputs = play_apart(&plans(world, plan), &inputs, |rank| received[rank].total());
         for to in 0..table.len() {
             for from in (0..table.len()).filter(|from| *from != to) {
@@ -260,7 +288,7 @@ proptest! {
     #[test]
     fn all_gather_brings_every_chunk_everywhere(world in worlds(), elements in 0usize..10_000) {
         let mut buffers = own(world, elements);
-        play(&plans(world, |rank| all_gather(rank, world, elements)), &mut buffers);
+        play(&plans(world, |rank| ring::all_gather(rank, world, elements)), &mut buffers);
         for buffer in &buffers {
             for origin in world.ranks() {
                 let part = &buffer[chunk(elements, world, origin.index())];

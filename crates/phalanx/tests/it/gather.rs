@@ -245,7 +245,7 @@ type Parted = fn(&ProcessGroup, &[usize]) -> phalanx::Result<()>;
 fn parts_of_other_lengths_and_the_same_sum_are_an_error_on_every_rank() {
     let slices = "combine slices of different lengths (give every rank slices of the same lengths";
     let counts = "have different counts (give every rank the same count";
-    let calls: [(&str, Parted, &str); 4] = [
+    let calls: [(&str, Parted, &str); 5] = [
         (
             "all_reduce_coalesced",
             |group, lengths| {
@@ -269,6 +269,14 @@ fn parts_of_other_lengths_and_the_same_sum_are_an_error_on_every_rank() {
             |group, lengths| {
                 let buffer = group.alloc(DType::F32, lengths.iter().sum())?;
                 group.reduce_scatter_v_async(buffer, lengths, ReduceOp::Sum).and_then(Work::wait).map(drop)
+            },
+            counts,
+        ),
+        (
+            "all_gather_v",
+            |group, lengths| {
+                let own = vec![1.0f32; lengths[group.rank().index()]];
+                group.all_gather_v(&own, &mut vec![0.0; lengths.iter().sum()], lengths)
             },
             counts,
         ),

@@ -1,15 +1,19 @@
 //! Gather, scatter and all-to-all: each message goes from the input of one rank directly into the output of another.
 
 use super::{Engine, Space, bytes_of};
-use crate::collective::{self, Counts};
+use crate::collective::{self, Counts, Memory};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::rank::{Rank, Sequence};
 use crate::wire::frame::{Call, Operation};
 
+/// A block of an all-to-all of at most so many bytes is sent before anything is received. The receiver's system has room for it while the
+/// receiver itself is in an earlier call: of the calls before it has received everything, so it is the only block on its way.
+const EAGER_BLOCK: usize = 4096;
+
 impl Engine {
-    /// An `all_gather_v`, `all_to_all` or `all_to_all_v`: input and output, with the ranks' counts.
-    pub(super) fn exchange_blocks(
+    /// An `all_to_all` or `all_to_all_v`: input and output, with the ranks' counts.
+    pub(super) fn all_to_all(
         &mut self,
         call: Call,
         sequence: Sequence,
@@ -19,17 +23,25 @@ impl Engine {
     ) -> Result<()> {
         let (rank, world, size) = (self.rank, self.world, call.dtype.size());
         let own = bytes_of(&received.of(rank.index()), size);
-        if call.operation == Operation::AllGatherV {
-            output[own].copy_from_slice(input);
-            let plan = collective::all_gather_v(rank, world, received);
-            return self.execute(call, sequence, &plan, Space::One(output), deadline);
-        }
         output[own].copy_from_slice(&input[bytes_of(&sent.of(rank.index()), size)]);
-        let plan = collective::all_to_all(rank, world, sent, received);
+        let plan = collective::all_to_all(rank, world, sent, received, EAGER_BLOCK / size);
         self.execute(call, sequence, &plan, Space::Two(input, output), deadline)
     }
 
-    /// A `reduce_scatter_v`, or an `all_gather_v` in place.
+    /// The `output` of an all-gather that goes on in place: with this rank's elements in it.
+    pub(super) fn at_own_place<'a>(
+        &self,
+        call: Call,
+        input: &[u8],
+        output: &'a mut [u8],
+        counts: &'a Counts,
+    ) -> Memory<'a> {
+        let own = bytes_of(&counts.of(self.rank.index()), call.dtype.size());
+        output[own].copy_from_slice(input);
+        Memory::InPlaceV { data: output, counts }
+    }
+
+    /// A `reduce_scatter_v`, or an all-gather in place.
     pub(super) fn in_place_v(
         &mut self,
         call: Call,
@@ -40,19 +52,22 @@ impl Engine {
     ) -> Result<()> {
         let (rank, world, row) = (self.rank, self.world, &self.choice.row);
         let plan = match call.operation {
-            // For small buffers rounds are most of the time: each rank gets more than its part, in fewer rounds.
-            Operation::ReduceScatterV if data.len() <= row.doubling_max.max(row.halving_max) => {
+            // Each rank gets more than its part, in fewer rounds.
+            Operation::ReduceScatterV if self.reduces_whole(data.len()) => {
                 collective::all_reduce(row, rank, world, call.dtype, counts.total())
             }
             Operation::ReduceScatterV => collective::reduce_scatter_v(rank, world, counts),
-            Operation::AllGatherVInPlace => collective::all_gather_v(rank, world, counts),
+            Operation::AllGather | Operation::AllGatherV | Operation::AllGatherVInPlace => {
+                if collective::goes_in_rounds(row, world, data.len()) {
+                    return self.all_gather_in_rounds((call, sequence), data, counts, deadline);
+                }
+                collective::all_gather_v(rank, world, counts)
+            }
             Operation::AllReduce
             | Operation::AllReduceCoalesced
             | Operation::Reduce
             | Operation::ReduceScatter
             | Operation::Broadcast
-            | Operation::AllGather
-            | Operation::AllGatherV
             | Operation::Gather
             | Operation::Scatter
             | Operation::AllToAll
@@ -64,6 +79,25 @@ impl Engine {
             }
         };
         self.execute(call, sequence, &plan, Space::One(data), deadline)
+    }
+
+    /// An all-gather in place through scratch memory, in which this rank's elements come last.
+    fn all_gather_in_rounds(
+        &mut self,
+        (call, sequence): (Call, Sequence),
+        data: &mut [u8],
+        counts: &Counts,
+        deadline: Deadline,
+    ) -> Result<()> {
+        let plan = collective::all_gather_in_rounds(self.rank, self.world, counts);
+        let own = bytes_of(&counts.of(self.rank.index()), call.dtype.size());
+        self.with_workspace((call, sequence), data.len(), |engine, rotated| {
+            let first = rotated.len() - own.len();
+            rotated[first..].copy_from_slice(&data[own.clone()]);
+            engine.execute(call, sequence, &plan, Space::One(rotated), deadline)?;
+            copy_rotated(data, rotated, own.end);
+            Ok(())
+        })
     }
 
     /// Only the root has an `output`.

@@ -1,6 +1,8 @@
 //! Collectives of several hosts whose ranks share memory: within each host through memory, and between hosts only the
 //! data that must cross.
 
+use std::ops::Range;
+
 use super::{Engine, Space};
 use crate::collective::Memory;
 use crate::collective::kernel::Fold;
@@ -28,17 +30,18 @@ impl Hierarchical {
             Operation::Broadcast => Some(Self::Broadcast),
             Operation::Reduce => Some(Self::Reduce),
             Operation::Barrier => Some(Self::Barrier),
-            Operation::AllGather
-            | Operation::ReduceScatter
+            Operation::ReduceScatter
             | Operation::Gather
             | Operation::Scatter
             | Operation::AllToAll
             | Operation::AllToAllV
-            | Operation::AllGatherV
             | Operation::MonitoredBarrier
             | Operation::PointToPoint => None,
             // They have counts, and go by hosts in a way of their own.
-            Operation::ReduceScatterV | Operation::AllGatherVInPlace => None,
+            Operation::ReduceScatterV
+            | Operation::AllGather
+            | Operation::AllGatherV
+            | Operation::AllGatherVInPlace => None,
         }
     }
 }
@@ -73,7 +76,7 @@ impl Engine {
         }
     }
 
-    /// A `reduce_scatter_v`, or an `all_gather_v` in place. From rank to rank, elements would cross between hosts once
+    /// A `reduce_scatter_v`, or an all-gather in place. From rank to rank, elements would cross between hosts once
     /// for each rank. Combined on each host first, and sent to hosts instead of ranks, they cross once for each host.
     pub(super) fn in_place_v_by_hosts(
         &mut self,
@@ -89,8 +92,9 @@ impl Engine {
         self.all_gather_v_by_hosts(hierarchy, call, data, counts, timeout)
     }
 
-    /// Each rank's part goes to all ranks of its host, then around the ring of the hosts, and on each host to all ranks. The owners of the
-    /// stripes pass a share of the parts each, so that as many rings turn at a time as every host has ranks for.
+    /// Each rank's part goes to all ranks of its host, then between the hosts, and on each host to all ranks. Of few bytes, one leader of each
+    /// host exchanges all. Otherwise the owners of the stripes pass a share of the parts each around the ring of the hosts, so that as many
+    /// rings turn at a time as every host has ranks for.
     fn all_gather_v_by_hosts(
         &mut self,
         hierarchy: &Hierarchy,
@@ -105,6 +109,11 @@ impl Engine {
             let part = |index| member(index).map_or(0..0, |rank| counts.of(rank.index()));
             domain.on_parts(call, data, |index| super::bytes_of(&part(index), size), timeout)
         })?;
+        if data.len() <= self.choice.row.bruck_max {
+            self.all_gather_by_leaders(hierarchy, call, data, counts, timeout)?;
+            return self
+                .within(call, data, timeout, |domain, data| domain.all_gather(call, data, 1, timeout));
+        }
         if let Some((leaders, plan)) = hierarchy.all_gather_v(counts) {
             self.across(&leaders, call, plan, (data, 0), timeout)?;
         }
@@ -120,6 +129,31 @@ impl Engine {
             }
         }
         Ok(())
+    }
+
+    /// The leaders pack the parts of their hosts, exchange them in rounds, and unpack what came.
+    fn all_gather_by_leaders(
+        &mut self,
+        hierarchy: &Hierarchy,
+        call: (Call, Sequence),
+        data: &mut [u8],
+        counts: &Counts,
+        timeout: &Timeout,
+    ) -> Result<()> {
+        let Some((_, leaders)) = hierarchy.owned(1) else { return Ok(()) };
+        let size = call.0.dtype.size();
+        self.with_workspace(call, data.len(), |engine, packed| {
+            // This host first, though its parts come last in the packed buffer.
+            let parts =
+                || hierarchy.parts_from(counts, leaders.host).map(|part| super::bytes_of(&part, size));
+            let own = hierarchy.ranks_of(leaders.host).len();
+            let others: usize = parts().skip(own).map(|part| part.len()).sum();
+            let plan = hierarchy.all_gather_in_rounds(counts);
+            pack(&mut packed[others..], data, parts().take(own));
+            engine.across(&leaders, call, plan, (packed, 0), timeout)?;
+            unpack(packed, data, parts().skip(own));
+            Ok(())
+        })
     }
 
     fn broadcast_by_hosts(
@@ -143,7 +177,7 @@ impl Engine {
 
     /// Reduces each stripe to its owner on every host, then among its owners, and then copies the stripes to all ranks
     /// of each host.
-    fn all_reduce_by_hosts(
+    pub(super) fn all_reduce_by_hosts(
         &mut self,
         hierarchy: &Hierarchy,
         call: (Call, Sequence),
@@ -264,4 +298,22 @@ impl Engine {
 /// The operation of an average before it is divided.
 fn sums(op: ReduceOp) -> ReduceOp {
     if op == ReduceOp::Avg { ReduceOp::Sum } else { op }
+}
+
+/// Copies the `parts` of `data` to the front of `packed`, one after the other.
+fn pack(packed: &mut [u8], data: &[u8], parts: impl Iterator<Item = Range<usize>>) {
+    let mut end = 0;
+    for part in parts {
+        packed[end..end + part.len()].copy_from_slice(&data[part.clone()]);
+        end += part.len();
+    }
+}
+
+/// The reverse of [`pack`].
+fn unpack(packed: &[u8], data: &mut [u8], parts: impl Iterator<Item = Range<usize>>) {
+    let mut end = 0;
+    for part in parts {
+        data[part.clone()].copy_from_slice(&packed[end..end + part.len()]);
+        end += part.len();
+    }
 }
