@@ -364,6 +364,11 @@ impl HostManager {
         self.is_ending() && self.done + self.not_needed >= self.limits.min
     }
 
+    /// Whether, at the last decision, enough workers ran or were about to.
+    pub fn had_enough(&self) -> bool {
+        self.decided.is_some() && self.few_since.is_none() && !self.is_over
+    }
+
     /// Whether a worker, or a host, may be started again after a failure.
     fn may_restart(&mut self, now: Instant) -> bool {
         if self.is_ending() {
