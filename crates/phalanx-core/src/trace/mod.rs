@@ -13,8 +13,8 @@ mod file;
 use std::borrow::Cow;
 use std::fmt;
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use parking_lot::Mutex;
@@ -38,7 +38,8 @@ const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_sec
 /// killed, or ends with `std::process::exit`, has written only what it flushed. A file that cannot be written causes a
 /// warning, never an error: a trace must not end the training that it observes. Events that [`flush`](Self::flush)
 /// could not write stay in memory and are tried again by a later flush, at first after 1 s, then less often, up to once
-/// a minute; a flush before that does nothing. A rank keeps 1 Mi events in all, and the file says how many came later.
+/// a minute; a flush before that does nothing. A rank keeps 1 Mi events in all, also in the rounds of an elastic job, and
+/// the file says how many came later.
 /// The drop of the last clone always tries; if it fails too, its warning says how many events are lost.
 ///
 /// ```
@@ -136,6 +137,8 @@ struct Record {
     /// One moment on both clocks.
     origin: (Instant, SystemTime),
     limit: usize,
+    /// How many events have come since the beginning.
+    noted: Arc<AtomicUsize>,
     log: Mutex<Log>,
 }
 
@@ -143,8 +146,6 @@ struct Record {
 #[derive(Default)]
 struct Log {
     events: Vec<Event>,
-    /// How many events have been recorded since the beginning.
-    noted: usize,
     /// How many came when there was no more room.
     left_out: u64,
     /// How many of these the file mentions.
@@ -180,14 +181,25 @@ impl Trace {
     /// job's trace, the file of an earlier job is removed.
     pub(crate) fn from_env(rank: Rank, begins: bool) -> Self {
         static BEGUN: AtomicBool = AtomicBool::new(false);
-        match std::env::var_os(TRACE_VARIABLE) {
+        /// Each round of an elastic job has a group, and its group a trace: if each had the whole limit, the file of a long job would fill the disk.
+        static NOTED: LazyLock<Arc<AtomicUsize>> = LazyLock::new(Arc::default);
+        let trace = match std::env::var_os(TRACE_VARIABLE) {
             // A later group of the same process adds to the job's trace.
             Some(path) if !path.is_empty() && begins && !BEGUN.swap(true, Ordering::Relaxed) => {
                 Self::to_file(path, rank)
             }
             Some(path) if !path.is_empty() => Self::onto_file(path, rank),
             _ => Self::disabled(),
+        };
+        trace.sharing(&NOTED)
+    }
+
+    /// Counts its events together with those of the others that share `noted`. Before it has a clone.
+    fn sharing(mut self, noted: &Arc<AtomicUsize>) -> Self {
+        if let Some(record) = self.record.as_mut().and_then(Arc::get_mut) {
+            record.noted = Arc::clone(noted);
         }
+        self
     }
 
     /// A trace in its own file: a file at `path` is removed, and the new one is made when the trace is written.
@@ -206,7 +218,8 @@ impl Trace {
 
     fn with_limit(path: PathBuf, rank: Rank, limit: usize) -> Self {
         let origin = (Instant::now(), SystemTime::now());
-        Self { record: Some(Arc::new(Record { path, rank, origin, limit, log: Mutex::default() })) }
+        let (noted, log) = (Arc::default(), Mutex::default());
+        Self { record: Some(Arc::new(Record { path, rank, origin, limit, noted, log })) }
     }
 
     /// Whether the trace is enabled. Call it before you compute costly names or arguments.
@@ -294,11 +307,10 @@ impl From<String> for TraceValue {
 impl Record {
     fn note(&self, event: Event) {
         let mut log = self.log.lock();
-        if log.noted >= self.limit {
+        if self.noted.fetch_add(1, Ordering::Relaxed) >= self.limit {
             log.left_out += 1;
             return;
         }
-        log.noted += 1;
         log.events.push(event);
     }
 

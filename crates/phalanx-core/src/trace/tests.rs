@@ -181,6 +181,17 @@ fn a_full_trace_does_not_grow_with_each_flush_and_says_at_last_all_that_it_left_
 }
 
 #[test]
+fn the_traces_of_rounds_that_follow_each_other_keep_no_more_events_than_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, noted) = (folder.path().join("rounds.json"), Arc::default());
+    for _ in 0..3 {
+        let trace = Trace::with_limit(path.clone(), Rank::MAIN, 3).sharing(&noted);
+        (0..2).for_each(|_| trace.instant(Track::Step, "b", Instant::now(), &[]));
+    }
+    assert_eq!(events(&read(&path), "i").len(), 3);
+}
+
+#[test]
 fn a_file_that_cannot_be_written_is_tried_less_and_less_often_and_nothing_is_lost() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("not/yet/there/trace.json");

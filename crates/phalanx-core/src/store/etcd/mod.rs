@@ -318,7 +318,8 @@ fn refusal_remedy(why: &str) -> &'static str {
     let remedies = [
         (
             "space exceeded",
-            "compact and defragment etcd, or raise its --quota-backend-bytes; then `etcdctl alarm disarm`",
+            "compact and defragment etcd, or raise its --quota-backend-bytes; then `etcdctl alarm disarm`. It keeps every earlier heartbeat of \
+             the launchers unless it is started with --auto-compaction-retention=1h",
         ),
         ("too large", "raise etcd's --max-request-bytes"),
         ("lease not found", "was this process stopped, or etcd out of reach, for 15 s? Start it again"),

@@ -82,5 +82,6 @@ fn an_answer_that_is_lost_is_a_time_out_that_names_the_cause() {
     assert!(error.is_timeout() && error.to_string().contains("heard of it: leader changed"), "{error}");
     let full = answer(&call, Err(Refused::Error("database space exceeded".to_owned()))).unwrap_err();
     assert!(!full.is_timeout() && full.to_string().contains("space exceeded"), "{full}");
-    assert!(full.remedy().is_some_and(|remedy| remedy.contains("--quota-backend-bytes")), "{full}");
+    let says = |option: &str| full.remedy().is_some_and(|remedy| remedy.contains(option));
+    assert!(says("--quota-backend-bytes") && says("--auto-compaction-retention"), "{full}");
 }

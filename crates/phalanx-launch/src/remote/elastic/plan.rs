@@ -31,6 +31,8 @@ use crate::world_size::WorldSize;
 const MAX_FAILURES_BEFORE_LIST: u32 = 5;
 /// The shortest time between two warnings of unusable answers.
 const WARNING_INTERVAL: Duration = Duration::from_secs(600);
+/// A job that has had enough workers for so long has recovered from what failed before.
+const RECOVERY_INTERVAL: Duration = Duration::from_secs(60);
 /// How long the system may take to look up the address at which the store is served.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -46,9 +48,11 @@ pub(in crate::remote) struct ElasticPlan {
     max_workers: u32,
     store: Option<Store>,
     exits: Vec<Exit>,
-    /// Failures that were not recovered from: of a worker, and of a host.
+    /// Failures that the job has not recovered from: of a worker, and of a host.
     failure: Option<Failure>,
     trouble: Option<Error>,
+    /// Since when it has had enough workers, without such a failure.
+    enough_since: Option<Instant>,
     /// How many workers were left, if the job ends because they are too few.
     too_few: Option<u32>,
     /// Whether workers of some host were ended since all are.
@@ -112,6 +116,7 @@ impl ElasticPlan {
             exits: Vec::new(),
             failure: None,
             trouble: None,
+            enough_since: None,
             too_few: None,
             is_cut_short: false,
             endings: Vec::new(),
@@ -134,7 +139,11 @@ impl ElasticPlan {
 
     /// Carries out the decisions of the host manager.
     fn decide(&mut self, launchers: &mut Launchers<'_>) -> Result<()> {
-        for action in self.host_manager.decide(Instant::now()) {
+        let now = Instant::now();
+        self.forget_recovered(now);
+        let actions = self.host_manager.decide(now);
+        self.enough_since = self.enough_since.or(Some(now)).filter(|_| self.host_manager.had_enough());
+        for action in actions {
             match action {
                 Action::Launch { host, first, slots } => {
                     let named = Host::named(self.host_manager.name(host), slots);
@@ -166,6 +175,14 @@ impl ElasticPlan {
             }
         }
         Ok(())
+    }
+
+    /// Forgets the failures from which the job has recovered: what ends it, weeks later, has another reason.
+    fn forget_recovered(&mut self, now: Instant) {
+        let is_long = |since: Instant| now.saturating_duration_since(since) >= RECOVERY_INTERVAL;
+        if self.enough_since.is_some_and(is_long) {
+            (self.failure, self.trouble) = (None, None);
+        }
     }
 
     /// Drops launchers that have not answered in time.
@@ -325,14 +342,19 @@ impl ElasticPlan {
 
     /// A worker has failed, and its launcher waits for a decision about the slot.
     fn lose_worker(&mut self, launchers: &mut Launchers<'_>, host: usize, slot: u32, failure: &Failure) {
+        let now = Instant::now();
         let on_failure = match launchers.end {
-            None => self.host_manager.failed(host, slot, Instant::now()),
+            None => {
+                self.forget_recovered(now);
+                self.host_manager.failed(host, slot, now)
+            }
             Some(_) => HostDecision::LeaveEmpty,
         };
         let replaced_in = match on_failure {
             HostDecision::Replace { after } => Some(after),
             HostDecision::LeaveEmpty | HostDecision::ExcludeHost { .. } => {
                 self.failure.get_or_insert_with(|| failure.clone());
+                self.enough_since = None;
                 instruct(launchers, host, Instruction::LeaveEmpty(slot));
                 None
             }
@@ -447,12 +469,15 @@ impl Plan for ElasticPlan {
         if leaves || launchers.end.is_some() {
             return self.host_manager.ended(host);
         }
-        let text = match self.host_manager.lost(host, Instant::now()) {
+        let now = Instant::now();
+        self.forget_recovered(now);
+        let text = match self.host_manager.lost(host, now) {
             Some(pause) => format!("{error}; it is left out for {}", seconds(pause)),
             None => format!("{error}; no restart is left for it"),
         };
         launchers.control.tell(Event::Warning { text: &text });
         self.trouble.get_or_insert(error);
+        self.enough_since = None;
     }
 
     /// Whether no worker is left, and none is expected.

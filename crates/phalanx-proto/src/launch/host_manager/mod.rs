@@ -331,10 +331,8 @@ impl HostManager {
             return None;
         }
         let HostState::Active { up, .. } = self.hosts[host].state else { return None };
-        if let Some(since) = up {
-            if now.saturating_duration_since(since) >= self.limits.cool_down.1 {
-                self.hosts[host].failures = 0;
-            }
+        self.forgive(host, now);
+        if up.is_some() {
             self.hosts[host].state = HostState::GivenUp;
             if !self.may_restart(now) {
                 return None;
@@ -366,6 +364,11 @@ impl HostManager {
         self.is_ending() && self.done + self.not_needed >= self.limits.min
     }
 
+    /// Whether, at the last decision, enough workers ran or were about to.
+    pub fn had_enough(&self) -> bool {
+        self.decided.is_some() && self.few_since.is_none() && !self.is_over
+    }
+
     /// Whether a worker, or a host, may be started again after a failure.
     fn may_restart(&mut self, now: Instant) -> bool {
         if self.is_ending() {
@@ -386,6 +389,16 @@ impl HostManager {
         })
     }
 
+    /// Forgets the host's failures if it has worked for long since the last one: in a job of weeks they are no row.
+    fn forgive(&mut self, host: usize, now: Instant) {
+        let host = &mut self.hosts[host];
+        if let HostState::Active { up: Some(since), .. } = host.state
+            && now.saturating_duration_since(since) >= self.limits.cool_down.1
+        {
+            host.failures = 0;
+        }
+    }
+
     /// How long the host is left out after one more failure.
     fn pause(&mut self, host: usize) -> Duration {
         let host = &mut self.hosts[host];
@@ -397,6 +410,7 @@ impl HostManager {
 
     /// Its workers are ended, and it may be started again later.
     fn exclude(&mut self, host: usize, now: Instant) -> Duration {
+        self.forgive(host, now);
         let pause = self.pause(host);
         let count = self.hosts[host].slots().len() as u32;
         self.hosts[host].state = HostState::Ending { from: now + pause, count };

@@ -145,6 +145,30 @@ fn a_worker_is_replaced_and_one_that_fails_again_and_again_takes_its_host_along(
 }
 
 #[test]
+fn a_host_whose_workers_fail_again_after_weeks_is_not_left_out_for_longer() {
+    let mut now = crate::some_time();
+    let mut manager = manager_of(limits(2, 4, 99), &[("a", 2), ("b", 2)], now);
+    manager.decide(now);
+    (0..2).for_each(|host| manager.up(host, now));
+    // The last time it had not worked for long.
+    for (worked, pause) in [(0, 5), (7 * 24 * 3600, 5), (7 * 24 * 3600, 5), (1, 10)] {
+        now += seconds(worked);
+        let excluded = loop {
+            match manager.failed(1, 0, now) {
+                HostDecision::Replace { after } => now += after,
+                excluded @ (HostDecision::LeaveEmpty | HostDecision::ExcludeHost { .. }) => break excluded,
+            }
+            assert!(manager.decide(now).contains(&Action::Replace { host: 1, slot: 0 }));
+        };
+        assert_eq!(excluded, HostDecision::ExcludeHost { pause: seconds(pause) });
+        manager.ended(1);
+        now += seconds(pause);
+        assert!(manager.decide(now).contains(&launch(1, 2, 2)));
+        manager.up(1, now);
+    }
+}
+
+#[test]
 fn restarts_without_a_limit_end_when_all_workers_have_failed() {
     let mut now = crate::some_time();
     let started = |now: Instant| {

@@ -230,3 +230,37 @@ fn a_host_that_was_started_again_is_one_node() {
     });
     assert_eq!(driver.unwrap().run().unwrap().nodes, 2);
 }
+
+#[test]
+fn a_job_does_not_end_for_what_it_has_recovered_from_weeks_before() {
+    fn lose_first(plan: &mut ElasticPlan, launchers: &mut Launchers<'_>, why: &str) {
+        let mut peer = launchers.peers.remove(0);
+        peer.end = Some(LauncherEnd::Failed(Error::environment(why)));
+        plan.handle_loss(launchers, peer);
+    }
+    let end_of = |lasts: Duration| {
+        let (_folder, job) = silent_job("node1,node2");
+        let job = job.bind(IpAddr::from([127, 0, 0, 1]));
+        let elastic = ElasticHosts::new(WorldSize::ONE);
+        let mut observer = |_: Event<'_>| std::ops::ControlFlow::Continue(());
+        let driver = Driver::start(&job, &mut observer, |launchers| {
+            let mut plan = elastic.plan(launchers)?;
+            plan.act(launchers)?;
+            for index in 0..launchers.peers.len() {
+                launchers.peers[index].was_told_to_start = true;
+                let rank = Rank::new(launchers.peers[index].first);
+                plan.handle_event(launchers, index, &RemoteEvent::Started { rank, local_rank: 0, pid: 7 });
+            }
+            lose_first(&mut plan, launchers, "the first host is gone");
+            plan.act(launchers)?;
+            plan.enough_since = plan.enough_since.and_then(|since| since.checked_sub(lasts));
+            lose_first(&mut plan, launchers, "the last host is gone");
+            Ok(Box::new(plan) as _)
+        });
+        driver.unwrap().run().unwrap_err().to_string()
+    };
+    let soon = end_of(Duration::ZERO);
+    assert!(soon.contains("the first host is gone"), "{soon}");
+    let late = end_of(RECOVERY_INTERVAL);
+    assert!(late.contains("the last host is gone"), "{late}");
+}
