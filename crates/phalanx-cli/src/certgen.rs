@@ -1,13 +1,14 @@
 //! `phalanx certgen`.
 
-use std::fs::{self, OpenOptions};
-use std::io::{self, ErrorKind, Write};
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, SystemTime};
 
 use clap::Args;
+use phalanx_sys::open;
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
     KeyUsagePurpose,
@@ -37,6 +38,8 @@ pub(crate) struct Certgen {
 const CA: &str = "ca";
 /// How long a CA is valid at least.
 const DAYS_OF_CA: u32 = 3650;
+/// The most bytes of its key's file.
+const KEY_LIMIT: u64 = 64 << 10;
 const DAY: Duration = Duration::from_secs(24 * 3600);
 
 pub(crate) fn run(options: &Certgen) -> ExitCode {
@@ -103,9 +106,8 @@ fn make_all(hosts: &[String], days: u32, files: &mut NewFiles<'_>) -> Result<(),
 fn ca(files: &mut NewFiles<'_>, days: u32) -> Result<Issuer<'static, KeyPair>, String> {
     let folder = files.folder;
     let file = folder.join("ca.key");
-    let read = match fs::read_to_string(&file) {
-        Ok(_) if let Err(why) = check(folder, &file) => Some(Err(why)),
-        Ok(text) => Some(KeyPair::from_pem(&text).map_err(|error| error.to_string())),
+    let read = match open::regular(&file, OpenOptions::new().read(true)) {
+        Ok(opened) => Some(read(&opened, folder, &file)),
         Err(error) if error.kind() == ErrorKind::NotFound => None,
         Err(error) => Some(Err(error.to_string())),
     };
@@ -132,9 +134,10 @@ fn ca(files: &mut NewFiles<'_>, days: u32) -> Result<Issuer<'static, KeyPair>, S
     Ok(Issuer::new(params, key))
 }
 
-/// Checks that the CA whose key is in `file` may be used again.
-fn check(folder: &Path, file: &Path) -> Result<(), String> {
-    let about = fs::metadata(file).map_err(|error| error.to_string())?;
+/// The CA's key in `file`, which is `opened`, if the CA may be used again.
+fn read(opened: &File, folder: &Path, file: &Path) -> Result<KeyPair, String> {
+    // Of what is read, not of what has the name by now.
+    let about = opened.metadata().map_err(|error| error.to_string())?;
     let user = rustix::process::geteuid().as_raw();
     if about.uid() != user {
         return Err(format!(
@@ -150,13 +153,14 @@ fn check(folder: &Path, file: &Path) -> Result<(), String> {
         ));
     }
     let certificate = folder.join("ca.pem");
-    match certificate.try_exists() {
-        Ok(true) => Ok(()),
-        _ => Err(format!(
+    if !certificate.try_exists().unwrap_or(false) {
+        return Err(format!(
             "its certificate {} is missing: put it back, or take another folder",
             certificate.display()
-        )),
+        ));
     }
+    let text = io::read_to_string(opened.take(KEY_LIMIT)).map_err(|error| error.to_string())?;
+    KeyPair::from_pem(&text).map_err(|error| error.to_string())
 }
 
 /// A new key, and the fields that all certificates have in common.

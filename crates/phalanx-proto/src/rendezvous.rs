@@ -2,6 +2,7 @@
 //!
 //! Which keys, and in which order they are written and awaited, is the caller's, who reads the store and the clock.
 
+use std::borrow::Cow;
 use std::net::IpAddr;
 
 use crate::error::{Error, Kind, Result};
@@ -19,6 +20,8 @@ pub const VERSION: u32 = 4;
 const VERSION_MARK: &str = "@version-";
 /// How many missing ranks an error names.
 const NAMED: usize = 8;
+/// The most bytes of an entry. Errors show what stands in the place of one, and must fit into the store themselves, as an outcome.
+const ENTRY_LIMIT: usize = 64 << 10;
 
 /// Which process on which host this is. Hosts may have equal names, and processes in different containers equal numbers: those are for
 /// errors.
@@ -65,6 +68,9 @@ impl Entry {
     /// # Errors
     /// A sentence, if it is no entry.
     pub fn parse(bytes: &[u8]) -> Result<Self, String> {
+        if bytes.len() > ENTRY_LIMIT {
+            return Err(format!("the store holds {} bytes instead of a rank's arrival", bytes.len()));
+        }
         let text = String::from_utf8_lossy(bytes);
         let words: Vec<String> = text.split(' ').map(str::to_owned).collect();
         let Ok([nonce, world, process, host, store, host_id, process_id]) = <[String; 7]>::try_from(words)
@@ -97,13 +103,18 @@ fn difference(rank: Rank, own: &str, peer: &str, other: &str) -> (Kind, String) 
     (Kind::Protocol, cause)
 }
 
+/// What stands in the store, as much of it as an error shows.
+fn shown(bytes: &[u8]) -> Cow<'_, str> {
+    String::from_utf8_lossy(&bytes[..bytes.len().min(ENTRY_LIMIT)])
+}
+
 fn size_and_version(expectation: &str) -> (&str, &str) {
     expectation.split_once(VERSION_MARK).unwrap_or((expectation, "1"))
 }
 
 /// Why the entry of `peer` cannot be read, for a rank that expects `own`: it may be of another version, whose entries begin as ours do.
 fn unreadable(rank: Rank, own: &str, peer: &str, entry: &[u8], cause: String) -> (Kind, String) {
-    let text = String::from_utf8_lossy(entry);
+    let text = shown(entry);
     let (size, version) = size_and_version(text.split(' ').nth(1).unwrap_or_default());
     match size.parse::<u32>() {
         Ok(_) if version != size_and_version(own).1 => {
@@ -211,7 +222,7 @@ pub fn place(rank: Rank, entry: &Entry, there: &[u8]) -> Place {
 /// Why `rank` cannot start where the first to come expects `expected`; none if it expects the same.
 pub fn other_world(rank: Rank, entry: &Entry, expected: &[u8]) -> Option<ArrivalError> {
     (expected != entry.world.as_bytes()).then(|| {
-        let expected = String::from_utf8_lossy(expected);
+        let expected = shown(expected);
         let (kind, cause) = difference(rank, &entry.world, "another rank", &expected);
         ArrivalError { kind, peer: None, cause }
     })
@@ -313,6 +324,22 @@ mod tests {
             let says_of_jobs =
                 error.into_error().to_string().contains("remove the file of PyTorch's file://");
             assert_eq!(says_of_jobs, kind == Kind::Mismatch, "{text}");
+        }
+    }
+
+    #[test]
+    fn an_error_is_short_whatever_stands_in_the_store() {
+        let (rank, world, mine) = (Rank::new(1), WorldSize::new(2).unwrap(), entry(2, "7"));
+        let long = "\u{1}".repeat(1 << 20);
+        let whole =
+            Entry { identity: Identity { host: long.clone(), ..mine.identity.clone() }, ..mine.clone() };
+        for there in [long.clone(), format!("1 2{VERSION_MARK}{long}"), whole.to_text()] {
+            let bytes = there.as_bytes();
+            let Place::Refused(placed) = place(rank, &mine, bytes) else { panic!("it was taken") };
+            let (other, judged) = (other_world(rank, &mine, bytes).unwrap(), judge(rank, world, [bytes]));
+            for error in [placed, other, judged.unwrap_err()] {
+                assert!(serde_json::to_vec(&error).unwrap().len() < 1 << 20, "{} bytes", error.cause.len());
+            }
         }
     }
 

@@ -127,6 +127,18 @@ fn a_ca_that_others_may_use_or_without_its_certificate_makes_nothing() {
     refused("ca.pem is missing");
 }
 
+/// As a pipe that another user has put there, which would be waited for, or a device without an end.
+#[test]
+fn what_is_no_file_in_the_place_of_a_ca_s_key_is_not_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    std::os::unix::fs::symlink("/dev/null", folder.join("ca.key")).unwrap();
+    let output = certgen(&["node0"], folder);
+    let err = text(&output.stderr);
+    assert!(output.status.code() == Some(1) && err.contains("it is not a regular file"), "{err}");
+    assert!(!folder.join("node0.key").exists());
+}
+
 /// Its owner has put the key elsewhere, as the guide says.
 #[test]
 fn a_ca_without_its_key_gets_no_other_key() {

@@ -8,7 +8,7 @@ use std::sync::mpsc::{self, Receiver};
 use std::time::Duration;
 
 use phalanx::env::LaunchEnv;
-use phalanx::{Error, ProcessGroup, Sequence};
+use phalanx::{Error, ProcessGroup, Sequence, warn};
 
 /// The variable that names the file, of which each process writes one, with its rank at the end of the name.
 const VARIABLE: &str = "PHALANX_NCCL_RECORD";
@@ -83,18 +83,18 @@ pub(super) fn dump(who: String, cause: &Error, calls: Vec<CallRecord>) -> Option
     let path = std::env::var_os(VARIABLE).filter(|path| !path.is_empty())?;
     let path = file_of(Path::new(&path));
     let text = text(&who, cause, &calls);
-    let unwritten = format!("phalanx: the record of {who} cannot be written to {}", path.display());
+    let unwritten = format!("the record of {who} cannot be written to {}", path.display());
     let told = unwritten.clone();
     let (done, written) = mpsc::channel();
     let write = move || {
         if let Err(error) = append(&path, &text) {
-            eprintln!("{told}: {error}");
+            warn(format!("{told}: {error}"));
         }
         // If nobody waits any more, it is written all the same.
         let _ = done.send(());
     };
     if let Err(error) = std::thread::Builder::new().name("phalanx-nccl-record".into()).spawn(write) {
-        eprintln!("{unwritten}: no thread can be started: {error}");
+        warn(format!("{unwritten}: no thread can be started: {error}"));
         return None;
     }
     Some(written)

@@ -31,6 +31,8 @@ pub(super) const MAX_PENDING: usize = 256;
 /// The most connections that are accepted before those in the handshake go on: a flood of silent ones must neither delay nor displace
 /// a rank.
 const MAX_ARRIVALS: usize = 16;
+/// Of how many connections that are turned away a start warns. Whoever reaches the port may come as often as it likes, without the key.
+pub(super) const TURNED_AWAY_LIMIT: usize = 16;
 
 /// The connections between this rank and another.
 #[derive(Default)]
@@ -94,6 +96,7 @@ pub(super) fn accept(
     let mut full = false;
     let mut looked = Instant::now();
     let mut missing = 0;
+    let mut turned_away = 0;
     loop {
         // From the one that was missing before: to look at all for each connection would be as much as the square of the ranks.
         let mut rest = (missing..pairs.len()).chain(0..missing);
@@ -135,7 +138,12 @@ pub(super) fn accept(
                 Progress::Waiting => still_pending.push(connection),
                 Progress::Dropped => {}
                 Progress::TurnedAway(error, answer) => {
-                    tracing::warn!(%error, "a connection was turned away");
+                    turned_away += 1;
+                    if turned_away <= TURNED_AWAY_LIMIT {
+                        tracing::warn!(%error, "a connection was turned away");
+                    } else {
+                        tracing::debug!(%error, "a connection was turned away");
+                    }
                     // So that a rank that is refused gives up at once instead of trying until its deadline.
                     let _ = connection.stream.send(&[IoSlice::new(answer)]);
                     connection.stream.discard();

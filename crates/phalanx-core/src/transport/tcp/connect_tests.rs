@@ -3,14 +3,16 @@
 use std::cell::Cell;
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
 use std::process::Command;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use socket2::{Domain, Socket, Type};
 
-use super::accept::{MAX_PENDING, take_arrivals};
+use super::accept::{MAX_PENDING, Pair, TURNED_AWAY_LIMIT, accept, take_arrivals};
 use super::connect::{Address, exchange_addresses, key, keys_of, listen, mesh};
 use super::connection::Connection;
 use super::dial::{ANSWER_TIMEOUT, attempt_together, dial};
@@ -556,6 +558,64 @@ fn a_rank_of_another_version_is_told_both_versions_whoever_connects() {
         assert!(error.remedy().unwrap().contains("the same build"), "{error}");
         assert!(error.peer() == Some(Rank::MAIN) && started.elapsed() < Duration::from_secs(20));
     });
+}
+
+/// Counts what this thread warns of while it accepts.
+#[derive(Clone, Default)]
+struct Warnings(Arc<AtomicUsize>);
+
+impl tracing::Subscriber for Warnings {
+    fn enabled(&self, metadata: &tracing::Metadata<'_>) -> bool {
+        *metadata.level() == tracing::Level::WARN && metadata.target().ends_with("tcp::accept")
+    }
+
+    fn event(&self, _: &tracing::Event<'_>) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::Id {
+        tracing::Id::from_u64(1)
+    }
+    fn record(&self, _: &tracing::Id, _: &tracing::span::Record<'_>) {}
+    fn record_follows_from(&self, _: &tracing::Id, _: &tracing::Id) {}
+    fn enter(&self, _: &tracing::Id) {}
+    fn exit(&self, _: &tracing::Id) {}
+}
+
+#[test]
+fn connections_that_are_turned_away_do_not_fill_the_log() {
+    let store = MemoryStore::new();
+    let (config, secret) = (config(&store, 0), GroupSecret::new(None, &[1; 16]));
+    let listener = listen(config.interface).unwrap();
+    let address = listener.local_addr().unwrap();
+    let (stop, stopped) = UnixStream::pair().unwrap();
+    let mut old = hello_to_main(&secret, 1, 2).encode();
+    old[4..6].copy_from_slice(&2u16.to_le_bytes());
+    let strangers = thread::spawn(move || {
+        for _ in 0..2 * TURNED_AWAY_LIMIT {
+            let mut stranger = TcpStream::connect(address).unwrap();
+            stranger.write_all(&old).unwrap();
+            stranger.read_exact(&mut [0; HELLO]).unwrap();
+        }
+        drop(stop);
+    });
+    let (own, warnings) = (hello_to_main(&secret, 0, 2), Warnings::default());
+    let (waits_for, deadline) = (AtomicUsize::new(0), Deadline::after(Duration::from_secs(60)));
+    let error = tracing::subscriber::with_default(warnings.clone(), || {
+        accept(
+            &listener,
+            Some(&stopped),
+            &config,
+            (own, &secret),
+            &mut [Pair::default()],
+            (&waits_for, &mut || Ok(())),
+            deadline,
+        )
+    });
+    let error = error.err().unwrap();
+    strangers.join().unwrap();
+    assert!(error.to_string().contains("stopped"), "{error}");
+    assert_eq!(warnings.0.load(Ordering::Relaxed), TURNED_AWAY_LIMIT);
 }
 
 #[test]
