@@ -510,9 +510,11 @@ class _Allgather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         process_set = ctx.process_set
-        counts = allgather_(torch.tensor([ctx.rows], device="cpu"), process_set)
+        own_rank = process_set.rank()
+        # Each with its rank: one that has joined brings none.
+        counts = allgather_(torch.tensor([[own_rank, *ctx.rows]], device="cpu"), process_set)
         reduced = _applied(_Allreduce, True, None, Average, 1.0, 1.0, process_set, *gradients)
-        before = counts[: process_set.rank()].sum(0).tolist()
+        before = counts[counts[:, 0] < own_rank, 1:].sum(0).tolist()
         own = [gradient[start : start + rows] for gradient, start, rows in zip(reduced, before, ctx.rows)]
         return (None, None, None, *own)
 
