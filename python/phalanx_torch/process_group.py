@@ -25,6 +25,7 @@ from phalanx_torch import work as works
 from phalanx_torch._ddp import calling_back
 from phalanx_torch._errors import Error
 from phalanx_torch._functional import dense, stored, waited
+from phalanx_torch._integers import average_of, shares
 from phalanx_torch.observed import is_of_graph, is_watched, modes, profiler, split_sizes
 from phalanx_torch.sparse import all_reduce_sparse
 from phalanx_torch.work import Ended, Work, Works, ended
@@ -42,7 +43,7 @@ _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: tor
 # The numbers by which the native part knows the types of tensors that are combined in a wider one, so that ranks compare them.
 _NARROW = {torch.int8: 1, torch.uint8: 2, torch.int16: 3, torch.uint16: 4, torch.int32: 5, torch.uint32: 6, torch.uint64: 7}
 _NARROW_FACTOR = 256
-# The sum that is to be divided does not overflow, with fewer than 2^24 ranks.
+# The sum that is to be divided does not overflow, with fewer than 2^24 ranks. There is no wider type than int64: see `shares`.
 _WIDER_FOR_AVG = {torch.int8: torch.int32, torch.uint8: torch.int32, torch.int32: torch.int64, **_WIDER}
 
 
@@ -223,9 +224,11 @@ def _check_pairs(
 class _Staged:
     """Tensors as the native part takes them, contiguous and of a type that it knows, and what to do with the results."""
 
-    __slots__ = ("back", "divided")
+    __slots__ = ("back", "divided", "sharers")
 
-    def __init__(self) -> None:
+    def __init__(self, sharers: int = 1) -> None:
+        # The number of ranks, if what is lent are `shares` of an average.
+        self.sharers = sharers
         self.back: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.divided: list[tuple[torch.Tensor, int]] = []
 
@@ -237,6 +240,8 @@ class _Staged:
             lent = lent.detach().to(type)
         if not lent.is_contiguous():
             lent = lent.detach().contiguous()
+        if self.sharers > 1:
+            lent = shares(lent.detach(), self.sharers)
         if written and lent is not tensor:
             self.back.append((tensor, lent))
         return lent
@@ -250,7 +255,7 @@ class _Staged:
         """The operation to call for `op`. Averages of integers are sums, which are divided at the end, towards zero."""
         if op[0] != _AVG or not _is_integer(lent[0].dtype):
             return op
-        self.divided = [(tensor, ranks) for tensor in lent if written]
+        self.divided = [(tensor, ranks) for tensor in lent if written and self.sharers == 1]
         return (_INTEGER_AVERAGE, 1.0)
 
     def finish(self) -> Callable[[], None] | None:
@@ -264,7 +269,7 @@ class _Staged:
             for (lent, _), quotient in zip(self.divided, quotients):
                 lent.detach().copy_(quotient)
             for tensor, lent in self.back:
-                tensor.detach().copy_(lent)
+                tensor.detach().copy_(lent if self.sharers == 1 else average_of(lent.detach(), self.sharers))
 
         return settle
 
@@ -294,6 +299,11 @@ def _has_copied(work: Work | None) -> bool:
 
 def _is_integer(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+
+
+def _sharers(dtype: torch.dtype, op: Op, ranks: int) -> int:
+    """The number of ranks, if tensors of this type travel as `shares`; else 1."""
+    return ranks if op[0] == _AVG and dtype is torch.int64 else 1
 
 
 def _widened(tensor: torch.Tensor, op: Op, inputs: Sequence[torch.Tensor] = ()) -> torch.dtype | None:
@@ -872,7 +882,7 @@ class ProcessGroup(dist.ProcessGroup):
     def _reduce_in_place(
         self, operation: str, tensors: Any, tensor: torch.Tensor, op: Op, how: How, root: int | None = None
     ) -> Ended | Work:
-        staged, wider = _Staged(), _widened(tensor, op)
+        staged, wider = _Staged(_sharers(tensor.dtype, op, self.size())), _widened(tensor, op)
         is_written = root is None or root == self.rank()
         lent = staged.lend(tensor, is_written, wider)
         op = _told(staged.averaged(op, [lent], self.size(), is_written), tensor.dtype, wider)
@@ -895,7 +905,7 @@ class ProcessGroup(dist.ProcessGroup):
             tensor.layout is not torch.strided for tensor in tensors
         ):
             raise ValueError("all_reduce_coalesced: all tensors must be dense and have the same type")
-        staged, wider = _Staged(), _widened(tensors[0], op)
+        staged, wider = _Staged(_sharers(tensors[0].dtype, op, self.size())), _widened(tensors[0], op)
         lent = staged.each(tensors, type=wider)
         op = _told(staged.averaged(op, lent, self.size()), tensors[0].dtype, wider)
         return self._call(
@@ -1113,7 +1123,8 @@ class ProcessGroup(dist.ProcessGroup):
         _as_many("reduce_scatter: inputs", self.size(), inputs)
         _same_shape_if_even("reduce_scatter", output, inputs, self.rank())
         _warn_of_graph("reduce_scatter", [output])
-        op, staged = _op(opts), _Staged()
+        op = _op(opts)
+        staged = _Staged(_sharers(output.dtype, op, self.size()))
         wider = _widened(output, op, inputs)
         lent, into = staged.each(inputs, written=False, type=wider), staged.lend(output, type=wider)
         op = _told(staged.averaged(op, [into], self.size()), output.dtype, wider)
@@ -1129,7 +1140,8 @@ class ProcessGroup(dist.ProcessGroup):
         opts = opts or c10d.ReduceScatterOptions()
         if is_watched(self) or is_of_graph([output]):
             return observed.call(self, "reduce_scatter_single", output, input, opts)
-        op, staged = _op(opts), _Staged()
+        op = _op(opts)
+        staged = _Staged(_sharers(output.dtype, op, self.size()))
         wider = _widened(output, op, [input])
         own, into = staged.lend(input, written=False, type=wider), staged.lend(output, type=wider)
         _check_layout("reduce_scatter_single", ("input", own), ("output", into), self.size())

@@ -216,7 +216,7 @@ def coalesced(op):
 @pytest.mark.parametrize("call", list(CALLS))
 def test_an_average_of_integers_is_no_sum(ranks, monkeypatch, call, transport):
     monkeypatch.setenv("PHALANX_TRANSPORT", transport)
-    # int16 is summed as int32 in both; int64 as it is.
+    # int16 is summed as int32 in both; int64 as it is, and averaged as pairs.
     for dtype in (torch.int16, torch.int64):
         ranks(2, averages_and_sums, dtype, CALLS[call])
 

@@ -329,6 +329,20 @@ def test_join():
     assert run(2, _joins) == [1, 1]
 
 
+def _gathers_beside_joined_ranks(rank):
+    if rank > 0:
+        rows = torch.zeros(rank, requires_grad=True)
+        every = hvd.allgather(rows)
+        (every * torch.tensor([3.0, 30.0, 300.0])).sum().backward()
+        # Averages over all ranks, of which the one that has joined brings zeros.
+        assert rows.grad.tolist() == [[2.0], [20.0, 200.0]][rank - 1]
+    hvd.join()
+
+
+def test_the_gradient_of_gathered_rows_is_of_the_rank_s_own_also_beside_ranks_that_have_joined():
+    run(3, _gathers_beside_joined_ranks)
+
+
 def _unnamed_around_a_join(rank):
     own = hvd.SyncBatchNorm(2)
     for step in range(rank + 1):

@@ -360,7 +360,8 @@ impl<M: Module> Ddp<M> {
     /// # Errors
     /// If a tensor has more than one element, or the exchange fails.
     pub fn mean(&self, value: impl Scalar) -> Result<f64> {
-        Ok(self.total(value, Caller::DdpMean)? / self.group().active_ranks() as f64)
+        let [sum, ranks] = self.total(value, Caller::DdpMean)?;
+        Ok(sum / ranks)
     }
 
     /// The sum of all ranks' `value`, the same on every rank. All ranks call it together.
@@ -368,10 +369,13 @@ impl<M: Module> Ddp<M> {
     /// # Errors
     /// As [`mean`](Self::mean).
     pub fn sum(&self, value: impl Scalar) -> Result<f64> {
-        self.total(value, Caller::DdpSum)
+        let [sum, _] = self.total(value, Caller::DdpSum)?;
+        Ok(sum)
     }
 
-    fn total(&self, value: impl Scalar, caller: Caller) -> Result<f64> {
+    /// The sum of all ranks' `value`, and the number of ranks. Those without data in a `join` give zeros for both: one may be done behind its last step,
+    /// and others do not know that yet.
+    fn total(&self, value: impl Scalar, caller: Caller) -> Result<[f64; 2]> {
         let group = self.group().in_call(caller);
         // A shape is as wrong on the others; a device fails on this rank alone, and the others wait for its number.
         let number = value.number().inspect_err(|error| {
@@ -379,9 +383,10 @@ impl<M: Module> Ddp<M> {
                 group.abort(error.clone());
             }
         })?;
-        let buffer = Buffer::from_slice(&[number]);
-        let sum = group.all_reduce_async(buffer, ReduceOp::Sum)?.wait()?;
-        Ok(sum.as_slice::<f64>()?.iter().sum())
+        let buffer = Buffer::from_slice(&[number, 1.0]);
+        let total = group.all_reduce_async(buffer, ReduceOp::Sum)?.wait()?;
+        <[f64; 2]>::try_from(total.as_slice::<f64>()?)
+            .map_err(|_| Error::malformed("a sum over ranks is not two numbers"))
     }
 }
 

@@ -10,6 +10,7 @@ import torch
 from phalanx_torch import _native
 from phalanx_torch._errors import Error
 from phalanx_torch._functional import stored, waited
+from phalanx_torch._integers import average_of, shares
 from phalanx_torch.horovod._job import HorovodInternalError, ProcessSet, _handles, _internal, global_process_set
 from phalanx_torch.horovod.compression import Compression, Compressor
 
@@ -40,7 +41,7 @@ _NARROW = {torch.int8: 1, torch.uint8: 2, torch.int16: 3, torch.uint16: 4, torch
 _NARROW_FACTOR, _INTEGER_AVERAGE = 256, 64
 # Types that collectives do not combine, and those in which the result has the same bits.
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
-# The sum that is to be divided does not overflow. There is no wider type than int64: see `_shares`.
+# The sum that is to be divided does not overflow. There is no wider type than int64: see `shares`.
 _WIDER_FOR_AVERAGE = {**_WIDER, torch.int8: torch.int32, torch.uint8: torch.int32, torch.int32: torch.int64}
 
 
@@ -148,18 +149,6 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 
-def _shares(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Each element as how often it contains the number of ranks, and the rest: neither sum overflows. The pairs are a dimension more, the
-    last, so that rows stay rows."""
-    return torch.stack([tensor.div(ranks, rounding_mode="floor"), tensor.remainder(ranks)], dim=-1)
-
-
-def _average(shares: torch.Tensor, ranks: int) -> torch.Tensor:
-    """The averages, rounded towards zero, of which `shares` are the sums."""
-    whole = shares[..., 0] + shares[..., 1].div(ranks, rounding_mode="floor")
-    return whole + ((whole < 0) & (shares[..., 1] % ranks != 0))
-
-
 class _Reduced:
     """A tensor on its way through a reduction: what is lent, and how the result is made of what comes back."""
 
@@ -182,7 +171,7 @@ class _Reduced:
                 self.op, self.divisor = Sum, ranks
                 self.number += _INTEGER_AVERAGE
                 if own.dtype is torch.int64 and ranks > 1:
-                    lent, self.has_shares = _shares(lent, ranks), True
+                    lent, self.has_shares = shares(lent, ranks), True
             else:
                 self.op = op
             if wider is not None:
@@ -200,7 +189,7 @@ class _Reduced:
 
     def result(self, reduced: torch.Tensor) -> torch.Tensor:
         if self.has_shares and self.after == 1.0:
-            reduced = _average(reduced, self.divisor)
+            reduced = average_of(reduced, self.divisor)
         elif self.has_shares:
             reduced = (reduced[..., 0].double() + reduced[..., 1].double() / self.divisor) * self.after
         elif self.divisor != 1 and self.after == 1.0:
@@ -510,9 +499,11 @@ class _Allgather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         process_set = ctx.process_set
-        counts = allgather_(torch.tensor([ctx.rows], device="cpu"), process_set)
+        own_rank = process_set.rank()
+        # Each with its rank: one that has joined brings none.
+        counts = allgather_(torch.tensor([[own_rank, *ctx.rows]], device="cpu"), process_set)
         reduced = _applied(_Allreduce, True, None, Average, 1.0, 1.0, process_set, *gradients)
-        before = counts[: process_set.rank()].sum(0).tolist()
+        before = counts[counts[:, 0] < own_rank, 1:].sum(0).tolist()
         own = [gradient[start : start + rows] for gradient, start, rows in zip(reduced, before, ctx.rows)]
         return (None, None, None, *own)
 

@@ -210,3 +210,23 @@ fn losses_and_counts_of_all_ranks_become_one_number() {
         .unwrap();
     });
 }
+
+#[test]
+fn a_mean_does_not_count_a_rank_that_is_done_behind_its_last_step() {
+    everywhere(|group| {
+        let rank = group.rank().index();
+        let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
+        let mut optimizer = SgdConfig::new().init();
+        ddp.join(&mut optimizer, JoinOptions::default(), |ddp, optimizer| {
+            for step in 0..=rank {
+                // Before the step, which tells that another rank has no data for it.
+                assert_eq!((ddp.mean(3.0f64)?, ddp.mean(-1i32)?), (3.0, -1.0));
+                let loss = ddp.forward(|model| model.loss(samples(step, step + 2)))?;
+                let gradients = ddp.backward(&loss)?;
+                ddp.step(optimizer, 0.1, gradients)?;
+            }
+            Ok(())
+        })
+        .unwrap();
+    });
+}
