@@ -72,7 +72,7 @@ impl Guard {
     ///   process can die and leave the worker behind;
     /// - is killed by the kernel when its parent dies, however it dies (Linux);
     /// - begins with no signal blocked, and with the default action for signals that end a process;
-    /// - may write to the terminal, although its group is never in the foreground.
+    /// - may write to the terminal, although its group is never in the foreground; to read from it is an error, and does not stop it.
     ///
     /// For the kernel, the *thread* that starts the worker is the parent: start it from a thread that lives until the
     /// worker has ended. A set-user-ID program loses the parent-death signal; the guard still kills it.

@@ -64,6 +64,9 @@ fn a_worker_leads_a_group_and_has_default_signals() {
     assert_eq!(lines.next().unwrap().trim(), child.id().to_string());
     let ignored = u64::from_str_radix(lines.next().unwrap().split_whitespace().last().unwrap(), 16).unwrap();
     assert_eq!(ignored & (1 << (libc::SIGPIPE - 1) | 1 << (libc::SIGINT - 1)), 0);
+    // It would be stopped by the terminal, and nobody would continue it.
+    let of_the_background: u64 = 1 << (libc::SIGTTIN - 1) | 1 << (libc::SIGTTOU - 1);
+    assert_eq!(ignored & of_the_background, of_the_background);
     assert_eq!(child.wait().unwrap().signal(), Some(libc::SIGPIPE));
 }
 
