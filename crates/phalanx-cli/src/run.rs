@@ -10,6 +10,7 @@ use phalanx::launch::{
 };
 use phalanx::{Error, JobKey, WorldSize};
 use rustix::io::Errno;
+use rustix::process::{Signal as Raw, getpid, kill_process};
 
 use crate::cli::Keygen;
 use crate::processes::Processes;
@@ -144,6 +145,11 @@ fn conclude(report: &Report, renderer: Renderer, format: Format) -> ExitCode {
         Format::Json => json::ended(report, code),
     };
     renderer.finish(summary, timeout);
+    if matches!(report.outcome, Outcome::Interrupted(Signal::INT)) {
+        // A shell ends its script with this command only if Ctrl-C has ended that, and else goes on. Where the signal is ignored, the code
+        // says it.
+        let _ = kill_process(getpid(), Raw::INT);
+    }
     exit_code(code)
 }
 
