@@ -11,14 +11,9 @@ use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
 const RESET: [libc::c_int; 7] =
     [libc::SIGINT, libc::SIGQUIT, libc::SIGTERM, libc::SIGPIPE, libc::SIGCHLD, libc::SIGUSR1, libc::SIGUSR2];
 
-/// What stops a process that uses the terminal and whose group is not in the foreground, as a worker's never is: nobody would continue it.
-/// If they are ignored, a line of output is written also under `stty tostop`, and what asks for a password gets an error (`EIO`).
-const OF_THE_BACKGROUND: [libc::c_int; 2] = [libc::SIGTTIN, libc::SIGTTOU];
-
 /// Prepares `command` as [`Guard::spawn`](crate::guard::Guard::spawn) documents.
 pub(crate) fn prepare(command: &mut Command) -> &mut Command {
     let parent = getpid();
-    command.process_group(0);
     let in_child = move || {
         reset_signals()?;
         set_parent_process_death_signal(Some(Signal::KILL))?;
@@ -34,17 +29,11 @@ pub(crate) fn prepare(command: &mut Command) -> &mut Command {
     unsafe { command.pre_exec(in_child) }
 }
 
-/// Sets the default action for the signals of [`RESET`], ignores those of [`OF_THE_BACKGROUND`], and blocks no signal. Async-signal-safe.
+/// Sets the default action for the signals of [`RESET`], and blocks no signal. Async-signal-safe.
 fn reset_signals() -> io::Result<()> {
     for signal in RESET {
         // SAFETY: SIG_DFL is a valid disposition for each of these signals, and `signal` may be called after fork.
         if unsafe { libc::signal(signal, libc::SIG_DFL) } == libc::SIG_ERR {
-            return Err(io::Error::last_os_error());
-        }
-    }
-    for signal in OF_THE_BACKGROUND {
-        // SAFETY: SIG_IGN is a valid disposition for each of these signals.
-        if unsafe { libc::signal(signal, libc::SIG_IGN) } == libc::SIG_ERR {
             return Err(io::Error::last_os_error());
         }
     }
