@@ -1,7 +1,7 @@
 //! `phalanx launch`: `phalanx run` for programs that take their local rank as an option, as torch.distributed.launch starts them.
 
 use std::ffi::{OsStr, OsString};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 
@@ -10,7 +10,8 @@ use crate::run_options::Run;
 const MANUAL: &str = "\
 This is `phalanx run` with the habits of `python -m torch.distributed.launch`: each worker gets its local rank as an option, \
 `--local-rank=N` as from PyTorch 2.0 on, right behind the program or the script. A program whose name ends in .py is started \
-by `python3 -u`, or by the interpreter in PYTHON_EXEC. The options are those of `phalanx run`, whose manual (`phalanx run --help`) \
+by `python3 -u`, of the virtual environment in which phalanx is installed if it is in one, or by the interpreter in PYTHON_EXEC. \
+The options are those of `phalanx run`, whose manual (`phalanx run --help`) \
 describes everything else.
 
 Examples:
@@ -49,10 +50,20 @@ impl Launch {
     }
 }
 
-/// The interpreter for Python programs.
+/// The interpreter for Python programs: that of PYTHON_EXEC, or of the environment in which this command is installed, as torchrun takes
+/// its own, or else whatever PATH has.
 pub(crate) fn python() -> OsString {
-    let python = std::env::var_os("PYTHON_EXEC").filter(|python| !python.is_empty());
-    python.unwrap_or_else(|| "python3".into())
+    let named = std::env::var_os("PYTHON_EXEC").filter(|python| !python.is_empty());
+    let own = || std::env::current_exe().ok().and_then(|own| python_beside(&own));
+    named.or_else(|| own().map(PathBuf::into_os_string)).unwrap_or_else(|| "python3".into())
+}
+
+/// The interpreter beside the program `own`, if they are in a virtual environment, or one of conda's. It need not be in PATH.
+fn python_beside(own: &Path) -> Option<PathBuf> {
+    let folder = own.parent()?;
+    let environment = folder.parent()?;
+    let is_environment = ["pyvenv.cfg", "conda-meta"].iter().any(|mark| environment.join(mark).exists());
+    Some(folder.join("python3")).filter(|python| is_environment && python.exists())
 }
 
 fn is_python_script(program: &OsStr) -> bool {
@@ -121,6 +132,21 @@ mod tests {
         assert_eq!(launch("--no-python train.py").unwrap().command_line(), ["train.py"]);
         assert!(launch("--use-env --local-rank-underscore train.py").is_err());
         assert!(launch("--use-env").is_err());
+    }
+
+    #[test]
+    fn a_command_in_a_virtual_environment_takes_the_interpreter_there() {
+        let root = tempfile::tempdir().unwrap();
+        let [bin, mark] = ["bin", "pyvenv.cfg"].map(|name| root.path().join(name));
+        let (own, python) = (bin.join("phalanx"), bin.join("python3"));
+        std::fs::create_dir(&bin).unwrap();
+        std::fs::write(&python, "").unwrap();
+        // As in /usr/bin: another environment may come before it in PATH.
+        assert_eq!(python_beside(&own), None);
+        std::fs::write(&mark, "").unwrap();
+        assert_eq!(python_beside(&own), Some(python.clone()));
+        std::fs::remove_file(&python).unwrap();
+        assert_eq!(python_beside(&own), None);
     }
 
     #[test]

@@ -229,7 +229,8 @@ pub(crate) struct Run {
     #[arg(long, alias = "monitor_interval", value_name = "SECONDS", env = "PET_MONITOR_INTERVAL", hide_env_values = true, default_value = "0.1", value_parser = seconds)]
     pub(crate) monitor_interval: Duration,
 
-    /// The program is a Python module: it is started as `python3 -u -m PROGRAM`, or with the interpreter in PYTHON_EXEC
+    /// The program is a Python module: it is started as `python3 -u -m PROGRAM`, with the interpreter in PYTHON_EXEC, or of the virtual
+    /// environment in which this command is installed, or in PATH
     #[arg(short, long, env = "PET_MODULE", hide_env_values = true, value_parser = FalseyValueParser::new(), conflicts_with = "no_python")]
     pub(crate) module: bool,
 
