@@ -70,6 +70,34 @@ fn is_python_script(program: &OsStr) -> bool {
     Path::new(program).extension().is_some_and(|extension| extension == "py")
 }
 
+/// An error if `command` is an interpreter that would read its program from standard input. Workers' is empty: they would do nothing, and end
+/// well.
+pub(crate) fn check_has_program(command: &[OsString]) -> Result<(), String> {
+    let Some(interpreter) = command.first() else { return Ok(()) };
+    let name = Path::new(interpreter).file_name().and_then(OsStr::to_str).unwrap_or_default();
+    let is_dash = |word: Option<&OsString>| word.is_some_and(|word| word == "-");
+    let reads = match name {
+        "bash" | "dash" | "ksh" | "sh" | "zsh" => {
+            is_dash(command.get(1)) || command.get(1).is_none_or(|word| word == "-s")
+        }
+        // Another program's name may begin so: python_train.
+        _ => {
+            let version = name.strip_prefix("python");
+            let is_number = |version: &str| version.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
+            let end = script_end(command);
+            version.is_some_and(is_number) && (command.len() == 1 || end > 0 && is_dash(command.get(end)))
+        }
+    };
+    match reads {
+        true => Err(format!(
+            "{} would read its program from standard input, which is empty for workers, and so do nothing: put the program into a file, or \
+             give it with -c",
+            interpreter.display()
+        )),
+        false => Ok(()),
+    }
+}
+
 /// How many of a command's arguments, of which the first is the program, come before those of the script: an interpreter's own
 /// options must not get the script's.
 pub(crate) fn script_end(command: &[OsString]) -> usize {
@@ -132,6 +160,28 @@ mod tests {
         assert_eq!(launch("--no-python train.py").unwrap().command_line(), ["train.py"]);
         assert!(launch("--use-env --local-rank-underscore train.py").is_err());
         assert!(launch("--use-env").is_err());
+    }
+
+    #[test]
+    fn an_interpreter_that_would_wait_for_its_program_in_vain_is_refused() {
+        let check = |command: &str| {
+            let words: Vec<OsString> = command.split_whitespace().map(OsString::from).collect();
+            check_has_program(&words)
+        };
+        for nothing in ["python3", "/usr/bin/python3.13 -u - --lr 1", "bash", "sh -s x", "/bin/sh -"] {
+            assert!(check(nothing).unwrap_err().contains("standard input, which is empty"), "{nothing}");
+        }
+        for program in [
+            "python3 train.py -",
+            "python3 -m pkg -",
+            "python3 --version",
+            "sh train.sh",
+            "sh -c x",
+            "./train -",
+            "python_train",
+        ] {
+            assert_eq!(check(program), Ok(()), "{program}");
+        }
     }
 
     #[test]

@@ -36,6 +36,9 @@ pub(crate) fn run(options: Run) -> ExitCode {
     if let Err(message) = options.hosts.check_blanks(&given, program) {
         return refuse(&message, 2);
     }
+    if let Err(message) = launch::check_has_program(&options.command_line()) {
+        return refuse(&message, 2);
+    }
     let (started, slurm) = match Started::new(&options) {
         Ok(started) => started,
         Err(message) => return refuse(&message, 2),
