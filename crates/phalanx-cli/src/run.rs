@@ -142,6 +142,12 @@ fn conclude(report: &Report, renderer: Renderer, format: Format) -> ExitCode {
         // No worker is left, and signals end this process again.
         _ => Duration::MAX,
     };
+    // As torchrun does: a service that keeps the errors of jobs may read it there, or the launcher of which this command is a worker.
+    match &report.outcome {
+        Outcome::Failed(failure) => write_error_file(&failure.to_string()),
+        Outcome::NodeFailed(failure) => write_error_file(&failure.to_string()),
+        _ => {}
+    }
     let summary = match format {
         Format::Text if renderer.reader_is_gone() && matches!(report.outcome, Outcome::Stopped) => {
             b"phalanx: what read standard output has closed it, so the workers were ended\n".to_vec()
@@ -150,12 +156,6 @@ fn conclude(report: &Report, renderer: Renderer, format: Format) -> ExitCode {
         Format::Json => json::ended(report, code),
     };
     renderer.finish(summary, timeout);
-    // As torchrun does: a service that keeps the errors of jobs may read it there, or the launcher of which this command is a worker.
-    match &report.outcome {
-        Outcome::Failed(failure) => write_error_file(&failure.to_string()),
-        Outcome::NodeFailed(failure) => write_error_file(&failure.to_string()),
-        _ => {}
-    }
     if matches!(report.outcome, Outcome::Interrupted(Signal::INT)) {
         // A shell ends its script with this command only if Ctrl-C has ended that, and else goes on. Where the signal is ignored, the code
         // says it.
