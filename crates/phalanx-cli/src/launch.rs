@@ -78,7 +78,9 @@ pub(crate) fn check_has_program(command: &[OsString]) -> Result<(), String> {
     let is_dash = |word: Option<&OsString>| word.is_some_and(|word| word == "-");
     let reads = match name {
         "bash" | "dash" | "ksh" | "sh" | "zsh" => {
-            is_dash(command.get(1)) || command.get(1).is_none_or(|word| word == "-s")
+            // Before a script, a dash ends a shell's own options.
+            let is_alone = command.len() == 2 && is_dash(command.get(1));
+            is_alone || command.get(1).is_none_or(|word| word == "-s")
         }
         // Another program's name may begin so: python_train.
         _ => {
@@ -176,6 +178,7 @@ mod tests {
             "python3 -m pkg -",
             "python3 --version",
             "sh train.sh",
+            "bash - train.sh",
             "sh -c x",
             "./train -",
             "python_train",
