@@ -1,7 +1,7 @@
 //! `phalanx launch`: `phalanx run` for programs that take their local rank as an option, as torch.distributed.launch starts them.
 
 use std::ffi::{OsStr, OsString};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 
@@ -10,7 +10,8 @@ use crate::run_options::Run;
 const MANUAL: &str = "\
 This is `phalanx run` with the habits of `python -m torch.distributed.launch`: each worker gets its local rank as an option, \
 `--local-rank=N` as from PyTorch 2.0 on, right behind the program or the script. A program whose name ends in .py is started \
-by `python3 -u`, or by the interpreter in PYTHON_EXEC. The options are those of `phalanx run`, whose manual (`phalanx run --help`) \
+by `python3 -u`, of the virtual environment in which phalanx is installed if it is in one, or by the interpreter in PYTHON_EXEC. \
+The options are those of `phalanx run`, whose manual (`phalanx run --help`) \
 describes everything else.
 
 Examples:
@@ -49,14 +50,54 @@ impl Launch {
     }
 }
 
-/// The interpreter for Python programs.
+/// The interpreter for Python programs: that of PYTHON_EXEC, or of the environment in which this command is installed, as torchrun takes
+/// its own, or else whatever PATH has.
 pub(crate) fn python() -> OsString {
-    let python = std::env::var_os("PYTHON_EXEC").filter(|python| !python.is_empty());
-    python.unwrap_or_else(|| "python3".into())
+    let named = std::env::var_os("PYTHON_EXEC").filter(|python| !python.is_empty());
+    let own = || std::env::current_exe().ok().and_then(|own| python_beside(&own));
+    named.or_else(|| own().map(PathBuf::into_os_string)).unwrap_or_else(|| "python3".into())
+}
+
+/// The interpreter beside the program `own`, if they are in a virtual environment, or one of conda's. It need not be in PATH.
+fn python_beside(own: &Path) -> Option<PathBuf> {
+    let folder = own.parent()?;
+    let environment = folder.parent()?;
+    let is_environment = ["pyvenv.cfg", "conda-meta"].iter().any(|mark| environment.join(mark).exists());
+    Some(folder.join("python3")).filter(|python| is_environment && python.exists())
 }
 
 fn is_python_script(program: &OsStr) -> bool {
     Path::new(program).extension().is_some_and(|extension| extension == "py")
+}
+
+/// An error if `command` is an interpreter that would read its program from standard input. Workers' is empty: they would do nothing, and end
+/// well.
+pub(crate) fn check_has_program(command: &[OsString]) -> Result<(), String> {
+    let Some(interpreter) = command.first() else { return Ok(()) };
+    let name = Path::new(interpreter).file_name().and_then(OsStr::to_str).unwrap_or_default();
+    let is_dash = |word: Option<&OsString>| word.is_some_and(|word| word == "-");
+    let reads = match name {
+        "bash" | "dash" | "ksh" | "sh" | "zsh" => {
+            // Before a script, a dash ends a shell's own options.
+            let is_alone = command.len() == 2 && is_dash(command.get(1));
+            is_alone || command.get(1).is_none_or(|word| word == "-s")
+        }
+        // Another program's name may begin so: python_train.
+        _ => {
+            let version = name.strip_prefix("python");
+            let is_number = |version: &str| version.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
+            let end = script_end(command);
+            version.is_some_and(is_number) && (command.len() == 1 || end > 0 && is_dash(command.get(end)))
+        }
+    };
+    match reads {
+        true => Err(format!(
+            "{} would read its program from standard input, which is empty for workers, and so do nothing: put the program into a file, or \
+             give it with -c",
+            interpreter.display()
+        )),
+        false => Ok(()),
+    }
 }
 
 /// How many of a command's arguments, of which the first is the program, come before those of the script: an interpreter's own
@@ -121,6 +162,44 @@ mod tests {
         assert_eq!(launch("--no-python train.py").unwrap().command_line(), ["train.py"]);
         assert!(launch("--use-env --local-rank-underscore train.py").is_err());
         assert!(launch("--use-env").is_err());
+    }
+
+    #[test]
+    fn an_interpreter_that_would_wait_for_its_program_in_vain_is_refused() {
+        let check = |command: &str| {
+            let words: Vec<OsString> = command.split_whitespace().map(OsString::from).collect();
+            check_has_program(&words)
+        };
+        for nothing in ["python3", "/usr/bin/python3.13 -u - --lr 1", "bash", "sh -s x", "/bin/sh -"] {
+            assert!(check(nothing).unwrap_err().contains("standard input, which is empty"), "{nothing}");
+        }
+        for program in [
+            "python3 train.py -",
+            "python3 -m pkg -",
+            "python3 --version",
+            "sh train.sh",
+            "bash - train.sh",
+            "sh -c x",
+            "./train -",
+            "python_train",
+        ] {
+            assert_eq!(check(program), Ok(()), "{program}");
+        }
+    }
+
+    #[test]
+    fn a_command_in_a_virtual_environment_takes_the_interpreter_there() {
+        let root = tempfile::tempdir().unwrap();
+        let [bin, mark] = ["bin", "pyvenv.cfg"].map(|name| root.path().join(name));
+        let (own, python) = (bin.join("phalanx"), bin.join("python3"));
+        std::fs::create_dir(&bin).unwrap();
+        std::fs::write(&python, "").unwrap();
+        // As in /usr/bin: another environment may come before it in PATH.
+        assert_eq!(python_beside(&own), None);
+        std::fs::write(&mark, "").unwrap();
+        assert_eq!(python_beside(&own), Some(python.clone()));
+        std::fs::remove_file(&python).unwrap();
+        assert_eq!(python_beside(&own), None);
     }
 
     #[test]

@@ -269,8 +269,9 @@ impl NodeOptions {
         let Some(endpoint) = endpoint else {
             return Ok((self.master_addr.clone(), self.master_port));
         };
-        // A bare IPv6 address has colons, but no port.
-        let bare = endpoint.parse::<IpAddr>().is_ok();
+        // A bare IPv6 address has colons, but no port. That of one link has its interface behind it: fe80::1%eth0.
+        let (address, interface) = endpoint.split_once('%').unwrap_or((endpoint, ""));
+        let bare = address.parse::<IpAddr>().is_ok() && !interface.contains(':');
         match endpoint.rsplit_once(':').filter(|(_, port)| !bare && !port.ends_with(']')) {
             Some((host, port)) => {
                 let port = port.parse().map_err(|_| format!("--rdzv-endpoint: {port:?} is not a port"))?;
@@ -460,6 +461,8 @@ mod tests {
         assert_eq!(endpoint("node7:1"), Ok((Some("node7".into()), Some(1))));
         assert_eq!(endpoint("::1"), Ok((Some("::1".into()), None)));
         assert_eq!(endpoint("[::1]:1"), Ok((Some("[::1]".into()), Some(1))));
+        assert_eq!(endpoint("fe80::1%eth0"), Ok((Some("fe80::1%eth0".into()), None)));
+        assert_eq!(endpoint("[fe80::1%eth0]:1"), Ok((Some("[fe80::1%eth0]".into()), Some(1))));
         assert!(endpoint("node7:x").is_err());
     }
 }

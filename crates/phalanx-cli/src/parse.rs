@@ -37,6 +37,20 @@ fn instead_of_torchruns(option: &str) -> Option<&'static str> {
 /// What switches off, as a variable's value.
 const OFF: [&str; 6] = ["0", "false", "f", "no", "n", "off"];
 
+/// Notes about torchrun's variables for those options.
+pub(crate) fn unused_variables(lookup: impl Fn(&str) -> Option<OsString>) -> Vec<String> {
+    let is_off = |value: &OsStr| value.is_empty() || OFF.iter().any(|off| value.eq_ignore_ascii_case(off));
+    let notes = OF_TORCHRUN.iter().filter_map(|(option, instead)| {
+        let variable = format!("PET{}", option.replacen('-', "", 1).replace('-', "_").to_uppercase());
+        let value = lookup(&variable).filter(|value| !is_off(value))?;
+        Some(format!(
+            "{variable}={} has no effect: {option} of torchrun is not here: {instead}",
+            value.display()
+        ))
+    });
+    notes.collect()
+}
+
 /// Reads a command line. An empty variable counts as not set, and an error about a variable's value names the variable.
 pub(crate) fn parse(words: impl IntoIterator<Item = OsString>) -> Result<Cli, clap::Error> {
     parse_with(words, |name| std::env::var_os(name))
@@ -232,6 +246,22 @@ mod tests {
         let page = include_str!("../../../docs/guide/launching.md");
         for (option, _) in OF_TORCHRUN {
             assert!(page.contains(&format!("`{option}`")), "{option}");
+        }
+    }
+
+    #[test]
+    fn their_variables_are_said_to_have_no_effect() {
+        let notes = |name: &'static str, value: &str| {
+            unused_variables(|variable| (variable == name).then(|| OsString::from(value)))
+        };
+        assert_eq!(
+            notes("PET_NUMA_BINDING", "node"),
+            [
+                "PET_NUMA_BINDING=node has no effect: --numa-binding of torchrun is not here: start the program by numactl"
+            ]
+        );
+        for (name, value) in [("PET_VIRTUAL_LOCAL_RANK", "False"), ("PET_RUN_PATH", ""), ("PET_ROLE", "x")] {
+            assert!(notes(name, value).is_empty(), "{name}");
         }
     }
 

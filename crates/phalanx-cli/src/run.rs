@@ -7,16 +7,18 @@ use std::time::Duration;
 
 use phalanx::launch::{
     Cluster, ElasticHosts, Exit, Host, HostList, Job, Logs, Outcome, RemoteJob, RemoteShell, Report, Signal,
+    write_error_file,
 };
 use phalanx::{Error, JobKey, WorldSize};
 use rustix::io::Errno;
+use rustix::process::{Signal as Raw, getpid, kill_process};
 
 use crate::cli::Keygen;
 use crate::processes::Processes;
 use crate::render::{self, Format, Prefix, Renderer, wants_colour};
 use crate::report::Look;
 use crate::run_options::{Run, ranked, thread_note};
-use crate::{json, launch, report, slurm};
+use crate::{json, launch, parse, report, slurm};
 
 /// How long a reader may take to read the output of a job that a signal has ended. The sender of the signal will not
 /// wait long.
@@ -34,6 +36,9 @@ pub(crate) fn run(options: Run) -> ExitCode {
     if let Err(message) = options.hosts.check_blanks(&given, program) {
         return refuse(&message, 2);
     }
+    if let Err(message) = launch::check_has_program(&options.command_line()) {
+        return refuse(&message, 2);
+    }
     let (started, slurm) = match Started::new(&options) {
         Ok(started) => started,
         Err(message) => return refuse(&message, 2),
@@ -44,6 +49,7 @@ pub(crate) fn run(options: Run) -> ExitCode {
     };
     let is_set = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
     let mut notes = options.notes();
+    notes.extend(parse::unused_variables(|name| std::env::var_os(name)));
     if let Started::Here(_) = started {
         notes.extend(options.nodes.unused_alone(is_set));
         notes.extend(options.nodes.unused_beside_endpoint(is_set).filter(|_| !options.standalone));
@@ -136,6 +142,12 @@ fn conclude(report: &Report, renderer: Renderer, format: Format) -> ExitCode {
         // No worker is left, and signals end this process again.
         _ => Duration::MAX,
     };
+    // As torchrun does: a service that keeps the errors of jobs may read it there, or the launcher of which this command is a worker.
+    match &report.outcome {
+        Outcome::Failed(failure) => write_error_file(&failure.to_string()),
+        Outcome::NodeFailed(failure) => write_error_file(&failure.to_string()),
+        _ => {}
+    }
     let summary = match format {
         Format::Text if renderer.reader_is_gone() && matches!(report.outcome, Outcome::Stopped) => {
             b"phalanx: what read standard output has closed it, so the workers were ended\n".to_vec()
@@ -144,6 +156,11 @@ fn conclude(report: &Report, renderer: Renderer, format: Format) -> ExitCode {
         Format::Json => json::ended(report, code),
     };
     renderer.finish(summary, timeout);
+    if matches!(report.outcome, Outcome::Interrupted(Signal::INT)) {
+        // A shell ends its script with this command only if Ctrl-C has ended that, and else goes on. Where the signal is ignored, the code
+        // says it.
+        let _ = kill_process(getpid(), Raw::INT);
+    }
     exit_code(code)
 }
 

@@ -42,7 +42,8 @@ started, also in sessions of their own, then get SIGTERM, and after the grace pe
 again, with a new store and a higher TORCHELASTIC_RESTART_COUNT. The first failure is printed at the end, and its exit code is this command's \
 (128 + n for signal n). If a failed rank reports that another rank failed, that other rank's failure counts as the first.
   Ctrl-C, SIGTERM, SIGHUP and SIGQUIT are passed on to all workers, with the same grace period. A second Ctrl-C kills at once. The exit code is \
-then 128 + n for signal n (130 for Ctrl-C), and 1 on other nodes that end because of it. If the signal comes when a failure has ended the job, or \
+then 128 + n for signal n, and 1 on other nodes that end because of it. Ctrl-C ends this command by SIGINT itself, which is 130 for a shell, so that a \
+script that calls it ends too. If the signal comes when a failure has ended the job, or \
 when all workers have ended well, it changes neither the report nor the exit code. SIGUSR1 and SIGUSR2 are passed on too, and do not end this \
 command. If this command is killed, its workers are killed too.
   Workers may end with 0 at different times. If no worker can be started, the exit code is 127 (the program is not found), 126 (it cannot be \
@@ -228,7 +229,8 @@ pub(crate) struct Run {
     #[arg(long, alias = "monitor_interval", value_name = "SECONDS", env = "PET_MONITOR_INTERVAL", hide_env_values = true, default_value = "0.1", value_parser = seconds)]
     pub(crate) monitor_interval: Duration,
 
-    /// The program is a Python module: it is started as `python3 -u -m PROGRAM`, or with the interpreter in PYTHON_EXEC
+    /// The program is a Python module: it is started as `python3 -u -m PROGRAM`, with the interpreter in PYTHON_EXEC, or of the virtual
+    /// environment in which this command is installed, or in PATH
     #[arg(short, long, env = "PET_MODULE", hide_env_values = true, value_parser = FalseyValueParser::new(), conflicts_with = "no_python")]
     pub(crate) module: bool,
 

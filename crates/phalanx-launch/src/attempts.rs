@@ -179,13 +179,17 @@ impl<'a> Control<'a> {
         self.signals.as_mut().and_then(Catcher::read)
     }
 
+    /// Stops this process, as Ctrl-Z does where nobody catches it.
+    pub(super) fn stop(&self) {
+        // What cannot be stopped goes on.
+        let _ = self.signals.as_ref().map(Catcher::stop);
+    }
+
     /// A signal that ends this launcher, where no worker runs that would get it.
     pub(super) fn read_end(&mut self) -> Option<Signal> {
         while let Some(number) = self.read_signal() {
             match Raw::from_named_raw(number) {
-                Some(Raw::TSTP) => {
-                    let _ = rustix::process::kill_process(rustix::process::getpid(), Raw::STOP);
-                }
+                Some(Raw::TSTP) => self.stop(),
                 Some(Raw::CONT | Raw::USR1 | Raw::USR2) => {}
                 _ => return Some(Signal::new(number)),
             }

@@ -3,7 +3,7 @@
 //! [`Job`] says what to start. [`Job::run`] returns when every worker and every process that they have started is gone,
 //! in all cases. `phalanx run` and [`spawn`](crate::spawn()) both use it.
 //!
-//! - Each worker leads its own process group. Its standard input is empty (`/dev/null`).
+//! - Each worker leads a session and a process group of its own, without a controlling terminal. Its standard input is empty (`/dev/null`).
 //! - Each job has a [key](phalanx_core::JobKey) with which its processes authenticate each other; workers find it in the file
 //!   that `PHALANX_JOB_KEY_FILE` names.
 //! - The first failure ends the job, or starts all workers [again](Job::max_restarts). The others have half a second to
@@ -15,7 +15,7 @@
 //! - If a worker has noted in its `PHALANX_BLAME_FILE` that another rank failed, and that rank has failed too, that rank's
 //!   failure counts as the first.
 //! - SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to the groups, with the same grace period; a second SIGINT kills
-//!   at once. Ctrl-Z stops the workers too. SIGUSR1 and SIGUSR2, with which schedulers announce the end of a time
+//!   at once. Ctrl-Z stops the workers too, where a shell can continue them. SIGUSR1 and SIGUSR2, with which schedulers announce the end of a time
 //!   limit, are passed on and do not end the job.
 //! - If this process is killed, workers and grandchildren are killed as well.
 //!

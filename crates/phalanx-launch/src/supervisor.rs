@@ -225,7 +225,9 @@ impl Supervisor<'_, '_> {
             match Raw::from_named_raw(number) {
                 Some(Raw::TSTP) => {
                     self.send(Raw::STOP);
-                    let _ = rustix::process::kill_process(rustix::process::getpid(), Raw::STOP);
+                    self.control.stop();
+                    // Also where nobody could have continued this process, so that it was not stopped.
+                    self.send(Raw::CONT);
                 }
                 Some(passed_on @ (Raw::CONT | Raw::USR1 | Raw::USR2)) => self.send(passed_on),
                 _ => {

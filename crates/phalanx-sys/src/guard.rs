@@ -9,7 +9,7 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command};
 
-use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
+use rustix::process::{Pid, Signal, WaitOptions, kill_process, setsid, waitpid};
 
 use crate::image::Image;
 use crate::worker::prepare;
@@ -67,12 +67,12 @@ impl Guard {
 
     /// Starts `command` as a worker, which
     ///
-    /// - leads a process group of its own, so that it can be ended together with everything it starts;
+    /// - leads a session and a process group of its own, so that it can be ended together with everything it starts, and no terminal
+    ///   stops it: what asks for a password at `/dev/tty` gets an error (`ENXIO`), and lines are written also under `stty tostop`;
     /// - is watched: it puts itself on the list before it executes the program, so that at no moment this
     ///   process can die and leave the worker behind;
     /// - is killed by the kernel when its parent dies, however it dies (Linux);
-    /// - begins with no signal blocked, and with the default action for signals that end a process;
-    /// - may write to the terminal, although its group is never in the foreground.
+    /// - begins with no signal blocked, and with the default action for signals that end a process.
     ///
     /// For the kernel, the *thread* that starts the worker is the parent: start it from a thread that lives until the
     /// worker has ended. A set-user-ID program loses the parent-death signal; the guard still kills it.
@@ -92,10 +92,15 @@ impl Guard {
         let Some(orders) = &self.orders else { return Err(io::ErrorKind::BrokenPipe.into()) };
         let (mut number, note) = io::pipe()?;
         let (orders, noted) = (orders.as_raw_fd(), note.as_raw_fd());
-        // SAFETY: `put_on_the_list` makes only async-signal-safe calls, as required between fork and exec. The
+        let in_child = move || {
+            // First: the guard kills the groups on its list.
+            setsid()?;
+            put_on_the_list(noted).and_then(|()| put_on_the_list(orders))
+        };
+        // SAFETY: `setsid` and `put_on_the_list` make only async-signal-safe calls, as required between fork and exec. The
         // descriptors are open whenever it runs: `self` is borrowed, and `note` lives, until `command`, of which there
         // is no other handle, has been started for the only time.
-        unsafe { command.pre_exec(move || put_on_the_list(noted).and_then(|()| put_on_the_list(orders))) };
+        unsafe { command.pre_exec(in_child) };
         // After the closure above, so that it sets the signals last.
         let command = prepare(&mut command);
         if let Some(image) = image {

@@ -59,6 +59,21 @@ impl Catcher {
             }
         }
     }
+
+    /// Does what SIGTSTP does where nobody catches it: stops this process until SIGCONT comes, and then returns. The kernel stops
+    /// neither the first process of a container nor one that no shell of its session could continue (an orphaned process group).
+    pub fn stop(&self) -> io::Result<()> {
+        // SAFETY: SIG_DFL is a valid disposition for SIGTSTP.
+        if unsafe { libc::signal(libc::SIGTSTP, libc::SIG_DFL) } == libc::SIG_ERR {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: `raise` takes a plain number; the signal of this number ends no process.
+        let raised = match unsafe { libc::raise(libc::SIGTSTP) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        };
+        set_handler(libc::SIGTSTP).and(raised)
+    }
 }
 
 impl AsFd for Catcher {

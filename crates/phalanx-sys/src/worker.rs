@@ -14,7 +14,6 @@ const RESET: [libc::c_int; 7] =
 /// Prepares `command` as [`Guard::spawn`](crate::guard::Guard::spawn) documents.
 pub(crate) fn prepare(command: &mut Command) -> &mut Command {
     let parent = getpid();
-    command.process_group(0);
     let in_child = move || {
         reset_signals()?;
         set_parent_process_death_signal(Some(Signal::KILL))?;
@@ -37,11 +36,6 @@ fn reset_signals() -> io::Result<()> {
         if unsafe { libc::signal(signal, libc::SIG_DFL) } == libc::SIG_ERR {
             return Err(io::Error::last_os_error());
         }
-    }
-    // Otherwise, under `stty tostop`, its first line of output would stop it for ever.
-    // SAFETY: SIG_IGN is a valid disposition for SIGTTOU.
-    if unsafe { libc::signal(libc::SIGTTOU, libc::SIG_IGN) } == libc::SIG_ERR {
-        return Err(io::Error::last_os_error());
     }
     let mut none = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: `sigemptyset` initialises the set, which is writable and of the right type. Then

@@ -1,6 +1,7 @@
 //! What is ended with a job, and by which signals.
 
 use std::io::{BufRead, BufReader, Read};
+use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -196,6 +197,15 @@ fn a_second_ctrl_c_kills_at_once() {
     assert_eq!(exit_code(&mut child), Some(130));
     // Not after the grace period of 30 s.
     assert!(started.elapsed() < Duration::from_secs(25) && is_gone(&pids[0]));
+}
+
+/// After a program that has ended with a code, a shell goes on with its script.
+#[test]
+fn ctrl_c_ends_the_launcher_by_its_own_signal() {
+    let (mut child, _out, pids) = start(phalanx(&[], "echo $$; exec sleep 60"), 1);
+    send(&child, Signal::INT);
+    assert_eq!(child.wait().unwrap().signal(), Some(Signal::INT.as_raw()));
+    assert!(is_gone(&pids[0]));
 }
 
 #[test]

@@ -1,5 +1,7 @@
 //! `phalanx run` when a worker is stopped, and others have ended well.
 
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
@@ -81,7 +83,10 @@ fn while_nobody_has_ended_workers_may_be_stopped_for_long() {
 fn a_job_that_ctrl_z_stops_goes_on() {
     // No shell with children: one that is stopped while it starts a child (vfork) waits for that one, and is not seen to be stopped.
     let script = "[ $RANK = 0 ] && exit 0; echo pid $$; exec sleep 12";
-    let (mut child, _out, pids) = start(phalanx(&["--nproc-per-node", "2"], script), 1);
+    let mut command = phalanx(&["--nproc-per-node", "2"], script);
+    // As a shell does. In the group of the tests nobody might be able to continue it, and then the kernel does not stop it.
+    command.process_group(0);
+    let (mut child, _out, pids) = start(command, 1);
     send(&child, Signal::TSTP);
     let is_stopped = || std::fs::read_to_string(format!("/proc/{}/stat", pids[0])).unwrap().contains(") T ");
     let limit = Instant::now() + crate::support::LIMIT;
@@ -92,6 +97,21 @@ fn a_job_that_ctrl_z_stops_goes_on() {
     std::thread::sleep(NAMED_LIMIT);
     assert!(is_stopped());
     send(&child, Signal::CONT);
+    assert_eq!(exit_code(&mut child), Some(0));
+}
+
+/// As under `ssh -t HOST phalanx run ..`, or as a container's only program.
+#[test]
+fn ctrl_z_stops_no_job_that_no_shell_could_continue() {
+    let alone = phalanx(&[], "echo pid $$; exec sleep 2");
+    let mut command = Command::new("setsid");
+    command.arg(alone.get_program()).args(alone.get_args());
+    alone.get_envs().for_each(|(name, _)| {
+        command.env_remove(name);
+    });
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let (mut child, _out, _) = start(command, 1);
+    send(&child, Signal::TSTP);
     assert_eq!(exit_code(&mut child), Some(0));
 }
 

@@ -159,12 +159,14 @@ fn arguments_environment_and_folder_arrive_whole_and_nothing_of_them_is_on_a_com
     let odd = ["", "a b", "'", "$HOME `id` $(id)", "\\", "\"", "*", "new\nline", "-H", "!", "ü\u{1f600}"];
     let mut command = hosts.run("far1:1", &["--"]);
     command.env("PHALANX_TEST_SECRET", "do not tell; it's $ecret").args(["sh", "-c"]);
-    command.arg("pwd; echo \"$PHALANX_TEST_SECRET\"; printf '%s\\0' \"$@\" > arguments").arg("sh");
+    command
+        .arg("pwd; printenv PWD; echo \"$PHALANX_TEST_SECRET\"; printf '%s\\0' \"$@\" > arguments")
+        .arg("sh");
     command.args(odd).arg(OsStr::from_bytes(b"\xff\x01"));
     let output = output(command);
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     let folder = hosts.path().canonicalize().unwrap();
-    let expected = format!("[0] {}\n[0] do not tell; it's $ecret\n", folder.display());
+    let expected = format!("[0] {0}\n[0] {0}\n[0] do not tell; it's $ecret\n", folder.display());
     assert_eq!(text(&output.stdout), expected);
     let arguments: Vec<u8> =
         odd.iter().flat_map(|word| word.bytes().chain([0])).chain(*b"\xff\x01\0").collect();

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use rustix::process::Signal;
 
-use crate::support::{LIMIT, SUM, SUMS, free_port, limit, output, phalanx, send, sorted_lines, text};
+use crate::support::{LIMIT, SUM, SUMS, code, free_port, limit, output, phalanx, send, sorted_lines, text};
 
 /// The one entry of `folder`.
 fn only(folder: &Path) -> PathBuf {
@@ -68,7 +68,7 @@ fn a_signal_that_comes_before_a_restart_ends_the_job() {
         send(&launcher, Signal::INT);
         err.read_to_string(&mut said).unwrap();
         let output = launcher.wait_with_output().unwrap();
-        assert_eq!(output.status.code(), Some(130), "{said}");
+        assert_eq!(code(output.status), Some(130), "{said}");
         assert_eq!(sorted_lines(&output.stdout), ["[0] life 0", "[1] life 0"], "{said}");
     }
 }

@@ -352,6 +352,21 @@ fn a_reader_that_does_not_read_holds_up_neither_signals_nor_the_end_of_a_failed_
     assert!(err.contains("stderr  why"), "{err}");
 }
 
+/// As torchrun leaves it there.
+#[test]
+fn the_first_failure_is_in_the_error_file_that_the_command_was_given() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("error.json");
+    let script = "[ $RANK = 0 ] && exec sleep 60; echo '{\"message\": \"no data\"}' > $TORCHELASTIC_ERROR_FILE; exit 3";
+    let mut command = phalanx(&["--nproc-per-node", "2"], script);
+    command.env("TORCHELASTIC_ERROR_FILE", &file);
+    let output = output(command);
+    assert_eq!(output.status.code(), Some(3), "{}", text(&output.stderr));
+    let said: serde_json::Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    let message = said["message"]["message"].as_str().unwrap();
+    assert!(message.starts_with("rank 1 (pid ") && message.ends_with(": no data"), "{message}");
+}
+
 #[test]
 fn options_are_checked() {
     for (options, expected) in [

@@ -7,8 +7,9 @@ pub mod ports;
 pub mod stand_in;
 
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
-use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::process::{Child, ChildStdout, Command, ExitStatus, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -133,12 +134,18 @@ pub fn start(mut command: Command, count: usize) -> (Child, BufReader<ChildStdou
     (child, out, pids)
 }
 
+/// The exit code that a shell sees: Ctrl-C ends the launcher by SIGINT itself.
+pub fn code(status: ExitStatus) -> Option<i32> {
+    let interrupt = Signal::INT.as_raw();
+    if status.signal() == Some(interrupt) { Some(128 + interrupt) } else { status.code() }
+}
+
 /// Its exit code, or a panic if it takes too long to end.
 pub fn exit_code(child: &mut Child) -> Option<i32> {
     let deadline = Instant::now() + LIMIT;
     loop {
         if let Some(status) = child.try_wait().unwrap() {
-            return status.code();
+            return code(status);
         }
         if Instant::now() >= deadline {
             let _ = child.kill();

@@ -146,7 +146,9 @@ impl LostConnection<'_> {
         }
         let table = if self.is_srun { &SRUN_ERRORS[..] } else { &SSH_ERRORS[..] };
         let known = table.iter().find_map(|entry| Some((entry, self.line_with(entry.0)?)));
-        if let Some(((_, meaning, remedy), line)) = known.filter(|_| !self.was_up) {
+        // With these codes a shell on the host has ended, so ssh has reached it. What else is said there may be like ssh's messages.
+        let is_of_shell = matches!(self.code, Some(126 | 127));
+        if let Some(((_, meaning, remedy), line)) = known.filter(|_| !self.was_up && !is_of_shell) {
             let is_jump_host = !self.is_srun
                 && self.line_with(OF_A_PROXY).is_some()
                 && !line.to_lowercase().starts_with(FROM_A_JUMP_HOST);
@@ -243,6 +245,12 @@ mod tests {
             ),
             (127, "sh: 1: exec: phalanx: not found", "neither at /opt/phalanx nor in its PATH"),
             (126, "sh: 1: phalanx: Exec format error", "cannot be executed"),
+            (126, "sh: 1: exec: phalanx: Permission denied", "cannot be executed"),
+            (
+                127,
+                "bash: /etc/profile.d/site.sh: Permission denied\nsh: 1: exec: phalanx: not found",
+                "neither at /opt/phalanx nor in its PATH",
+            ),
             (1, "This account is currently not available.", "phalanx --version"),
         ];
         for (code, stderr, remedy) in cases {

@@ -176,6 +176,8 @@ fn enter_working_directory() -> Result<()> {
     let mut command = Command::new(&program);
     command.args(["node", "--ready"]);
     command.envs(variables.iter().map(|(name, value)| (OsStr::from_bytes(name), OsStr::from_bytes(value))));
+    // The login's is its home.
+    command.env("PWD", &folder);
     Err(Error::io(format!("cannot start {} again", program.display()), command.exec()))
 }
 

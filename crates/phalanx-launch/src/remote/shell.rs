@@ -19,6 +19,10 @@ const START: &str = r#"[ -x "$1" ] && exec "$1" node; exec phalanx node"#;
 /// The longest time-out that ssh takes, in seconds.
 const MAX_SSH_TIMEOUT: u64 = i32::MAX as u64;
 
+/// ssh's options for a connection that carries messages, whatever its configuration says for people: no questions, because its standard input is
+/// the launcher's; no terminal, which would change bytes; and no forwarded ports, which another connection to the host may have.
+const SSH: [&str; 3] = ["BatchMode=yes", "RequestTTY=no", "ClearAllForwardings=yes"];
+
 /// srun's options for the step of one launcher, which has all that the job has on its node. Without `--unbuffered` the output would come
 /// by lines, and it has none.
 const SRUN: [&str; 10] = [
@@ -125,13 +129,15 @@ impl RemoteShell {
             command.args(["/bin/sh", "-c", START, "sh"]).arg(launcher);
             return command;
         }
-        // It must not ask questions: its standard input is the launcher's.
         let timeout = format!("ConnectTimeout={}", timeout.as_secs().clamp(1, MAX_SSH_TIMEOUT));
         let interval = format!("ServerAliveInterval={}", HEARTBEAT_INTERVAL.as_secs());
         let attempts =
             format!("ServerAliveCountMax={}", silence.as_secs().div_ceil(HEARTBEAT_INTERVAL.as_secs()));
-        for option in ["BatchMode=yes", &timeout, &interval, &attempts] {
+        for option in SSH {
             command.args(["-o", option]);
+        }
+        for option in [timeout, interval, attempts] {
+            command.args(["-o", option.as_str()]);
         }
         // The ssh that it starts for a jump host is given none of these, and would put its question to the terminal, again and
         // again because this is no process group of the foreground.
@@ -204,7 +210,7 @@ mod tests {
         assert_eq!(options.first().unwrap(), &"-v");
         assert_eq!(options[options.len() - 5..], ["-p", "7", "-i", "a key", "node1"]);
         assert!(
-            ["ServerAliveInterval=5", "ServerAliveCountMax=5"]
+            ["ServerAliveInterval=5", "ServerAliveCountMax=5", "RequestTTY=no", "ClearAllForwardings=yes"]
                 .iter()
                 .all(|alive| options.contains(&OsStr::new(alive)))
         );
