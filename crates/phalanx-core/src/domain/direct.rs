@@ -7,6 +7,7 @@
 use phalanx_sys::control_block::SharedOperation;
 
 use super::{Block, InPlace, Job, short};
+use crate::collective::kernel::Fold;
 use crate::error::{Error, Result};
 
 pub(super) fn in_place(
@@ -18,7 +19,7 @@ pub(super) fn in_place(
         InPlace::AllReduce => operation.combine(|chunks| job.fold().apply(chunks)),
         // The others' memory gets the result too, which does no harm: it belongs to the call.
         InPlace::ReduceScatter => operation.combine(|chunks| job.fold().apply(chunks)),
-        InPlace::Reduce => operation.combine(|chunks| reduce(job, chunks, job.root)),
+        InPlace::Reduce => operation.combine(|chunks| reduce(job.fold(), chunks, job.root)),
         InPlace::Broadcast => {
             operation.combine(|chunks| spread(chunks, job.root));
             Ok(())
@@ -39,14 +40,14 @@ pub(super) fn spread(chunks: &mut [&mut [u8]], from: usize) {
 }
 
 /// Combines the chunks into one of them, and leaves the others as they are.
-pub(super) fn reduce(job: Job<'_>, chunks: &mut [&mut [u8]], into: usize) -> Result<()> {
+pub(super) fn reduce(fold: Fold, chunks: &mut [&mut [u8]], into: usize) -> Result<()> {
     let mut block = Block::default();
     let length = chunks[into].len();
     for start in (0..length).step_by(block.0.len()) {
         let part = start..length.min(start + block.0.len());
         let result = &mut block.0[..part.len()];
         let sources: Vec<_> = chunks.iter().map(|chunk| &chunk[part.clone()]).collect();
-        job.fold().apply_to(&sources, result)?;
+        fold.apply_to(&sources, result)?;
         chunks[into][part].copy_from_slice(result);
     }
     Ok(())

@@ -6,7 +6,8 @@ use std::ops::Range;
 use phalanx_sys::control_block::{Protocol, SharedOperation};
 
 use super::{Domain, Job, copied, direct, staged};
-use crate::collective::Counts;
+use crate::collective::kernel::Fold;
+use crate::collective::{Counts, ReduceOp};
 use crate::deadline::Timeout;
 use crate::error::{Error, Result};
 use crate::rank::Sequence;
@@ -29,23 +30,26 @@ impl Domain {
             let range = counts.of(index);
             range.start * size..range.end * size
         };
-        self.on_parts((call, sequence), data, part, timeout)
+        let op =
+            (call.operation == Operation::ReduceScatterV).then_some(call.reduce.unwrap_or(ReduceOp::Sum));
+        let fold = op.map(|op| Fold::of_all(call.dtype, op, self.peers.members.len() as u32));
+        self.on_parts((call, sequence), data, part, fold, timeout)
     }
 
-    /// The same on a `part` of `data` for each member. All members have the same parts: they compare their calls, which
-    /// have a digest of the counts.
+    /// The same on a `part` of `data` for each member, which gets it combined by `fold`; without it, each member's part goes to all. All
+    /// members have the same parts: they compare their calls, which have a digest of the counts.
     pub(crate) fn on_parts(
         &mut self,
         (call, sequence): (Call, Sequence),
         data: &mut [u8],
         part: impl Fn(usize) -> Range<usize>,
+        fold: Option<Fold>,
         timeout: &Timeout,
     ) -> Result<()> {
         let bytes = data.len();
-        let gathers = call.operation != Operation::ReduceScatterV;
         let members = self.control_block.members();
         let longest = (0..members).map(|index| part(index).len()).max().unwrap_or(0);
-        let divided = (members, gathers && copied::is_sooner_for(longest));
+        let divided = (members, fold.is_none() && copied::is_sooner_for(longest));
         self.on_data((call, sequence), data, divided, timeout, |operation, job| {
             match operation.protocol() {
                 Protocol::Direct => {
@@ -54,19 +58,21 @@ impl Domain {
                         operation,
                         job,
                         |index| within(&own, &part(index)),
-                        |slices, index| {
-                            if gathers {
+                        |slices, index| match fold {
+                            Some(fold) => direct::reduce(fold, slices, index),
+                            None => {
                                 direct::spread(slices, index);
-                                return Ok(());
+                                Ok(())
                             }
-                            direct::reduce(job, slices, index)
                         },
                     )
                 }
                 // Only what is gathered is offered.
                 Protocol::Copied => copied::collect(operation, job, &part),
-                Protocol::Small | Protocol::Staged if gathers => staged::collect(operation, job, &part),
-                Protocol::Small | Protocol::Staged => staged::reduce(operation, job, job.fold(), &part),
+                Protocol::Small | Protocol::Staged => match fold {
+                    Some(fold) => staged::reduce(operation, job, fold, &part),
+                    None => staged::collect(operation, job, &part),
+                },
             }
         })
     }

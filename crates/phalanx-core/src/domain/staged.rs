@@ -194,7 +194,7 @@ fn combine(operation: &mut Staging<'_, '_>, job: Job<'_>, kind: InPlace) -> Resu
             let next = |index| if index == me { own.take() } else { blocks.next().map(|block| &mut **block) };
             with_all((0..job.ranks).filter_map(next), |chunks| match for_all {
                 true => job.fold().apply(chunks),
-                false => direct::reduce(job, chunks, job.root),
+                false => direct::reduce(job.fold(), chunks, job.root),
             })
         })
     };

@@ -203,10 +203,12 @@ impl Engine {
                     return self.in_place_v_by_hosts(&hierarchy, (call, sequence), data, counts, timeout);
                 }
                 (Memory::OutOfPlace { input, output }, _)
-                    if call.operation == Operation::ReduceScatter && self.reduces_whole(input.len()) =>
+                    if call.operation == Operation::ReduceScatter
+                        && (hierarchy.turns() == 1 || self.reduces_whole(input.len())) =>
                 {
+                    let counts = Counts::even(output.len() / call.dtype.size(), self.world);
                     return self.through_copy((call, sequence), input, output, |engine, data| {
-                        engine.all_reduce_by_hosts(&hierarchy, (call, sequence), data, timeout)
+                        engine.reduce_scatter_by_hosts(&hierarchy, (call, sequence), data, &counts, timeout)
                     });
                 }
                 (from_rank_to_rank, _) => {

@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use super::ring::all_gather_parts;
+use super::ring::{all_gather_parts, reduce_scatter_parts};
 use super::{Counts, Plan, Recv, Send, Step, all_gather_in_rounds};
 use crate::rank::Rank;
 use crate::world_size::WorldSize;
@@ -126,7 +126,16 @@ impl Hierarchy {
         hosts.flatten().map(|rank| counts.of(rank.index()))
     }
 
-    /// The turns of such an exchange.
+    /// A `reduce_scatter_v` between the hosts, when each rank has its host's sums of the elements of those ranks that have its place on their hosts.
+    /// Then it is the owner of one stripe of as many as a host has ranks. None if the hosts have different numbers of ranks.
+    pub fn reduce_scatter_v(&self, counts: &Counts) -> Option<(Leaders<'_>, Plan)> {
+        let (stripe, leaders) = self.owned(self.most_stripes).filter(|_| self.turns() == 1)?;
+        let part = |host: usize| self.part(counts, 0, Rank::new(host as u32), stripe);
+        let plan = reduce_scatter_parts(leaders.host, leaders.hosts, part);
+        Some((leaders, plan))
+    }
+
+    /// The turns of an [`all_gather_v`](Self::all_gather_v).
     pub fn turns(&self) -> usize {
         self.ranks.iter().map(Vec::len).max().unwrap_or(0).div_ceil(self.most_stripes.max(1))
     }

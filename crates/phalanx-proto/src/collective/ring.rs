@@ -22,7 +22,16 @@ pub fn reduce_scatter(rank: Rank, world: WorldSize, elements: usize) -> Plan {
 
 /// As [`reduce_scatter`], with different counts: w-1 steps; each rank sends all but its own elements.
 pub fn reduce_scatter_v(rank: Rank, world: WorldSize, counts: &Counts) -> Plan {
-    joining(pass_chunks(rank, world, world.count() - 1, Combine::Prepend, |index| counts.of(index)), world)
+    reduce_scatter_parts(rank, world, |index| counts.of(index))
+}
+
+/// The same of parts that are anywhere in the buffer, one of each rank.
+pub(super) fn reduce_scatter_parts(
+    rank: Rank,
+    world: WorldSize,
+    part: impl Fn(usize) -> Range<usize>,
+) -> Plan {
+    joining(pass_chunks(rank, world, world.count() - 1, Combine::Prepend, part), world)
 }
 
 /// w-1 steps; each rank sends n(w-1)/w elements. Chunk r starts on rank r and ends everywhere.

@@ -87,7 +87,7 @@ impl Engine {
         timeout: &Timeout,
     ) -> Result<()> {
         if call.0.operation == Operation::ReduceScatterV {
-            return self.all_reduce_by_hosts(hierarchy, call, data, timeout);
+            return self.reduce_scatter_by_hosts(hierarchy, call, data, counts, timeout);
         }
         self.all_gather_v_by_hosts(hierarchy, call, data, counts, timeout)
     }
@@ -107,7 +107,7 @@ impl Engine {
         self.within(call, data, timeout, |domain, data| {
             let member = |index: usize| hierarchy.ranks_of(own).get(index);
             let part = |index| member(index).map_or(0..0, |rank| counts.of(rank.index()));
-            domain.on_parts(call, data, |index| super::bytes_of(&part(index), size), timeout)
+            domain.on_parts(call, data, |index| super::bytes_of(&part(index), size), None, timeout)
         })?;
         if data.len() <= self.choice.row.bruck_max {
             self.all_gather_by_leaders(hierarchy, call, data, counts, timeout)?;
@@ -123,7 +123,7 @@ impl Engine {
                 // All ranks of this host have the same counts: they have compared them above.
                 if (0..hierarchy.most_stripes()).any(|stripe| !part(stripe).is_empty()) {
                     self.within(call, data, timeout, |domain, data| {
-                        domain.on_parts(call, data, part, timeout)
+                        domain.on_parts(call, data, part, None, timeout)
                     })?;
                 }
             }
@@ -156,6 +156,34 @@ impl Engine {
         })
     }
 
+    /// On each host the sums of every rank's elements go to the rank of that one's place. Then the ranks with the same place on all hosts pass
+    /// theirs around a ring, each to its owner: only a share of the sums leaves a host. Where the hosts have different numbers of ranks, and of few
+    /// bytes, it is an all-reduce.
+    pub(super) fn reduce_scatter_by_hosts(
+        &mut self,
+        hierarchy: &Hierarchy,
+        call: (Call, Sequence),
+        data: &mut [u8],
+        counts: &Counts,
+        timeout: &Timeout,
+    ) -> Result<()> {
+        let between = hierarchy.reduce_scatter_v(counts).filter(|_| !self.reduces_whole(data.len()));
+        let Some((leaders, plan)) = between else {
+            return self.all_reduce_by_hosts(hierarchy, call, data, timeout);
+        };
+        let (size, fold) = (call.0.dtype.size(), self.fold_on_host(call.0));
+        for host in hierarchy.hosts().ranks() {
+            let part = |place| super::bytes_of(&hierarchy.part(counts, 0, host, place), size);
+            // Of the first host also if nothing is to be combined: in this call the ranks of this host compare what they have called.
+            if host == Rank::MAIN || (0..hierarchy.most_stripes()).any(|place| !part(place).is_empty()) {
+                self.within(call, data, timeout, |domain, data| {
+                    domain.on_parts(call, data, part, Some(fold), timeout)
+                })?;
+            }
+        }
+        self.across(&leaders, call, plan, (data, 0), timeout)
+    }
+
     fn broadcast_by_hosts(
         &mut self,
         hierarchy: &Hierarchy,
@@ -177,7 +205,7 @@ impl Engine {
 
     /// Reduces each stripe to its owner on every host, then among its owners, and then copies the stripes to all ranks
     /// of each host.
-    pub(super) fn all_reduce_by_hosts(
+    fn all_reduce_by_hosts(
         &mut self,
         hierarchy: &Hierarchy,
         call: (Call, Sequence),
@@ -232,8 +260,16 @@ impl Engine {
         self.within(call, data, timeout, |domain, data| domain.all_gather(call, data, 1, timeout))
     }
 
-    /// Combines the elements of this host's ranks. An average is divided here by the number of all ranks of all hosts,
+    /// How the elements of a host's ranks are combined. An average is divided here by the number of all ranks of all hosts,
     /// so that no sum of half-precision numbers overflows between hosts.
+    fn fold_on_host(&self, Call { dtype, reduce, .. }: Call) -> Fold {
+        match reduce.unwrap_or(ReduceOp::Sum) {
+            ReduceOp::Avg => Fold::of_all(dtype, ReduceOp::Avg, self.world.get()),
+            op => Fold { dtype, op, divide_by: None },
+        }
+    }
+
+    /// Combines the elements of this host's ranks.
     fn reduce_on_host(
         &mut self,
         call: (Call, Sequence),
@@ -241,13 +277,7 @@ impl Engine {
         owners: usize,
         timeout: &Timeout,
     ) -> Result<()> {
-        let Call { dtype, reduce, .. } = call.0;
-        let op = reduce.unwrap_or(ReduceOp::Sum);
-        let fold = if op == ReduceOp::Avg {
-            Fold::of_all(dtype, op, self.world.get())
-        } else {
-            Fold { dtype, op: sums(op), divide_by: None }
-        };
+        let fold = self.fold_on_host(call.0);
         if self.domain.is_none() {
             return fold.apply(&mut [data]);
         }
