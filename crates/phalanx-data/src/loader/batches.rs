@@ -22,11 +22,12 @@ use crate::{Dataset, LoadError, WorkerInfo};
 /// One pass over a data set: what [`DataLoader::iter`](super::DataLoader::iter) gives. When it is dropped its threads end; an item
 /// that is being read is waited for, at most 5 s.
 pub struct Batches<D: Dataset, B: Send + 'static> {
+    /// None once it can give nothing more. Dropped before `inner`: a worker that had the data set last would close it, such as an LMDB file, in
+    /// whose memory others note at their ends that they are gone.
+    pool: Option<Pool<Loading<D, B>>>,
     inner: Arc<Inner<D, B>>,
     /// Which pass of the loader it is.
     pass: u64,
-    /// None once it can give nothing more.
-    pool: Option<Pool<Loading<D, B>>>,
     /// Why it could not begin, until that was said.
     failure: Option<LoadError>,
     /// Behind the batches that were handed to workers.
