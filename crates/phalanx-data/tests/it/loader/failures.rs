@@ -174,7 +174,7 @@ fn the_loop_drops_the_data_set_when_all_workers_have_ended() {
     for workers in [0, 3] {
         let (closed, told) = channel();
         let closing = Closing(closed);
-        let items = Function(60, move |index| {
+        let items = Function(60, move |index: usize| {
             let _open = &closing;
             Ok(index)
         });
