@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 use phalanx::{Error, warn};
 
 use super::work::{Delivered, Reading};
-use super::{Failure, Inner, IterableDataset, Shard, StreamPosition};
+use super::{Inner, IterableDataset, Shard, StreamPosition};
 use crate::error::During;
 use crate::pool::{Missing, Pool};
-use crate::settings::Progress;
+use crate::settings::{Failure, Progress};
 use crate::{LoadError, WorkerInfo};
 
 /// One pass over a stream: what [`StreamLoader::iter`](super::StreamLoader::iter) gives. When it is dropped its threads end; an item
