@@ -62,6 +62,7 @@ use std::io;
 use std::num::NonZeroUsize;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -105,6 +106,8 @@ pub struct Checkpoints {
     /// The group of the writing threads, from the first sharded checkpoint on.
     threads: Mutex<Option<ProcessGroup>>,
     skipped: Mutex<Vec<Skipped>>,
+    /// Whether this rank has warned that the group has failed.
+    warned: AtomicBool,
 }
 
 impl Checkpoints {
@@ -140,6 +143,7 @@ impl Checkpoints {
             writer: writer?,
             threads: Mutex::default(),
             skipped: Mutex::default(),
+            warned: AtomicBool::default(),
         })
     }
 
@@ -241,10 +245,11 @@ impl Checkpoints {
     ///
     /// # Errors
     /// What `fill` returns; then nothing is written. The failure of the previous write; then the snapshot is written
-    /// all the same. If the previous write has not ended when the time-out passes; then `fill` is not called, and nothing is written.
+    /// all the same. If the previous write has not ended when the time-out passes; then `fill` is not called, and nothing is written. On the other
+    /// ranks, if rank 0 of the group was lost.
     pub fn save(&self, step: u64, fill: impl FnOnce(&mut Snapshot) -> Result<()>) -> Result<()> {
         if !self.group.rank().is_main() {
-            return Ok(());
+            return self.check_main_saves(step);
         }
         let _section = self.group.announce_section();
         // Else there would be memory for two copies of the state, as long as the other one is written.
@@ -254,6 +259,28 @@ impl Checkpoints {
         snapshot.check_whole()?;
         let before = self.writer.write(self.job(step, snapshot, None), Deadline::after(self.timeout))?;
         before.map_or(Ok(()), |before| Err(self.note_remote_error(before)))
+    }
+
+    /// Whether rank 0 saves what this rank leaves to it. In an elastic job whose ranks go on in another group after a [step](elastic::Context::step), it may
+    /// have been lost.
+    fn check_main_saves(&self, step: u64) -> Result<()> {
+        const REMEDY: &str = "open the checkpoints anew with the group of now: at the beginning of an elastic loop, and in it when `Step::changed` is true";
+        let Some(cause) = self.group.watched_failure() else { return Ok(()) };
+        if let Some(main) = cause.peer().filter(|peer| peer.is_main()) {
+            // The program is told.
+            let _ = self.group.failure();
+            return Err(Error::aborted(format!(
+                "nobody saves the checkpoint of step {step}: rank 0 of these checkpoints' group was lost ({cause})"
+            ))
+            .with_peer(main)
+            .with_remedy(REMEDY));
+        }
+        if !self.warned.swap(true, Ordering::Relaxed) {
+            notice::warn(format_args!(
+                "these checkpoints' group has failed ({cause}): whether its rank 0 still saves is not known to this rank; {REMEDY}"
+            ));
+        }
+        Ok(())
     }
 
     /// Saves a state after `step` of which each rank has a part. All ranks call this together. On every rank `fill`

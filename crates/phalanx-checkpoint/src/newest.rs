@@ -40,6 +40,7 @@ const LIST_DELAY: Duration = Duration::from_millis(20);
 #[non_exhaustive]
 pub struct Skipped {
     /// Where it is.
+    #[serde(with = "path_bytes")]
     pub folder: PathBuf,
     /// The fault that was found.
     pub cause: String,
@@ -204,12 +205,36 @@ struct Answer {
 /// A checkpoint without its contents.
 #[derive(Serialize, Deserialize)]
 struct Announcement {
+    #[serde(with = "path_bytes")]
     folder: PathBuf,
     step: u64,
     world_size: u32,
     checksum: u64,
     is_sharded: bool,
     files: Vec<(String, u64)>,
+}
+
+/// A path as ranks send it, in bytes: serde writes a path only if it is UTF-8. In formats for people it is text.
+mod path_bytes {
+    use std::ffi::OsString;
+    use std::os::unix::ffi::{OsStrExt, OsStringExt};
+    use std::path::{Path, PathBuf};
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub fn serialize<S: Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error> {
+        match serializer.is_human_readable() {
+            true => path.serialize(serializer),
+            false => path.as_os_str().as_bytes().serialize(serializer),
+        }
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<PathBuf, D::Error> {
+        match deserializer.is_human_readable() {
+            true => PathBuf::deserialize(deserializer),
+            false => Vec::deserialize(deserializer).map(|bytes| OsString::from_vec(bytes).into()),
+        }
+    }
 }
 
 /// The newest checkpoint that a rank sees at its path.

@@ -226,6 +226,9 @@ impl Snapshot {
     /// without their names. So if the order, the number or the types of the fields change, give the part another name: an earlier
     /// checkpoint could be read into the wrong fields.
     ///
+    /// Some types can be written so, and not be read again: enums with serde's `tag` or `untagged`, fields with `skip_serializing_if`, and
+    /// `serde_json::Value`. [`check_readable`](super::training::check_readable) finds them.
+    ///
     /// # Errors
     /// As [`part`](Self::part), and if the value cannot be encoded.
     pub fn value<T: Serialize + ?Sized>(&mut self, name: &str, value: &T) -> Result<()> {

@@ -11,7 +11,9 @@ use phalanx_core::reducer::hooks::HookState;
 use phalanx_core::reducer::verify_description;
 use phalanx_core::sampler::ElasticSampler;
 use phalanx_core::state::{self, ShardWriter, StateReader, StateWriter};
+use phalanx_proto::wire::object;
 use phalanx_proto::world_size::WorldSize;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::caller::Caller;
@@ -68,6 +70,15 @@ pub trait TrainingState {
     /// If gradients are held.
     fn check_nothing_held(&self) -> Result<()>;
 
+    /// Checks that what [`write`](Self::write) writes of the program's own progress can be read again, by [`check_readable`]. By default nothing is
+    /// checked.
+    ///
+    /// # Errors
+    /// If it cannot.
+    fn check_readable(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Writes all but the hook's state.
     ///
     /// # Errors
@@ -85,6 +96,7 @@ pub fn checkpoint<S: TrainingState>(state: &S, checkpoints: &Checkpoints) -> Res
     let own = hook.as_ref().filter(|hook| has_own(hook));
     let hooks = own.map_or(Ok(Vec::new()), |hook| own_of_all(hook, checkpoints.group()))?;
     checkpoints.save(state.steps(), |snapshot| {
+        state.check_readable()?;
         state.write(snapshot)?;
         save_hook(state, hook.as_ref(), snapshot, hooks.len())?;
         hooks.iter().enumerate().try_for_each(|(rank, hook)| save_own(state, hook, snapshot, rank))
@@ -115,6 +127,7 @@ pub fn save_shard_to<S: TrainingState>(
     let (rank, ranks) = (group.rank().index(), group.world_size().count());
     let saved = if own.is_some() { ranks } else { 0 };
     let mut writer = ShardWriter::new(snapshot, (rank, ranks));
+    state.check_readable()?;
     state.write(&mut writer)?;
     save_hook(state, hook.as_ref(), &mut writer, saved)?;
     own.map_or(Ok(()), |hook| save_own(state, hook, snapshot, rank))
@@ -151,8 +164,31 @@ pub fn save_to<S: TrainingState>(state: &S, snapshot: &mut Snapshot) -> Result<(
             "call TrainState::checkpoint on every rank, or TrainState::save_shard_to in Checkpoints::save_sharded",
         ));
     }
+    state.check_readable()?;
     state.write(snapshot)?;
     save_hook(state, hook.as_ref(), snapshot, 0)
+}
+
+/// Checks that a program's `progress`, which is saved as the part `name`, can be read again. A part has neither the names of fields nor their types, so
+/// some types can only be written, and the job could never resume.
+///
+/// # Errors
+/// If it cannot be written, or what is written cannot be read as this type.
+pub fn check_readable<T: Serialize + DeserializeOwned>(progress: &T, name: &str) -> Result<()> {
+    let mut bytes = Vec::new();
+    object::write(progress, &mut bytes, &format!("the part {name:?}"))?;
+    let cause = match postcard::take_from_bytes::<T>(&bytes) {
+        Ok((_, [])) => return Ok(()),
+        Ok((_, rest)) => format!("{} bytes are left over", rest.len()),
+        Err(error) => error.to_string(),
+    };
+    Err(Error::invalid_argument(format!(
+        "the part {name:?} could be written, and not be loaded again: {cause}"
+    ))
+    .with_remedy(
+        "take `tag`, `untagged` and `skip_serializing_if` out of the serde attributes of its type, and `serde_json::Value` out of its fields; \
+         a String of JSON may be one",
+    ))
 }
 
 /// Writes all but what `ranks` ranks save of their own in the hook; 0 if none does, as in the commits of an elastic job, which then do not read it.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use phalanx::group::DEFAULT_TIMEOUT;
-use phalanx::{Error, Rank, Result, WorldSize};
+use phalanx::{Error, ProcessGroup, Rank, Result, WorldSize};
 
 use crate::WorkerInfo;
 
@@ -18,6 +18,14 @@ const MAX_PREFETCH: usize = 1024;
 pub(crate) type Collate<I, B> = Arc<dyn Fn(Vec<I>) -> Result<B> + Send + Sync>;
 /// What a worker does before its first item.
 pub(crate) type Init = Arc<dyn Fn(&WorkerInfo) -> Result<()> + Send + Sync>;
+/// Why a group has failed, if it has.
+pub(crate) type Failure = Arc<dyn Fn() -> Option<Error> + Send + Sync>;
+
+/// What looks whether `group` has failed, if others are in it.
+pub(crate) fn failure_of(group: &ProcessGroup) -> Option<Failure> {
+    let failure: Failure = Arc::new(group.watch_from_outside());
+    (group.world_size() != WorldSize::ONE).then_some(failure)
+}
 
 /// The options that both builders have, with PyTorch's defaults.
 #[derive(Clone)]

@@ -70,7 +70,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
     /// ```
     ///
     /// # Errors
-    /// If a tensor or the progress cannot be written, or in the middle of a step. On every rank, if the ranks train by themselves and their
+    /// If a tensor or the progress cannot be written, the progress could not be loaded again, or in the middle of a step. On every rank, if the ranks train by themselves and their
     /// models differ, or not all ranks of `group` train the model together.
     pub fn save_shard_to(&self, snapshot: &mut Snapshot, group: &ProcessGroup) -> Result<()> {
         training::save_shard_to(self, snapshot, group)
@@ -79,7 +79,7 @@ impl<T: Serialize + DeserializeOwned> TrainState<T> {
     /// Saves all of it in a checkpoint, for [`Checkpoints::save`](phalanx::checkpoint::Checkpoints::save).
     ///
     /// # Errors
-    /// If a tensor or the progress cannot be written, or in the middle of a step. If a communication hook keeps something for each rank, as
+    /// If a tensor or the progress cannot be written, the progress could not be loaded again, or in the middle of a step. If a communication hook keeps something for each rank, as
     /// PowerSGD does: one rank cannot save that.
     pub fn save_to(&self, snapshot: &mut Snapshot) -> Result<()> {
         training::save_to(self, snapshot)
@@ -228,6 +228,10 @@ impl<T: Serialize + DeserializeOwned> TrainingState for TrainState<T> {
 
     fn check_nothing_held(&self) -> Result<()> {
         self.ddp.check_nothing_held()
+    }
+
+    fn check_readable(&self) -> Result<()> {
+        training::check_readable(&self.progress, &self.part("progress"))
     }
 
     fn write(&self, writer: &mut impl StateWriter) -> Result<()> {

@@ -161,8 +161,9 @@ impl<M: Module, T: Serialize + DeserializeOwned> ModelState<M, T> {
     /// Saves all of it in a checkpoint, for [`Checkpoints::save`](phalanx::checkpoint::Checkpoints::save).
     ///
     /// # Errors
-    /// If a tensor or the progress cannot be written.
+    /// If a tensor or the progress cannot be written, or the progress could not be loaded again.
     pub fn save_to(&self, snapshot: &mut Snapshot) -> Result<()> {
+        training::check_readable(&self.progress, "progress")?;
         self.write(snapshot)
     }
 

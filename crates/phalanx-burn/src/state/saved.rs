@@ -74,7 +74,7 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     /// ```
     ///
     /// # Errors
-    /// If a tensor or the progress cannot be written. On every rank, if the ranks train by themselves and their models differ, or not all ranks of
+    /// If a tensor or the progress cannot be written, or the progress could not be loaded again. On every rank, if the ranks train by themselves and their models differ, or not all ranks of
     /// `group` train the model together.
     pub fn save_shard_to(&self, snapshot: &mut Snapshot, group: &ProcessGroup) -> Result<()> {
         training::save_shard_to(self, snapshot, group)
@@ -86,7 +86,7 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     /// which the others take over anyway.
     ///
     /// # Errors
-    /// If a tensor or the progress cannot be written. If a communication hook keeps something for each rank, as PowerSGD does: one rank
+    /// If a tensor or the progress cannot be written, or the progress could not be loaded again. If a communication hook keeps something for each rank, as PowerSGD does: one rank
     /// cannot save that.
     pub fn save_to(&self, snapshot: &mut Snapshot) -> Result<()> {
         training::save_to(self, snapshot)
@@ -194,6 +194,10 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainingState for TrainState<M,
 
     fn check_nothing_held(&self) -> Result<()> {
         self.model.check_nothing_held()
+    }
+
+    fn check_readable(&self) -> Result<()> {
+        training::check_readable(&self.progress, &format!("{}progress", self.name))
     }
 
     fn write(&self, writer: &mut impl StateWriter) -> Result<()> {

@@ -21,6 +21,7 @@ use phalanx::{Communicator, ProcessGroup, Rank};
 use phalanx_burn::{
     DdpOptions, FusedAdamWConfig, FusedSgdConfig, PeriodicModelAverager, TrainState, ZeroRedundancyOptimizer,
 };
+use serde::{Deserialize, Serialize};
 
 use crate::common::{LOADS, device, floats, run, samples};
 
@@ -469,4 +470,30 @@ fn ranks_that_average_their_models_after_other_numbers_of_steps_are_refused() {
         let said = error.to_string();
         assert!(error.is_mismatch() && said.contains("period: 4") && said.contains("period: 5"), "{said}");
     }
+}
+
+#[test]
+fn progress_that_could_not_be_loaded_again_is_not_saved() {
+    #[derive(Serialize, Deserialize)]
+    #[serde(untagged)]
+    enum Phase {
+        Steps(u64),
+        Name(String),
+    }
+    let (folder, group) = (tempfile::tempdir().unwrap(), ProcessGroup::alone().unwrap());
+    let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+    for phase in [Phase::Steps(3), Phase::Name("warm-up".to_owned())] {
+        let training = TrainState::new(Mixed::new(4), AdamWConfig::new().init(), phase).unwrap();
+        let outcomes = [
+            training.checkpoint(&checkpoints),
+            training.checkpoint_sharded(&checkpoints),
+            checkpoints.save(1, |snapshot| training.save_to(snapshot)),
+        ];
+        for outcome in outcomes {
+            let error = outcome.unwrap_err().to_string();
+            assert!(error.contains("\"progress\"") && error.contains("not be loaded again"), "{error}");
+        }
+    }
+    checkpoints.finish().unwrap();
+    assert!(checkpoints.newest().unwrap().is_none());
 }

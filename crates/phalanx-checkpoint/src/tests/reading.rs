@@ -1,6 +1,33 @@
 //! What is found in a folder that is damaged, or that others change.
 
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+
 use super::*;
+use crate::Skipped;
+
+#[test]
+fn a_folder_whose_path_is_not_utf_8_is_read_on_every_rank() {
+    let root = tempfile::tempdir().unwrap();
+    let path = root.path().join(OsStr::from_bytes(b"l\xe4ufe"));
+    run(2, Fabric::InProcess, |group| {
+        let checkpoints = Checkpoints::open(&path, &group).unwrap();
+        checkpoints.save(1, |_| Ok(())).unwrap();
+        checkpoints.finish().unwrap();
+        if group.rank().is_main() {
+            fs::create_dir(path.join("00000002-step-2")).unwrap();
+        }
+        let saved = checkpoints.newest().unwrap().unwrap();
+        assert_eq!(saved.folder(), path.join("00000001-step-1"));
+        let skipped = checkpoints.skipped();
+        assert_eq!(skipped[0].folder, path.join("00000002-step-2"));
+        // As text, for a program that shows it.
+        let text = Skipped { folder: "runs/00000002-step-2".into(), ..skipped[0].clone() };
+        let json = serde_json::to_string(&text).unwrap();
+        assert!(json.contains(r#""runs/00000002-step-2""#), "{json}");
+        assert_eq!(serde_json::from_str::<Skipped>(&json).unwrap(), text);
+    });
+}
 
 #[test]
 fn any_damaged_bit_is_noticed_and_the_one_before_is_taken() {

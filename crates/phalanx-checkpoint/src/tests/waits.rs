@@ -2,6 +2,8 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use phalanx_proto::world_size::WorldSize;
+
 use super::*;
 
 #[test]
@@ -123,4 +125,30 @@ fn a_rank_that_panics_tells_the_others_before_it_waits_for_its_disk() {
         // Only now the write can end.
         drop(release.lock().take());
     });
+}
+
+#[test]
+fn a_save_that_is_left_to_a_rank_0_that_was_lost_is_an_error() {
+    let (root, world) = (tempfile::tempdir().unwrap(), WorldSize::new(2).unwrap());
+    let open = |group: &ProcessGroup| Checkpoints::open(root.path(), group).unwrap();
+    for (lost, is_refused) in [(Rank::MAIN, true), (Rank::new(1), false)] {
+        let mut groups = ProcessGroup::in_process(world).unwrap().into_iter();
+        let (first, second) = (groups.next().unwrap(), groups.next().unwrap());
+        let (main, other) = std::thread::scope(|scope| {
+            let main = scope.spawn(move || open(&first));
+            let other = open(&second);
+            (main.join().unwrap(), other)
+        });
+        other.save(1, |_| panic!("rank 0 saves")).unwrap();
+        second.abort(Error::aborted("its host is gone").with_peer(lost));
+        for step in [2, 3] {
+            let saved = other.save(step, |_| panic!("rank 0 saves"));
+            assert_eq!(saved.is_err(), is_refused, "{saved:?}");
+            if let Err(error) = saved {
+                let is_told = error.to_string().contains("its host is gone");
+                assert!(is_told && error.is_aborted() && error.remedy().is_some(), "{error}");
+            }
+        }
+        drop((main, other));
+    }
 }

@@ -330,3 +330,32 @@ fn a_hook_that_keeps_nothing_on_one_rank_alone_is_an_error_on_every_rank() {
     let ranks: Vec<_> = ranks.collect();
     ranks.into_iter().for_each(|rank| rank.join().unwrap());
 }
+
+#[test]
+fn progress_that_could_only_be_written_is_refused() {
+    #[derive(Serialize, Deserialize)]
+    #[serde(tag = "kind")]
+    enum Tagged {
+        WarmUp { steps: u32 },
+    }
+
+    #[derive(Serialize, Deserialize)]
+    struct Skipping {
+        #[serde(skip_serializing_if = "Option::is_none")]
+        best: Option<u32>,
+        epoch: u32,
+    }
+
+    check_readable(&(3_u64, "text".to_owned(), f32::NAN), "progress").unwrap();
+    check_readable(&ElasticSampler::new(10), "progress").unwrap();
+    check_readable(&Skipping { best: Some(1), epoch: 2 }, "progress").unwrap();
+    let refused = [
+        check_readable(&Tagged::WarmUp { steps: 3 }, "progress"),
+        check_readable(&Skipping { best: None, epoch: 2 }, "progress"),
+        check_readable(&serde_json::json!({ "epoch": 2 }), "progress"),
+    ];
+    for outcome in refused {
+        let error = outcome.unwrap_err();
+        assert!(error.is_invalid_argument() && error.to_string().contains("not be loaded again"), "{error}");
+    }
+}

@@ -16,19 +16,22 @@ use super::work::Loading;
 use crate::dataset::outside;
 use crate::error::During;
 use crate::pool::{Missing, Pool};
-use crate::settings::{Progress, Settings};
+use crate::settings::{Failure, Progress, Settings};
 use crate::{Dataset, LoadError, WorkerInfo};
 
 /// One pass over a data set: what [`DataLoader::iter`](super::DataLoader::iter) gives. When it is dropped its threads end; an item
 /// that is being read is waited for, at most 5 s.
 pub struct Batches<D: Dataset, B: Send + 'static> {
+    /// None once it can give nothing more. Dropped before `inner`: a worker that had the data set last would close it, such as an LMDB file, in
+    /// whose memory others note at their ends that they are gone.
+    pool: Option<Pool<Loading<D, B>>>,
     inner: Arc<Inner<D, B>>,
     /// Which pass of the loader it is.
     pass: u64,
-    /// None once it can give nothing more.
-    pool: Option<Pool<Loading<D, B>>>,
     /// Why it could not begin, until that was said.
     failure: Option<LoadError>,
+    /// Of the group among whose ranks the items were divided, until it is told, or the program takes care of it.
+    groups_failure: Option<Failure>,
     /// Behind the batches that were handed to workers.
     ahead: ElasticSampler,
     /// The sampler's own order of this epoch.
@@ -58,11 +61,13 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
             let mut progress = inner.progress.lock();
             (progress.begin(ElasticSampler::next_epoch), progress.worker_rank())
         };
+        let groups_failure = inner.failure.lock().clone();
         let mut pass = Self {
             inner,
             pass,
             pool: None,
             failure: None,
+            groups_failure,
             ahead: position,
             order: None,
             shard,
@@ -104,6 +109,17 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
         let inner = self.inner.clone();
         let name = |id: usize| format!("data-{}-{id}", worker_rank.0);
         Pool::start(workers, name, move |id| Loading::new(&inner, info(id)))
+    }
+
+    /// Says, once, if the group has failed among whose ranks the items were divided: this rank goes on, and what it loads is not all.
+    fn tell_of_lost_items(&mut self) {
+        let Some(cause) = self.groups_failure.as_ref().and_then(|failure| failure()) else { return };
+        self.groups_failure = None;
+        warn(format_args!(
+            "a pass over a data set goes on after its group has failed ({cause}): nobody loads what is left for a rank that was lost. In an \
+             elastic job call `regroup` after each step; else leave the loop, go back to the last checkpoint, and call `set_group` and `resume` \
+             before the next pass"
+        ));
     }
 
     /// Why the pass has no batch, although there are items.
@@ -171,6 +187,7 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
     /// # Panics
     /// If `rank` is not one of `world_size`: it would get samples of others.
     pub fn regroup(&mut self, missing: &[Rank], rank: Rank, world_size: WorldSize) {
+        self.groups_failure = None;
         let changes = !missing.is_empty() || self.shard != (rank, world_size);
         let position = {
             let mut progress = self.inner.progress.lock();
@@ -259,6 +276,7 @@ impl<D: Dataset + 'static, B: Send + 'static> Iterator for Batches<D, B> {
     type Item = Result<B, LoadError>;
 
     fn next(&mut self) -> Option<Self::Item> {
+        self.tell_of_lost_items();
         if let Some(failure) = self.failure.take() {
             return Some(Err(failure));
         }
@@ -313,8 +331,26 @@ impl<D: Dataset, B: Send + 'static> fmt::Debug for Batches<D, B> {
 #[cfg(test)]
 mod tests {
     use phalanx::sampler::Tail;
+    use phalanx::{Error, ProcessGroup, Rank, WorldSize};
 
     use crate::{DataLoader, InMemory};
+
+    #[test]
+    fn a_pass_that_outlives_its_group_tells_so_once_unless_it_is_regrouped() {
+        let world = ProcessGroup::in_process(WorldSize::new(2).unwrap()).unwrap();
+        let items = (0..16).collect::<InMemory<usize>>();
+        let loader = DataLoader::builder(items.clone()).group(&world[0]).build().unwrap();
+        let (mut told, mut regrouped) = (loader.iter(), loader.iter());
+        assert_eq!(told.next().unwrap().unwrap(), [0]);
+        assert!(told.groups_failure.is_some() && regrouped.groups_failure.is_some(), "nothing has happened");
+        world[0].abort(Error::aborted("rank 1 was lost"));
+        assert_eq!(told.next().unwrap().unwrap(), [2]);
+        assert!(told.groups_failure.is_none(), "it was told");
+        regrouped.regroup(&[], Rank::MAIN, WorldSize::ONE);
+        assert!(regrouped.groups_failure.is_none());
+        let alone = DataLoader::builder(items).build().unwrap();
+        assert!(alone.iter().groups_failure.is_none(), "there are no other ranks");
+    }
 
     #[test]
     fn a_pass_that_leaves_out_all_items_is_told() {

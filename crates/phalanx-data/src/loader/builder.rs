@@ -10,7 +10,7 @@ use phalanx::{Error, ProcessGroup, Rank, Result, WorldSize};
 
 use super::collate::{Collating, Each};
 use super::{DataLoader, Inner};
-use crate::settings::{Progress, Settings};
+use crate::settings::{Failure, Progress, Settings, failure_of};
 use crate::{Dataset, Sampling, WorkerInfo};
 
 /// Makes a [`DataLoader`]; each option has PyTorch's name and default where there is one.
@@ -19,6 +19,7 @@ pub struct DataLoaderBuilder<D: Dataset, B = Vec<<D as Dataset>::Item>> {
     collate: Collating<D::Item, B>,
     sampling: Option<Sampling>,
     shard: Option<(Rank, WorldSize)>,
+    failure: Option<Failure>,
     tail: Option<Tail>,
     shuffle: bool,
     /// `reuse` was called where it does nothing.
@@ -33,6 +34,7 @@ impl<D: Dataset + 'static> DataLoaderBuilder<D> {
             collate: Collating::All(Arc::new(Ok)),
             sampling: None,
             shard: None,
+            failure: None,
             tail: None,
             shuffle: false,
             reuses_in_vain: false,
@@ -115,6 +117,7 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
             collate,
             sampling: self.sampling,
             shard: self.shard,
+            failure: self.failure,
             tail: self.tail,
             shuffle: self.shuffle,
             // What was to clear batches before is for batches of another type.
@@ -152,12 +155,13 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
 
     /// Loads the part of this rank of `group`. A world of one by default.
     pub fn group(self, group: &ProcessGroup) -> Self {
-        self.shard(group.rank(), group.world_size())
+        let failure = failure_of(group);
+        Self { failure, ..self.shard(group.rank(), group.world_size()) }
     }
 
     /// [`group`](Self::group), for ranks that have none.
     pub fn shard(self, rank: Rank, world_size: WorldSize) -> Self {
-        Self { shard: Some((rank, world_size)), ..self }
+        Self { shard: Some((rank, world_size)), failure: None, ..self }
     }
 
     /// The treatment of the last samples that do not divide evenly among the ranks. By default the sampler's; without one, or with
@@ -267,6 +271,7 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoaderBuilder<D, B> {
             own,
             settings: self.settings,
             progress: Mutex::new(Progress::new(places, shard)),
+            failure: Mutex::new(self.failure),
         };
         if inner.own.is_none() {
             inner.check(samples, shard.1)?;

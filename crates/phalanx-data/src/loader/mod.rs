@@ -20,7 +20,7 @@ pub use self::builder::DataLoaderBuilder;
 use self::collate::Collating;
 use self::order::{Own, Slice, of_rank};
 pub use self::position::Position;
-use crate::settings::{Progress, Settings};
+use crate::settings::{Failure, Progress, Settings, failure_of};
 use crate::{Dataset, Sampling};
 
 /// Loads a data set in batches, pass by pass; PyTorch's `DataLoader`, with torchdata's positions.
@@ -55,6 +55,8 @@ pub(crate) struct Inner<D: Dataset, B> {
     pub own: Option<Own>,
     pub settings: Settings,
     pub progress: Mutex<Progress<ElasticSampler>>,
+    /// Of the group among whose ranks the next pass is divided, if it is known and there are others.
+    pub failure: Mutex<Option<Failure>>,
 }
 
 impl<D: Dataset + 'static> DataLoader<D> {
@@ -134,6 +136,7 @@ impl<D: Dataset + 'static, B: Send + 'static> DataLoader<D, B> {
     pub fn set_group(&self, group: &ProcessGroup) {
         let mut progress = self.inner.progress.lock();
         (progress.shard, progress.worker_rank) = ((group.rank(), group.world_size()), None);
+        *self.inner.failure.lock() = failure_of(group);
     }
 
     /// From the next [`iter`](Self::iter) on, the rank and the world that [`worker_info`](crate::worker_info) says, and of which
@@ -275,6 +278,7 @@ impl<D: Dataset, B> Inner<D, B> {
             own,
             settings: self.settings.clone(),
             progress: Mutex::new(progress),
+            failure: Mutex::new(self.failure.lock().clone()),
         }
     }
 

@@ -8,19 +8,19 @@ use std::time::{Duration, Instant};
 use phalanx::{Error, warn};
 
 use super::work::{Delivered, Reading};
-use super::{Failure, Inner, IterableDataset, Shard, StreamPosition};
+use super::{Inner, IterableDataset, Shard, StreamPosition};
 use crate::error::During;
 use crate::pool::{Missing, Pool};
-use crate::settings::Progress;
+use crate::settings::{Failure, Progress};
 use crate::{LoadError, WorkerInfo};
 
 /// One pass over a stream: what [`StreamLoader::iter`](super::StreamLoader::iter) gives. When it is dropped its threads end; an item
 /// that is being read is waited for, at most 5 s.
 pub struct StreamBatches<D: IterableDataset, B: Send + 'static> {
+    /// None once it can give nothing more. Dropped before `inner`, as in [`Batches`](crate::Batches).
+    pool: Option<Pool<Reading<D, B>>>,
     inner: Arc<Inner<D, B>>,
     pass: u64,
-    /// None once it can give nothing more.
-    pool: Option<Pool<Reading<D, B>>>,
     failure: Option<LoadError>,
     /// Of the group among whose ranks the shards were divided, until it is told.
     groups_failure: Option<Failure>,

@@ -7,9 +7,9 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use phalanx::{Error, ProcessGroup, Rank, Result, WorldSize};
 
-use super::{Failure, Inner, IterableDataset, StreamLoader, StreamPosition, failure_of};
+use super::{Inner, IterableDataset, StreamLoader, StreamPosition};
 use crate::WorkerInfo;
-use crate::settings::{Collate, Progress, Settings, checked};
+use crate::settings::{Collate, Failure, Progress, Settings, checked, failure_of};
 
 /// A position has a number for each shard.
 const MAX_SHARDS: usize = 1 << 20;

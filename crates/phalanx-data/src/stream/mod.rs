@@ -9,13 +9,13 @@ use std::fmt;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use phalanx::{Error, ProcessGroup, Result, WorldSize};
+use phalanx::{ProcessGroup, Result};
 
 pub use self::batches::StreamBatches;
 pub use self::builder::StreamLoaderBuilder;
 pub use self::position::StreamPosition;
 use crate::LoadError;
-use crate::settings::{Collate, Progress, Settings};
+use crate::settings::{Collate, Failure, Progress, Settings, failure_of};
 
 /// Items that come one after the other: of files that are read through, a queue, a socket. PyTorch's `IterableDataset`.
 ///
@@ -99,15 +99,6 @@ pub(crate) struct Inner<D: IterableDataset, B> {
     pub progress: Mutex<Progress<StreamPosition>>,
     /// Of the group among whose ranks the next pass is divided, if there are others.
     pub failure: Mutex<Option<Failure>>,
-}
-
-/// Why a group has failed, if it has.
-pub(crate) type Failure = Arc<dyn Fn() -> Option<Error> + Send + Sync>;
-
-/// What looks whether `group` has failed, if others are in it.
-fn failure_of(group: &ProcessGroup) -> Option<Failure> {
-    let failure: Failure = Arc::new(group.watch_from_outside());
-    (group.world_size() != WorldSize::ONE).then_some(failure)
 }
 
 impl<D: IterableDataset + 'static> StreamLoader<D> {

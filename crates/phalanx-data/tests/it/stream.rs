@@ -2,7 +2,8 @@
 
 use std::collections::BTreeSet;
 use std::sync::Mutex;
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::ThreadId;
 use std::time::Duration;
 
 use phalanx::testing::{Fabric, run};
@@ -277,6 +278,35 @@ fn no_thread_of_an_endless_stream_outlives_its_iterator() {
     seeds.sort_unstable();
     seeds.dedup();
     assert_eq!(seeds.len(), 120, "each item draws from its own seed");
+}
+
+/// Tells which thread has dropped it.
+struct Closing(Sender<ThreadId>);
+
+impl Drop for Closing {
+    fn drop(&mut self) {
+        let _ = self.0.send(std::thread::current().id());
+    }
+}
+
+impl IterableDataset for Closing {
+    type Item = u64;
+    type Stream = Stream<u64>;
+
+    fn stream(&self, shard: &Shard) -> Result<Stream<u64>> {
+        Numbers(60).stream(shard)
+    }
+}
+
+#[test]
+fn the_loop_drops_the_stream_when_all_workers_have_ended() {
+    for workers in [0, 3] {
+        let (closed, told) = channel();
+        let mut batches = StreamLoader::builder(Closing(closed)).num_workers(workers).build().unwrap().iter();
+        batches.next().unwrap().unwrap();
+        drop(batches);
+        assert_eq!(told.try_recv().unwrap(), std::thread::current().id(), "{workers} workers");
+    }
 }
 
 /// Gives for each item its seed, and those of its shard: when it was opened, and as the shard says.

@@ -65,9 +65,9 @@ pub struct ElasticSampler {
     /// The places of the last step, which can be put back until the next step.
     #[serde(skip)]
     last: Option<StepPlaces>,
-    /// The shuffled order of an epoch, once it was needed; clones share it. A slice would be a copy: twice the memory that was checked.
+    /// The shuffled order of the epoch, once it was needed; clones share it. A slice would be a copy: twice the memory that was checked.
     #[serde(skip)]
-    order: Option<(u64, Arc<Vec<usize>>)>,
+    order: Option<Arc<Vec<usize>>>,
 }
 
 /// The places of one step: those that were put back, and then a part of the order.
@@ -213,6 +213,10 @@ impl ElasticSampler {
     /// To the start of `epoch`, also if it is the current one. Do not call it for an epoch that continues from a checkpoint or
     /// a commit: the samples that were consumed would come again.
     pub fn set_epoch(&mut self, epoch: u64) {
+        if epoch != self.epoch {
+            // At once: a clone may be the one that makes the next order, beside this one.
+            self.order = None;
+        }
         (self.epoch, self.consumed) = (epoch, 0);
         self.again.clear();
         self.last = None;
@@ -307,11 +311,8 @@ impl ElasticSampler {
         if !shuffle {
             return None;
         }
-        if self.order.as_ref().is_some_and(|(of, _)| *of != epoch) {
-            self.order = None;
-        }
-        let order = || (epoch, Arc::new(random_permutation(samples, seed.wrapping_add(epoch))));
-        Some(self.order.get_or_insert_with(order).1.clone())
+        let order = || Arc::new(random_permutation(samples, seed.wrapping_add(epoch)));
+        Some(self.order.get_or_insert_with(order).clone())
     }
 }
 
@@ -447,6 +448,20 @@ mod tests {
         let mut ordered = sampler.shuffle(false);
         ordered.check_memory().unwrap();
         assert_eq!(ordered.next_batch(2, Rank::MAIN, WorldSize::ONE), Some(vec![0, 1]));
+    }
+
+    #[test]
+    fn an_order_is_kept_for_its_epoch_alone() {
+        let mut sampler = ElasticSampler::new(10);
+        step(&mut sampler, 1, 2);
+        // As a loader's position has it, of which a pass begins with a clone.
+        let mut position = sampler.clone();
+        let order = Arc::downgrade(sampler.order.as_ref().unwrap());
+        drop(sampler);
+        position.set_epoch(0);
+        assert!(order.upgrade().is_some());
+        position.next_epoch();
+        assert!(order.upgrade().is_none());
     }
 
     #[test]

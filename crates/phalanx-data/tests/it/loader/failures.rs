@@ -3,6 +3,8 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::Sender;
+use std::thread::ThreadId;
 use std::time::Instant;
 
 use phalanx::Error;
@@ -158,6 +160,28 @@ fn no_thread_outlives_its_iterator() {
         batches.by_ref().take(taken).for_each(|batch| drop(batch.unwrap()));
         drop(batches);
         assert_eq!(count.alive(), 0, "{taken} of {items}");
+    }
+}
+
+#[test]
+fn the_loop_drops_the_data_set_when_all_workers_have_ended() {
+    struct Closing(Sender<ThreadId>);
+    impl Drop for Closing {
+        fn drop(&mut self) {
+            let _ = self.0.send(std::thread::current().id());
+        }
+    }
+    for workers in [0, 3] {
+        let (closed, told) = channel();
+        let closing = Closing(closed);
+        let items = Function(60, move |index: usize| {
+            let _open = &closing;
+            Ok(index)
+        });
+        let mut batches = DataLoader::builder(items).num_workers(workers).build().unwrap().iter();
+        batches.next().unwrap().unwrap();
+        drop(batches);
+        assert_eq!(told.try_recv().unwrap(), std::thread::current().id(), "{workers} workers");
     }
 }
 
