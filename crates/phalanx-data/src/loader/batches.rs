@@ -200,6 +200,8 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
             // What the last batch gave can be put back once, and not behind the next one.
             progress.position.put_back(missing);
             progress.shard = (rank, world_size);
+            // The next pass is divided among these ranks, too, whatever became of the group before.
+            *self.inner.failure.lock() = None;
             if changes {
                 progress.worker_rank = None;
             }
@@ -348,6 +350,7 @@ mod tests {
         assert!(told.groups_failure.is_none(), "it was told");
         regrouped.regroup(&[], Rank::MAIN, WorldSize::ONE);
         assert!(regrouped.groups_failure.is_none());
+        assert!(loader.iter().groups_failure.is_none(), "the next pass is divided among the ranks of now");
         let alone = DataLoader::builder(items).build().unwrap();
         assert!(alone.iter().groups_failure.is_none(), "there are no other ranks");
     }
