@@ -246,7 +246,7 @@ impl Checkpoints {
     /// # Errors
     /// What `fill` returns; then nothing is written. The failure of the previous write; then the snapshot is written
     /// all the same. If the previous write has not ended when the time-out passes; then `fill` is not called, and nothing is written. On the other
-    /// ranks, if rank 0 of the group was lost.
+    /// ranks, from the second call after rank 0 of the group was lost; the first one warns.
     pub fn save(&self, step: u64, fill: impl FnOnce(&mut Snapshot) -> Result<()>) -> Result<()> {
         if !self.group.rank().is_main() {
             return self.check_main_saves(step);
@@ -262,25 +262,29 @@ impl Checkpoints {
     }
 
     /// Whether rank 0 saves what this rank leaves to it. In an elastic job whose ranks go on in another group after a [step](elastic::Context::step), it may
-    /// have been lost.
+    /// have been lost. At first that is a warning: a rank may know of the loss a step before `Step::changed` says that the checkpoints can be opened anew.
     fn check_main_saves(&self, step: u64) -> Result<()> {
         const REMEDY: &str = "open the checkpoints anew with the group of now: at the beginning of an elastic loop, and in it when `Step::changed` is true";
         let Some(cause) = self.group.watched_failure() else { return Ok(()) };
-        if let Some(main) = cause.peer().filter(|peer| peer.is_main()) {
-            // The program is told.
-            let _ = self.group.failure();
-            return Err(Error::aborted(format!(
-                "nobody saves the checkpoint of step {step}: rank 0 of these checkpoints' group was lost ({cause})"
-            ))
-            .with_peer(main)
-            .with_remedy(REMEDY));
+        let has_warned = self.warned.swap(true, Ordering::Relaxed);
+        let Some(main) = cause.peer().filter(|peer| peer.is_main()) else {
+            if !has_warned {
+                notice::warn(format_args!(
+                    "these checkpoints' group has failed ({cause}): whether its rank 0 still saves is not known to this rank; {REMEDY}"
+                ));
+            }
+            return Ok(());
+        };
+        let unsaved = format!(
+            "nobody saves the checkpoint of step {step}: rank 0 of these checkpoints' group was lost ({cause})"
+        );
+        if !has_warned {
+            notice::warn(format_args!("{unsaved}; {REMEDY}"));
+            return Ok(());
         }
-        if !self.warned.swap(true, Ordering::Relaxed) {
-            notice::warn(format_args!(
-                "these checkpoints' group has failed ({cause}): whether its rank 0 still saves is not known to this rank; {REMEDY}"
-            ));
-        }
-        Ok(())
+        // The program is told.
+        let _ = self.group.failure();
+        Err(Error::aborted(unsaved).with_peer(main).with_remedy(REMEDY))
     }
 
     /// Saves a state after `step` of which each rank has a part. All ranks call this together. On every rank `fill`
