@@ -1144,7 +1144,8 @@ class ProcessGroup(dist.ProcessGroup):
         staged = _Staged(_sharers(output.dtype, op, self.size()))
         wider = _widened(output, op, [input])
         own, into = staged.lend(input, written=False, type=wider), staged.lend(output, type=wider)
-        _check_layout("reduce_scatter_single", ("input", own), ("output", into), self.size())
+        # Not of what is lent, which may have a dimension more.
+        _check_layout("reduce_scatter_single", ("input", input), ("output", output), self.size())
         op = _told(staged.averaged(op, [into], self.size()), output.dtype, wider)
         return self._call(
             "reduce_scatter_single",

@@ -226,6 +226,9 @@ def averages_of_integers(rank, world):
         assert part.tolist() == expected[1], dtype
         dist.reduce_scatter(part.zero_(), [values[1]] * world, dist.ReduceOp.AVG)
         assert part.tolist() == expected[1], dtype
+    # The shapes in errors are the program's.
+    with pytest.raises(ValueError, match=rf"and not \(3, {2 * world}\): its elements"):
+        dist.reduce_scatter_tensor(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2 * world, dtype=torch.int64), dist.ReduceOp.AVG)
     # Of one sign only, so that rounding shows.
     tensor = torch.tensor([-1 if rank == 0 else 0])
     dist.all_reduce(tensor, dist.ReduceOp.AVG)

@@ -343,6 +343,18 @@ def test_the_gradient_of_gathered_rows_is_of_the_rank_s_own_also_beside_ranks_th
     run(3, _gathers_beside_joined_ranks)
 
 
+def _gathers_and_joins_without_a_backward_pass(rank):
+    every = hvd.allgather(torch.zeros(rank + 1, requires_grad=rank > 0))
+    if rank > 0:
+        with pytest.raises(ValueError, match=r"\[6\] rows were gathered, and the ranks in its backward pass, \[1, 2\], brought \[5\]"):
+            every.sum().backward()
+    hvd.join()
+
+
+def test_gathered_rows_of_a_rank_that_has_joined_without_a_backward_pass_are_an_error():
+    run(3, _gathers_and_joins_without_a_backward_pass)
+
+
 def _unnamed_around_a_join(rank):
     own = hvd.SyncBatchNorm(2)
     for step in range(rank + 1):

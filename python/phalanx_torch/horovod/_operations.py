@@ -502,6 +502,12 @@ class _Allgather(torch.autograd.Function):
         own_rank = process_set.rank()
         # Each with its rank: one that has joined brings none.
         counts = allgather_(torch.tensor([[own_rank, *ctx.rows]], device="cpu"), process_set)
+        gathered, counted = [gradient.shape[0] for gradient in gradients], counts[:, 1:].sum(0).tolist()
+        if counted != gathered:
+            raise ValueError(
+                f"allgather: {gathered} rows were gathered, and the ranks in its backward pass, {counts[:, 0].tolist()}, brought {counted}: which are this "
+                "rank's is not known. Call backward() on every rank whose rows were gathered, before it calls join()"
+            )
         reduced = _applied(_Allreduce, True, None, Average, 1.0, 1.0, process_set, *gradients)
         before = counts[counts[:, 0] < own_rank, 1:].sum(0).tolist()
         own = [gradient[start : start + rows] for gradient, start, rows in zip(reduced, before, ctx.rows)]
