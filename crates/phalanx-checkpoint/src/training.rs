@@ -170,32 +170,20 @@ pub fn save_to<S: TrainingState>(state: &S, snapshot: &mut Snapshot) -> Result<(
 }
 
 /// Checks that a program's `progress`, which is saved as the part `name`, can be read again. A part has neither the names of fields nor their types, so
-/// some types can only be written, and the job could never resume.
+/// some types can only be written, and the job could never resume, or go back to a commit.
 ///
 /// # Errors
 /// If it cannot be written, or what is written cannot be read as this type.
 pub fn check_readable<T: Serialize + DeserializeOwned>(progress: &T, name: &str) -> Result<()> {
-    let mut bytes = Vec::new();
-    object::write(progress, &mut bytes, &format!("the part {name:?}"))?;
-    let cause = match postcard::take_from_bytes::<T>(&bytes) {
-        Ok((_, [])) => return Ok(()),
-        Ok((_, rest)) => format!("{} bytes are left over", rest.len()),
-        Err(error) => error.to_string(),
-    };
-    Err(Error::invalid_argument(format!(
-        "the part {name:?} could be written, and not be loaded again: {cause}"
-    ))
-    .with_remedy(
-        "take `tag`, `untagged` and `skip_serializing_if` out of the serde attributes of its type, and `serde_json::Value` out of its fields; \
-         a String of JSON may be one",
-    ))
+    object::check_readable(progress, &format!("the part {name:?}"))
 }
 
 /// Writes all but what `ranks` ranks save of their own in the hook; 0 if none does, as in the commits of an elastic job, which then do not read it.
 ///
 /// # Errors
-/// As [`TrainingState::write`].
+/// As [`TrainingState::write`] and [`TrainingState::check_readable`].
 pub fn save_common<S: TrainingState>(state: &S, writer: &mut impl StateWriter, ranks: usize) -> Result<()> {
+    state.check_readable()?;
     state.write(writer)?;
     let hook = if ranks == 0 { state.common_hook_state()? } else { state.hook_state()? };
     save_hook(state, hook.as_ref(), writer, ranks)

@@ -163,7 +163,6 @@ impl<M: Module, T: Serialize + DeserializeOwned> ModelState<M, T> {
     /// # Errors
     /// If a tensor or the progress cannot be written, or the progress could not be loaded again.
     pub fn save_to(&self, snapshot: &mut Snapshot) -> Result<()> {
-        training::check_readable(&self.progress, "progress")?;
         self.write(snapshot)
     }
 
@@ -182,6 +181,7 @@ impl<M: Module, T: Serialize + DeserializeOwned> ModelState<M, T> {
     }
 
     fn write(&self, writer: &mut impl StateWriter) -> Result<()> {
+        training::check_readable(&self.progress, "progress")?;
         self.settle_buffers();
         model::save((self.model(), Select::All), &self.inventory.state, writer, "model")?;
         moments::save(&self.optimizer, &self.inventory.state, writer, ("optimizer", "optimizer"))?;

@@ -13,6 +13,7 @@ use serde::de::DeserializeOwned;
 use super::Parts;
 use crate::error::Result;
 use crate::group::ProcessGroup;
+use crate::wire::object;
 
 /// What all ranks have in common and a new rank needs: parameters, the optimizer's state, the position in the data.
 ///
@@ -89,7 +90,8 @@ pub trait State {
     }
 }
 
-/// Makes a state of any type that serde can serialize; it is one part, encoded by postcard.
+/// Makes a state of any type that serde can serialize; it is one part, encoded by postcard. Types that could be saved so, and not be loaded again, are
+/// refused when [`run`](super::run()) begins: enums with serde's `tag` or `untagged`, and `serde_json::Value`.
 ///
 /// ```
 /// use phalanx::elastic::Plain;
@@ -103,11 +105,40 @@ const PLAIN: &str = "state";
 
 impl<T: Serialize + DeserializeOwned> State for Plain<T> {
     fn save(&self, parts: &mut Parts) -> Result<()> {
+        // Once, before the first round: a state may be large.
+        if parts.total_bytes() == 0 {
+            object::check_readable(&self.0, "the state")?;
+        }
         parts.serialize(PLAIN, &self.0)
     }
 
     fn load(&mut self, parts: &Parts) -> Result<()> {
         self.0 = parts.deserialize(PLAIN)?;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde::Deserialize;
+
+    use super::super::snapshot::Snapshot;
+    use super::*;
+
+    #[test]
+    fn a_state_that_could_not_be_loaded_again_is_refused_before_the_first_round() {
+        #[derive(Serialize, Deserialize)]
+        #[serde(untagged)]
+        enum Phase {
+            Steps(u64),
+            Name(String),
+        }
+
+        for phase in [Phase::Steps(3), Phase::Name("warm-up".to_owned())] {
+            let error = Snapshot::of(&Plain(phase)).unwrap_err();
+            let is_told = error.to_string().contains("the state could be written, and not be loaded again");
+            assert!(is_told && error.is_invalid_argument() && error.remedy().is_some(), "{error}");
+        }
+        Snapshot::of(&Plain((3_u64, "warm-up".to_owned()))).unwrap();
     }
 }

@@ -3,6 +3,7 @@
 use postcard::Error as Refusal;
 use postcard::ser_flavors::Flavor;
 use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 use crate::error::{Error, Result};
 
@@ -33,6 +34,25 @@ impl Flavor for Growing<'_> {
 /// If it cannot be written, or there is no memory for it: a `Vec` that grew without asking would end the process.
 pub fn write<T: Serialize + ?Sized>(value: &T, bytes: &mut Vec<u8>, what: &str) -> Result<()> {
     postcard::serialize_with_flavor(value, Growing(bytes)).map_err(|error| unwritten(what, error))
+}
+
+/// Checks that `value`, which errors call `what`, can be read again when it has been written. Neither the names of fields nor their types are written, so
+/// some types can only be written.
+///
+/// # Errors
+/// If it cannot be written, or what is written cannot be read as this type.
+pub fn check_readable<T: Serialize + DeserializeOwned>(value: &T, what: &str) -> Result<()> {
+    let mut bytes = Vec::new();
+    write(value, &mut bytes, what)?;
+    let cause = match postcard::take_from_bytes::<T>(&bytes) {
+        Ok((_, [])) => return Ok(()),
+        Ok((_, rest)) => format!("{} bytes are left over", rest.len()),
+        Err(error) => error.to_string(),
+    };
+    Err(Error::invalid_argument(format!("{what} could be written, and not be loaded again: {cause}")).with_remedy(
+        "take `tag`, `untagged` and `skip_serializing_if` out of the serde attributes of its type, and `serde_json::Value` out of its fields; \
+         a String of JSON may be one",
+    ))
 }
 
 /// Why `what` could not be written, by a flavor that takes memory as [`write()`] does.
