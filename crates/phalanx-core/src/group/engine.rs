@@ -180,19 +180,22 @@ impl Engine {
         if sequence.0.saturating_sub(self.workspace_used.0) > IDLE_CALLS {
             self.workspace = AlignedBytes::default();
         }
-        // What is gathered by all goes on in place: each rank's elements to their own place first.
+        // What is gathered by all goes on in place: each rank's elements to their own place first. In rounds a message has the elements of
+        // several ranks, so its length alone does not show that the ranks' counts differ.
         let even;
-        let mut memory = match memory {
-            Memory::OutOfPlace { input, output } if call.operation == Operation::AllGather => {
+        let (call, mut memory) = match (call.operation, memory) {
+            (Operation::AllGather, Memory::OutOfPlace { input, output }) => {
                 even = Counts::even(input.len() / call.dtype.size(), self.world);
-                self.at_own_place(call, input, output, &even)
+                (call, self.at_own_place(call, input, output, &even))
             }
-            Memory::OutOfPlaceV { input, output, received, sent: _ }
-                if call.operation == Operation::AllGatherV =>
-            {
-                self.at_own_place(call, input, output, received)
+            (Operation::AllGather, Memory::InPlace(data)) => {
+                even = Counts::even(data.len() / call.dtype.size() / self.world.count(), self.world);
+                (call, Memory::InPlaceV { data, counts: &even })
             }
-            other => other,
+            (Operation::AllGatherV, Memory::OutOfPlaceV { input, output, received, sent: _ }) => {
+                (call.in_parts(received.lengths()), self.at_own_place(call, input, output, received))
+            }
+            (_, memory) => (call, memory),
         };
         if let Some(hierarchy) = self.hierarchy.clone() {
             memory = match (memory, Hierarchical::of(call.operation)) {
@@ -248,7 +251,7 @@ impl Engine {
         data: &mut [u8],
         deadline: Deadline,
     ) -> Result<()> {
-        let plan = self.plan(&call, data.len() / call.dtype.size());
+        let plan = self.plan(&call, data.len() / call.dtype.size())?;
         self.execute(call, sequence, &plan, Space::One(data), deadline)
     }
 
@@ -293,11 +296,11 @@ impl Engine {
         outcome
     }
 
-    /// The plan of a collective whose buffer holds `elements` on this rank.
-    fn plan(&self, call: &Call, elements: usize) -> Plan {
+    /// The plan of a collective in place whose buffer holds `elements` on this rank.
+    fn plan(&self, call: &Call, elements: usize) -> Result<Plan> {
         let (rank, world, dtype) = (self.rank, self.world, call.dtype);
         let (root, row) = (call.root.unwrap_or(Rank::MAIN), &self.choice.row);
-        match call.operation {
+        Ok(match call.operation {
             Operation::AllReduce | Operation::AllReduceCoalesced => {
                 collective::all_reduce(row, rank, world, dtype, elements)
             }
@@ -308,20 +311,20 @@ impl Engine {
             }
             Operation::ReduceScatter => collective::reduce_scatter(rank, world, elements),
             Operation::Barrier => collective::dissemination(rank, world),
-            // Not a collective; it has connections of its own.
-            Operation::PointToPoint => Plan::new(),
-            // Never in place.
-            Operation::Gather
+            // They are never in place, have connections of their own, or a plan that is made from the counts.
+            Operation::PointToPoint
+            | Operation::Gather
             | Operation::Scatter
             | Operation::AllToAll
             | Operation::AllToAllV
-            | Operation::MonitoredBarrier => Plan::new(),
-            // Their plans are made from the counts.
-            Operation::ReduceScatterV
+            | Operation::MonitoredBarrier
+            | Operation::ReduceScatterV
             | Operation::AllGather
             | Operation::AllGatherV
-            | Operation::AllGatherVInPlace => Plan::new(),
-        }
+            | Operation::AllGatherVInPlace => {
+                return Err(Error::protocol(format!("{} has no plan in place", call.operation.name())));
+            }
+        })
     }
 
     /// Any error in here leaves the connections in an unknown state, so it fails the whole group.
