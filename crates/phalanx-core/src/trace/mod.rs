@@ -146,7 +146,7 @@ struct Record {
 #[derive(Default)]
 struct Log {
     events: Vec<Event>,
-    /// How many came when there was no more room.
+    /// How many have come since the beginning when there was no more room.
     left_out: u64,
     /// How many of these the file mentions.
     told: u64,
@@ -198,6 +198,9 @@ impl Trace {
     fn sharing(mut self, noted: &Arc<AtomicUsize>) -> Self {
         if let Some(record) = self.record.as_mut().and_then(Arc::get_mut) {
             record.noted = Arc::clone(noted);
+            let before = noted.load(Ordering::Relaxed).saturating_sub(record.limit) as u64;
+            let log = record.log.get_mut();
+            (log.left_out, log.told) = (before, before);
         }
         self
     }
@@ -307,8 +310,9 @@ impl From<String> for TraceValue {
 impl Record {
     fn note(&self, event: Event) {
         let mut log = self.log.lock();
-        if self.noted.fetch_add(1, Ordering::Relaxed) >= self.limit {
-            log.left_out += 1;
+        let before = self.noted.fetch_add(1, Ordering::Relaxed);
+        if before >= self.limit {
+            log.left_out = (before - self.limit) as u64 + 1;
             return;
         }
         log.events.push(event);
