@@ -40,7 +40,8 @@ impl Parts {
         })
     }
 
-    /// Saves `value` as the part `name`, as postcard writes it.
+    /// Saves `value` as the part `name`, as postcard writes it. Some types can be written so, and not be read again: enums with serde's `tag` or
+    /// `untagged`, fields with `skip_serializing_if`, and `serde_json::Value`.
     ///
     /// # Errors
     /// As [`put`](Self::put), and if the value cannot be written.
