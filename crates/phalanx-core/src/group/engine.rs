@@ -180,19 +180,21 @@ impl Engine {
         if sequence.0.saturating_sub(self.workspace_used.0) > IDLE_CALLS {
             self.workspace = AlignedBytes::default();
         }
-        // What is gathered by all goes on in place: each rank's elements to their own place first.
+        // What is gathered by all goes on in place: each rank's elements to their own place first. An asynchronous call has them there.
         let even;
-        let mut memory = match memory {
-            Memory::OutOfPlace { input, output } if call.operation == Operation::AllGather => {
-                even = Counts::even(input.len() / call.dtype.size(), self.world);
+        let mut memory = match (call.operation, memory) {
+            (Operation::AllGather, Memory::OutOfPlace { input, output }) => {
+                even = self.even_counts(call, output);
                 self.at_own_place(call, input, output, &even)
             }
-            Memory::OutOfPlaceV { input, output, received, sent: _ }
-                if call.operation == Operation::AllGatherV =>
-            {
+            (Operation::AllGather, Memory::InPlace(data)) => {
+                even = self.even_counts(call, data);
+                Memory::InPlaceV { data, counts: &even }
+            }
+            (Operation::AllGatherV, Memory::OutOfPlaceV { input, output, received, sent: _ }) => {
                 self.at_own_place(call, input, output, received)
             }
-            other => other,
+            (_, other) => other,
         };
         if let Some(hierarchy) = self.hierarchy.clone() {
             memory = match (memory, Hierarchical::of(call.operation)) {
@@ -202,11 +204,23 @@ impl Engine {
                 (Memory::InPlaceV { data, counts }, _) => {
                     return self.in_place_v_by_hosts(&hierarchy, (call, sequence), data, counts, timeout);
                 }
-                (Memory::OutOfPlace { input, output }, _)
-                    if call.operation == Operation::ReduceScatter
-                        && (hierarchy.turns() == 1 || self.reduces_whole(input.len())) =>
+                // Asynchronous calls are in place, and blocking ones are not: ranks may make one call in both ways.
+                (Memory::InPlace(data), None)
+                    if self.scatters_by_hosts(&hierarchy, call.operation, data.len()) =>
                 {
-                    let counts = Counts::even(output.len() / call.dtype.size(), self.world);
+                    let counts = self.even_counts(call, data);
+                    return self.reduce_scatter_by_hosts(
+                        &hierarchy,
+                        (call, sequence),
+                        data,
+                        &counts,
+                        timeout,
+                    );
+                }
+                (Memory::OutOfPlace { input, output }, None)
+                    if self.scatters_by_hosts(&hierarchy, call.operation, input.len()) =>
+                {
+                    let counts = self.even_counts(call, input);
                     return self.through_copy((call, sequence), input, output, |engine, data| {
                         engine.reduce_scatter_by_hosts(&hierarchy, (call, sequence), data, &counts, timeout)
                     });
@@ -248,7 +262,7 @@ impl Engine {
         data: &mut [u8],
         deadline: Deadline,
     ) -> Result<()> {
-        let plan = self.plan(&call, data.len() / call.dtype.size());
+        let plan = self.plan(&call, data.len() / call.dtype.size())?;
         self.execute(call, sequence, &plan, Space::One(data), deadline)
     }
 
@@ -274,6 +288,16 @@ impl Engine {
         collective::reduces_whole(&self.choice.row, self.world, bytes)
     }
 
+    /// Whether `operation` is a `reduce_scatter`, and one of `bytes` bytes goes by hosts.
+    fn scatters_by_hosts(&self, hierarchy: &Hierarchy, operation: Operation, bytes: usize) -> bool {
+        operation == Operation::ReduceScatter && (hierarchy.turns() == 1 || self.reduces_whole(bytes))
+    }
+
+    /// The counts of a call in which each rank has an equal part of `whole`.
+    fn even_counts(&self, call: Call, whole: &[u8]) -> Counts {
+        Counts::even(whole.len() / call.dtype.size() / self.world.count(), self.world)
+    }
+
     /// Lends `bytes` bytes of scratch memory. If there are none, the group fails: the other ranks would wait for this one.
     fn with_workspace(
         &mut self,
@@ -293,11 +317,11 @@ impl Engine {
         outcome
     }
 
-    /// The plan of a collective whose buffer holds `elements` on this rank.
-    fn plan(&self, call: &Call, elements: usize) -> Plan {
+    /// The plan of a collective in place whose buffer holds `elements` on this rank.
+    fn plan(&self, call: &Call, elements: usize) -> Result<Plan> {
         let (rank, world, dtype) = (self.rank, self.world, call.dtype);
         let (root, row) = (call.root.unwrap_or(Rank::MAIN), &self.choice.row);
-        match call.operation {
+        Ok(match call.operation {
             Operation::AllReduce | Operation::AllReduceCoalesced => {
                 collective::all_reduce(row, rank, world, dtype, elements)
             }
@@ -308,20 +332,21 @@ impl Engine {
             }
             Operation::ReduceScatter => collective::reduce_scatter(rank, world, elements),
             Operation::Barrier => collective::dissemination(rank, world),
-            // Not a collective; it has connections of its own.
-            Operation::PointToPoint => Plan::new(),
-            // Never in place.
+            // Never in place, with counts, or no collective: without a plan nothing would be sent, and the result be wrong.
             Operation::Gather
             | Operation::Scatter
             | Operation::AllToAll
             | Operation::AllToAllV
-            | Operation::MonitoredBarrier => Plan::new(),
-            // Their plans are made from the counts.
-            Operation::ReduceScatterV
+            | Operation::ReduceScatterV
             | Operation::AllGather
             | Operation::AllGatherV
-            | Operation::AllGatherVInPlace => Plan::new(),
-        }
+            | Operation::AllGatherVInPlace
+            | Operation::MonitoredBarrier
+            | Operation::PointToPoint => {
+                let name = call.operation.name();
+                return Err(Error::protocol(format!("{name} has no plan in place with equal counts")));
+            }
+        })
     }
 
     /// Any error in here leaves the connections in an unknown state, so it fails the whole group.
