@@ -180,21 +180,22 @@ impl Engine {
         if sequence.0.saturating_sub(self.workspace_used.0) > IDLE_CALLS {
             self.workspace = AlignedBytes::default();
         }
-        // What is gathered by all goes on in place: each rank's elements to their own place first. An asynchronous call has them there.
+        // What is gathered by all goes on in place: each rank's elements to their own place first. In rounds a message has the elements of
+        // several ranks, so its length alone does not show that the ranks' counts differ.
         let even;
-        let mut memory = match (call.operation, memory) {
+        let (call, mut memory) = match (call.operation, memory) {
             (Operation::AllGather, Memory::OutOfPlace { input, output }) => {
-                even = self.even_counts(call, output);
-                self.at_own_place(call, input, output, &even)
+                even = Counts::even(input.len() / call.dtype.size(), self.world);
+                (call, self.at_own_place(call, input, output, &even))
             }
             (Operation::AllGather, Memory::InPlace(data)) => {
-                even = self.even_counts(call, data);
-                Memory::InPlaceV { data, counts: &even }
+                even = Counts::even(data.len() / call.dtype.size() / self.world.count(), self.world);
+                (call, Memory::InPlaceV { data, counts: &even })
             }
             (Operation::AllGatherV, Memory::OutOfPlaceV { input, output, received, sent: _ }) => {
-                self.at_own_place(call, input, output, received)
+                (call.in_parts(received.lengths()), self.at_own_place(call, input, output, received))
             }
-            (_, other) => other,
+            (_, memory) => (call, memory),
         };
         if let Some(hierarchy) = self.hierarchy.clone() {
             memory = match (memory, Hierarchical::of(call.operation)) {
@@ -204,23 +205,17 @@ impl Engine {
                 (Memory::InPlaceV { data, counts }, _) => {
                     return self.in_place_v_by_hosts(&hierarchy, (call, sequence), data, counts, timeout);
                 }
-                // Asynchronous calls are in place, and blocking ones are not: ranks may make one call in both ways.
-                (Memory::InPlace(data), None)
-                    if self.scatters_by_hosts(&hierarchy, call.operation, data.len()) =>
-                {
-                    let counts = self.even_counts(call, data);
-                    return self.reduce_scatter_by_hosts(
-                        &hierarchy,
-                        (call, sequence),
-                        data,
-                        &counts,
-                        timeout,
-                    );
+                // An asynchronous call is in place, and a blocking one is not: ranks may make one call in both ways.
+                (Memory::InPlace(data), None) if self.scatters_by_hosts(&hierarchy, call, data.len()) => {
+                    let counts =
+                        Counts::even(data.len() / call.dtype.size() / self.world.count(), self.world);
+                    let call = (call, sequence);
+                    return self.reduce_scatter_by_hosts(&hierarchy, call, data, &counts, timeout);
                 }
                 (Memory::OutOfPlace { input, output }, None)
-                    if self.scatters_by_hosts(&hierarchy, call.operation, input.len()) =>
+                    if self.scatters_by_hosts(&hierarchy, call, input.len()) =>
                 {
-                    let counts = self.even_counts(call, input);
+                    let counts = Counts::even(output.len() / call.dtype.size(), self.world);
                     return self.through_copy((call, sequence), input, output, |engine, data| {
                         engine.reduce_scatter_by_hosts(&hierarchy, (call, sequence), data, &counts, timeout)
                     });
@@ -288,14 +283,9 @@ impl Engine {
         collective::reduces_whole(&self.choice.row, self.world, bytes)
     }
 
-    /// Whether `operation` is a `reduce_scatter`, and one of `bytes` bytes goes by hosts.
-    fn scatters_by_hosts(&self, hierarchy: &Hierarchy, operation: Operation, bytes: usize) -> bool {
-        operation == Operation::ReduceScatter && (hierarchy.turns() == 1 || self.reduces_whole(bytes))
-    }
-
-    /// The counts of a call in which each rank has an equal part of `whole`.
-    fn even_counts(&self, call: Call, whole: &[u8]) -> Counts {
-        Counts::even(whole.len() / call.dtype.size() / self.world.count(), self.world)
+    /// Whether `call` is a `reduce_scatter`, and one of `bytes` bytes goes by hosts.
+    fn scatters_by_hosts(&self, hierarchy: &Hierarchy, call: Call, bytes: usize) -> bool {
+        call.operation == Operation::ReduceScatter && (hierarchy.turns() == 1 || self.reduces_whole(bytes))
     }
 
     /// Lends `bytes` bytes of scratch memory. If there are none, the group fails: the other ranks would wait for this one.
@@ -332,19 +322,18 @@ impl Engine {
             }
             Operation::ReduceScatter => collective::reduce_scatter(rank, world, elements),
             Operation::Barrier => collective::dissemination(rank, world),
-            // Never in place, with counts, or no collective: without a plan nothing would be sent, and the result be wrong.
-            Operation::Gather
+            // They are never in place, have connections of their own, or a plan that is made from the counts.
+            Operation::PointToPoint
+            | Operation::Gather
             | Operation::Scatter
             | Operation::AllToAll
             | Operation::AllToAllV
+            | Operation::MonitoredBarrier
             | Operation::ReduceScatterV
             | Operation::AllGather
             | Operation::AllGatherV
-            | Operation::AllGatherVInPlace
-            | Operation::MonitoredBarrier
-            | Operation::PointToPoint => {
-                let name = call.operation.name();
-                return Err(Error::protocol(format!("{name} has no plan in place with equal counts")));
+            | Operation::AllGatherVInPlace => {
+                return Err(Error::protocol(format!("{} has no plan in place", call.operation.name())));
             }
         })
     }

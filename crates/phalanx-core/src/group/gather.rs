@@ -91,12 +91,11 @@ impl ProcessGroup {
     /// count, or `output` does not have the sum of all; and if the ranks' counts differ.
     #[doc(alias = "allgatherv")]
     pub fn all_gather_v<T: Element>(&self, input: &[T], output: &mut [T], counts: &[usize]) -> Result<()> {
-        let parts = Counts::new(counts, self.world_size())?;
-        self.check_all_gather_v(input.len(), output.len(), &parts)?;
+        let counts = Counts::new(counts, self.world_size())?;
+        self.check_all_gather_v(input.len(), output.len(), &counts)?;
         let (input, output) = (bytemuck::cast_slice(input), bytemuck::cast_slice_mut(output));
-        let memory = Memory::OutOfPlaceV { input, output, sent: &parts, received: &parts };
-        let call = self.call_of::<T>(Operation::AllGatherV, parts.total());
-        self.run(call.in_parts(counts.iter().copied()), memory)
+        let memory = Memory::OutOfPlaceV { input, output, sent: &counts, received: &counts };
+        self.run(self.call_of::<T>(Operation::AllGatherV, counts.total()), memory)
     }
 
     /// As [`all_gather_v`](Self::all_gather_v); [`Work::wait`] returns a buffer with all ranks' elements.
@@ -104,16 +103,11 @@ impl ProcessGroup {
     /// # Errors
     /// At once if the group has failed, the counts do not fit or there is too little memory; otherwise from [`Work::wait`].
     pub fn all_gather_v_async(&self, buffer: Buffer, counts: &[usize]) -> Result<Work> {
-        let parts = Counts::new(counts, self.world_size())?;
-        self.check_all_gather_v(buffer.len(), parts.total(), &parts)?;
-        let output = Buffer::try_zeroed(buffer.dtype(), parts.total())?;
-        let call = self.call(Operation::AllGatherV, buffer.dtype(), parts.total());
-        self.start_out_of_place_v(
-            call.in_parts(counts.iter().copied()),
-            buffer,
-            output,
-            (parts.clone(), parts),
-        )
+        let counts = Counts::new(counts, self.world_size())?;
+        self.check_all_gather_v(buffer.len(), counts.total(), &counts)?;
+        let output = Buffer::try_zeroed(buffer.dtype(), counts.total())?;
+        let call = self.call(Operation::AllGatherV, buffer.dtype(), counts.total());
+        self.start_out_of_place_v(call, buffer, output, (counts.clone(), counts))
     }
 
     /// As [`all_gather_v_async`](Self::all_gather_v_async), but each rank's elements are already at their place in

@@ -57,6 +57,11 @@ impl Counts {
         self.displacements[index]..self.displacements[index + 1]
     }
 
+    /// How many elements each rank has.
+    pub fn lengths(&self) -> impl ExactSizeIterator<Item = usize> {
+        self.displacements.windows(2).map(|ends| ends[1] - ends[0])
+    }
+
     /// The elements of these ranks together.
     pub fn of_all(&self, ranks: Range<usize>) -> Range<usize> {
         self.displacements[ranks.start]..self.displacements[ranks.end]
