@@ -549,7 +549,7 @@ fn a_panic_of_one_rank_is_the_others_error() {
 type Collective = fn(&ProcessGroup) -> phalanx::Result<()>;
 
 /// Collectives of four ranks, each with what an error says of it.
-const CALLS: [(&str, Collective); 20] = [
+const CALLS: [(&str, Collective); 22] = [
     ("all_reduce(sum, 8 x f32)", |g| g.all_reduce(&mut [0f32; 8], ReduceOp::Sum)),
     ("all_reduce(max, 8 x f32)", |g| g.all_reduce(&mut [0f32; 8], ReduceOp::Max)),
     ("all_reduce(sum, 9 x f32)", |g| g.all_reduce(&mut [0f32; 9], ReduceOp::Sum)),
@@ -561,7 +561,10 @@ const CALLS: [(&str, Collective); 20] = [
     ("reduce(sum, 8 x f32, root 1)", |g| g.reduce(&mut [0f32; 8], Rank::new(1), ReduceOp::Sum)),
     ("reduce(sum, 8 x f32, root 2)", |g| g.reduce(&mut [0f32; 8], Rank::new(2), ReduceOp::Sum)),
     ("all_gather(8 x f32)", |g| g.all_gather(&[0f32; 8], &mut [0f32; 32])),
+    // So long that each rank of a host exchanges a part with other hosts.
+    ("all_gather(90000 x f32)", |g| g.all_gather(&vec![0f32; 90_000], &mut vec![0f32; 360_000])),
     ("reduce_scatter(sum, 8 x f32)", |g| g.reduce_scatter(&[0f32; 8], &mut [0f32; 2], ReduceOp::Sum)),
+    ("reduce_scatter(sum, 360000 x f32)", |g| scatter_sums(g, 360_000)),
     ("gather(8 x f32, root 0)", |g| gather(g, Rank::MAIN)),
     ("gather(8 x f32, root 2)", |g| gather(g, Rank::new(2))),
     ("scatter(8 x f32, root 1)", |g| scatter(g, Rank::new(1))),
@@ -571,6 +574,10 @@ const CALLS: [(&str, Collective); 20] = [
     ("barrier", ProcessGroup::barrier),
     ("monitored_barrier", |g| g.monitored_barrier(WAIT_LIMIT)),
 ];
+
+fn scatter_sums(group: &ProcessGroup, length: usize) -> phalanx::Result<()> {
+    group.reduce_scatter(&vec![0f32; length], &mut vec![0f32; length / 4], ReduceOp::Sum)
+}
 
 fn gather(group: &ProcessGroup, root: Rank) -> phalanx::Result<()> {
     let length = if group.rank() == root { 32 } else { 0 };
