@@ -592,20 +592,36 @@ fn scatter(group: &ProcessGroup, root: Rank) -> phalanx::Result<()> {
 /// Within each host all call the same, so that only hosts can learn from each other that they differ.
 #[test]
 fn hosts_that_call_different_collectives_all_see_both_calls() {
+    all_differ(Fabric::TwoHosts, &CALLS);
+}
+
+/// Of few elements and of many: two neighbours may exchange all that they would in the same call, and then wait for ranks that send them nothing.
+#[test]
+fn ranks_that_call_the_same_collective_with_other_lengths_all_see_both_calls() {
+    let names = ["all_reduce(sum", "all_gather(", "reduce_scatter("];
+    let is_among = |call: &(&str, Collective)| names.iter().any(|name| call.0.starts_with(name));
+    let calls: Vec<_> = CALLS.into_iter().filter(is_among).collect();
+    for fabric in [Fabric::InProcess, Fabric::Tcp] {
+        all_differ(fabric, &calls);
+    }
+}
+
+/// Each two of these calls, on one half of the ranks each.
+fn all_differ(fabric: Fabric, calls: &[(&'static str, Collective)]) {
     let pairs: Vec<(usize, usize)> =
-        (0..CALLS.len()).flat_map(|one| (0..one).map(move |other| (one, other))).collect();
+        (0..calls.len()).flat_map(|one| (0..one).map(move |other| (one, other))).collect();
     // They mostly wait.
     for some in pairs.chunks(16) {
         std::thread::scope(|scope| {
             for &(one, other) in some {
-                scope.spawn(move || differ(CALLS[one], CALLS[other]));
+                scope.spawn(move || differ(fabric, calls[one], calls[other]));
             }
         });
     }
 }
 
-fn differ((one, call_one): (&str, Collective), (other, call_other): (&str, Collective)) {
-    let errors = run(4, Fabric::TwoHosts, |group| {
+fn differ(fabric: Fabric, (one, call_one): (&str, Collective), (other, call_other): (&str, Collective)) {
+    let errors = run(4, fabric, |group| {
         within(WAIT_LIMIT, &group, |group| {
             let outcome = if group.rank().get() < 2 { call_one(group) } else { call_other(group) };
             // A rank that only sends has done its part, and hears of it in one of the next calls.
@@ -616,7 +632,7 @@ fn differ((one, call_one): (&str, Collective), (other, call_other): (&str, Colle
     });
     for error in errors {
         let text = error.to_string();
-        assert!(error.is_mismatch(), "{one} and {other}: {text}");
+        assert!(error.is_mismatch(), "{one} and {other} over {fabric:?}: {text}");
         assert!([one, other].iter().any(|call| text.contains(call)), "{one} and {other}: {text}");
         for call in [one, other] {
             // A rank that only sends has gone on: it has called it before, and another may hear of its next call first.
