@@ -41,6 +41,12 @@ impl Engine {
         Memory::InPlaceV { data: output, counts }
     }
 
+    /// Whether a `reduce_scatter_v` of `bytes` bytes is an all-reduce of which each rank keeps its own part. With few bytes an optimizer that
+    /// divides its state so takes the same steps as one that does not, to the last bit.
+    pub(super) fn reduces_v_whole(&self, bytes: usize) -> bool {
+        bytes <= self.choice.row.doubling_max.max(self.choice.row.halving_max)
+    }
+
     /// A `reduce_scatter_v`, or an all-gather in place.
     pub(super) fn in_place_v(
         &mut self,
@@ -52,8 +58,7 @@ impl Engine {
     ) -> Result<()> {
         let (rank, world, row) = (self.rank, self.world, &self.choice.row);
         let plan = match call.operation {
-            // Each rank gets more than its part, in fewer rounds.
-            Operation::ReduceScatterV if self.reduces_whole(data.len()) => {
+            Operation::ReduceScatterV if self.reduces_v_whole(data.len()) => {
                 collective::all_reduce(row, rank, world, call.dtype, counts.total())
             }
             Operation::ReduceScatterV => collective::reduce_scatter_v(rank, world, counts),

@@ -167,7 +167,11 @@ impl Engine {
         counts: &Counts,
         timeout: &Timeout,
     ) -> Result<()> {
-        let between = hierarchy.reduce_scatter_v(counts).filter(|_| !self.reduces_whole(data.len()));
+        let whole = match call.0.operation == Operation::ReduceScatterV {
+            true => self.reduces_v_whole(data.len()),
+            false => self.reduces_whole(data.len()),
+        };
+        let between = hierarchy.reduce_scatter_v(counts).filter(|_| !whole);
         let Some((leaders, plan)) = between else {
             return self.all_reduce_by_hosts(hierarchy, call, data, timeout);
         };
