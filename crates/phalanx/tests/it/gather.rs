@@ -133,6 +133,36 @@ fn all_to_all_transposes() {
     });
 }
 
+/// Small blocks are sent before anything is received, to ranks whose connections are full of what came before.
+#[test]
+fn small_blocks_reach_ranks_that_are_some_calls_behind() {
+    for fabric in [Fabric::InProcess, Fabric::Tcp, Fabric::TwoHosts] {
+        run(5, fabric, |group| {
+            let (rank, world) = place(&group);
+            for round in 0..20 {
+                if rank == (round + 1) % world {
+                    std::thread::sleep(Duration::from_millis(2));
+                }
+                // The root waits for nobody.
+                let mut data = input(round, if rank == round % world { 200_000 } else { 0 });
+                data.resize(200_000, 0);
+                group.broadcast(&mut data, Rank::new((round % world) as u32)).unwrap();
+                assert!(data == input(round, 200_000));
+                // 4 KiB are 1024 elements.
+                for length in [1, 1_024, 1_025] {
+                    let own: Vec<i32> =
+                        (0..world).flat_map(|to| input(rank * world + to + round, length)).collect();
+                    let expected: Vec<i32> =
+                        (0..world).flat_map(|from| input(from * world + rank + round, length)).collect();
+                    let mut received = vec![0; length * world];
+                    group.all_to_all(&own, &mut received).unwrap();
+                    assert!(received == expected, "{length} in round {round} over {fabric:?}");
+                }
+            }
+        });
+    }
+}
+
 /// Exchanges blocks of `table[from][to]` elements, and gathers what stands in the table's first column.
 fn exchange(group: &ProcessGroup, table: &[Vec<usize>]) {
     let (rank, world) = place(group);
