@@ -59,9 +59,11 @@ pub(crate) fn algorithms(collective: Collective) -> Result<Algorithms> {
         Collective::Reduce => (&["tree", "ring"], REDUCE),
         Collective::Gather | Collective::Scatter => (&["tree", "direct"], TREE),
         Collective::AllGather | Collective::AllGatherV => (&["bruck", "ring"], ALL_GATHER),
-        // It gives way to a ring where an `all_reduce` does.
-        Collective::ReduceScatter => (&[], &[]),
-        Collective::AllToAll | Collective::AllToAllV | Collective::AllReduceCoalesced => (&[], &[]),
+        Collective::ReduceScatter | Collective::AllReduceCoalesced => {
+            let cause = format!("{collective} changes its algorithm at the sizes at which all_reduce does");
+            return Err(Error::invalid_argument(cause).with_remedy("give --tune with `all_reduce`"));
+        }
+        Collective::AllToAll | Collective::AllToAllV => (&[], &[]),
         Collective::Barrier | Collective::SendRecv => (&[], &[]),
     };
     if names.is_empty() {

@@ -142,7 +142,8 @@ fn what_makes_no_sense_is_answered_with_the_flag_that_mends_it() {
         (&["broadcast", "--op", "sum"][..], "leave --op away"),
         (&["all_reduce", "--root", "0"], "leave --root away"),
         (&["barrier", "--plot", "x.png"], "leave --plot away"),
-        (&["all_gather", "--tune", "x.json"], "leave --tune away"),
+        (&["all_to_all", "--tune", "x.json"], "leave --tune away"),
+        (&["reduce_scatter", "--tune", "x.json"], "give --tune with `all_reduce`"),
         (&["all_reduce", "-b", "8", "-e", "4"], "--min-bytes"),
         (&["all_reduce", "--dtype", "float"], "f32, f64"),
         (&["all_reduce", "--op", "bxor"], "--op may be sum, avg"),
@@ -236,7 +237,7 @@ fn algorithms_are_timed_apart_and_the_table_is_one_that_groups_take() {
     let folder = tempfile::tempdir().unwrap();
     let table = folder.path().join("tuning.json");
     for (collective, algorithms) in
-        [("all_reduce", 3), ("broadcast", 2), ("reduce", 2), ("gather", 2), ("scatter", 2)]
+        [("all_reduce", 3), ("broadcast", 2), ("reduce", 2), ("gather", 2), ("scatter", 2), ("all_gather", 2)]
     {
         let options = ["--nproc-per-node", "3", "--transport", "tcp", "--tune", table.to_str().unwrap()];
         let rows = rows(&bench(&[&[collective], &options[..]].concat()));

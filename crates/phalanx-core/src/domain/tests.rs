@@ -1,6 +1,8 @@
 use std::thread;
 use std::time::Duration;
 
+use half::f16;
+
 use super::*;
 use crate::ProcessGroup;
 use crate::buffer::Buffer;
@@ -394,6 +396,104 @@ fn no_broadcast_that_fits_into_a_slot_is_to_be_copied() {
     };
     let most = phalanx_sys::control_block::SMALL;
     assert_eq!([most, most + 1, 1 << 20, (1 << 20) + 1].map(is_sooner), [false, true, true, false]);
+}
+
+/// The element that a rank brings at an index.
+fn brought(rank: usize, index: usize) -> i32 {
+    (rank * 1_000_003 + index * 7) as i32
+}
+
+fn brings(rank: usize, length: usize) -> Vec<i32> {
+    (0..length).map(|index| brought(rank, index)).collect()
+}
+
+/// Each call is a blocking one with ordinary memory on some ranks, and an asynchronous one with the group's memory on the others.
+fn gather_and_scatter(group: &ProcessGroup, unit: usize) {
+    let (rank, world) = (group.rank().index(), group.world_size().count());
+    let is_blocking = rank % 3 != 1;
+    let memory = |elements: &[i32]| match is_blocking {
+        true => Buffer::from_slice(elements),
+        false => {
+            let mut buffer = group.alloc(crate::DType::I32, elements.len()).unwrap();
+            buffer.as_mut_slice().unwrap().copy_from_slice(elements);
+            buffer
+        }
+    };
+    let what = format!("rank {rank} of {world}, {unit}");
+
+    let own = brings(rank, unit);
+    let mut gathered = vec![0i32; unit * world];
+    if is_blocking {
+        group.all_gather(&own, &mut gathered).unwrap();
+    } else {
+        let all = group.all_gather_async(memory(&own)).unwrap().wait().unwrap();
+        gathered.copy_from_slice(all.as_slice().unwrap());
+    }
+    assert!(gathered == (0..world).flat_map(|rank| brings(rank, unit)).collect::<Vec<_>>(), "{what}");
+
+    let counts: Vec<usize> = (0..world).map(|rank| [2 * unit, 0, unit + 1, 1][rank % 4]).collect();
+    let total = counts.iter().sum::<usize>();
+    let (own, mut gathered) = (brings(rank, counts[rank]), vec![0i32; total]);
+    if is_blocking {
+        group.all_gather_v(&own, &mut gathered, &counts).unwrap();
+    } else {
+        let all = group.all_gather_v_async(memory(&own), &counts).unwrap().wait().unwrap();
+        gathered.copy_from_slice(all.as_slice().unwrap());
+    }
+    assert!(gathered == (0..world).flat_map(|rank| brings(rank, counts[rank])).collect::<Vec<_>>(), "{what}");
+
+    let sum = |index: usize| (0..world).fold(0i32, |sum, rank| sum.wrapping_add(brought(rank, index)));
+    let (whole, mut sums) = (brings(rank, unit * world), vec![0i32; unit]);
+    if is_blocking {
+        group.reduce_scatter(&whole, &mut sums, ReduceOp::Sum).unwrap();
+    } else {
+        let own = group.reduce_scatter_async(memory(&whole), ReduceOp::Sum).unwrap().wait().unwrap();
+        sums.copy_from_slice(own.as_slice().unwrap());
+    }
+    assert!(sums.iter().copied().eq((rank * unit..(rank + 1) * unit).map(sum)), "{what}");
+
+    let start = counts[..rank].iter().sum::<usize>();
+    let part = start..start + counts[rank];
+    let sums = group.reduce_scatter_v_async(memory(&brings(rank, total)), &counts, ReduceOp::Sum);
+    let sums = sums.unwrap().wait().unwrap();
+    let sums = &sums.as_slice::<i32>().unwrap()[part.clone()];
+    assert!(sums.iter().copied().eq(part.clone().map(sum)), "{what}");
+
+    // Two of them are more than the largest number; divided twice, they would be less than half.
+    let near = |averages: &[f16]| averages.iter().all(|value| (value.to_f32() - 40_000.0).abs() < 200.0);
+    let halves = |length: usize| vec![f16::from_f32(40_000.0); length];
+    let mut averages = vec![f16::ZERO; unit];
+    group.reduce_scatter(&halves(unit * world), &mut averages, ReduceOp::Avg).unwrap();
+    assert!(near(&averages), "{what}: {:?}", averages.first());
+    let averages = group.reduce_scatter_v_async(Buffer::from_slice(&halves(total)), &counts, ReduceOp::Avg);
+    let averages = averages.unwrap().wait().unwrap();
+    assert!(near(&averages.as_slice::<f16>().unwrap()[part]), "{what}");
+}
+
+#[test]
+fn ranks_of_any_layout_of_hosts_gather_and_scatter_what_ranks_of_one_host_would() {
+    // As many ranks on each host, one after the other or in turn; other numbers of ranks, and one alone.
+    let layouts = [
+        &["a", "a", "b", "b"][..],
+        &["a", "b", "c", "c", "a", "b"],
+        &["a", "b", "a", "b", "a", "b", "b", "a"],
+        &["a", "b", "a", "c", "b", "a"],
+        &["a", "b", "b", "a", "a"],
+    ];
+    for hosts in layouts {
+        let on = |host: &&'static str| TransportOptions { host: Some(*host), ..TransportOptions::default() };
+        let options: Vec<_> = hosts.iter().map(on).collect();
+        let groups = groups_of(&options, Credentials::none()).unwrap();
+        thread::scope(|scope| {
+            for group in &groups {
+                let group = group.with_timeout(LIMIT);
+                // Around the lengths from which ranks, or hosts, exchange in another way.
+                scope.spawn(move || {
+                    [0, 1, 500, 3_000, 12_000].iter().for_each(|unit| gather_and_scatter(&group, *unit));
+                });
+            }
+        });
+    }
 }
 
 #[test]

@@ -205,9 +205,15 @@ impl Engine {
                 (Memory::InPlaceV { data, counts }, _) => {
                     return self.in_place_v_by_hosts(&hierarchy, (call, sequence), data, counts, timeout);
                 }
-                (Memory::OutOfPlace { input, output }, _)
-                    if call.operation == Operation::ReduceScatter
-                        && (hierarchy.turns() == 1 || self.reduces_whole(input.len())) =>
+                // An asynchronous call is in place, and a blocking one is not: ranks may make one call in both ways.
+                (Memory::InPlace(data), None) if self.scatters_by_hosts(&hierarchy, call, data.len()) => {
+                    let counts =
+                        Counts::even(data.len() / call.dtype.size() / self.world.count(), self.world);
+                    let call = (call, sequence);
+                    return self.reduce_scatter_by_hosts(&hierarchy, call, data, &counts, timeout);
+                }
+                (Memory::OutOfPlace { input, output }, None)
+                    if self.scatters_by_hosts(&hierarchy, call, input.len()) =>
                 {
                     let counts = Counts::even(output.len() / call.dtype.size(), self.world);
                     return self.through_copy((call, sequence), input, output, |engine, data| {
@@ -275,6 +281,11 @@ impl Engine {
     /// Whether a reduce-scatter of `bytes` bytes is an all-reduce of which each rank keeps its own part.
     fn reduces_whole(&self, bytes: usize) -> bool {
         collective::reduces_whole(&self.choice.row, self.world, bytes)
+    }
+
+    /// Whether `call` is a `reduce_scatter`, and one of `bytes` bytes goes by hosts.
+    fn scatters_by_hosts(&self, hierarchy: &Hierarchy, call: Call, bytes: usize) -> bool {
+        call.operation == Operation::ReduceScatter && (hierarchy.turns() == 1 || self.reduces_whole(bytes))
     }
 
     /// Lends `bytes` bytes of scratch memory. If there are none, the group fails: the other ranks would wait for this one.

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::messages::Messages;
 use super::{Incoming, Outgoing, Transport, late};
@@ -11,7 +11,7 @@ use crate::buffer::AlignedBytes;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::health::Health;
-use crate::health::calls::Told;
+use crate::health::calls::{LOOK_INTERVAL, Told};
 use crate::interrupt;
 use crate::rank::Rank;
 use crate::wire::control::Notice;
@@ -95,6 +95,18 @@ impl Hub {
         self.wake();
     }
 
+    /// Compares the call in which `rank` waits with what the others have called in its place: each may wait for a rank that sends it nothing.
+    fn compare_calls(&self, rank: Rank) {
+        let own = &self.healths[rank.index()];
+        let Some(running) = own.calls(|calls| calls.running()) else { return };
+        // What the others have told before this rank was in it.
+        own.compare_calls();
+        for health in self.healths.iter().filter(|health| !Arc::ptr_eq(health, own)) {
+            health.calls(|calls| calls.hear(rank, running, Told::Waiting));
+            health.compare_calls();
+        }
+    }
+
     fn wake(&self) {
         for mailbox in &self.mailboxes {
             // Taking the lock makes sure that no rank is between its last check and its wait.
@@ -129,6 +141,7 @@ impl InProcess {
         let (mailbox, health) =
             (&self.hub.mailboxes[self.rank.index()], &self.hub.healths[self.rank.index()]);
         let mut frames = mailbox.frames.lock();
+        let mut has_compared = false;
         loop {
             if let Some(frame) = frames[from.index()].pop_front() {
                 return Ok(frame);
@@ -138,14 +151,21 @@ impl InProcess {
                 return Err(health.peer_failed(from, "its thread ended"));
             }
             // It may run code of the program, which may end the group: that takes this lock.
-            parking_lot::MutexGuard::unlocked(&mut frames, interrupt::check)?;
+            MutexGuard::unlocked(&mut frames, interrupt::check)?;
             if !frames[from.index()].is_empty() || health.has_failed() || health.has_left(from) {
                 continue;
             }
-            mailbox.arrived.wait_for(&mut frames, interrupt::at_most(deadline.remaining()));
+            let timeout = interrupt::at_most(deadline.remaining());
+            let timeout = if has_compared { timeout } else { timeout.min(LOOK_INTERVAL) };
+            let waited = mailbox.arrived.wait_for(&mut frames, timeout);
             // A frame that came at the last moment still counts.
             if deadline.has_passed() && frames[from.index()].is_empty() {
                 return Err(late(from, health.host(from)));
+            }
+            if waited.timed_out() && !has_compared {
+                has_compared = true;
+                // A failure takes the locks of all mailboxes.
+                MutexGuard::unlocked(&mut frames, || self.hub.compare_calls(self.rank));
             }
         }
     }

@@ -341,6 +341,74 @@ proptest! {
     }
 
     #[test]
+    fn leaders_find_the_parts_of_every_host_where_they_unpack_them(
+        host_of in prop::collection::vec(0usize..5, 2..16),
+        counts in prop::collection::vec(0usize..5, 16),
+    ) {
+        let mut layout = vec![Vec::new(); 5];
+        host_of.iter().enumerate().for_each(|(rank, host)| layout[*host].push(Rank::new(rank as u32)));
+        layout.retain(|ranks| !ranks.is_empty());
+        let world = WorldSize::new(host_of.len() as u32).unwrap();
+        let counts = Counts::new(&counts[..world.count()], world).unwrap();
+        let leaders: Option<Vec<_>> = layout.iter().map(|ranks| Hierarchy::new(&layout, ranks[0])).collect();
+        let Some(leaders) = leaders else { return Ok(()) };
+        let length = |rank: &Rank| counts.of(rank.index()).len();
+        let of_host = |ranks: &Vec<Rank>| ranks.iter().map(length).sum::<usize>();
+        // Each leader packs its own host's parts at the end.
+        let packed = |ranks: &Vec<Rank>| -> Vec<u128> {
+            let own = ranks.iter().flat_map(|rank| vec![contribution(*rank); length(rank)]);
+            vec![0; counts.total() - of_host(ranks)].into_iter().chain(own).collect()
+        };
+        let mut buffers: Vec<Vec<u128>> = layout.iter().map(packed).collect();
+        let plans: Vec<Plan> = leaders.iter().map(|leader| leader.all_gather_in_rounds(&counts)).collect();
+        let sent = play(&plans, &mut buffers);
+        prop_assert_eq!(sent.iter().sum::<usize>(), counts.total() * (layout.len() - 1));
+        for (host, leader) in leaders.iter().enumerate() {
+            let mut whole = vec![0; counts.total()];
+            let mut packed = buffers[host].iter();
+            let parts = leader.parts_from(&counts, Rank::new(host as u32));
+            for part in parts.skip(layout[host].len()) {
+                whole[part].iter_mut().zip(packed.by_ref()).for_each(|(place, value)| *place = *value);
+            }
+            for rank in layout.iter().enumerate().filter(|(other, _)| *other != host).flat_map(|(_, ranks)| ranks) {
+                prop_assert!(whole[counts.of(rank.index())].iter().all(|value| *value == contribution(*rank)));
+            }
+        }
+    }
+
+    #[test]
+    fn sums_of_hosts_go_to_the_ranks_that_they_are_for_wherever_those_are(
+        (most, order, counts) in (2usize..5, 2usize..5).prop_flat_map(|(hosts, most)| {
+            let order: Vec<Rank> = (0..(hosts * most) as u32).map(Rank::new).collect();
+            let counts = prop::collection::vec(0usize..5, order.len());
+            (Just(most), Just(order).prop_shuffle(), counts)
+        }),
+    ) {
+        let layout: Vec<Vec<Rank>> = order.chunks(most).map(<[Rank]>::to_vec).collect();
+        let counts = Counts::new(&counts, WorldSize::new(order.len() as u32).unwrap()).unwrap();
+        let hosts = WorldSize::new(layout.len() as u32).unwrap();
+        for place in 0..most {
+            let plan = |ranks: &Vec<Rank>| {
+                let hierarchy = Hierarchy::new(&layout, ranks[place]).unwrap();
+                hierarchy.reduce_scatter_v(&counts).unwrap().1
+            };
+            // A host's sums count as one contribution.
+            let mut buffers = own(hosts, counts.total());
+            let sent = play(&layout.iter().map(plan).collect::<Vec<_>>(), &mut buffers);
+            let part = |host: usize| counts.of(layout[host][place].index());
+            let all = (0..layout.len()).map(|host| part(host).len()).sum::<usize>();
+            for (host, buffer) in buffers.iter().enumerate() {
+                prop_assert!(buffer[part(host)].iter().all(|value| *value == complete(hosts)));
+                prop_assert_eq!(sent[host], all - part(host).len());
+            }
+        }
+        // Where a host has a rank more, not every rank has one of its place on every host.
+        let more = [&layout[..], &[vec![Rank::new(order.len() as u32)]]].concat();
+        let hierarchy = Hierarchy::new(&more, order[0]).unwrap();
+        prop_assert!(hierarchy.reduce_scatter_v(&counts).is_none());
+    }
+
+    #[test]
     fn broadcast_reaches_everybody(world in worlds(), root in 0u32..17, elements in 0usize..10_000) {
         let root = Rank::new(root % world.get());
         for algorithm in [tree::binomial, tree::scatter_ring] {

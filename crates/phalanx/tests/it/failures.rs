@@ -549,7 +549,7 @@ fn a_panic_of_one_rank_is_the_others_error() {
 type Collective = fn(&ProcessGroup) -> phalanx::Result<()>;
 
 /// Collectives of four ranks, each with what an error says of it.
-const CALLS: [(&str, Collective); 20] = [
+const CALLS: [(&str, Collective); 22] = [
     ("all_reduce(sum, 8 x f32)", |g| g.all_reduce(&mut [0f32; 8], ReduceOp::Sum)),
     ("all_reduce(max, 8 x f32)", |g| g.all_reduce(&mut [0f32; 8], ReduceOp::Max)),
     ("all_reduce(sum, 9 x f32)", |g| g.all_reduce(&mut [0f32; 9], ReduceOp::Sum)),
@@ -561,7 +561,10 @@ const CALLS: [(&str, Collective); 20] = [
     ("reduce(sum, 8 x f32, root 1)", |g| g.reduce(&mut [0f32; 8], Rank::new(1), ReduceOp::Sum)),
     ("reduce(sum, 8 x f32, root 2)", |g| g.reduce(&mut [0f32; 8], Rank::new(2), ReduceOp::Sum)),
     ("all_gather(8 x f32)", |g| g.all_gather(&[0f32; 8], &mut [0f32; 32])),
+    // So long that each rank of a host exchanges a part with other hosts.
+    ("all_gather(90000 x f32)", |g| g.all_gather(&vec![0f32; 90_000], &mut vec![0f32; 360_000])),
     ("reduce_scatter(sum, 8 x f32)", |g| g.reduce_scatter(&[0f32; 8], &mut [0f32; 2], ReduceOp::Sum)),
+    ("reduce_scatter(sum, 360000 x f32)", |g| scatter_sums(g, 360_000)),
     ("gather(8 x f32, root 0)", |g| gather(g, Rank::MAIN)),
     ("gather(8 x f32, root 2)", |g| gather(g, Rank::new(2))),
     ("scatter(8 x f32, root 1)", |g| scatter(g, Rank::new(1))),
@@ -571,6 +574,10 @@ const CALLS: [(&str, Collective); 20] = [
     ("barrier", ProcessGroup::barrier),
     ("monitored_barrier", |g| g.monitored_barrier(WAIT_LIMIT)),
 ];
+
+fn scatter_sums(group: &ProcessGroup, length: usize) -> phalanx::Result<()> {
+    group.reduce_scatter(&vec![0f32; length], &mut vec![0f32; length / 4], ReduceOp::Sum)
+}
 
 fn gather(group: &ProcessGroup, root: Rank) -> phalanx::Result<()> {
     let length = if group.rank() == root { 32 } else { 0 };
@@ -585,20 +592,36 @@ fn scatter(group: &ProcessGroup, root: Rank) -> phalanx::Result<()> {
 /// Within each host all call the same, so that only hosts can learn from each other that they differ.
 #[test]
 fn hosts_that_call_different_collectives_all_see_both_calls() {
+    all_differ(Fabric::TwoHosts, &CALLS);
+}
+
+/// Of few elements and of many: two neighbours may exchange all that they would in the same call, and then wait for ranks that send them nothing.
+#[test]
+fn ranks_that_call_the_same_collective_with_other_lengths_all_see_both_calls() {
+    let names = ["all_reduce(sum", "all_gather(", "reduce_scatter("];
+    let is_among = |call: &(&str, Collective)| names.iter().any(|name| call.0.starts_with(name));
+    let calls: Vec<_> = CALLS.into_iter().filter(is_among).collect();
+    for fabric in [Fabric::InProcess, Fabric::Tcp] {
+        all_differ(fabric, &calls);
+    }
+}
+
+/// Each two of these calls, on one half of the ranks each.
+fn all_differ(fabric: Fabric, calls: &[(&'static str, Collective)]) {
     let pairs: Vec<(usize, usize)> =
-        (0..CALLS.len()).flat_map(|one| (0..one).map(move |other| (one, other))).collect();
+        (0..calls.len()).flat_map(|one| (0..one).map(move |other| (one, other))).collect();
     // They mostly wait.
     for some in pairs.chunks(16) {
         std::thread::scope(|scope| {
             for &(one, other) in some {
-                scope.spawn(move || differ(CALLS[one], CALLS[other]));
+                scope.spawn(move || differ(fabric, calls[one], calls[other]));
             }
         });
     }
 }
 
-fn differ((one, call_one): (&str, Collective), (other, call_other): (&str, Collective)) {
-    let errors = run(4, Fabric::TwoHosts, |group| {
+fn differ(fabric: Fabric, (one, call_one): (&str, Collective), (other, call_other): (&str, Collective)) {
+    let errors = run(4, fabric, |group| {
         within(WAIT_LIMIT, &group, |group| {
             let outcome = if group.rank().get() < 2 { call_one(group) } else { call_other(group) };
             // A rank that only sends has done its part, and hears of it in one of the next calls.
@@ -609,7 +632,7 @@ fn differ((one, call_one): (&str, Collective), (other, call_other): (&str, Colle
     });
     for error in errors {
         let text = error.to_string();
-        assert!(error.is_mismatch(), "{one} and {other}: {text}");
+        assert!(error.is_mismatch(), "{one} and {other} over {fabric:?}: {text}");
         assert!([one, other].iter().any(|call| text.contains(call)), "{one} and {other}: {text}");
         for call in [one, other] {
             // A rank that only sends has gone on: it has called it before, and another may hear of its next call first.

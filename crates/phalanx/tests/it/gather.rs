@@ -133,6 +133,36 @@ fn all_to_all_transposes() {
     });
 }
 
+/// Small blocks are sent before anything is received, to ranks whose connections are full of what came before.
+#[test]
+fn small_blocks_reach_ranks_that_are_some_calls_behind() {
+    for fabric in [Fabric::InProcess, Fabric::Tcp, Fabric::TwoHosts] {
+        run(5, fabric, |group| {
+            let (rank, world) = place(&group);
+            for round in 0..20 {
+                if rank == (round + 1) % world {
+                    std::thread::sleep(Duration::from_millis(2));
+                }
+                // The root waits for nobody.
+                let mut data = input(round, if rank == round % world { 200_000 } else { 0 });
+                data.resize(200_000, 0);
+                group.broadcast(&mut data, Rank::new((round % world) as u32)).unwrap();
+                assert!(data == input(round, 200_000));
+                // 4 KiB are 1024 elements.
+                for length in [1, 1_024, 1_025] {
+                    let own: Vec<i32> =
+                        (0..world).flat_map(|to| input(rank * world + to + round, length)).collect();
+                    let expected: Vec<i32> =
+                        (0..world).flat_map(|from| input(from * world + rank + round, length)).collect();
+                    let mut received = vec![0; length * world];
+                    group.all_to_all(&own, &mut received).unwrap();
+                    assert!(received == expected, "{length} in round {round} over {fabric:?}");
+                }
+            }
+        });
+    }
+}
+
 /// Exchanges blocks of `table[from][to]` elements, and gathers what stands in the table's first column.
 fn exchange(group: &ProcessGroup, table: &[Vec<usize>]) {
     let (rank, world) = place(group);
@@ -290,25 +320,28 @@ fn parts_of_other_lengths_and_the_same_sum_are_an_error_on_every_rank() {
             counts,
         ),
     ];
-    // Small, staged, and in a ring between ranks or in stripes between hosts.
-    for (fabric, unit) in
-        Fabric::ALL.into_iter().flat_map(|fabric| [1usize, 9_000, 200_000].map(|unit| (fabric, unit)))
+    // Small, staged, and in a ring between ranks or in stripes between hosts: between hosts, the ranks of each host agree.
+    let swapped = |unit: usize| ([2 * unit, 3 * unit, unit, 0], [3 * unit, 2 * unit, unit, 0]);
+    let between_hosts = [1, 9_000, 200_000].map(|unit| (swapped(unit), false));
+    // Within a host, on one rank so long that another would copy them out of its process, and on the other not.
+    let within_hosts = (([4_000, 0, 0, 0], [1_000; 4]), true);
+    let cases = between_hosts.into_iter().chain([within_hosts]);
+    for (fabric, ((one, other), is_within)) in
+        Fabric::ALL.into_iter().flat_map(|fabric| cases.clone().map(move |case| (fabric, case)))
     {
         for (name, call, cause) in calls {
             let errors = run(4, fabric, |group| {
                 let group = group.with_timeout(Duration::from_secs(60));
-                // Between hosts, the ranks of each host agree.
-                let lengths = match group.rank().get() {
-                    0 | 1 => [2 * unit, 3 * unit, unit, 0],
-                    _ => [3 * unit, 2 * unit, unit, 0],
-                };
+                let rank = group.rank().get();
+                let is_one = if is_within { rank.is_multiple_of(2) } else { rank < 2 };
+                let lengths = if is_one { one } else { other };
                 call(&group, &lengths).and_then(|()| group.barrier()).unwrap_err()
             });
             for error in errors {
                 let text = error.to_string();
                 assert!(
                     error.is_mismatch() && text.contains(cause),
-                    "{name} of {unit} over {fabric:?}: {text}"
+                    "{name} of {one:?} and {other:?} over {fabric:?}: {text}"
                 );
             }
         }

@@ -350,7 +350,9 @@ fn a_share_of_a_reduce_scatter_is_combined_on_its_way_to_its_owner_or_as_in_an_a
                 let mut share = vec![value::<T>(rank, 0); length];
                 group.reduce_scatter(&inputs[rank], &mut share, op).unwrap();
                 // Few bytes of many ranks go as those of an `all_reduce` do.
-                let is_small = world > 3 && length * world * size_of::<T>() <= tuning(world).doubling_max;
+                let TuningRow { doubling_max, halving_max, .. } = tuning(world);
+                let most = if world > 7 { doubling_max.max(halving_max) } else { doubling_max };
+                let is_small = world > 3 && length * world * size_of::<T>() <= most;
                 let whole = order::<T>(fabric, world, length * world);
                 let order = |index| match fabric {
                     Fabric::SharedMemory => Order::Ranks,
@@ -371,7 +373,7 @@ fn a_share_of_a_reduce_scatter_is_combined_on_its_way_to_its_owner_or_as_in_an_a
         }
     }
     for fabric in Fabric::ALL {
-        for world in [2, 3, 4, 5] {
+        for world in [2, 3, 4, 5, 8] {
             run(world, fabric, |group| {
                 shares::<f32>(fabric, &group);
                 shares::<f64>(fabric, &group);
