@@ -58,12 +58,14 @@ pub(crate) fn python() -> OsString {
     named.or_else(|| own().map(PathBuf::into_os_string)).unwrap_or_else(|| "python3".into())
 }
 
-/// The interpreter beside the program `own`, if they are in a virtual environment, or one of conda's. It need not be in PATH.
+/// The interpreter beside the program `own`, if they are in a virtual environment, or one of conda's. It need not be in PATH. One that
+/// pipx, or `uv tool install`, has made for this command alone has none of the packages that programs need.
 fn python_beside(own: &Path) -> Option<PathBuf> {
     let folder = own.parent()?;
     let environment = folder.parent()?;
-    let is_environment = ["pyvenv.cfg", "conda-meta"].iter().any(|mark| environment.join(mark).exists());
-    Some(folder.join("python3")).filter(|python| is_environment && python.exists())
+    let has = |marks: [&str; 2]| marks.iter().any(|mark| environment.join(mark).exists());
+    let is_of_programs = has(["pyvenv.cfg", "conda-meta"]) && !has(["pipx_metadata.json", "uv-receipt.toml"]);
+    Some(folder.join("python3")).filter(|python| is_of_programs && python.exists())
 }
 
 fn is_python_script(program: &OsStr) -> bool {
@@ -86,8 +88,16 @@ pub(crate) fn check_has_program(command: &[OsString]) -> Result<(), String> {
         _ => {
             let version = name.strip_prefix("python");
             let is_number = |version: &str| version.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
-            let end = script_end(command);
-            version.is_some_and(is_number) && (command.len() == 1 || end > 0 && is_dash(command.get(end)))
+            // Of these options some are answered without a program: -V, -h, -?, --version.
+            let is_answered = |word: &OsString| {
+                let word = word.to_string_lossy();
+                word.starts_with("--") || word.starts_with('-') && word.contains(['V', 'h', '?'])
+            };
+            version.is_some_and(is_number)
+                && match script_end(command) {
+                    0 => !command.iter().skip(1).any(is_answered),
+                    end => is_dash(command.get(end)),
+                }
         }
     };
     match reads {
@@ -170,13 +180,23 @@ mod tests {
             let words: Vec<OsString> = command.split_whitespace().map(OsString::from).collect();
             check_has_program(&words)
         };
-        for nothing in ["python3", "/usr/bin/python3.13 -u - --lr 1", "bash", "sh -s x", "/bin/sh -"] {
+        for nothing in [
+            "python3",
+            "python -u",
+            "python3 -O -X dev",
+            "/usr/bin/python3.13 -u - --lr 1",
+            "bash",
+            "sh -s x",
+            "/bin/sh -",
+        ] {
             assert!(check(nothing).unwrap_err().contains("standard input, which is empty"), "{nothing}");
         }
         for program in [
             "python3 train.py -",
             "python3 -m pkg -",
             "python3 --version",
+            "python3 -VV",
+            "python3 -u train.py",
             "sh train.sh",
             "bash - train.sh",
             "sh -c x",
@@ -197,6 +217,13 @@ mod tests {
         // As in /usr/bin: another environment may come before it in PATH.
         assert_eq!(python_beside(&own), None);
         std::fs::write(&mark, "").unwrap();
+        assert_eq!(python_beside(&own), Some(python.clone()));
+        // As of `pipx install` and `uv tool install`.
+        for tool in ["pipx_metadata.json", "uv-receipt.toml"].map(|tool| root.path().join(tool)) {
+            std::fs::write(&tool, "").unwrap();
+            assert_eq!(python_beside(&own), None);
+            std::fs::remove_file(&tool).unwrap();
+        }
         assert_eq!(python_beside(&own), Some(python.clone()));
         std::fs::remove_file(&python).unwrap();
         assert_eq!(python_beside(&own), None);

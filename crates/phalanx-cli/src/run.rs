@@ -80,6 +80,7 @@ pub(crate) fn run(options: Run) -> ExitCode {
     match result {
         Ok(report) => conclude(&report, renderer, format),
         Err(error) => {
+            write_error_file(&error.to_string());
             renderer.finish(Vec::new(), Duration::MAX);
             refuse(&error.to_string(), code_of(&error))
         }

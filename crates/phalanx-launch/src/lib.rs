@@ -3,7 +3,7 @@
 //! [`Job`] says what to start. [`Job::run`] returns when every worker and every process that they have started is gone,
 //! in all cases. `phalanx run` and [`spawn`](crate::spawn()) both use it.
 //!
-//! - Each worker leads a session and a process group of its own, without a controlling terminal. Its standard input is empty (`/dev/null`).
+//! - Each worker leads a process group of its own, without a controlling terminal. Its standard input is empty (`/dev/null`).
 //! - Each job has a [key](phalanx_core::JobKey) with which its processes authenticate each other; workers find it in the file
 //!   that `PHALANX_JOB_KEY_FILE` names.
 //! - The first failure ends the job, or starts all workers [again](Job::max_restarts). The others have half a second to

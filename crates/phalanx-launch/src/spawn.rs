@@ -44,7 +44,7 @@ static CALLS: AtomicU32 = AtomicU32::new(1);
 /// # What a worker is
 ///
 /// - It has this program's arguments, environment, working directory, standard output and standard error; its standard
-///   input is empty. It leads a session and a process group of its own, without a controlling terminal.
+///   input is empty. It leads a process group of its own, without a controlling terminal.
 /// - It runs `main` from the start: **code before this call runs in every worker as well**, and code after
 ///   it runs in none. Keep the code before the call short and the same in each process. Earlier calls of `spawn`
 ///   return `Ok` in a copy, and do nothing.

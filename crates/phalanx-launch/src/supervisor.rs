@@ -292,14 +292,15 @@ impl Supervisor<'_, '_> {
             self.workers[end.worker].signal(Raw::KILL);
             let strays = self.processes.tagged(self.workers[end.worker].tag());
             strays.iter().flatten().for_each(|stray| stray.signal(Raw::KILL));
-            let replaced_in = match replacements.failed(end.worker, end.exit, Instant::now()) {
+            let now = Instant::now();
+            let replaced_in = match replacements.failed(end.worker, end.exit, now) {
                 OnFailure::TooFew => {
-                    self.policy.too_few();
+                    self.policy.too_few(now);
                     return true;
                 }
                 OnFailure::Replace { after } => Some(after),
                 OnFailure::LeaveEmpty => {
-                    self.policy.lost(*end);
+                    self.policy.lost(*end, now);
                     None
                 }
                 OnFailure::AskDriver => None,
@@ -323,9 +324,10 @@ impl Supervisor<'_, '_> {
                 Instruction::Replace(slot) => replacements.replace(slot as usize, Instant::now()),
                 Instruction::LeaveEmpty(slot) => {
                     let Some(exit) = replacements.leave_empty(slot as usize) else { continue };
-                    self.policy.lost(WorkerExit { worker: slot as usize, exit, blames: None });
+                    let now = Instant::now();
+                    self.policy.lost(WorkerExit { worker: slot as usize, exit, blames: None }, now);
                     // Possibly no worker is left.
-                    let signal = self.policy.exited(&[], Instant::now());
+                    let signal = self.policy.exited(&[], now);
                     self.deliver(signal);
                 }
             }
@@ -355,7 +357,7 @@ impl Supervisor<'_, '_> {
         let Some(mut replacements) = self.replacements.take() else { return };
         if !self.policy.is_running() {
             for (worker, exit) in replacements.cancel() {
-                self.policy.lost(WorkerExit { worker, exit, blames: None });
+                self.policy.lost(WorkerExit { worker, exit, blames: None }, Instant::now());
             }
         }
         let mut failed = Vec::new();

@@ -9,7 +9,7 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command};
 
-use rustix::process::{Pid, Signal, WaitOptions, kill_process, setsid, waitpid};
+use rustix::process::{Pid, Signal, WaitOptions, kill_process, setpgid, setsid, waitpid};
 
 use crate::image::Image;
 use crate::worker::prepare;
@@ -67,8 +67,10 @@ impl Guard {
 
     /// Starts `command` as a worker, which
     ///
-    /// - leads a session and a process group of its own, so that it can be ended together with everything it starts, and no terminal
-    ///   stops it: what asks for a password at `/dev/tty` gets an error (`ENXIO`), and lines are written also under `stty tostop`;
+    /// - leads a process group of its own, so that it can be ended together with everything it starts;
+    /// - has no controlling terminal, so that none stops it: what asks for a password at `/dev/tty` gets an error (`ENXIO`), and lines are
+    ///   written also under `stty tostop`. It stays in this process's session, by which PBS counts, limits, suspends and ends the
+    ///   processes of a job;
     /// - is watched: it puts itself on the list before it executes the program, so that at no moment this
     ///   process can die and leave the worker behind;
     /// - is killed by the kernel when its parent dies, however it dies (Linux);
@@ -94,10 +96,10 @@ impl Guard {
         let (orders, noted) = (orders.as_raw_fd(), note.as_raw_fd());
         let in_child = move || {
             // First: the guard kills the groups on its list.
-            setsid()?;
+            lead_group()?;
             put_on_the_list(noted).and_then(|()| put_on_the_list(orders))
         };
-        // SAFETY: `setsid` and `put_on_the_list` make only async-signal-safe calls, as required between fork and exec. The
+        // SAFETY: `lead_group` and `put_on_the_list` make only async-signal-safe calls, as required between fork and exec. The
         // descriptors are open whenever it runs: `self` is borrowed, and `note` lives, until `command`, of which there
         // is no other handle, has been started for the only time.
         unsafe { command.pre_exec(in_child) };
@@ -171,6 +173,30 @@ impl Drop for Guard {
         // Callers that need the result have called `kill` before.
         let _ = self.kill();
     }
+}
+
+/// Lets this process, which becomes a worker, lead a group without a terminal: in its session if it can give up its terminal alone, or else in
+/// a session of its own. Async-signal-safe.
+fn lead_group() -> io::Result<()> {
+    let flags = libc::O_RDONLY | libc::O_NOCTTY | libc::O_NONBLOCK | libc::O_CLOEXEC;
+    // SAFETY: the string ends with a zero byte and is static.
+    let terminal = unsafe { libc::open(c"/dev/tty".as_ptr(), flags) };
+    let has_none = if terminal < 0 {
+        io::Error::last_os_error().raw_os_error() == Some(libc::ENXIO)
+    } else {
+        // SAFETY: TIOCNOTTY has no argument, and nobody else has the descriptor, which is open.
+        unsafe {
+            let is_given_up = libc::ioctl(terminal, libc::TIOCNOTTY) == 0;
+            libc::close(terminal);
+            is_given_up
+        }
+    };
+    if has_none {
+        setpgid(None, None)?;
+    } else {
+        setsid()?;
+    }
+    Ok(())
 }
 
 /// Writes the number of this process, which becomes a worker. Async-signal-safe.

@@ -66,9 +66,11 @@ use crate::DdpOptions;
 ///   otherwise. A validation is always that of rank 0's model.
 /// - **Metrics** are those of all ranks' samples: in each step rank 0 alone gets all outputs, merges them, and computes
 ///   the metrics of the whole. The trait [`Outputs`] does that; Burn's own outputs implement it.
-/// - **Dashboard, metrics' logs and checkpoints** are written by rank 0 alone. All ranks must get the same directory, and be
+/// - **Metrics' logs and checkpoints** are written by rank 0 alone. All ranks must get the same directory, and be
 ///   able to read it: to resume from a checkpoint, each rank reads it. Burn's application log, `experiment.log`, has the lines of all ranks:
 ///   `.with_application_logger(None)` on the others leaves it to rank 0.
+/// - **The dashboard** of Burn's feature `tui` needs the terminal's keyboard, which workers do not have: give
+///   `.renderer(Box::new(CliMetricsRenderer::new()))` if the program is started by `phalanx::spawn`.
 /// - **Early stopping** is decided by rank 0, from the metrics of all. **An interruption** of any rank ends all.
 /// - **A failure** of any rank ends the training of all: [`LearningResult::error`] has the cause on every rank, that of
 ///   the lowest rank if several fail.

@@ -208,6 +208,29 @@ fn ctrl_c_ends_the_launcher_by_its_own_signal() {
     assert!(is_gone(&pids[0]));
 }
 
+/// What reads from a terminal in the background is stopped, without a word. PBS knows what belongs to a job by its session.
+#[test]
+fn a_worker_has_no_terminal_and_stays_in_the_session_of_its_launcher() {
+    let looks =
+        "cut -d ' ' -f 6,7 /proc/$PPID/stat /proc/$$/stat; (: < /dev/tty) 2> /dev/null || echo refused";
+    let launcher = phalanx(&[], looks);
+    let words = std::iter::once(launcher.get_program()).chain(launcher.get_args());
+    let quoted = words.map(|word| format!("'{}'", word.to_string_lossy().replace('\'', r"'\''")));
+    // It makes a session with a terminal, on which a launcher in colour would write more than these lines.
+    let mut command = Command::new("script");
+    command.args(["-qec", &format!("exec {}", quoted.collect::<Vec<_>>().join(" ")), "/dev/null"]);
+    launcher.get_envs().for_each(|(name, _)| {
+        command.env_remove(name);
+    });
+    command.env("SHELL", "/bin/sh").env("TERM", "dumb");
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let out = text(&output(command).stdout);
+    let lines: Vec<&str> = out.lines().filter_map(|line| line.strip_prefix("[0] ")).collect();
+    let [of_launcher, of_worker, "refused"] = lines[..] else { panic!("{out}") };
+    let (session, terminal) = of_launcher.split_once(' ').unwrap();
+    assert!(terminal != "0" && of_worker == format!("{session} 0"), "{out}");
+}
+
 #[test]
 fn the_launchers_own_death_ends_all() {
     let script = "trap '' TERM HUP INT; sh -c 'echo $$; exec sleep 60' & echo $$; wait";

@@ -367,6 +367,20 @@ fn the_first_failure_is_in_the_error_file_that_the_command_was_given() {
     assert!(message.starts_with("rank 1 (pid ") && message.ends_with(": no data"), "{message}");
 }
 
+/// As torchrun leaves its own.
+#[test]
+fn an_error_of_the_command_itself_is_in_that_file_too() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("error.json");
+    let mut command = bare();
+    command.env("TORCHELASTIC_ERROR_FILE", &file).args(["--", "/nonexistent/program"]);
+    let output = output(command);
+    assert_eq!(output.status.code(), Some(127), "{}", text(&output.stderr));
+    let said: serde_json::Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    let message = said["message"]["message"].as_str().unwrap();
+    assert!(message.contains("/nonexistent/program"), "{message}");
+}
+
 #[test]
 fn options_are_checked() {
     for (options, expected) in [

@@ -19,14 +19,19 @@ const FAILING_GRACE: Duration = Duration::from_secs(5);
 /// How often to check whether it is still about to fail.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
+/// An elastic job that has had enough workers for so long has recovered from what failed before: what ends it, perhaps weeks later, has
+/// another reason.
+pub const RECOVERY_INTERVAL: Duration = Duration::from_secs(60);
+
 /// The state of a job's workers, by index.
 #[derive(Debug)]
 pub struct Policy {
     grace: Duration,
     /// Those that failed by themselves, in order.
     failures: Vec<WorkerExit>,
-    /// In an elastic job: those that failed while the others went on, and whose slots are empty.
-    lost: Vec<WorkerExit>,
+    /// In an elastic job: those that failed while the others went on, whose slots are empty, and when. Without those from which it has
+    /// [recovered](RECOVERY_INTERVAL).
+    lost: Vec<(WorkerExit, Instant)>,
     exits: Vec<Option<Exit>>,
     phase: Phase,
     cause: Option<EndReason>,
@@ -128,16 +133,25 @@ impl Policy {
     }
 
     /// A worker has failed and is not replaced, and the others go on.
-    pub fn lost(&mut self, end: WorkerExit) {
-        self.lost.push(end);
+    pub fn lost(&mut self, end: WorkerExit, now: Instant) {
+        self.forget_recovered(now);
+        self.lost.push((end, now));
         if let Some(exit) = self.exits.get_mut(end.worker) {
             *exit = Some(end.exit);
         }
     }
 
-    /// Too few workers are left. The first of all lost workers is the first failure.
-    pub fn too_few(&mut self) {
-        self.failures.append(&mut self.lost);
+    /// Too few workers are left. The first of the lost workers from which the job has not recovered is the first failure.
+    pub fn too_few(&mut self, now: Instant) {
+        self.forget_recovered(now);
+        self.failures.extend(self.lost.drain(..).map(|(end, _)| end));
+    }
+
+    fn forget_recovered(&mut self, now: Instant) {
+        let is_long = |since: Instant| now.saturating_duration_since(since) >= RECOVERY_INTERVAL;
+        if self.lost.last().is_some_and(|(_, at)| is_long(*at)) {
+            self.lost.clear();
+        }
     }
 
     /// Whether the job still runs normally, and is not about to end.
@@ -454,10 +468,10 @@ mod tests {
     #[test]
     fn who_was_lost_ends_nobody_until_the_others_are_too_few() {
         let (mut policy, now) = policy(3);
-        policy.lost(end(2, Exit::Signal(Signal::KILL)));
+        policy.lost(end(2, Exit::Signal(Signal::KILL)), now);
         assert_eq!(policy.exited(&[], now), None);
         assert!(policy.is_running() && policy.first_failure().is_none());
-        policy.too_few();
+        policy.too_few(now);
         assert_eq!(policy.exited(&[end(0, Exit::Code(7))], now), None);
         assert!(!policy.is_running());
         assert_eq!(policy.tick(now + REPORTING_GRACE, false), Some(Signal::TERM));
@@ -465,9 +479,31 @@ mod tests {
     }
 
     #[test]
+    fn what_a_job_has_recovered_from_is_not_why_it_ends() {
+        // From one loss to the next, and from the last one to the end.
+        let moment = RECOVERY_INTERVAL / 2;
+        for (to_next, to_end, cause) in [
+            (moment, moment, 3),
+            (RECOVERY_INTERVAL, moment, 2),
+            (moment, RECOVERY_INTERVAL, 0),
+            (RECOVERY_INTERVAL, RECOVERY_INTERVAL, 0),
+        ] {
+            let (mut policy, now) = policy(4);
+            policy.lost(end(3, Exit::Code(1)), now);
+            let now = now + to_next;
+            policy.lost(end(2, Exit::Code(1)), now);
+            let now = now + to_end;
+            policy.too_few(now);
+            assert_eq!(policy.exited(&[end(0, Exit::Code(7))], now), None);
+            assert_eq!(policy.tick(now + REPORTING_GRACE, false), Some(Signal::TERM));
+            assert_eq!(policy.cause(), Some(EndReason::Failed { worker: cause }));
+        }
+    }
+
+    #[test]
     fn a_job_that_has_lost_some_succeeds_with_the_others() {
         let (mut policy, now) = policy(2);
-        policy.lost(end(0, Exit::Code(7)));
+        policy.lost(end(0, Exit::Code(7)), now);
         assert_eq!(policy.exited(&[end(1, OK)], now), Some(Signal::TERM));
         assert!(policy.all_exited() && policy.cause().is_none());
         assert_eq!(policy.exits(), [Exit::Code(7), OK]);

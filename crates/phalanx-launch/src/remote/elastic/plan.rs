@@ -19,6 +19,7 @@ use crate::host_manager::{Action, HostDecision, HostManager, Limits};
 use crate::interfaces;
 use crate::job::random_name;
 use crate::own_address::own_address;
+use crate::policy::RECOVERY_INTERVAL;
 use crate::remote::address;
 use crate::remote::driver::{DriverEnd, Launchers, Plan};
 use crate::remote::hosts::{Host, HostList};
@@ -31,8 +32,6 @@ use crate::world_size::WorldSize;
 const MAX_FAILURES_BEFORE_LIST: u32 = 5;
 /// The shortest time between two warnings of unusable answers.
 const WARNING_INTERVAL: Duration = Duration::from_secs(600);
-/// A job that has had enough workers for so long has recovered from what failed before.
-const RECOVERY_INTERVAL: Duration = Duration::from_secs(60);
 /// How long the system may take to look up the address at which the store is served.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -177,7 +176,7 @@ impl ElasticPlan {
         Ok(())
     }
 
-    /// Forgets the failures from which the job has recovered: what ends it, weeks later, has another reason.
+    /// Forgets the failures from which the job has [recovered](RECOVERY_INTERVAL).
     fn forget_recovered(&mut self, now: Instant) {
         let is_long = |since: Instant| now.saturating_duration_since(since) >= RECOVERY_INTERVAL;
         if self.enough_since.is_some_and(is_long) {
