@@ -41,6 +41,8 @@ def run(world, body, *arguments):
 def _topology(rank):
     assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()) == (rank, 2, rank, 2)
     assert (hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous(), hvd.is_initialized()) == (0, 1, True, True)
+    # The shutdown of one rank ends the job of both.
+    hvd.barrier()
     hvd.shutdown()
     assert not hvd.is_initialized()
     with pytest.raises(ValueError, match="hvd.init"):
