@@ -267,9 +267,11 @@ impl Engine {
     /// How the elements of a host's ranks are combined. An average is divided here by the number of all ranks of all hosts,
     /// so that no sum of half-precision numbers overflows between hosts.
     fn fold_on_host(&self, Call { dtype, reduce, .. }: Call) -> Fold {
-        match reduce.unwrap_or(ReduceOp::Sum) {
-            ReduceOp::Avg => Fold::of_all(dtype, ReduceOp::Avg, self.world.get()),
-            op => Fold { dtype, op, divide_by: None },
+        let op = reduce.unwrap_or(ReduceOp::Sum);
+        if op == ReduceOp::Avg {
+            Fold::of_all(dtype, op, self.world.get())
+        } else {
+            Fold { dtype, op, divide_by: None }
         }
     }
 
