@@ -1,5 +1,5 @@
-//! Horovod's example for digits, `pytorch_mnist.py`, with its settings. The lines that make it distributed have `hvd` or
-//! `DistributedOptimizer` in them.
+//! Horovod's example for digits, `pytorch_mnist.py`, with its settings and the network of our other examples. The lines that make it
+//! distributed have `hvd` or `DistributedOptimizer` in them.
 //!
 //! ```sh
 //! cargo build --release -p horovod_mnist
@@ -63,7 +63,8 @@ fn main() -> anyhow::Result<()> {
     let mut model = Network::new(&device);
     // Adasum needs no larger steps with more ranks.
     let lr = args.lr * if args.use_adasum { 1.0 } else { f64::from(hvd.size()) };
-    let momentum = MomentumConfig::new().with_momentum(args.momentum);
+    // PyTorch's dampening. Burn's default is 0.1.
+    let momentum = MomentumConfig::new().with_momentum(args.momentum).with_dampening(0.0);
     let optimizer = SgdConfig::new().with_momentum(Some(momentum)).init();
 
     model = broadcast_parameters(&hvd, model, Rank::MAIN)?;
