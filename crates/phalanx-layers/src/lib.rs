@@ -112,7 +112,9 @@ pub fn linear<const D: usize>(linear: &Linear, x: Tensor<D>) -> Tensor<D> {
         [] | [0] => {}
         [side] => return self::linear(linear, x.swap_dims(0, side)).swap_dims(0, side),
         _ => {
-            [_, dims[D - 1]] = linear.weight.dims();
+            let [width, outputs] = linear.weight.dims();
+            assert_eq!(dims[D - 1], width, "a tensor whose last dimension does not fit the layer");
+            dims[D - 1] = outputs;
             return Tensor::zeros(dims, (&x.device(), x.dtype()));
         }
     }

@@ -239,6 +239,14 @@ fn a_tensor_without_elements_is_burns_own() {
 }
 
 #[test]
+#[should_panic(expected = "does not fit the layer")]
+fn a_tensor_without_elements_of_another_width_is_refused() {
+    let device = Device::flex();
+    let layer = LinearConfig::new(6, 3).init(&device);
+    drop(linear(&layer, Tensor::<3>::zeros([0, 0, 7], &device)));
+}
+
+#[test]
 fn an_empty_batch_leaves_the_running_statistics() {
     let device = Device::flex().autodiff();
     let norm = BatchNormConfig::new(4).init(&device);

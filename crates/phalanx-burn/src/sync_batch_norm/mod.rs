@@ -118,7 +118,7 @@ pub struct SyncBatchNorm {
     pub gamma: Param<Tensor<1>>,
     /// The learnable shift, one for each channel.
     pub beta: Param<Tensor<1>>,
-    /// Whether the layer trains, as in [`BatchNorm`]. As in [`BatchNorm`].
+    /// Whether the layer trains, as in [`BatchNorm`].
     pub training: Param<Flag>,
     /// The running mean of the whole batches.
     pub running_mean: RunningState<Tensor<1>>,
