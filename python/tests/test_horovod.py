@@ -961,6 +961,8 @@ def test_what_has_failed_before_ctrl_c_is_not_forgotten():
 
 def _handles_end(rank):
     handle = hvd.allreduce_async(torch.ones(1), name=f"only on rank {rank}")
+    # The shutdown of one rank ends the job, to which the other may still submit.
+    hvd.barrier()
     hvd.shutdown()
     assert not _operations._handles
     with pytest.raises(ValueError, match="before hvd.shutdown"):
@@ -1165,6 +1167,8 @@ def _timeline(rank, path):
     hvd.start_timeline(path)
     hvd.allreduce(torch.ones(1), name="traced")
     hvd.stop_timeline()
+    # The shutdown of one rank ends the job, whose timeline the other may still have to stop.
+    hvd.barrier()
 
 
 def test_the_timeline_has_the_names(tmp_path):
