@@ -738,7 +738,7 @@ def _odd_arguments(rank):
     # Nothing of them is in flight.
     hvd.broadcast_parameters([("a", torch.ones(1)), ("b", torch.ones(1))], 0)
     hvd.shutdown()
-    for process_sets in (hvd.ProcessSet([0]), 5, "static", [[0, 0]]):
+    for process_sets in (hvd.ProcessSet([0]), 5, "static", [[0, 0]], [[0, 2]], [[0], [0]]):
         with pytest.raises((ValueError, TypeError)):
             hvd.init(process_sets=process_sets)
         # No job has begun without the sets that were asked for.
