@@ -837,6 +837,17 @@ def test_parameters_with_and_without_names_are_broadcast_and_all_else_is_refused
     run(2, _parameters)
 
 
+def _parameters_of_other_shapes(rank):
+    with pytest.raises(hvd.HorovodInternalError, match="parameters.a.*rank 1") as caught:
+        hvd.broadcast_parameters([("a", torch.ones(2 + rank)), ("b", torch.ones(2)), ("c", torch.ones(2))], root_rank=0)
+    assert caught.value.kind == "mismatch" and not _operations._handles
+    hvd.barrier()
+
+
+def test_parameters_that_cannot_be_broadcast_leave_no_handles():
+    run(2, _parameters_of_other_shapes)
+
+
 def _state_of_other_types(rank, wrapped):
     p = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     base = torch.optim.SGD([p], lr=0.1, momentum=0.9)
