@@ -738,7 +738,7 @@ def _odd_arguments(rank):
     # Nothing of them is in flight.
     hvd.broadcast_parameters([("a", torch.ones(1)), ("b", torch.ones(1))], 0)
     hvd.shutdown()
-    for process_sets in (hvd.ProcessSet([0]), 5, "static", [[0, 0]]):
+    for process_sets in (hvd.ProcessSet([0]), 5, "static", [[0, 0]], [[0, 2]], [[0], [0]]):
         with pytest.raises((ValueError, TypeError)):
             hvd.init(process_sets=process_sets)
         # No job has begun without the sets that were asked for.
@@ -835,6 +835,17 @@ def _parameters(rank):
 
 def test_parameters_with_and_without_names_are_broadcast_and_all_else_is_refused():
     run(2, _parameters)
+
+
+def _parameters_of_other_shapes(rank):
+    with pytest.raises(hvd.HorovodInternalError, match="parameters.a.*rank 1") as caught:
+        hvd.broadcast_parameters([("a", torch.ones(2 + rank)), ("b", torch.ones(2)), ("c", torch.ones(2))], root_rank=0)
+    assert caught.value.kind == "mismatch" and not _operations._handles
+    hvd.barrier()
+
+
+def test_parameters_that_cannot_be_broadcast_leave_no_handles():
+    run(2, _parameters_of_other_shapes)
 
 
 def _state_of_other_types(rank, wrapped):
@@ -961,6 +972,8 @@ def test_what_has_failed_before_ctrl_c_is_not_forgotten():
 
 def _handles_end(rank):
     handle = hvd.allreduce_async(torch.ones(1), name=f"only on rank {rank}")
+    # The shutdown of one rank ends the job, to which the other may still submit.
+    hvd.barrier()
     hvd.shutdown()
     assert not _operations._handles
     with pytest.raises(ValueError, match="before hvd.shutdown"):
@@ -1165,6 +1178,8 @@ def _timeline(rank, path):
     hvd.start_timeline(path)
     hvd.allreduce(torch.ones(1), name="traced")
     hvd.stop_timeline()
+    # The shutdown of one rank ends the job, whose timeline the other may still have to stop.
+    hvd.barrier()
 
 
 def test_the_timeline_has_the_names(tmp_path):

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from phalanx_torch.horovod._job import ProcessSet, global_process_set
+from phalanx_torch.horovod._job import ProcessSet, _handles, global_process_set
 from phalanx_torch.horovod._operations import _dense, _synchronized, allgather_async, broadcast_async_, synchronize
 
 _T = TypeVar("_T")
@@ -158,11 +158,22 @@ def broadcast_parameters(
     if twice:
         raise ValueError(f"broadcast_parameters: names must be unique, and several tensors have {', '.join(twice)}")
     # Only when all are known to be right: else the other ranks would wait for the rest.
-    handles = [
+    _wait_for(
         broadcast_async_(tensor, root_rank, None if name is None else f"parameters.{name}", process_set) for name, tensor in pairs if tensor is not None
-    ]
-    for handle in handles:
-        synchronize(handle)
+    )
+
+
+def _wait_for(started: Iterable[int]) -> None:
+    """Starts all of these operations, and then waits for them. After an error nobody has the handles of the others."""
+    handles: list[int] = []
+    try:
+        for handle in started:
+            handles.append(handle)
+        for handle in handles:
+            synchronize(handle)
+    finally:
+        for handle in handles:
+            _handles.pop(handle, None)
 
 
 class _Place:
@@ -217,9 +228,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         _replaced(frame, _Place, lambda one: places.setdefault(one.index, one))
         tensors = [torch.empty(places[index].shape, dtype=places[index].dtype, device="cpu") for index in sorted(places)]
     own = [tensor.detach().contiguous() for tensor in tensors]
-    handles = [broadcast_async_(tensor, root_rank, f"optimizer.{index}") for index, tensor in enumerate(own)]
-    for handle in handles:
-        synchronize(handle)
+    _wait_for(broadcast_async_(tensor, root_rank, f"optimizer.{index}") for index, tensor in enumerate(own))
     if not is_root:
         received = _replaced(frame, _Place, lambda one: own[one.index])
         optimizer.load_state_dict(received)

@@ -149,8 +149,13 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
         _exit.remember_ranks(_state["ranks"])
     _state.update(job=_native.Horovod.begin(_state["ranks"]), sets={}, next=1)
     global_process_set._counts = {}
-    for process_set in chosen:
-        add_process_set(process_set)
+    try:
+        for process_set in chosen:
+            add_process_set(process_set)
+    except Exception:
+        # A second call would do nothing, and return without these sets.
+        shutdown()
+        raise
 
 
 def _chosen(process_sets: Any) -> "list[ProcessSet | Sequence[int]]":

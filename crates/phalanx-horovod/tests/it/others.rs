@@ -1,5 +1,6 @@
 //! What is made of the collectives: joins, process sets, values, parameters, sparse gradients, the timeline.
 
+use std::sync::Barrier;
 use std::time::Duration;
 
 use phalanx::Rank;
@@ -376,10 +377,11 @@ fn a_process_set_ends_apart_from_the_others() {
 
 #[test]
 fn who_has_joined_submits_nothing() {
+    // When all have joined, names are taken again. So rank 0 joins when rank 1 has been refused one.
+    let is_refused = Barrier::new(2);
     ranks(2, Fabric::SharedMemory, &Options::default(), |hvd| {
         if hvd.rank().is_main() {
-            // Until the other rank has been told.
-            hvd.barrier().unwrap();
+            is_refused.wait();
             hvd.join().unwrap();
             return;
         }
@@ -390,6 +392,7 @@ fn who_has_joined_submits_nothing() {
                 std::thread::sleep(Duration::from_millis(1));
                 hvd.allreduce_async(&format!("late {index}"), [1.0f32], Op::Sum).map(drop).err()
             });
+            is_refused.wait();
             let refused = refused.unwrap().to_string();
             assert!(refused.contains("while this rank waits in join"), "{refused}");
             joining.join().unwrap();
