@@ -128,6 +128,10 @@ fn shrink(old: &Shared, mut excluded: Vec<c_int>, blocking: bool) -> Result<Unus
     // SAFETY: it is alive and stopped, and aborted only some seconds after it is released if this thread holds `calling`. NCCL copies the list and
     // the configuration, and writes one pointer, whose memory stays until it has.
     let mut state = unsafe { shrink(raw, list, count, place.as_ptr(), &mut config, SHRINK_ABORT) };
+    if state == SUCCESS {
+        // NCCL returns it also while it works beside its caller, as all versions do if the old one is not blocking: its state says more.
+        state = IN_PROGRESS;
+    }
     let (mut function, mut pause) = ("ncclCommShrink", Pause::default());
     while state == IN_PROGRESS {
         pause.pause();

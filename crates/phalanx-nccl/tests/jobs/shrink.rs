@@ -14,11 +14,15 @@ pub const TESTS: &[Test] = &[
         all_done("shrink::leaves", 8, &[("NCCL_COMM_BLOCKING", "1")]);
     }),
     ("after_a_death_the_survivors_shrink_their_communicator", 8, Needs::StandIn, || {
-        dies(&[REVOKES, ("EXPECTED_CALLS", "1 1 1")]);
-        dies(&[REVOKES, ("NCCL_COMM_BLOCKING", "1"), ("EXPECTED_CALLS", "1 1 1")]);
+        dies(8, "dies", &[REVOKES, ("EXPECTED_CALLS", "1 1 1")]);
+        dies(8, "dies", &[REVOKES, ("NCCL_COMM_BLOCKING", "1"), ("EXPECTED_CALLS", "1 1 1")]);
     }),
     ("without_a_revoke_the_survivors_of_a_death_make_a_new_communicator", 8, Needs::StandIn, || {
-        dies(&[("EXPECTED_CALLS", "2 0 1")]);
+        dies(8, "dies", &[("EXPECTED_CALLS", "2 0 1")]);
+    }),
+    ("a_communicator_that_launches_is_aborted_and_not_revoked", 3, Needs::StandIn, || {
+        let slow = ("STANDIN_NCCL_SLOW_LAUNCH", "2500");
+        dies(3, "dies_meanwhile", &[REVOKES, slow, ("EXPECTED_CALLS", "2 0 0")]);
     }),
     ("a_communicator_in_use_is_not_shrunk", 8, Needs::StandIn, || {
         all_done("shrink::is_used", 8, &[("EXPECTED_CALLS", "2 0 0")]);
@@ -47,8 +51,8 @@ const REVOKES: (&str, &str) = ("STANDIN_NCCL_VERSION", "22807");
 const FIRST: u32 = 1;
 
 /// All but the dead rank are done.
-fn dies(variables: &[(&str, &str)]) {
-    let outputs = World::start("shrink::dies", 8, variables, &[]).outputs();
+fn dies(ranks: u32, role: &str, variables: &[(&str, &str)]) {
+    let outputs = World::start(&format!("shrink::{role}"), ranks, variables, &[]).outputs();
     for (rank, output) in (0..).zip(outputs) {
         let expected = if rank == FIRST { "" } else { "done" };
         assert_eq!(output.trim(), expected, "rank {rank}");
@@ -74,12 +78,16 @@ pub fn play(role: &str) -> Result<()> {
     // Until then another rank may not know yet that its call is done.
     meet(&group)?;
     let Some(part) = part else {
-        if role == "dies" {
+        if role == "dies_meanwhile" {
+            // The others have begun their next call by then.
+            std::thread::sleep(Duration::from_millis(500));
+        }
+        if role.starts_with("dies") {
             std::process::abort();
         }
         return Ok(());
     };
-    if role == "dies" {
+    if role.starts_with("dies") {
         let error = sum(&handle).unwrap_err();
         assert_eq!(error.peer(), Some(Rank::new(FIRST)), "{error}");
     }
