@@ -9,11 +9,11 @@ use crate::world::{World, all_done, calls_of_nccl, meet};
 use crate::{Needs, Test};
 
 pub const TESTS: &[Test] = &[
-    ("ranks_that_remain_shrink_their_communicator_and_shrink_it_again", 8, Needs::StandIn, || {
+    ("ranks_that_remain_shrink_their_communicator_and_shrink_it_again", 8, Needs::Nothing, || {
         all_done("shrink::leaves", 8, &[]);
         all_done("shrink::leaves", 8, &[("NCCL_COMM_BLOCKING", "1")]);
     }),
-    ("after_a_death_the_survivors_shrink_their_communicator", 8, Needs::StandIn, || {
+    ("after_a_death_the_survivors_shrink_their_communicator", 8, Needs::Nothing, || {
         dies(8, "dies", &[REVOKES, ("EXPECTED_CALLS", "1 1 1")]);
         dies(8, "dies", &[REVOKES, ("NCCL_COMM_BLOCKING", "1"), ("EXPECTED_CALLS", "1 1 1")]);
     }),
@@ -98,18 +98,20 @@ pub fn play(role: &str) -> Result<()> {
         assert_eq!(sum(&handle)?, left.len() as f32);
     }
     assert_eq!(handle.connect()?.rank(), part.rank());
-    if let Ok(expected) = std::env::var("EXPECTED_CALLS") {
+    if let Ok(expected) = std::env::var("EXPECTED_CALLS")
+        && !crate::is_real()
+    {
         let calls = calls_of_nccl().map(|count| count.to_string());
         assert_eq!(calls.join(" "), expected, "of init, shrink and revoke");
     }
     drop(used);
     if role == "leaves" {
-        assert_eq!(calls_of_nccl(), [1, 1, 0]);
+        assert_calls([1, 1, 0]);
         // Of what was shrunk two ranks remain.
         let Some(pair) = part.new_group(&[Rank::new(1), Rank::new(4)])? else { return part.barrier() };
         assert!(handle.rebind(&pair));
         assert_eq!(sum(&handle)?, 2.0);
-        assert_eq!(calls_of_nccl(), [1, 2, 0]);
+        assert_calls([1, 2, 0]);
     }
     part.barrier()
 }
@@ -122,17 +124,25 @@ fn beside(group: &ProcessGroup, all: &CommunicatorHandle) -> Result<()> {
         assert!(smaller.current().is_none() && !smaller.rebind(&part));
         assert_eq!(sum(&smaller)?, ranks.len() as f32);
         assert!(smaller.current().is_some_and(|nccl| nccl.is_shrinkable()));
-        assert_eq!(calls_of_nccl(), [2, 0, 0]);
+        assert_calls([2, 0, 0]);
         if let Some(pair) = part.new_group(&[Rank::new(1), Rank::new(4)])? {
             assert!(smaller.rebind(&pair));
             assert_eq!(sum(&smaller)?, 2.0);
-            assert_eq!(calls_of_nccl(), [2, 1, 0]);
+            assert_calls([2, 1, 0]);
         }
         part.barrier()?;
     }
     // That of all ranks is as it was.
     assert_eq!(sum(all)?, group.world_size().get() as f32);
     meet(group)
+}
+
+/// Checks how often this process has called `ncclCommInitRankConfig`, `ncclCommShrink` and `ncclCommRevoke`, which the stand-in alone counts. A real
+/// NCCL that does not shrink leaves a warning.
+fn assert_calls(expected: [i32; 3]) {
+    if !crate::is_real() {
+        assert_eq!(calls_of_nccl(), expected);
+    }
 }
 
 /// The number of ranks, as the current communicator adds it up.
