@@ -153,7 +153,14 @@ fn shrink(old: &Shared, mut excluded: Vec<c_int>, blocking: bool) -> Result<Unus
     }
     let made = unused(place.load(Ordering::Acquire));
     if state != SUCCESS {
-        return Err(old.nccl.error(function, state));
+        let error = old.nccl.error(function, state);
+        // The old one keeps the address of a flag of what could not be made, and writes there when it is aborted. So that is ended after it.
+        drop(calling);
+        old.release();
+        if !old.await_ended(2 * SETTLE_TIMEOUT) {
+            std::mem::forget(made);
+        }
+        return Err(error);
     }
     if made.is_none() {
         return Err(Error::other("ncclCommShrink has made no communicator"));
