@@ -244,6 +244,11 @@ impl Shared {
         true
     }
 
+    /// Whether NCCL has queued all calls in flight. One that it may still be launching has no end.
+    pub(super) fn is_all_queued(&self) -> bool {
+        self.state.lock().flights.iter().all(|flight| flight.end.get().is_some())
+    }
+
     /// Whether it was taken out of use with nothing in flight.
     pub(super) fn is_retired(&self) -> bool {
         self.state.lock().retired

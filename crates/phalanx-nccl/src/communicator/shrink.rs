@@ -128,6 +128,10 @@ fn shrink(old: &Shared, mut excluded: Vec<c_int>, blocking: bool) -> Result<Unus
     // SAFETY: it is alive and stopped, and aborted only some seconds after it is released if this thread holds `calling`. NCCL copies the list and
     // the configuration, and writes one pointer, whose memory stays until it has.
     let mut state = unsafe { shrink(raw, list, count, place.as_ptr(), &mut config, SHRINK_ABORT) };
+    if state == SUCCESS {
+        // NCCL returns it also while it works beside its caller, as all versions do if the old one is not blocking: its state says more.
+        state = IN_PROGRESS;
+    }
     let (mut function, mut pause) = ("ncclCommShrink", Pause::default());
     while state == IN_PROGRESS {
         pause.pause();
@@ -149,7 +153,14 @@ fn shrink(old: &Shared, mut excluded: Vec<c_int>, blocking: bool) -> Result<Unus
     }
     let made = unused(place.load(Ordering::Acquire));
     if state != SUCCESS {
-        return Err(old.nccl.error(function, state));
+        let error = old.nccl.error(function, state);
+        // The old one keeps the address of a flag of what could not be made, and writes there when it is aborted. So that is ended after it.
+        drop(calling);
+        old.release();
+        if !old.await_ended(2 * SETTLE_TIMEOUT) {
+            std::mem::forget(made);
+        }
+        return Err(error);
     }
     if made.is_none() {
         return Err(Error::other("ncclCommShrink has made no communicator"));

@@ -24,6 +24,9 @@ const IDLE_INTERVAL: Duration = Duration::from_millis(50);
 /// The longest time for a clean end: the other ranks take part in it.
 pub(super) const END_TIMEOUT: Duration = Duration::from_secs(3);
 
+/// How long a launch may take that has begun before a failure, before the communicator is aborted and not revoked.
+const LAUNCH_GRACE: Duration = Duration::from_millis(500);
+
 /// Watches until the communicator has ended.
 pub(super) fn watch(shared: &Arc<Shared>) {
     let _done = Done(|| shared.ended());
@@ -138,6 +141,9 @@ fn revoke(shared: &Shared) -> bool {
         return true; // It does nothing.
     }
     let Some(revoke) = shared.nccl.revoke else { return false };
+    if !await_launch(shared) {
+        return false;
+    }
     let (deadline, mut pause) = (Deadline::after(SETTLE_TIMEOUT), Pause::default());
     // SAFETY: it is alive, its device is this thread's, and no other thread is in a call of NCCL.
     let mut state = unsafe { revoke(shared.raw(), REVOKE_DEFAULT) };
@@ -148,6 +154,22 @@ fn revoke(shared: &Shared) -> bool {
         state = if code == SUCCESS { state } else { code };
     }
     state == SUCCESS
+}
+
+/// Whether NCCL launches nothing any more, for which it gets a moment. A revoke ends a launch and frees what NCCL has noted of it, but keeps the
+/// address, and uses it when the revoke is done. After an abort nothing is used. The caller holds `calling`.
+fn await_launch(shared: &Shared) -> bool {
+    let (deadline, mut pause) = (Deadline::after(LAUNCH_GRACE), Pause::default());
+    loop {
+        // SAFETY: it is alive, its device is this thread's, and no other thread is in a call of NCCL.
+        match unsafe { shared.is_settled(shared.raw()) } {
+            Ok(true) => return true,
+            Ok(false) if deadline.has_passed() => return false,
+            Ok(false) => pause.pause(),
+            // It hides whether NCCL still has a note of a launch.
+            Err(_) => return shared.is_all_queued(),
+        }
+    }
 }
 
 /// Ends the communicator together with the other ranks, or without them if they do not come.

@@ -51,6 +51,7 @@ struct comm {
     struct { int used; double factor; } ops[MOST_OPS];
     int rank, ranks, device, launches, slow, blocking, shrunk, revoked;
     struct shared *shared;
+    ncclComm_t child; /* What a shrink that failed has made. As in the real one, an abort writes there. */
     atomic_int state, aborted, pending;
 };
 enum kind { ALL_REDUCE, BROADCAST, REDUCE, ALL_GATHER, REDUCE_SCATTER, SEND, RECV };
@@ -536,6 +537,10 @@ static atomic_int aborts;
 int standin_aborts(void) { return atomic_load(&aborts); }
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
     atomic_fetch_add(&aborts, 1);
+    if (comm->child && !comm->child->shared) {
+        dprintf(STDERR_FILENO, "what a shrink could not make was ended before the communicator that was shrunk\n");
+        abort();
+    }
     nap(1000L * number("STANDIN_NCCL_ABORT_HANG", 0));
     atomic_store(&comm->shared->aborted[comm->rank], 1);
     atomic_store(&comm->aborted, 1);
@@ -606,6 +611,7 @@ static void *shrink(void *argument) {
 over:
     if (state) fail(state, text);
     atomic_store(&child->state, state);
+    parent->child = state && child->shared ? child : NULL;
     if (child->shared) *s->made = child; else free(child);
     free(s);
     atomic_store(&parent->state, state);
@@ -649,5 +655,5 @@ ncclResult_t ncclCommShrink(ncclComm_t parent, int *excluded, int count, ncclCom
     pthread_t thread;
     if (pthread_create(&thread, NULL, shrink, s)) return fail(SYSTEM_ERROR, "no thread");
     pthread_detach(thread);
-    return IN_PROGRESS;
+    return SUCCESS; /* As the real one: only the parent's state says that it is in progress. */
 }
