@@ -20,8 +20,8 @@ const READ_TIMEOUT: Duration = Duration::from_secs(3600);
 /// ends later than by so much.
 pub(super) const STANDSTILL_LIMIT: Duration = Duration::from_secs(1);
 
-/// How long the look may take that says why a heartbeat could not be counted.
-const EXPLANATION_TIMEOUT: Duration = Duration::from_secs(1);
+/// How long the look may take that says why a heartbeat could not be counted: a connection and two answers over a slow network.
+const EXPLANATION_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What to do about a process that stood still.
 pub const AFTER_STANDSTILL: &str = "start it again; did this host sleep, was this process stopped (Ctrl-Z, SIGSTOP), or did a file system hold it up? The host of a job must not sleep";
