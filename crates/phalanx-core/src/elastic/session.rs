@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 use crate::host;
 use crate::interfaces::is_every_hosts;
-use crate::log::{Heartbeats, Log, Mac, Participant, Replica, awake};
+use crate::log::{Heartbeats, Log, Mac, Participant, Replica, awake, from_a_random_one};
 use crate::notice::{Aside, Reminders, warn};
 use crate::random;
 use crate::rank::{Generation, Rank};
@@ -196,7 +196,7 @@ impl Session {
                     let round = view.state.round();
                     drop(view);
                     let by = self.me.id;
-                    for worker in late {
+                    for worker in from_a_random_one(late) {
                         // Another worker may have said so meanwhile, or this one may be in the next round already.
                         let is_late = {
                             let view = self.replica().view();

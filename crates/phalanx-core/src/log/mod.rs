@@ -51,6 +51,7 @@ pub(crate) use self::compaction::STRIDE;
 use self::compaction::{BASE, NO_BASE, number};
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub use self::outside::read_all;
+pub(crate) use self::participant::from_a_random_one;
 pub use self::participant::{AFTER_STANDSTILL, Heartbeats, Participant, awake, stood_still};
 pub use self::replica::{Replica, View};
 use crate::deadline::Deadline;
