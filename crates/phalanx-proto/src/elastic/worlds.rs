@@ -106,7 +106,7 @@ mod tests {
 
     #[test]
     fn who_is_missing_is_no_work_of_the_square_of_the_ranks() {
-        const RANKS: u64 = 100_000;
+        const RANKS: u64 = 400_000;
         let all: Vec<u64> = (0..RANKS).collect();
         let mut worlds = Worlds::default();
         worlds.failed(1, ids(&all));
