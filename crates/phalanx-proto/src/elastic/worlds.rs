@@ -58,7 +58,7 @@ impl Worlds {
             return Ok(Vec::new());
         }
         let there: BTreeSet<WorkerId> = there.iter().copied().collect();
-        let missing = members.iter().zip(0..).filter(|(member, _)| !there.contains(member));
+        let missing = members.iter().zip(0..).filter(|(member, _)| !there.contains(*member));
         Ok(missing.map(|(_, rank)| Rank::new(rank)).collect())
     }
 
