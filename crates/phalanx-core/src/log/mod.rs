@@ -19,8 +19,9 @@
 //! next place, one of them would get that, and so on: `n` writers would make `n * n / 2` requests. So they stand in line: `line/<n>` gives each
 //! its turn, and each writes when the one before it has written. That is three or four requests a writer. The line is no reservation. A place is
 //! written when the one before it is, whoever wrote that, so no writer that dies leaves a hole. Whoever has waited in vain for a second, or far
-//! from the store for three, leaves the line, and tries as if it had just come. A store that a launcher serves makes each write of the line itself, as soon as the one before it
-//! is there ([`multi_compare_set_after`](crate::store::Store::multi_compare_set_after)). So a line costs three round trips, however long it is.
+//! from the store for three, leaves the line, and tries as if it had just come. A store that a launcher serves makes each write of the line itself,
+//! as soon as the one before it is there ([`multi_compare_set_after`](crate::store::Store::multi_compare_set_after)). So a line costs three round
+//! trips, however long it is.
 //!
 //! A reader asks for the next entry, and in the same request for those that are there after it (`AHEAD`). So whoever is behind
 //! needs a few round trips to read what many have written at once, and not one for each entry.
