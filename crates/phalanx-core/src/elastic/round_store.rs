@@ -299,10 +299,19 @@ fn remove_own<'a>(
     let asked: Vec<(&str, &[u8], &[u8])> =
         lists.iter().map(|list| (list.as_str(), NO_LIST, NO_LIST)).collect();
     let found = store.multi_compare_set(&asked, deadline)?;
-    for (list, text) in lists.iter().zip(found).filter(|(_, text)| text != NO_LIST) {
-        let text = str::from_utf8(&text).map_err(|_| Error::malformed("a worker's keys are not text"))?;
-        remove_keys(store, round, text.lines(), deadline)?;
-        store.delete_key(list, deadline)?;
+    let mut lists = lists.iter().zip(&found).filter(|(_, text)| *text != NO_LIST).peekable();
+    while lists.peek().is_some() {
+        // Many together, and not all: each request is a round trip, and the time may be up.
+        let (mut keys, mut removed) = (Vec::new(), Vec::new());
+        while keys.len() < SWEPT_TOGETHER
+            && let Some((list, text)) = lists.next()
+        {
+            let text = str::from_utf8(text).map_err(|_| Error::malformed("a worker's keys are not text"))?;
+            keys.extend(text.lines());
+            removed.push(list.as_str());
+        }
+        remove_keys(store, round, keys.into_iter(), deadline)?;
+        store.delete_keys(&removed, deadline)?;
     }
     Ok(())
 }
@@ -335,7 +344,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::store::{MAX_VALUE, MemoryStore, Watched};
+    use crate::store::{MAX_VALUE, MemoryStore, TcpStore, TcpStoreServer, Watched, far_away};
 
     #[test]
     fn a_sweep_whose_time_is_up_goes_on_where_it_was() {
@@ -369,6 +378,26 @@ mod tests {
         }
         left.store(1, Ordering::Relaxed);
         assert_eq!(slow.num_keys(limit).unwrap(), 1);
+    }
+
+    #[test]
+    fn what_many_workers_have_listed_is_removed_in_few_round_trips() {
+        let limit = Deadline::after(Duration::from_secs(60));
+        let server = TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
+        let near: SharedStore = Arc::new(TcpStore::connect(server.local_addr(), limit).unwrap());
+        for worker in 0..100 {
+            let round = RoundStore::new(&near, 1);
+            // As after a sub-group: it has a list of its own from then on.
+            round.set(&format!("first/{worker}"), b"1", limit).unwrap();
+            round.delete_key(&format!("first/{worker}"), limit).unwrap();
+            round.set(&format!("second/{worker}"), b"1", limit).unwrap();
+        }
+        let (address, _) = far_away(&server, Duration::from_millis(50));
+        let far = TcpStore::connect(address, limit).unwrap();
+        // A round trip for each would take twice as long.
+        sweep(&far, 2, Deadline::after(Duration::from_secs(10))).unwrap();
+        // The round's list, and how far it went.
+        assert_eq!(near.num_keys(limit).unwrap(), 2);
     }
 
     #[test]

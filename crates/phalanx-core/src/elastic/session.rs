@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 use crate::host;
 use crate::interfaces::is_every_hosts;
-use crate::log::{Heartbeats, Log, Mac, Participant, Replica, awake};
+use crate::log::{Heartbeats, Log, Mac, Participant, Replica, awake, from_a_random_one};
 use crate::notice::{Aside, Reminders, warn};
 use crate::random;
 use crate::rank::{Generation, Rank};
@@ -33,8 +33,8 @@ use crate::world_size::WorldSize;
 const RECHECK_INTERVAL: Duration = Duration::from_millis(200);
 /// How long the store may take to answer what does not wait for other workers.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long the last message of this worker may take.
-const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(1);
+/// How long the last message of this worker may take: three round trips of a slow network, with packets that are sent again.
+const LAST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// The result of waiting for a round.
 pub(super) enum NextRound {
@@ -75,8 +75,16 @@ struct CurrentRound {
 /// What the training thread is doing.
 enum Phase {
     Waiting,
-    Joining { round: u64, rank: Rank },
-    Inside { round: u64, group: ProcessGroup },
+    /// `is_told`: this process has told those that connect with it that the round cannot be used.
+    Joining {
+        round: u64,
+        rank: Rank,
+        is_told: bool,
+    },
+    Inside {
+        round: u64,
+        group: ProcessGroup,
+    },
 }
 
 impl Session {
@@ -188,7 +196,7 @@ impl Session {
                     let round = view.state.round();
                     drop(view);
                     let by = self.me.id;
-                    for worker in late {
+                    for worker in from_a_random_one(late) {
                         // Another worker may have said so meanwhile, or this one may be in the next round already.
                         let is_late = {
                             let view = self.replica().view();
@@ -218,6 +226,8 @@ impl Session {
         *self.current.phase.lock() = Phase::Waiting;
         let dead = cause.filter(|cause| cause.is_peer_failure()).and_then(Error::peer);
         let dead = dead.and_then(|rank| members.get(rank.index())).filter(|worker| **worker != self.me.id);
+        // All survivors say so, unless they have read it: an entry costs round trips, and each reads what all have appended.
+        let dead = dead.filter(|worker| self.replica().view().state.rank(**worker).is_some());
         dead.map_or(Ok(()), |&worker| {
             self.append(&Entry::Gone { worker, by: self.me.id, why: Departure::Died })
         })
@@ -265,7 +275,7 @@ impl Session {
         let members: Vec<WorkerId> = state.members().map(|worker| worker.id).collect();
         let world_size = WorldSize::new(u32::try_from(members.len()).unwrap_or(u32::MAX))?;
         let rank = world_size.rank(u32::try_from(rank).unwrap_or(u32::MAX))?;
-        *self.current.phase.lock() = Phase::Joining { round: number, rank };
+        *self.current.phase.lock() = Phase::Joining { round: number, rank, is_told: false };
         let rendezvous = Rendezvous {
             store: self.current.store_of(number),
             rank,
@@ -311,8 +321,9 @@ impl CurrentRound {
     fn end_if_broken(&self, replica: &Replica<MembersState>) {
         // No thread holds this lock while it takes the replica's.
         let (round, rank) = match &*self.phase.lock() {
-            Phase::Waiting => return,
-            Phase::Joining { round, rank } => (*round, *rank),
+            // The first cause stays. To tell it again with each entry that follows would hold up the thread that reads them.
+            Phase::Waiting | Phase::Joining { is_told: true, .. } => return,
+            Phase::Joining { round, rank, is_told: false } => (*round, *rank),
             Phase::Inside { round, group } => (*round, group.rank()),
         };
         let error = {
@@ -320,8 +331,11 @@ impl CurrentRound {
             why_broken(&view.state, round, rank, view.id(), &self.host)
         };
         let Some(error) = error else { return };
-        let group = match &*self.phase.lock() {
-            Phase::Joining { round: now, .. } if *now == round => None,
+        let group = match &mut *self.phase.lock() {
+            Phase::Joining { round: now, is_told, .. } if *now == round => {
+                *is_told = true;
+                None
+            }
             Phase::Inside { round: now, group } if *now == round => Some(group.clone()),
             // It has left the round meanwhile.
             _ => return,

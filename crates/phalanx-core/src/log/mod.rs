@@ -18,9 +18,10 @@
 //! A writer tries the first place that it does not know to be taken. If many try that at once, one gets it. If the others all went on to the
 //! next place, one of them would get that, and so on: `n` writers would make `n * n / 2` requests. So they stand in line: `line/<n>` gives each
 //! its turn, and each writes when the one before it has written. That is three or four requests a writer. The line is no reservation. A place is
-//! written when the one before it is, whoever wrote that, so no writer that dies leaves a hole. Whoever has waited in vain for a second leaves
-//! the line, and tries as if it had just come. A store that a launcher serves makes each write of the line itself, as soon as the one before it
-//! is there ([`multi_compare_set_after`](crate::store::Store::multi_compare_set_after)). So a line costs three round trips, however long it is.
+//! written when the one before it is, whoever wrote that, so no writer that dies leaves a hole. Whoever has waited in vain for a second, or far
+//! from the store for three, leaves the line, and tries as if it had just come. A store that a launcher serves makes each write of the line itself,
+//! as soon as the one before it is there ([`multi_compare_set_after`](crate::store::Store::multi_compare_set_after)). So a line costs three round
+//! trips, however long it is.
 //!
 //! A reader asks for the next entry, and in the same request for those that are there after it (`AHEAD`). So whoever is behind
 //! needs a few round trips to read what many have written at once, and not one for each entry.
@@ -39,7 +40,7 @@ mod standstill;
 
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 pub use phalanx_proto::log::liveness::ENDED;
 pub use phalanx_proto::log::mac::Mac;
@@ -51,15 +52,19 @@ pub(crate) use self::compaction::STRIDE;
 use self::compaction::{BASE, NO_BASE, number};
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub use self::outside::read_all;
+pub(crate) use self::participant::from_a_random_one;
 pub use self::participant::{AFTER_STANDSTILL, Heartbeats, Participant, awake, stood_still};
 pub use self::replica::{Replica, View};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::store::SharedStore;
 
-/// How long a writer waits for the one before it in line. That one has died, or the network is slow; then those that leave the line make a
-/// few requests more.
-const LINE_TIMEOUT: Duration = Duration::from_secs(1);
+/// How long a writer waits for the one before it in line: the first near the store, the second far from it. That one has died, or the network is
+/// slow; then those that leave the line make a few requests more. Each packet that is lost holds up all behind its writer: of thousands some lose
+/// two in turn, and those behind come to their turn only if they stay.
+const LINE_TIMEOUTS: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(3));
+/// So many times as long as the store has taken to answer a writer it waits in the line, within these limits.
+const ANSWERS: u32 = 15;
 
 /// A longer line is nonsense in the store.
 const LONGEST_LINE: u64 = 1 << 20;
@@ -138,15 +143,14 @@ impl<M: Machine> Log<M> {
             self.end.fetch_max(self.base(deadline)?, Ordering::Relaxed);
         }
         let mut index = self.end.load(Ordering::Relaxed);
-        // The place that this writer has found taken, if it waits in the line there.
-        let mut line: Option<u64> = None;
+        // The place that this writer has found taken, if it waits in the line there, and for how long.
+        let mut line: Option<(u64, Duration)> = None;
         loop {
             let signed = self.mac.sign(index, &entry);
-            let Some(Written { before, found, base }) =
-                self.write(index, &signed, line.is_some(), deadline)?
-            else {
+            let waits = line.map(|(_, timeout)| timeout);
+            let Some(Written { before, found, base }) = self.write(index, &signed, waits, deadline)? else {
                 // It leaves the line.
-                let next = line.take().map_or(index, |taken| taken + 1);
+                let next = line.take().map_or(index, |(taken, _)| taken + 1);
                 index = next.max(self.end.load(Ordering::Relaxed));
                 continue;
             };
@@ -158,25 +162,32 @@ impl<M: Machine> Log<M> {
                 // It was behind the base when it was written: nobody has read it. This writer has only just come.
                 self.store.delete_keys(&[&key(index)], deadline)?;
             }
+            let asked = Instant::now();
             // Behind the base there is no line.
             let next = if base > index { base } else { index + self.turn_in_line(index, deadline)? };
             // This process's reader may have come further. Then the place before is known to be taken, as it is for the first in the line.
             let end = self.end.load(Ordering::Relaxed);
-            line = (next > end).then_some(index);
+            line = (next > end).then(|| (index, line_timeout(asked.elapsed())));
             index = next.max(end);
         }
     }
 
-    /// Writes `signed` at `index`, if nothing is there; if it `waits`, as soon as the place before is taken. None if that is not taken in
-    /// time, and nothing was written.
-    fn write(&self, index: u64, signed: &[u8], waits: bool, deadline: Deadline) -> Result<Option<Written>> {
+    /// Writes `signed` at `index`, if nothing is there; if it `waits`, as soon as the place before is taken. None if that is not taken
+    /// within this time, and nothing was written.
+    fn write(
+        &self,
+        index: u64,
+        signed: &[u8],
+        waits: Option<Duration>,
+        deadline: Deadline,
+    ) -> Result<Option<Written>> {
         let (key, before) = (key(index), key(index.saturating_sub(1)));
         // The first and the last change nothing, and say where the log begins.
         let begin = (BASE, NO_BASE, NO_BASE);
         let changes = [begin, (key.as_str(), &b""[..], signed), begin];
         let changes = if M::COMPACTION.is_some() { &changes[..] } else { &changes[1..2] };
-        let found = if waits {
-            let until = deadline.at_most(LINE_TIMEOUT);
+        let found = if let Some(timeout) = waits {
+            let until = deadline.at_most(timeout);
             self.store.multi_compare_set_after(&before, changes, until, deadline)?
         } else {
             Some(self.store.multi_compare_set(changes, deadline)?)
@@ -278,6 +289,11 @@ fn those_there(answers: &[Vec<u8>]) -> Vec<Vec<u8>> {
 /// The key of the entry at `index`.
 fn key(index: u64) -> String {
     format!("log/{index}")
+}
+
+/// How long a writer waits in the line that the store has last answered after so long.
+fn line_timeout(answer: Duration) -> Duration {
+    (answer * ANSWERS).clamp(LINE_TIMEOUTS.0, LINE_TIMEOUTS.1)
 }
 
 /// The counter of those that have found the place `index` taken.

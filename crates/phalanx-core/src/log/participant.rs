@@ -20,8 +20,8 @@ const READ_TIMEOUT: Duration = Duration::from_secs(3600);
 /// ends later than by so much.
 pub(super) const STANDSTILL_LIMIT: Duration = Duration::from_secs(1);
 
-/// How long the look may take that says why a heartbeat could not be counted.
-const EXPLANATION_TIMEOUT: Duration = Duration::from_secs(1);
+/// How long the look may take that says why a heartbeat could not be counted: a connection and two answers over a slow network.
+const EXPLANATION_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What to do about a process that stood still.
 pub const AFTER_STANDSTILL: &str = "start it again; did this host sleep, was this process stopped (Ctrl-Z, SIGSTOP), or did a file system hold it up? The host of a job must not sleep";
@@ -386,13 +386,8 @@ fn beat<M: Machine>(
     let asked: Vec<(&str, &[u8], &[u8])> = keys.iter().map(|key| (key.as_str(), NO_BEAT, NO_BEAT)).collect();
     let beats = log.store.multi_compare_set(&asked, deadline)?;
     let beats = others.into_iter().zip(beats.iter().map(Vec::as_slice));
-    let mut absent = liveness.observe(beats, Instant::now());
-    // Several look for all, and each begins somewhere else: they tell of all the sooner.
-    if !absent.is_empty() {
-        let place = random::number().map_or(0, |number| number as usize % absent.len());
-        absent.rotate_left(place);
-    }
-    for (other, absence) in absent {
+    let absent = liveness.observe(beats, Instant::now());
+    for (other, absence) in from_a_random_one(absent) {
         // Another one may have said so meanwhile.
         if replica.view().state.is_present(other) {
             log.append(&M::absent(other, id, absence), deadline)?;
@@ -402,6 +397,16 @@ fn beat<M: Machine>(
         }
     }
     Ok(())
+}
+
+/// All of `others`, beginning with a random one. Where several processes append an entry of each, they append all the sooner: if all began with the
+/// same one, each would append what one has to.
+pub(crate) fn from_a_random_one<T>(mut others: Vec<T>) -> Vec<T> {
+    if !others.is_empty() {
+        let place = random::number().map_or(0, |number| number as usize % others.len());
+        others.rotate_left(place);
+    }
+    others
 }
 
 /// What the process has to do that compacts the log.

@@ -1,8 +1,10 @@
 //! Heartbeats, and what many rounds leave in the store.
 
 use std::collections::BTreeSet;
+use std::net::Ipv4Addr;
 
 use super::*;
+use crate::error::Kind;
 use crate::log::{Read, STRIDE};
 use crate::store::MemoryStore;
 
@@ -97,11 +99,73 @@ fn the_store_of_a_job_with_ten_thousand_kills_stays_small() {
     assert_eq!(newcomer.replica().view().state, first.replica().view().state);
 }
 
+#[test]
+fn a_death_that_a_worker_has_read_is_not_told_again() {
+    let store: SharedStore = Arc::new(MemoryStore::new());
+    // The first two entries are theirs.
+    let [first, second] = [0, 1].map(|slot| session(&store, slot));
+    wait_for_round(&first.participant, 1);
+    let members = [first.id(), second.id()];
+    let lost = Error::new(Kind::PeerFailed, "it died").with_peer(Rank::new(1));
+    for _ in 0..2 {
+        first.leave(&members, Some(&lost)).unwrap();
+        wait_until_gone(&first.participant, second.id());
+    }
+    assert!(store.check(&["log/2"], limit()).unwrap());
+    assert!(!store.check(&["log/3"], limit()).unwrap());
+}
+
+#[test]
+fn that_a_round_cannot_be_used_is_told_once_however_many_entries_follow() {
+    let store: SharedStore = Arc::new(MemoryStore::new());
+    let current = CurrentRound::new(Arc::clone(&store), "here");
+    let participant = participate(&store, &current).unwrap();
+    let append = |entry: Entry| participant.append(&entry, limit()).unwrap();
+    let gone = |id| Entry::Gone { worker: WorkerId(id), by: WorkerId(0), why: Departure::Died };
+    let settings = Settings { min: 3, max: 3, reset_limit: None };
+    (0..3).for_each(|id| append(Entry::Join { worker: worker(WorkerId(id), id as u32, 1), settings }));
+    wait_for_round(&participant, 1);
+    *current.phase.lock() = Phase::Joining { round: 1, rank: Rank::MAIN, is_told: false };
+    append(gone(1));
+    append(Entry::Exited { slot: 7, process: 1, nonce: 1 });
+    append(gone(2));
+    // Those before it have been read.
+    wait_until_gone(&participant, WorkerId(2));
+    assert_eq!(store.get("keys/1", limit()).unwrap(), b"mesh/failure\n");
+}
+
+/// A worker of a job of two, which has asked to take part.
+fn session(store: &SharedStore, slot: u32) -> Session {
+    let current = CurrentRound::new(Arc::clone(store), "here");
+    let participant = participate(store, &current).unwrap();
+    let mut session = Session {
+        participant,
+        current,
+        me: worker(WorkerId(0), slot, 1),
+        interface: Ipv4Addr::LOCALHOST.into(),
+        credentials: Credentials::default(),
+        settings: Settings { min: 2, max: 2, reset_limit: None },
+        local: (slot, 2),
+        options: Options::default(),
+        ended: false,
+    };
+    session.join().unwrap();
+    session
+}
+
 fn wait_for_round(participant: &Participant<MembersState>, round: u64) {
+    wait_for(participant, |state| state.round() >= round);
+}
+
+fn wait_until_gone(participant: &Participant<MembersState>, worker: WorkerId) {
+    wait_for(participant, |state| state.rank(worker).is_none());
+}
+
+fn wait_for(participant: &Participant<MembersState>, what: impl Fn(&MembersState) -> bool) {
     let (replica, limit) = (participant.replica(), limit());
     let mut view = replica.view();
-    while view.state.round() < round {
-        assert!(!limit.has_passed(), "round {} of {round}", view.state.round());
+    while !what(&view.state) {
+        assert!(!limit.has_passed(), "round {}: {:?}", view.state.round(), view.state);
         replica.wait_until(&mut view, limit.instant());
     }
 }

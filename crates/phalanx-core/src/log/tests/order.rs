@@ -129,10 +129,17 @@ fn who_dies_in_the_line_holds_nobody_up_for_long_and_leaves_no_hole() {
     assert_eq!(log.turn_in_line(0, limit()).unwrap(), 5);
     // Whoever is late for its own deadline says so, and not that it has waited in a line. Nothing is written behind a hole.
     let short = Deadline::after(Duration::from_millis(50));
-    let error = log.write(5, b"word", true, short).err().unwrap();
+    let waits = Some(LINE_TIMEOUTS.0);
+    let error = log.write(5, b"word", waits, short).err().unwrap();
     assert!(error.is_timeout(), "{error}");
-    assert!(log.write(5, b"word", true, limit()).unwrap().is_none());
+    assert!(log.write(5, b"word", waits, limit()).unwrap().is_none());
     assert!(!store.check(&["log/5"], limit()).unwrap());
+}
+
+#[test]
+fn who_is_far_from_the_store_stays_in_the_line_while_lost_packets_are_sent_again() {
+    let waits = [0, 20, 100, 200, 5000].map(|answer| line_timeout(Duration::from_millis(answer)).as_millis());
+    assert_eq!(waits, [1000, 1000, 1500, 3000, 3000]);
 }
 
 #[test]

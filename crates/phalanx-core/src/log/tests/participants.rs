@@ -31,6 +31,19 @@ fn a_log_that_is_lost_after_a_standstill_says_how_long_it_was() {
 }
 
 #[test]
+fn of_several_that_append_an_entry_of_each_of_many_each_begins_somewhere_else() {
+    assert!(from_a_random_one(Vec::<u32>::new()).is_empty());
+    let mut first = BTreeSet::new();
+    for _ in 0..32 {
+        let mut all = from_a_random_one((0..1000).collect::<Vec<u32>>());
+        first.insert(all[0]);
+        all.sort_unstable();
+        assert!(all.into_iter().eq(0..1000));
+    }
+    assert!(first.len() > 8, "{first:?}");
+}
+
+#[test]
 fn who_has_just_been_given_up_knows_that_it_stood_still_and_who_is_late_by_little_does_not() {
     let limits = |interval: u64, silence: u64| {
         let [interval, silence] = [interval, silence].map(Duration::from_secs);
