@@ -68,13 +68,15 @@ struct launch {
     int never, fails;
 };
 
-static char last_error[256];
+/* Never freed, and never written again: another thread may read it. */
+static _Atomic(const char *) last_error = "";
 static atomic_int launch_threads, inits, shrinks, revokes;
 static __thread int group_depth, call_count;
 static __thread struct call calls[256];
 
 static ncclResult_t fail(ncclResult_t code, const char *text) {
-    snprintf(last_error, sizeof last_error, "%s", text);
+    const char *copy = strdup(text);
+    if (copy) atomic_store(&last_error, copy);
     return code;
 }
 static void nap(long microseconds) { usleep(microseconds); }
@@ -107,7 +109,7 @@ const char *ncclGetErrorString(ncclResult_t code) {
                                   "invalid usage", "remote process exited or there was a network error", "NCCL operation in progress"};
     return code >= 0 && code < 8 ? texts[code] : "unknown result code";
 }
-const char *ncclGetLastError(ncclComm_t comm) { (void)comm; return last_error; }
+const char *ncclGetLastError(ncclComm_t comm) { (void)comm; return atomic_load(&last_error); }
 
 /* Makes memory for a communicator, and says where it is. */
 static int make_shared(char *path, size_t length) {

@@ -39,7 +39,7 @@ pub(super) fn all_gather(rank: Rank, world: WorldSize, elements: usize) -> Plan 
     pass(rank, world, 0, Combine::Replace, elements).collect()
 }
 
-/// As [`all_gather`], with different counts: w-1 steps; each rank sends all but one rank's elements.
+/// An all-gather with different counts: w-1 steps; each rank sends all but one rank's elements.
 pub fn all_gather_v(rank: Rank, world: WorldSize, counts: &Counts) -> Plan {
     all_gather_parts(rank, world, |index| counts.of(index))
 }
