@@ -333,7 +333,7 @@ def databases(folder):
 
 def database_values(folder):
     values = {}
-    for path in sorted(folder.iterdir()):
+    for path in sorted(folder.glob("*.lmdb")):
         env = lmdb.open(str(path), subdir=False, lock=False, readonly=True, max_dbs=4)
         for name in [None] if path.stem == "plain" else [b"train", b"valid"]:
             with env.begin(db=env.open_db(name, create=False)) as txn:
