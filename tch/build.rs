@@ -8,7 +8,7 @@ fn main() -> Result<(), &'static str> {
     let libraries = env::var_os("DEP_TCH_LIBTORCH_LIB").map(PathBuf::from);
     let libraries =
         libraries.ok_or("torch-sys does not say where libtorch is: phalanx-tch builds on Linux")?;
-    let include = libraries.with_file_name("include");
+    let include = headers().unwrap_or_else(|| libraries.with_file_name("include"));
     cc::Build::new()
         .cpp(true)
         .std("c++17")
@@ -25,4 +25,15 @@ fn main() -> Result<(), &'static str> {
     // For the tests and examples of this package; a program of one's own sets LD_LIBRARY_PATH, or does the same.
     println!("cargo:rustc-link-arg=-Wl,-rpath,{}", libraries.display());
     Ok(())
+}
+
+/// Where libtorch's headers are, if not beside its libraries: torch-sys has read the same variables.
+fn headers() -> Option<PathBuf> {
+    for name in ["LIBTORCH_INCLUDE", "LIBTORCH_USE_PYTORCH"] {
+        println!("cargo:rerun-if-env-changed={name}");
+    }
+    if env::var_os("LIBTORCH_USE_PYTORCH").is_some() {
+        return None;
+    }
+    env::var_os("LIBTORCH_INCLUDE").map(|folder| PathBuf::from(folder).join("include"))
 }

@@ -75,12 +75,13 @@ impl SyncBatchNorm {
     ///
     /// # Errors
     /// If an exchange fails, which leaves the running statistics as they were; or if `input` has another number of channels, or of dimensions, than
-    /// the plain layer takes, as an image without its batch has. On every rank, if `train`, and the ranks' layers were made with different `eps` or
+    /// the plain layer takes, as an image without its batch has, or elements that are no floats. On every rank, if `train`, and the ranks' layers were made with different `eps` or
     /// `momentum`, or all ranks together have one value of each channel, which has no variance. Where ranks exchange statistics, an error of one ends the group: the others wait for its part.
     pub fn forward(&self, input: &Tensor, train: bool) -> Result<Tensor> {
         let (exchange, size) = (self.exchange(), input.size());
+        let checked = self.check(&size).and_then(|()| check_kind(input.kind()));
         if !train || exchange.ranks() == 1 {
-            self.check(&size)?;
+            checked?;
             // libtorch would make the running variance NaN.
             if train && is_one_value(&size) {
                 return Err(one_value(&size));
@@ -101,7 +102,7 @@ impl SyncBatchNorm {
             )
             .map_err(torch);
         }
-        self.check(&size).inspect_err(|error| exchange.abort(error.clone()))?;
+        checked.inspect_err(|error| exchange.abort(error.clone()))?;
         let output = self.normalised(input, &size, exchange.clone()).map_err(torch);
         let output = output.and_then(|output| output.ok_or_else(|| one_value(&size)));
         match exchange.failure() {
@@ -243,6 +244,16 @@ fn summed(part: &Tensor, exchange: &Exchange) -> std::result::Result<Tensor, tch
         }
     };
     shim::sum_over_ranks(part, sum).map_err(|error| tch::TchError::Torch(error.to_string()))
+}
+
+/// An error if elements of this type have no mean and variance here: sums over ranks are of doubles, which have no imaginary part.
+fn check_kind(kind: Kind) -> Result<()> {
+    if matches!(kind, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16) {
+        return Ok(());
+    }
+    Err(Error::invalid_argument(format!("batch norm of elements of type {kind:?}")).with_remedy(
+        "give it f32, f64, f16 or bf16; of complex numbers normalise the real and the imaginary parts, each by a layer",
+    ))
 }
 
 /// Whether a tensor of this size has one value of each channel.

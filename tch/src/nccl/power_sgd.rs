@@ -12,6 +12,8 @@
 //! chosen by masks. Random columns are copied to the device when the hook is registered: where the host's PowerSGD draws others after zeros, or after an
 //! average that is not finite, these are taken again.
 //!
+//! A program may run backward within `tch::autocast`, where libtorch would multiply the matrices in f16, whose range some of them leave.
+//!
 //! Matrices of one shape are computed together, since a device wants few large operations: they have one tensor for their losses, and one for their
 //! factors. `P` and `Q` lie as in the host's messages, column by column: as `rank` rows.
 //!
@@ -150,7 +152,8 @@ impl LowRank {
         let _guard = tch::no_grad_guard();
         bucket.used_here()?;
         let options = &self.options;
-        bucket.groups.iter().try_for_each(|group| group.first(options)).map_err(torch)?;
+        tch::autocast(false, || bucket.groups.iter().try_for_each(|group| group.first(options)))
+            .map_err(torch)?;
         shim::copy_all(&bucket.others.0, &bucket.others.1)?;
         Ok(bucket.first.shallow_clone())
     }
@@ -160,7 +163,8 @@ impl LowRank {
         let _guard = tch::no_grad_guard();
         bucket.used_here()?;
         let epsilon = f64::from(self.options.epsilon());
-        bucket.groups.iter().try_for_each(|group| group.second(epsilon)).map_err(torch)?;
+        tch::autocast(false, || bucket.groups.iter().try_for_each(|group| group.second(epsilon)))
+            .map_err(torch)?;
         Ok(bucket.second.shallow_clone())
     }
 

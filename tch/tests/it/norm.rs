@@ -132,6 +132,23 @@ fn an_input_that_one_rank_alone_cannot_normalise_ends_the_group() {
     }
 }
 
+/// Their imaginary parts were dropped from the statistics.
+#[test]
+fn complex_numbers_and_integers_are_refused() {
+    for ranks in [1, 2] {
+        for kind in [Kind::ComplexFloat, Kind::Int64] {
+            run(ranks, |group| {
+                let store = nn::VarStore::new(device());
+                let norm = norm_of_3(&store, &group);
+                let input = images(0, 2).to_kind(kind);
+                let error = norm.forward(&input, true).unwrap_err().to_string();
+                assert!(error.contains(&format!("{kind:?}")), "{error}");
+                assert_eq!(elements(&norm.norm.running_mean), [0.0; 3]);
+            });
+        }
+    }
+}
+
 /// It has no variance, and the running variance would be divided by 0.
 #[test]
 fn one_value_of_each_channel_in_all_ranks_together_is_refused_on_every_rank() {

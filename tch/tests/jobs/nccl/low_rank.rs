@@ -47,15 +47,15 @@ pub(super) fn low_rank(group: &ProcessGroup) -> Result<()> {
 
 /// The gradient of each matrix has one direction, which a product of two vectors has exactly.
 pub(super) fn low_rank_steps(group: &ProcessGroup) -> Result<()> {
-    // Without feedback nothing at all is left after a step of zeros.
-    for feedback in [true, false] {
+    // Without feedback nothing at all is left after a step of zeros. In mixed precision products would have three digits.
+    for (feedback, mixed) in [(true, false), (false, false), (true, true)] {
         let group = group.split(Some(0), 0)?.unwrap();
-        low_rank_steps_of(&group, compressing(0).rank(2).error_feedback(feedback))?;
+        low_rank_steps_of(&group, compressing(0).rank(2).error_feedback(feedback), mixed)?;
     }
     Ok(())
 }
 
-fn low_rank_steps_of(group: &ProcessGroup, low_rank: PowerSgdOptions) -> Result<()> {
+fn low_rank_steps_of(group: &ProcessGroup, low_rank: PowerSgdOptions, mixed: bool) -> Result<()> {
     let store = VarStore::new(device());
     let sizes = [[16, 8], [16, 8], [12, 20]];
     let layers: Vec<Tensor> = sizes
@@ -84,7 +84,7 @@ fn low_rank_steps_of(group: &ProcessGroup, low_rank: PowerSgdOptions) -> Result<
             (parts.reduce(|a, b| a + b).unwrap() + bias.sum(Kind::Float)) * (rank * factor)
         })?;
         zero_grad(&store);
-        ddp.backward(&loss)?;
+        tch::autocast(mixed, || ddp.backward(&loss))?;
         // Queued before anybody has waited for the device.
         let seen: Vec<Tensor> = layers.iter().map(|one| one.grad() * 2.0).collect();
         let of_bias = bias.grad() * 2.0;
