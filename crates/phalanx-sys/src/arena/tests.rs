@@ -72,6 +72,7 @@ fn too_little_memory_is_an_error() {
     let arena = Arena::create(BYTES, 1, 7).unwrap();
     let error = arena.alloc(BYTES).unwrap_err();
     assert!(error.to_string().contains("do not fit"), "{error}");
+    assert_eq!(error.kind(), io::ErrorKind::QuotaExceeded);
     assert!(arena.alloc(0).is_err() && arena.alloc(usize::MAX).is_err());
     let error = memory::check(usize::MAX / 2).unwrap_err();
     assert!(error.to_string().contains("are left"), "{error}");
@@ -162,12 +163,38 @@ fn forked_siblings_make_arenas_with_identities_of_their_own() {
             pid => pid,
         }
     });
-    for pid in children {
-        let (pid, options) = (rustix::process::Pid::from_raw(pid), rustix::process::WaitOptions::empty());
-        let (_, status) = rustix::process::waitpid(pid, options).unwrap().unwrap();
-        assert_eq!(status.exit_status(), Some(0));
-    }
+    children.into_iter().for_each(await_child);
     // SAFETY: the children have ended.
     let [one, two] = places.map(|place| unsafe { common.mapping().at(place, 8).cast::<u64>().read() });
     assert!(one != 0 && two != 0 && one != two, "{one} {two}");
+}
+
+#[test]
+fn a_forked_process_neither_frees_nor_takes_memory_of_its_parent() {
+    let arena = Arena::create(BYTES, 1, 7).unwrap();
+    let mut region = arena.alloc(PAGE).unwrap();
+    let mut parts = Part::of_region(arena.alloc(2 * PIECE).unwrap(), [0..PIECE, PIECE..2 * PIECE]);
+    region.as_mut_slice().fill(3);
+    parts.iter_mut().for_each(|part| part.as_mut_slice().fill(4));
+    // SAFETY: the child only allocates and frees memory, which glibc allows in the child of a process with threads, makes system
+    // calls, and never returns.
+    let child = match unsafe { libc::fork() } {
+        0 => {
+            drop((region, parts));
+            let is_taken = arena.alloc(PAGE).is_ok();
+            // SAFETY: it ends the process at once.
+            unsafe { libc::_exit(i32::from(is_taken)) }
+        }
+        pid => pid,
+    };
+    await_child(child);
+    assert!(region.as_slice().iter().all(|byte| *byte == 3));
+    assert!(parts.iter().all(|part| part.as_slice().iter().all(|byte| *byte == 4)));
+}
+
+/// Waits for a process that ends well.
+fn await_child(pid: i32) {
+    let (pid, options) = (rustix::process::Pid::from_raw(pid), rustix::process::WaitOptions::empty());
+    let (_, status) = rustix::process::waitpid(pid, options).unwrap().unwrap();
+    assert_eq!(status.exit_status(), Some(0));
 }
