@@ -27,7 +27,7 @@ use std::ptr::NonNull;
 use std::slice;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
 pub use self::cgroup::left as memory_left_by_cgroups;
 pub use self::memory::{available as available_memory, total as total_memory};
@@ -247,6 +247,10 @@ impl Mapping {
         let base = unsafe {
             mmap(std::ptr::null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, file, 0)
         }?;
+        // A core dump would have all pages of it, and the kernel takes memory for each that has none: for each arena as much as the host has. It is a
+        // hint that a sandbox may not know.
+        // SAFETY: all of the new mapping, whose content this does not change.
+        let _ = unsafe { madvise(base, bytes, Advice::LinuxDontDump) };
         let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mapped at address zero"))?;
         Ok(Self { base, bytes })
     }

@@ -88,6 +88,21 @@ fn only_the_right_arena_is_opened() {
     assert!(open(usize::MAX / PAGE * PAGE).is_err());
 }
 
+// qemu-user, which runs the tests for other processors, has no such flag.
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn no_mapping_of_an_arena_is_in_a_core_dump() {
+    let arena = Arena::create(BYTES, 1, 7).unwrap();
+    let peer = peer(&arena, 7).unwrap();
+    let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    for mapping in [arena.mapping(), &peer] {
+        let start = format!("{:08x}-", mapping.base.as_ptr().addr());
+        let mut lines = maps.lines().skip_while(|line| !line.starts_with(&start));
+        let flags = lines.find(|line| line.starts_with("VmFlags:")).unwrap();
+        assert!(flags.split_whitespace().any(|flag| flag == "dd"), "{flags}");
+    }
+}
+
 #[test]
 fn what_a_late_peer_writes_does_not_reach_a_region_that_is_cut_off() {
     let arena = Arena::create(BYTES, 1, 7).unwrap();
