@@ -27,7 +27,7 @@ use std::ptr::NonNull;
 use std::slice;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
 pub use self::cgroup::left as memory_left_by_cgroups;
 pub use self::memory::{available as available_memory, total as total_memory};
@@ -150,13 +150,19 @@ impl Arena {
         &self.mapping
     }
 
-    /// Allocates `bytes` zeros, on pages of their own. An error if `bytes` is 0, or more than there is memory for.
+    /// Allocates `bytes` zeros, on pages of their own.
+    ///
+    /// # Errors
+    /// If `bytes` is 0, or more than there is memory for, and in a process that was forked from the owner. Of the kind
+    /// [`QuotaExceeded`](io::ErrorKind::QuotaExceeded) if the arena has too few addresses left.
     pub fn alloc(self: &Arc<Self>, bytes: usize) -> io::Result<Region> {
+        self.check_owner()?;
         let pages = bytes.checked_next_multiple_of(PAGE).filter(|pages| *pages > 0);
         let pages = pages.ok_or_else(|| io::Error::other(format!("no region has {bytes} bytes")))?;
         memory::check(pages)?;
         let offset = self.table().take(pages, bytes).ok_or_else(|| {
-            io::Error::other(format!("{bytes} bytes do not fit into what is left of {} bytes", self.bytes()))
+            let cause = format!("{bytes} bytes do not fit into what is left of {} bytes", self.bytes());
+            io::Error::new(io::ErrorKind::QuotaExceeded, cause)
         })?;
         // From here on `Region` owns the gap, so that an error below gives it back.
         let region = Region { arena: self.clone(), offset, bytes };
@@ -170,7 +176,7 @@ impl Arena {
         let (start, rest) = (control_block::ALLOCATED, RESERVED - control_block::ALLOCATED);
         memory::check(MARGIN * rest)?;
         memfd::allocate(&self.file, start as u64, rest as u64)
-            .inspect_err(|_| drop(memfd::release(&self.file, start as u64, rest as u64)))
+            .inspect_err(|_| drop(self.release(start, rest)))
     }
 
     /// The offset of the region that is exactly `memory`. None if `memory` is a part of a region, unregistered memory, or
@@ -204,9 +210,23 @@ impl Arena {
             unsafe { mmap_anonymous(place.cast(), copy.len(), access, flags) }?;
             // SAFETY: as above; peers cannot access the new pages.
             unsafe { std::ptr::copy_nonoverlapping(copy.as_ptr(), place, copy.len()) };
-            memfd::release(&self.file, start as u64, copy.len() as u64)?;
+            self.release(start, copy.len())?;
         }
         Ok(())
+    }
+
+    /// Frees the memory of a part of the file. It then reads as zeros.
+    fn release(&self, start: usize, bytes: usize) -> io::Result<()> {
+        self.check_owner()?;
+        memfd::release(&self.file, start as u64, bytes as u64)
+    }
+
+    /// An error in a process that was forked from the owner: both have one memory, which the owner uses, and each has a table of its own.
+    fn check_owner(&self) -> io::Result<()> {
+        match self.mapping.is_own() {
+            true => Ok(()),
+            false => Err(io::Error::other("it is the memory of the process from which this one was forked")),
+        }
     }
 
     fn table(&self) -> MutexGuard<'_, Table> {
@@ -227,6 +247,10 @@ impl Mapping {
         let base = unsafe {
             mmap(std::ptr::null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED, file, 0)
         }?;
+        // A core dump would have all pages of it, and the kernel takes memory for each that has none: for each arena as much as the host has. It is a
+        // hint that a sandbox may not know.
+        // SAFETY: all of the new mapping, whose content this does not change.
+        let _ = unsafe { madvise(base, bytes, Advice::LinuxDontDump) };
         let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mapped at address zero"))?;
         Ok(Self { base, bytes })
     }
@@ -390,17 +414,17 @@ impl Region {
         let pages = range.start.next_multiple_of(PAGE)..range.end / PAGE * PAGE;
         if pages.end.saturating_sub(pages.start) >= WORTH_A_CALL {
             // If this fails, they are freed with the region.
-            let _ = memfd::release(&self.arena.file, (self.offset + pages.start) as u64, pages.len() as u64);
+            let _ = self.arena.release(self.offset + pages.start, pages.len());
         }
     }
 }
 
 impl Drop for Region {
     fn drop(&mut self) {
-        let pages = self.bytes.next_multiple_of(PAGE) as u64;
+        let pages = self.bytes.next_multiple_of(PAGE);
         // First the memory, then the gap: the next region in this gap must be zeros. If the memory cannot be freed, the
         // gap is not reused.
-        if memfd::release(&self.arena.file, self.offset as u64, pages).is_ok() {
+        if self.arena.release(self.offset, pages).is_ok() {
             self.arena.table().give_back(self.offset);
         }
     }

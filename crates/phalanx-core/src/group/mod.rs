@@ -29,6 +29,7 @@ mod work;
 mod work_queue;
 
 use std::fmt;
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -316,7 +317,7 @@ impl ProcessGroup {
     }
 
     /// Zeroed memory that the other ranks of this host reach, so that collectives combine it in place. If ranks
-    /// share no memory, it is ordinary memory.
+    /// share no memory, it is ordinary memory; also if this process has too few addresses for more that is shared, as under `ulimit -v`.
     ///
     /// Each buffer takes whole pages of 4 KiB. Dropping it frees them. A blocking call recognises such a buffer by
     /// its slice, if it is the whole slice.
@@ -327,12 +328,17 @@ impl ProcessGroup {
         let Some(arena) = self.inner.arena.as_ref().filter(|_| elements > 0) else {
             return Buffer::try_zeroed(dtype, elements);
         };
-        let region = arena.alloc(elements.saturating_mul(dtype.size())).map_err(|error| {
-            Error::out_of_memory(format!("no shared memory for {elements} x {dtype}"))
+        match arena.alloc(elements.saturating_mul(dtype.size())) {
+            Ok(region) => Ok(Buffer::registered(dtype, region)),
+            // There may be memory enough. Ranks may differ in what they lend.
+            Err(error) if error.kind() == io::ErrorKind::QuotaExceeded => {
+                tracing::debug!(%error, "{elements} x {dtype} are in ordinary memory");
+                Buffer::try_zeroed(dtype, elements)
+            }
+            Err(error) => Err(Error::out_of_memory(format!("no shared memory for {elements} x {dtype}"))
                 .with_source(error)
-                .with_remedy(MEMORY_REMEDY)
-        })?;
-        Ok(Buffer::registered(dtype, region))
+                .with_remedy(MEMORY_REMEDY)),
+        }
     }
 
     /// The recorder of this rank's events.

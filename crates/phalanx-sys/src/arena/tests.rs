@@ -72,6 +72,7 @@ fn too_little_memory_is_an_error() {
     let arena = Arena::create(BYTES, 1, 7).unwrap();
     let error = arena.alloc(BYTES).unwrap_err();
     assert!(error.to_string().contains("do not fit"), "{error}");
+    assert_eq!(error.kind(), io::ErrorKind::QuotaExceeded);
     assert!(arena.alloc(0).is_err() && arena.alloc(usize::MAX).is_err());
     let error = memory::check(usize::MAX / 2).unwrap_err();
     assert!(error.to_string().contains("are left"), "{error}");
@@ -85,6 +86,21 @@ fn only_the_right_arena_is_opened() {
     assert!(open(BYTES).is_ok());
     assert!(open(BYTES + PAGE).is_err() && open(BYTES - 1).is_err() && open(0).is_err());
     assert!(open(usize::MAX / PAGE * PAGE).is_err());
+}
+
+// qemu-user, which runs the tests for other processors, has no such flag.
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn no_mapping_of_an_arena_is_in_a_core_dump() {
+    let arena = Arena::create(BYTES, 1, 7).unwrap();
+    let peer = peer(&arena, 7).unwrap();
+    let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    for mapping in [arena.mapping(), &peer] {
+        let start = format!("{:08x}-", mapping.base.as_ptr().addr());
+        let mut lines = maps.lines().skip_while(|line| !line.starts_with(&start));
+        let flags = lines.find(|line| line.starts_with("VmFlags:")).unwrap();
+        assert!(flags.split_whitespace().any(|flag| flag == "dd"), "{flags}");
+    }
 }
 
 #[test]
@@ -162,12 +178,38 @@ fn forked_siblings_make_arenas_with_identities_of_their_own() {
             pid => pid,
         }
     });
-    for pid in children {
-        let (pid, options) = (rustix::process::Pid::from_raw(pid), rustix::process::WaitOptions::empty());
-        let (_, status) = rustix::process::waitpid(pid, options).unwrap().unwrap();
-        assert_eq!(status.exit_status(), Some(0));
-    }
+    children.into_iter().for_each(await_child);
     // SAFETY: the children have ended.
     let [one, two] = places.map(|place| unsafe { common.mapping().at(place, 8).cast::<u64>().read() });
     assert!(one != 0 && two != 0 && one != two, "{one} {two}");
+}
+
+#[test]
+fn a_forked_process_neither_frees_nor_takes_memory_of_its_parent() {
+    let arena = Arena::create(BYTES, 1, 7).unwrap();
+    let mut region = arena.alloc(PAGE).unwrap();
+    let mut parts = Part::of_region(arena.alloc(2 * PIECE).unwrap(), [0..PIECE, PIECE..2 * PIECE]);
+    region.as_mut_slice().fill(3);
+    parts.iter_mut().for_each(|part| part.as_mut_slice().fill(4));
+    // SAFETY: the child only allocates and frees memory, which glibc allows in the child of a process with threads, makes system
+    // calls, and never returns.
+    let child = match unsafe { libc::fork() } {
+        0 => {
+            drop((region, parts));
+            let is_taken = arena.alloc(PAGE).is_ok();
+            // SAFETY: it ends the process at once.
+            unsafe { libc::_exit(i32::from(is_taken)) }
+        }
+        pid => pid,
+    };
+    await_child(child);
+    assert!(region.as_slice().iter().all(|byte| *byte == 3));
+    assert!(parts.iter().all(|part| part.as_slice().iter().all(|byte| *byte == 4)));
+}
+
+/// Waits for a process that ends well.
+fn await_child(pid: i32) {
+    let (pid, options) = (rustix::process::Pid::from_raw(pid), rustix::process::WaitOptions::empty());
+    let (_, status) = rustix::process::waitpid(pid, options).unwrap().unwrap();
+    assert_eq!(status.exit_status(), Some(0));
 }

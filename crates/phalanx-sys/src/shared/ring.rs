@@ -132,13 +132,16 @@ impl Consumer {
     pub fn peek(&mut self, most: usize) -> Result<&[u8], Corrupt> {
         if self.written - self.consumed < most as u64 {
             let written = self.segment.written(self.ring).load(Ordering::Acquire);
-            let waiting = written.checked_sub(self.consumed);
-            waiting.filter(|waiting| *waiting <= self.segment.layout.ring_bytes as u64).ok_or(Corrupt)?;
+            // What has been published is not taken back.
+            let new = written.checked_sub(self.written).ok_or(Corrupt)?;
+            let unread = written - self.consumed;
+            if unread > self.segment.layout.ring_bytes as u64 {
+                return Err(Corrupt);
+            }
             let (place, contiguous) = self.segment.place(self.ring, self.consumed);
-            let new = (written - self.written.max(self.consumed)) as usize;
-            self.segment.memory.fetch(place, new.min(contiguous).min(READY));
+            self.segment.memory.fetch(place, (new as usize).min(contiguous).min(READY));
             self.written = written;
-            self.most_unread = written - self.consumed;
+            self.most_unread = unread;
         }
         let (place, contiguous) = self.segment.place(self.ring, self.consumed);
         let length = most.min(contiguous).min((self.written - self.consumed) as usize);

@@ -80,6 +80,10 @@ fn positions_that_a_peer_cannot_have_are_refused() {
     let (producer, mut consumer) = pair();
     producer.segment.written(1).store(129, Ordering::Relaxed);
     assert_eq!(consumer.peek(1), Err(Corrupt));
+    producer.segment.written(1).store(100, Ordering::Relaxed);
+    assert_eq!(consumer.peek(128).unwrap().len(), 100);
+    producer.segment.written(1).store(99, Ordering::Relaxed);
+    assert_eq!(consumer.peek(128), Err(Corrupt), "what was published is taken back");
     let (mut producer, consumer) = pair();
     consumer.segment.consumed(1).store(1, Ordering::Relaxed);
     assert_eq!(producer.push(&[0; 200]), Err(Corrupt));

@@ -35,6 +35,10 @@ pub const TESTS: &[(&str, fn())] = &[
         who_has_no_descriptors_for_a_sub_group_blames_no_store,
     ),
     ("who_has_no_descriptors_for_a_mesh_tells_all", who_has_no_descriptors_for_a_mesh_tells_all),
+    (
+        "what_has_no_addresses_in_shared_memory_is_in_ordinary_memory",
+        what_has_no_addresses_in_shared_memory_is_in_ordinary_memory,
+    ),
     ("rank_0_says_that_it_has_turned_a_client_away", rank_0_says_that_it_has_turned_a_client_away),
     ("a_rank_0_without_descriptors_names_the_limit", a_rank_0_without_descriptors_names_the_limit),
     (
@@ -69,6 +73,7 @@ pub fn play(scenario: &str) {
         "pair" => pair(),
         "poor_part" => poor_part(),
         "poor_mesh" => poor_mesh(),
+        "few_addresses" => few_addresses(),
         "no_threads" => no_threads(),
         "no_watch" => no_watch(),
         other => panic!("no scenario {other}"),
@@ -186,6 +191,26 @@ fn poor_part() -> phalanx::Result<()> {
 /// All make a mesh, in whose first dimension ranks 0 and 2 have nothing to do with rank 1, which has no descriptors.
 fn poor_mesh() -> phalanx::Result<()> {
     DeviceMesh::new(&with_poor(1)?, &[("data", 2), ("tensor", 2)]).map(drop)
+}
+
+/// A group of two whose processes have few addresses (`ulimit -v`), of which it takes a part.
+fn few_addresses() -> phalanx::Result<()> {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let sizes = std::fs::read_to_string("/proc/self/statm").unwrap();
+    let pages: u64 = sizes.split_whitespace().next().unwrap().parse().unwrap();
+    // One half is the program's. Of what is left of the other one, at most 512 MiB, the memory of each rank gets an eighth.
+    let limit = Rlimit { current: Some(2 * pages * 4096 + (1 << 30)), ..getrlimit(Resource::As) };
+    setrlimit(Resource::As, limit).unwrap();
+    let group = phalanx::init()?;
+    let (mut little, mut much) = (group.alloc(DType::F32, 1)?, group.alloc(DType::F32, 20 << 20)?);
+    assert!(little.is_registered() && !much.is_registered());
+    for buffer in [&mut little, &mut much] {
+        let elements = buffer.as_mut_slice::<f32>()?;
+        elements.fill(1.5);
+        group.all_reduce(elements, ReduceOp::Sum)?;
+        assert!(elements.iter().all(|element| *element == 3.0));
+    }
+    Ok(())
 }
 
 /// A stack of a thread for which no system has addresses: `RUST_MIN_STACK` of a process that can start no threads.
@@ -420,6 +445,14 @@ fn who_has_no_descriptors_for_a_mesh_tells_all() {
 }
 
 /// A rank 0 that no launcher has started, and clients without TLS or with a certificate of another CA.
+fn what_has_no_addresses_in_shared_memory_is_in_ordinary_memory() {
+    let variables = [("PHALANX_TRANSPORT", "shm")];
+    let (outcomes, _) = World::start("processes::few_addresses", 2, false, &variables).end();
+    for (code, error) in outcomes {
+        assert_eq!((code, error.as_str()), (Some(0), ""));
+    }
+}
+
 fn rank_0_says_that_it_has_turned_a_client_away() {
     let (folder, ca, other) = (tempfile::tempdir().unwrap(), Authority::new(), Authority::new());
     let key = JobKey::generate().unwrap();
