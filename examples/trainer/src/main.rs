@@ -50,7 +50,7 @@ struct Options {
     #[arg(long, default_value_t = 64, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     batch_size: usize,
     /// Where logs and checkpoints go
-    #[arg(long, default_value_os_t = std::env::temp_dir().join("phalanx-trainer"))]
+    #[arg(long, default_value = "runs/trainer")]
     directory: PathBuf,
     /// Folder with the digits, as gzip-compressed IDX files
     #[arg(long, default_value = digits::FOLDER)]

@@ -182,7 +182,9 @@ fn the_data_dimension_shrinks_and_grows() {
     let same = |outcomes: Vec<(bool, String)>, steps: std::ops::Range<usize>| {
         for (finished, text) in outcomes {
             assert!(finished, "{text}");
-            let losses: Vec<f64> = serde_json::from_str(text.trim()).unwrap();
+            // On a slow machine a rank also says for whom it waits.
+            let losses = text.lines().find(|line| line.starts_with('[')).unwrap_or_else(|| panic!("{text}"));
+            let losses: Vec<f64> = serde_json::from_str(losses).unwrap();
             assert_eq!(losses.len(), steps.len(), "it goes on where it was: {text}");
             for (ours, expected) in losses.iter().zip(&reference[steps.clone()]) {
                 assert!((ours / expected - 1.0).abs() < 1e-4, "{losses:?} and not {:?}", &reference[steps]);

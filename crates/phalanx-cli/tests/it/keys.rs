@@ -4,12 +4,12 @@ use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use rustix::process::Signal;
 
-use crate::support::{SUM, bare, exit_code, free_port, node, output, phalanx, send, text};
+use crate::support::{SUM, bare, exit_code, free_port, limit, node, output, phalanx, send, text};
 use phalanx::store::{Store, TcpStore};
 use phalanx::{Deadline, JobKey};
 
@@ -22,6 +22,13 @@ fn soon() -> Deadline {
 
 fn keygen(path: &Path) -> std::process::Output {
     Command::new(env!("CARGO_BIN_EXE_phalanx")).arg("keygen").arg(path).output().unwrap()
+}
+
+/// Starts it, and kills it when it takes too long.
+fn spawned(mut command: Command) -> Child {
+    let child = command.spawn().unwrap();
+    limit(&child);
+    child
 }
 
 #[test]
@@ -120,13 +127,14 @@ fn nodes_with_the_same_key_make_one_job() {
         text(&again.stderr)
     );
     let (port, file) = (free_port(), path.to_str().unwrap());
-    let nodes = ["0", "1"].map(|rank| {
-        node(rank, &port, &["--nproc-per-node", "2", "--job-key-file", file], SUM).spawn().unwrap()
-    });
+    let nodes = ["0", "1"]
+        .map(|rank| spawned(node(rank, &port, &["--nproc-per-node", "2", "--job-key-file", file], SUM)));
     for child in nodes {
         let output = child.wait_with_output().unwrap();
         assert!(output.status.success(), "{}", text(&output.stderr));
-        assert!(!text(&output.stderr).contains("warning"), "{}", text(&output.stderr));
+        // On a slow machine a rank may warn that it waits.
+        let said = text(&output.stderr);
+        assert!(!said.contains("this job has no key") && !said.contains("was not let into"), "{said}");
     }
 }
 
@@ -144,8 +152,7 @@ fn a_node_with_another_key_or_none_is_refused_and_both_are_told() {
         (&[], "with PHALANX_JOB_KEY_FILE or --job-key-file"),
     ] {
         let port = free_port();
-        let first =
-            node("0", &port, &[&["--job-key-file", &ours], &limits[..]].concat(), "true").spawn().unwrap();
+        let first = spawned(node("0", &port, &[&["--job-key-file", &ours], &limits[..]].concat(), "true"));
         let second = output(node("1", &port, &[options, &limits[..]].concat(), "true"));
         assert!(second.status.code() == Some(1), "{}", text(&second.stderr));
         assert!(text(&second.stderr).contains(remedy), "{}", text(&second.stderr));
@@ -164,7 +171,7 @@ fn a_job_on_several_nodes_without_a_key_is_warned_of() {
     let port = free_port();
     // That of another job does not leak into this one's workers.
     let script = "test -z \"$PHALANX_JOB_KEY_FILE\"";
-    let nodes = ["0", "1"].map(|rank| node(rank, &port, &[], script).spawn().unwrap());
+    let nodes = ["0", "1"].map(|rank| spawned(node(rank, &port, &[], script)));
     for child in nodes {
         let output = child.wait_with_output().unwrap();
         assert!(output.status.success(), "{}", text(&output.stderr));

@@ -97,9 +97,11 @@ fn a_group_comes_together_in_each_life() {
 
 #[test]
 fn a_rank_that_freezes_starts_all_again() {
+    // Not before its connections stand: one that has not come is waited for.
     let script = format!(
         "[ $TORCHELASTIC_RESTART_COUNT = 1 ] && exec {SUM}; {SUMS} & \
-         [ $RANK = 1 ] && {{ sleep 0.5; kill -STOP $!; }}; wait $!"
+         [ $RANK = 1 ] && {{ until grep -qs phalanx-watch /proc/$!/task/*/comm; do sleep 0.05; done; \
+         sleep 0.5; kill -STOP $!; }}; wait $!"
     );
     let started = Instant::now();
     let output = output(phalanx(&["--nproc-per-node", "4", "--max-restarts", "1"], &script));

@@ -147,10 +147,18 @@ fn the_groups_memory_is_registered_where_ranks_share_memory() {
 #[test]
 fn more_memory_than_there_is_gives_an_error() {
     for (fabric, which) in [(Fabric::SharedMemory, "no shared memory"), (Fabric::Tcp, "no memory")] {
-        let errors = run(2, fabric, |group| group.alloc(crate::DType::F64, 1 << 50).unwrap_err());
-        for error in errors {
-            let text = error.to_string();
-            assert!(error.is_out_of_memory() && text.contains(which) && text.contains("f64"), "{text}");
+        for world in [2, 3] {
+            let errors = run(world, fabric, |group| {
+                let error = group.alloc(crate::DType::F64, 1 << 50).unwrap_err();
+                // The group goes on, also with memory that there is.
+                let mut buffer = group.alloc(crate::DType::F64, 3).unwrap();
+                group.all_reduce(buffer.as_mut_slice::<f64>().unwrap(), ReduceOp::Sum).unwrap();
+                error
+            });
+            for error in errors {
+                let text = error.to_string();
+                assert!(error.is_out_of_memory() && text.contains(which) && text.contains("f64"), "{text}");
+            }
         }
     }
 }

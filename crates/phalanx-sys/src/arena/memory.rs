@@ -83,9 +83,11 @@ mod tests {
 
     #[test]
     fn the_addresses_are_those_of_the_other_table() {
-        let (before, status) = (taken().unwrap(), field("/proc/self/status", "VmSize:").unwrap());
-        // Other tests take and give back some in between.
-        assert!(before.abs_diff(status) < before / 2, "{before} and {status}");
+        // Other tests take and give back some in between, and not each time.
+        let sizes = || (taken().unwrap(), field("/proc/self/status", "VmSize:").unwrap());
+        let is_near = |&(before, status): &(u64, u64)| before.abs_diff(status) < before / 2;
+        let apart: Vec<_> = (0..100).map(|_| sizes()).take_while(|sizes| !is_near(sizes)).collect();
+        assert!(apart.len() < 100, "{apart:?}");
     }
 
     #[test]

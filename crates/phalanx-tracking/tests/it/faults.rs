@@ -157,6 +157,8 @@ fn a_sink_that_panics_ends_neither_the_training_nor_the_other_sinks() {
     (0..5).for_each(|step| run.log(step, "loss", 0.5));
     let report = run.finish().unwrap();
     assert_eq!((report.sinks[0].lost, report.sinks[0].error.as_str()), (5, "it panicked: a bug in a sink"));
+    let behaviour = probe.behaviour.lock();
+    assert_eq!((behaviour.writes, &behaviour.outcome), (1, &None), "it is not called again");
     assert_eq!(csv_steps(folder.path(), "loss"), [0, 1, 2, 3, 4]);
 }
 

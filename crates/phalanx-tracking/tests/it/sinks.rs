@@ -18,6 +18,8 @@ pub struct Behaviour {
     /// `write` waits while it is set.
     pub blocked: bool,
     pub panics: bool,
+    /// Calls of `write`.
+    pub writes: usize,
 }
 
 #[derive(Clone, Default)]
@@ -54,6 +56,7 @@ impl Sink for Probe {
 
     fn write(&mut self, record: &Record) -> io::Result<()> {
         let mut behaviour = self.behaviour.lock();
+        behaviour.writes += 1;
         assert!(!behaviour.panics, "a bug in a sink");
         self.changed.wait_while(&mut behaviour, |behaviour| behaviour.blocked);
         self.taken.push(record.clone());

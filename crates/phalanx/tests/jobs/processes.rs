@@ -26,6 +26,7 @@ pub const TESTS: &[(&str, fn())] = &[
     ("a_death_ends_messages_in_flight", a_death_ends_messages_in_flight),
     ("a_death_is_known_in_every_sub_group", a_death_is_known_in_every_sub_group),
     ("a_store_that_has_gone_makes_no_more_sub_groups", a_store_that_has_gone_makes_no_more_sub_groups),
+    ("groups_that_stand_outlive_their_store", groups_that_stand_outlive_their_store),
     ("ranks_end_in_any_order", ranks_end_in_any_order),
     ("a_job_leaves_one_trace_of_all_ranks", a_job_leaves_one_trace_of_all_ranks),
     ("strangers_disturb_nobody", strangers_disturb_nobody),
@@ -67,6 +68,7 @@ pub fn play(scenario: &str) {
         "listen" => listen(),
         "parts" => parts(),
         "divide" => divide(),
+        "outlive" => outlive(),
         "short" => short(),
         "traced" => phalanx::init().and_then(|group| group.all_reduce(&mut [1i64], ReduceOp::Sum)),
         "poor" => poor(),
@@ -138,6 +140,32 @@ fn divide() -> phalanx::Result<()> {
     loop {
         group.split(Some(group.rank().get() / 2), 0)?;
     }
+}
+
+/// Calls in two groups until the test has ended their store, and afterwards, also when no third one can be made.
+fn outlive() -> phalanx::Result<()> {
+    let group = phalanx::init()?.with_timeout(LIMIT);
+    let part = group.split(Some(0), -i64::from(group.rank().get()))?.unwrap();
+    println!("training");
+    let works = || -> phalanx::Result<()> {
+        for group in [&group, &part] {
+            let mut sum = [i64::from(group.rank().get())];
+            group.all_reduce(&mut sum, ReduceOp::Sum)?;
+            assert_eq!(sum, [3]);
+        }
+        Ok(())
+    };
+    let gone = std::env::var("GONE").unwrap();
+    let mut has_gone = [0u8];
+    while has_gone[0] == 0 {
+        works()?;
+        has_gone[0] = u8::from(group.rank().is_main() && std::path::Path::new(&gone).exists());
+        group.broadcast(&mut has_gone, Rank::MAIN)?;
+    }
+    works()?;
+    let error = group.split(Some(0), 0).unwrap_err();
+    assert!(error.to_string().contains("store"), "{error}");
+    works()
 }
 
 /// A job of a few steps, whose ranks end at different times.
@@ -348,14 +376,17 @@ fn a_death_ends_messages_in_flight() {
 /// The rank is that of the sub-group; which process it is, the error says too.
 fn a_death_is_known_in_every_sub_group() {
     for transport in ["tcp", "shm"] {
-        let mut world = World::start("processes::parts", 3, false, &[("PHALANX_TRANSPORT", transport)]);
-        world.training();
-        world.kill(0);
-        let (outcomes, _) = world.end();
-        for (code, error) in &outcomes[1..] {
-            assert_eq!(*code, Some(3), "{error}");
-            assert!(error.contains("rank 2 (") && error.contains("global rank 0) died: "), "{error}");
-        }
+        in_time(DETECTION_LIMIT, transport, || {
+            let mut world = World::start("processes::parts", 3, false, &[("PHALANX_TRANSPORT", transport)]);
+            world.training();
+            let killed = world.kill(0);
+            let (outcomes, ended) = world.end();
+            for (code, error) in &outcomes[1..] {
+                assert_eq!(*code, Some(3), "{error}");
+                assert!(error.contains("rank 2 (") && error.contains("global rank 0) died: "), "{error}");
+            }
+            ended - killed
+        });
     }
 }
 
@@ -367,6 +398,20 @@ fn a_store_that_has_gone_makes_no_more_sub_groups() {
     assert!(outcomes.iter().all(|(code, _)| code.is_some_and(|code| code != 0)), "{outcomes:?}");
     // Others may only hear that a rank has ended.
     assert!(outcomes.iter().any(|(_, error)| error.contains("store")), "{outcomes:?}");
+}
+
+fn groups_that_stand_outlive_their_store() {
+    let folder = tempfile::tempdir().unwrap();
+    for transport in ["tcp", "shm"] {
+        let gone = folder.path().join(transport);
+        let variables = [("PHALANX_TRANSPORT", transport), ("GONE", gone.to_str().unwrap())];
+        let mut world = World::start("processes::outlive", 3, false, &variables);
+        world.training();
+        drop(world.server.take());
+        std::fs::write(&gone, "").unwrap();
+        let (outcomes, _) = world.end();
+        assert!(outcomes.iter().all(|(code, _)| *code == Some(0)), "{transport}: {outcomes:?}");
+    }
 }
 
 fn ranks_end_in_any_order() {
