@@ -113,6 +113,25 @@ fn a_part_has_the_order_of_its_list_and_only_members_make_it() {
 }
 
 #[test]
+fn sub_groups_know_their_numbers_and_each_has_its_own() {
+    met(2, |group, store| {
+        let all = [Rank::MAIN, Rank::new(1)];
+        let mut numbers = vec![group.inner.config.number.unwrap()];
+        for _ in 0..2 {
+            let pair = group.new_group(&all).unwrap().unwrap();
+            let nested = pair.new_group(&all).unwrap().unwrap();
+            numbers.extend([pair, nested].map(|group| group.inner.config.number.unwrap()));
+        }
+        numbers.push(group.part(store, "group/0", &all, LIMIT).unwrap().inner.config.number.unwrap());
+        let others = group.all_gather_object(&numbers).unwrap();
+        assert_eq!(others, [numbers.clone(), numbers.clone()]);
+        numbers.sort_unstable();
+        numbers.dedup();
+        assert_eq!(numbers.len(), 6);
+    });
+}
+
+#[test]
 fn a_store_does_not_grow_with_the_number_of_sub_groups() {
     met(3, |group, store| {
         let keys = || {
