@@ -305,6 +305,28 @@ fn a_member_that_the_group_refuses_is_not_waited_for_whoever_has_failed() {
 }
 
 #[test]
+fn a_rank_connects_several_pairs_at_a_time() {
+    met(3, |group, _| {
+        let pairs = [[0, 1], [0, 2], [1, 2]].map(|pair| pair.map(Rank::new));
+        let (begun, limit) = (AtomicUsize::new(0), Deadline::after(LIMIT));
+        let connected = |peer: Rank, pair: Result<ProcessGroup>| {
+            begun.fetch_add(1, Ordering::Relaxed);
+            // Of pairs that are connected one after the other, the second does not begin before this returns.
+            while begun.load(Ordering::Relaxed) < 2 {
+                assert!(!limit.has_passed());
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let mut ranks = [i64::from(group.rank().get())];
+            pair?.all_reduce(&mut ranks, ReduceOp::Sum)?;
+            assert_eq!(ranks[0], i64::from(group.rank().get() + peer.get()));
+            Ok(())
+        };
+        group.pairs_aside(pairs.into_iter(), Caller::RpcStart, connected).unwrap();
+        group.barrier().unwrap();
+    });
+}
+
+#[test]
 fn only_who_has_the_number_of_the_whole_can_know_that_of_a_part() {
     let number = |whole: u8, name| super::super::connect_part::number_of(&[whole; 16], name);
     assert_eq!(number(1, "a"), number(1, "a"));
