@@ -279,7 +279,7 @@ impl Session {
         let rank = world_size.rank(u32::try_from(rank).unwrap_or(u32::MAX))?;
         *self.current.phase.lock() = Phase::Joining { round: number, rank, is_told: false };
         let rendezvous = Rendezvous {
-            store: self.current.store_of(number),
+            store: Arc::new(RoundStore::new(&self.current.store, number).of_rank(rank)),
             rank,
             world_size,
             local_rank: self.local.0,
