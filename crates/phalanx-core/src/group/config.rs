@@ -280,6 +280,7 @@ impl GroupConfig {
                     credentials,
                     heartbeat: *heartbeat,
                     number: self.number,
+                    tells_process: true,
                     marks_left: false,
                     watch,
                 };

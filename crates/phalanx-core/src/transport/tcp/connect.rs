@@ -381,8 +381,8 @@ pub(super) fn exchange_addresses(
     let own_key = key(config.rank);
     let values = match announcement {
         None => {
-            // Who asks for the number has told which process this is.
-            let process = config.number.map(|_| stop_probe::process_record(config.rank)).transpose()?;
+            let tells_process = config.tells_process && config.number.is_some();
+            let process = tells_process.then(|| stop_probe::process_record(config.rank)).transpose()?;
             let process = process.as_ref().map(|(name, process)| (name.as_str(), process.as_slice()));
             let pairs: Vec<(&str, &[u8])> =
                 process.into_iter().chain([(own_key.as_str(), own.as_slice())]).collect();
