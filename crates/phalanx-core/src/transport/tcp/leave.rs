@@ -65,9 +65,9 @@ pub(super) fn leave_grace(heartbeat: Heartbeat) -> Duration {
 
 impl Connections {
     /// Sends nothing more to the ranks on other hosts, and waits until those have done the same in answer to this rank's goodbye for which
-    /// `awaits_far` has a deadline. From then on nothing can come that would reset a connection while the kernel still sends what is left in it. Within a
-    /// host what is sent has arrived, and there is only something to wait for of ranks that `awaits_near` names: which calls they have made.
-    /// That takes until `near` at most. `has_ended` reads what comes. Returns the other hosts that have not answered by the deadline.
+    /// `awaits_far` has a deadline. From then on nothing can come that would reset a connection while the kernel still sends what is left in
+    /// it. Within a host what is sent has arrived, and there is only something to wait for of ranks that `awaits_near` names: which calls they
+    /// have made. That takes until `near` at most. `has_ended` reads what comes. Returns the other hosts that have not answered by the deadline.
     pub(super) fn leave(
         &self,
         near: Deadline,
