@@ -16,8 +16,8 @@ use crate::group::ProcessGroup;
 use crate::notice::warn;
 use crate::rank::Rank;
 
-/// So many bytes at most go in one broadcast of several parts. Among four hosts or more each takes as many trips over the network as there are
-/// hosts, and a model has hundreds of parts.
+/// So many bytes at most go in one broadcast of several parts. Among four hosts or more a long one takes as many trips over the network as
+/// there are hosts, and a model has hundreds of parts.
 const TOGETHER: u64 = 16 << 20;
 
 impl Snapshot {
@@ -147,7 +147,6 @@ fn batches(wanted: &[Summary], lacking: &[u8]) -> Vec<Vec<(usize, Range<usize>)>
     for (index, part) in wanted.iter().enumerate().filter(|(index, _)| lacking[*index] == 1) {
         let start = if end.saturating_add(part.length) <= TOGETHER { end } else { 0 };
         end = start.saturating_add(part.length);
-        // Only of one that goes alone it may not be the place.
         let place = start as usize..end as usize;
         match batches.last_mut() {
             Some(batch) if start > 0 => batch.push((index, place)),

@@ -30,7 +30,7 @@ const RECORD: usize = 2;
 const NO_COLOR: i64 = -1;
 /// The most ranks of a list that an error shows.
 const SHOWN: usize = 16;
-/// So many groups of two are connected at a time: each takes some ten round trips.
+/// So many groups of two are connected at a time: each takes several round trips.
 const PAIRS_AT_ONCE: usize = 8;
 /// How long the store may take to remove what was written to connect a sub-group.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
