@@ -56,7 +56,7 @@ impl GivenUp {
 }
 
 /// How long a connection to a store's server may take that another client of this process has already: without it, that client is asked.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A connection of ours to the server of a `TCPStore`, for all groups that are made from one; made at the first use.
 #[derive(Clone, Default)]

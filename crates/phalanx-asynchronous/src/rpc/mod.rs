@@ -300,18 +300,15 @@ impl RpcBuilder {
             let cause = format!("rank {rank} and rank {} are not connected for remote calls", apart.peer);
             apart.fail(Error::invalid_argument(cause));
         }
-        // In the same order on all ranks, so that no ranks wait for each other in a circle.
-        for low in world.ranks() {
-            for high in world.ranks().skip(low.index() + 1).filter(|high| is_pair(low, *high)) {
-                let peer = if low == rank { high } else { low };
-                let pair = group.aside_among(&[low, high], Caller::RpcStart, group.timeout());
-                // The other ranks wait for this one in pairs that come later, and would hear of nothing.
-                let could_not = || format!("connect its remote calls with rank {peer}");
-                if let Some(pair) = pair.map_err(|error| group.fail_half_way(&could_not(), &error))? {
-                    links[peer.index()].join(pair);
-                }
-            }
-        }
+        let above = |low: Rank| world.ranks().skip(low.index() + 1).map(move |high| [low, high]);
+        let pairs = world.ranks().flat_map(above).filter(|[low, high]| is_pair(*low, *high));
+        group.pairs_aside(pairs, Caller::RpcStart, |peer, pair| {
+            // The other ranks wait for this one in pairs that come later, and would hear of nothing.
+            let could_not = || format!("connect its remote calls with rank {peer}");
+            let pair = pair.map_err(|error| group.fail_half_way(&could_not(), &error))?;
+            links[peer.index()].join(pair);
+            Ok(())
+        })?;
         // Each call takes memory for what is written and read of it, and frees it.
         keep_freed_memory();
         let pool = Pool::new(threads, format!("phalanx-rpc-{rank}"))?;

@@ -1,7 +1,7 @@
 //! The other side of calls: receives frames, runs handlers, answers, and ends.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -22,6 +22,8 @@ use crate::wire::rpc::{FRAME, Head, Kind, MAX_PAYLOAD};
 
 /// How long a peer that calls on may receive none of the answers to its earlier calls.
 const ANSWERS_TIMEOUT: Duration = Duration::from_secs(60);
+/// So many peers are left at a time: each takes a round trip.
+const LEFT_AT_ONCE: usize = 8;
 
 impl Shared {
     /// Starts the thread that receives from `peer`.
@@ -301,8 +303,29 @@ impl Shared {
             let _ = receiver.join();
         }
         self.pool.close();
-        self.links.iter().for_each(Link::leave_group);
+        leave_all(&self.links);
     }
+}
+
+fn leave_all(links: &[Link]) {
+    let next = AtomicUsize::new(0);
+    let leave = || {
+        while let Some(link) = links.get(next.fetch_add(1, Ordering::Relaxed)) {
+            link.leave_group();
+        }
+    };
+    std::thread::scope(|scope| {
+        // A thread that panics waits for no answers; others would. Without other threads it only takes longer.
+        let others =
+            if std::thread::panicking() { 0 } else { links.len().min(LEFT_AT_ONCE).saturating_sub(1) };
+        for _ in 0..others {
+            let thread = std::thread::Builder::new().name("phalanx-rpc-end".into());
+            if thread.spawn_scoped(scope, &leave).is_err() {
+                break;
+            }
+        }
+        leave();
+    });
 }
 
 /// Waits until all `threads` have ended. False if they have not by the deadline.

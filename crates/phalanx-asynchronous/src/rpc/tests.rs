@@ -58,6 +58,17 @@ fn who_sends_may_see_the_end_first_and_on_lost_is_called_all_the_same() {
 }
 
 #[test]
+fn all_peers_are_left_however_many_there_are() {
+    // More than are left at a time.
+    several(11, |group| {
+        let rpc = Rpc::builder().start(&group).unwrap();
+        let shared = rpc.shared.clone();
+        rpc.shutdown().unwrap();
+        assert!(shared.links.iter().all(|link| link.group().is_none()));
+    });
+}
+
+#[test]
 fn what_to_do_without_memory_is_told_on_both_sides() {
     two(|group| {
         let rpc = Rpc::builder().start(&group).unwrap();

@@ -22,7 +22,9 @@ use parking_lot::{Mutex, RwLock};
 
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
+use crate::group::keys_of;
 use crate::random;
+use crate::rank::Rank;
 use crate::store::{PrefixStore, SharedStore, Store};
 
 const SWEPT: &str = "swept";
@@ -43,6 +45,8 @@ pub(super) struct RoundStore {
     all: SharedStore,
     number: u64,
     list: String,
+    /// What this worker is about to write. It is recorded with the first key: each that is recorded by itself takes a round trip.
+    planned: Vec<String>,
     /// What this worker has recorded, and not removed.
     known: Mutex<BTreeSet<String>>,
     /// This worker's own list, once it has removed a key. Those who add to it share the lock; who shortens it has it alone.
@@ -62,20 +66,29 @@ impl RoundStore {
             all: Arc::clone(all),
             number: round,
             list: list(round),
+            planned: Vec::new(),
             known: Mutex::default(),
             own: RwLock::default(),
         }
     }
 
-    /// Records `keys`: those that are new in one request, which takes a round trip.
+    /// The same for the worker that connects with the others as `rank`.
+    pub(super) fn of_rank(self, rank: Rank) -> Self {
+        Self { planned: keys_of(rank), ..self }
+    }
+
+    /// Records `keys`, if one of them is new, and what is planned: in one request, which takes a round trip.
     fn note(&self, keys: &[&str], deadline: Deadline) -> Result<()> {
-        let lines: String = {
+        let new: Vec<String> = {
             let known = self.known.lock();
-            keys.iter().filter(|key| !known.contains(**key)).map(|key| format!("{key}\n")).collect()
+            if keys.iter().all(|key| known.contains(*key)) {
+                return Ok(());
+            }
+            let planned = self.planned.iter().map(String::as_str).filter(|key| !keys.contains(key));
+            let new = keys.iter().copied().chain(planned).filter(|key| !known.contains(*key));
+            new.map(str::to_owned).collect()
         };
-        if lines.is_empty() {
-            return Ok(());
-        }
+        let lines: String = new.iter().map(|key| format!("{key}\n")).collect();
         // Who shortens the list waits for the store meanwhile, and may have more time.
         let Some(own) = self.own.try_read_until(deadline.instant()) else {
             return Err(Error::timeout(format!(
@@ -91,7 +104,7 @@ impl RoundStore {
         }
         // Recorded after the append has succeeded: after a failure the next call must record it. A key that is
         // recorded twice does no harm.
-        self.known.lock().extend(keys.iter().map(|key| (*key).to_owned()));
+        self.known.lock().extend(new);
         Ok(())
     }
 
@@ -344,7 +357,42 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::group::{GroupOptions, ProcessGroup};
+    use crate::rank::Generation;
+    use crate::rendezvous::{self, Rendezvous};
     use crate::store::{MAX_VALUE, MemoryStore, TcpStore, TcpStoreServer, Watched, far_away};
+    use crate::world_size::WorldSize;
+
+    #[test]
+    fn all_that_a_worker_writes_to_connect_is_recorded_with_its_first_key() {
+        let limit = Deadline::after(Duration::from_secs(60));
+        let (all, world): (SharedStore, _) = (Arc::new(MemoryStore::new()), WorldSize::new(2).unwrap());
+        std::thread::scope(|scope| {
+            for rank in world.ranks() {
+                let store: SharedStore = Arc::new(RoundStore::new(&all, 1).of_rank(rank));
+                scope.spawn(move || {
+                    let met = Rendezvous {
+                        store,
+                        rank,
+                        world_size: world,
+                        local_rank: rank.get(),
+                        local_world_size: 2,
+                        generation: Generation(1),
+                        group_number: Some([1; 16]),
+                        ..rendezvous::alone()
+                    };
+                    ProcessGroup::join(met, GroupOptions::default()).unwrap().barrier().unwrap();
+                });
+            }
+        });
+        let recorded = String::from_utf8(all.get("keys/1", limit).unwrap()).unwrap();
+        // A key that was recorded by itself would be one line more.
+        let planned: usize = world.ranks().map(|rank| keys_of(rank).len()).sum();
+        assert_eq!(recorded.lines().count(), planned, "{recorded}");
+        sweep(&*all, 2, limit).unwrap();
+        // How far it went.
+        assert_eq!(all.num_keys(limit).unwrap(), 1);
+    }
 
     #[test]
     fn a_sweep_whose_time_is_up_goes_on_where_it_was() {

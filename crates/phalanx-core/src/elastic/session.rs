@@ -27,6 +27,8 @@ use crate::rank::{Generation, Rank};
 use crate::rendezvous::{self, Rendezvous, interface_named};
 use crate::store::{PrefixStore, SharedStore, Store, TcpStore, host_port};
 use crate::transport;
+use crate::wire::auth::Secret;
+use crate::wire::hello::JobId;
 use crate::world_size::WorldSize;
 
 /// How long to wait for others to read an entry before checking again.
@@ -277,7 +279,7 @@ impl Session {
         let rank = world_size.rank(u32::try_from(rank).unwrap_or(u32::MAX))?;
         *self.current.phase.lock() = Phase::Joining { round: number, rank, is_told: false };
         let rendezvous = Rendezvous {
-            store: self.current.store_of(number),
+            store: Arc::new(RoundStore::new(&self.current.store, number).of_rank(rank)),
             rank,
             world_size,
             local_rank: self.local.0,
@@ -285,6 +287,7 @@ impl Session {
             generation: Generation(number),
             interface: self.interface,
             credentials: self.credentials.clone(),
+            group_number: Some(group_number(number, &members)),
             ..rendezvous::alone()
         };
         Ok(Round { number, rendezvous, members, rejoined })
@@ -345,6 +348,14 @@ impl CurrentRound {
             None => transport::fail_start(&*self.store_of(round), &error.at(rank, self.host.clone())),
         }
     }
+}
+
+/// The number of the group of a round. All its members know what it is made of: so it takes no round trip, as one would that rank 0 draws. It tells
+/// groups apart, because workers have random numbers; what keeps others out is the job key.
+fn group_number(round: u64, members: &[WorkerId]) -> JobId {
+    let members: Vec<u8> = members.iter().flat_map(|worker| worker.0.to_le_bytes()).collect();
+    let tag = Secret::new(None, "phalanx round 1", &round.to_le_bytes()).tag("number", &[members.as_slice()]);
+    tag.first_chunk().copied().unwrap_or_default()
 }
 
 /// The part of the store with the log of the job's workers.

@@ -4,6 +4,8 @@
 //! snapshot, so a commit that has returned on any rank is lost only with all ranks. Data of another rank are received
 //! beside the snapshot, so a root that dies in the middle does no harm.
 
+use std::ops::Range;
+
 use super::Drift;
 use super::commits::{self, Agreement, CommitReport, Summary};
 use super::parts::Part;
@@ -13,6 +15,10 @@ use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 use crate::notice::warn;
 use crate::rank::Rank;
+
+/// So many bytes at most go in one broadcast of several parts. Among four hosts or more a long one takes as many trips over the network as
+/// there are hosts, and a model has hundreds of parts.
+const TOGETHER: u64 = 16 << 20;
 
 impl Snapshot {
     fn report(&mut self, workers_wait: bool, drift: Drift) -> CommitReport {
@@ -100,21 +106,54 @@ pub(super) fn take_from(group: &ProcessGroup, snapshot: &mut Snapshot, root: Ran
     group.all_reduce(&mut lacking, ReduceOp::Max)?;
     // Received into other memory: if the root dies during the transfer, the last commit is still complete.
     let mut received = Vec::new();
-    for (index, part) in wanted.iter().enumerate().filter(|(index, _)| lacking[*index] == 1) {
-        match snapshot.parts.find_mut(&part.name) {
-            // This rank has the same bytes.
-            Some(held) if here[index] == 0 => group.broadcast(&mut held.bytes, root)?,
-            _ => {
-                let mut part = Part::zeroed(&part.name, part.length)?;
-                group.broadcast(&mut part.bytes, root)?;
-                received.push(part);
+    for batch in batches(&wanted, &lacking) {
+        let Some((index, _)) = batch.first() else { continue };
+        let part = &wanted[*index];
+        if batch.len() == 1 {
+            match snapshot.parts.find_mut(&part.name) {
+                // This rank has the same bytes.
+                Some(held) if here[*index] == 0 => group.broadcast(&mut held.bytes, root)?,
+                _ => {
+                    let mut part = Part::zeroed(&part.name, part.length)?;
+                    group.broadcast(&mut part.bytes, root)?;
+                    received.push(part);
+                }
             }
+            continue;
+        }
+        let end = batch.last().map_or(0, |(_, place)| place.end);
+        let mut together = Part::zeroed(&part.name, end as u64)?.bytes;
+        for (index, place) in batch.iter().filter(|_| is_root) {
+            if let Some(held) = snapshot.parts.find_mut(&wanted[*index].name) {
+                together[place.clone()].copy_from_slice(&held.bytes);
+            }
+        }
+        group.broadcast(&mut together, root)?;
+        for (index, place) in batch.into_iter().filter(|(index, _)| here[*index] == 1) {
+            let mut part = Part::zeroed(&wanted[index].name, wanted[index].length)?;
+            part.bytes.copy_from_slice(&together[place]);
+            received.push(part);
         }
     }
     // Parts that the root no longer has are removed. The order of parts is a part of the digest.
     snapshot.parts.rebuild(&wanted, received);
     snapshot.changed();
     Ok(own != wanted)
+}
+
+/// Which of the `wanted` parts that are `lacking` go together, each with its place there; one that goes alone may be longer.
+fn batches(wanted: &[Summary], lacking: &[u8]) -> Vec<Vec<(usize, Range<usize>)>> {
+    let (mut batches, mut end): (Vec<Vec<_>>, u64) = (Vec::new(), 0);
+    for (index, part) in wanted.iter().enumerate().filter(|(index, _)| lacking[*index] == 1) {
+        let start = if end.saturating_add(part.length) <= TOGETHER { end } else { 0 };
+        end = start.saturating_add(part.length);
+        let place = start as usize..end as usize;
+        match batches.last_mut() {
+            Some(batch) if start > 0 => batch.push((index, place)),
+            _ => batches.push(vec![(index, place)]),
+        }
+    }
+    batches
 }
 
 fn exchange(group: &ProcessGroup, report: CommitReport) -> Result<Vec<CommitReport>> {
@@ -192,6 +231,33 @@ mod tests {
         let outcomes = on_ranks(&states, |group, snapshot, _| sync(group, snapshot, Drift::Fail).unwrap());
         assert_eq!(outcomes.iter().map(|outcome| outcome.0).collect::<Vec<_>>(), [false, true]);
         assert!(outcomes.iter().all(|outcome| outcome.2 == states[0].1));
+    }
+
+    #[test]
+    fn parts_that_ranks_lack_go_together_and_long_ones_alone() {
+        let summary = |length| Summary { name: String::new(), length, hash: 0 };
+        let wanted = [1, TOGETHER, 2, 0, 3, TOGETHER - 5].map(summary);
+        let of = |lacking: [u8; 6]| -> Vec<Vec<(usize, Range<usize>)>> { batches(&wanted, &lacking) };
+        let most = TOGETHER as usize;
+        assert_eq!(
+            of([1; 6]),
+            [vec![(0, 0..1)], vec![(1, 0..most)], vec![(2, 0..2), (3, 2..2), (4, 2..5), (5, 5..most)]]
+        );
+        assert_eq!(of([1, 0, 1, 0, 1, 0]), [vec![(0, 0..1), (2, 1..3), (4, 3..6)]]);
+        assert!(of([0; 6]).is_empty());
+    }
+
+    #[test]
+    fn parts_of_which_a_rank_lacks_some_come_together() {
+        let part = |name, byte, length| (name, vec![byte; length]);
+        let root = Named(vec![part("a", 1, 300), part("b", 2, 0), part("c", 3, 70_000), part("d", 4, 5)]);
+        let lacks_one =
+            Named(vec![part("a", 1, 300), part("b", 2, 0), part("c", 9, 70_000), part("d", 4, 5)]);
+        let lacks_all = Named(vec![part("a", 9, 1), part("b", 9, 1), part("c", 9, 1), part("d", 9, 1)]);
+        let states = [(1, lacks_all), (2, root.clone()), (1, lacks_one)];
+        let outcomes = on_ranks(&states, |group, snapshot, _| sync(group, snapshot, Drift::Fail).unwrap());
+        assert_eq!(outcomes.iter().map(|outcome| outcome.0).collect::<Vec<_>>(), [true, false, true]);
+        assert!(outcomes.iter().all(|outcome| outcome.2 == root));
     }
 
     #[test]

@@ -54,6 +54,8 @@ pub(crate) struct GroupConfig {
     pub is_programs: bool,
     /// The number of its connections, if it is known before they are made.
     pub number: Option<JobId>,
+    /// Whether it is a sub-group, of which no [part](Self::part) is made.
+    pub is_subgroup: bool,
 }
 
 /// How the ranks of a group are connected.
@@ -206,6 +208,7 @@ impl GroupConfig {
             silent_hosts: Arc::default(),
             is_programs: true,
             number: None,
+            is_subgroup: false,
         }
     }
 
@@ -220,13 +223,17 @@ impl GroupConfig {
     /// The configuration of the sub-group `name` with these `members` of this group.
     pub(super) fn subgroup(&self, name: &str, members: &[Rank]) -> Self {
         let members = members.iter().map(|rank| self.global(*rank)).collect();
-        Self { backend: self.backend.subgroup(name), members: Some(members), number: None, ..self.clone() }
+        // No part has such a name: the ranks need not ask the store for what rank 0 has drawn, which takes a round trip.
+        let number = self.number.as_ref().map(|number| number_of(number, &format!("sub-group {name}")));
+        let backend = self.backend.subgroup(name);
+        Self { backend, members: Some(members), number, is_subgroup: true, ..self.clone() }
     }
 
     /// The configuration of the group `name` of these `members` of this group, which meet in `store`. None if this group's number is not known,
-    /// or its ranks are no processes.
+    /// if it is a sub-group, or if its ranks are no processes.
     pub(super) fn part(&self, store: SharedStore, name: &str, members: &[Rank]) -> Option<Self> {
-        let number = Some(number_of(self.number.as_ref()?, name));
+        let number = self.number.as_ref().filter(|_| !self.is_subgroup)?;
+        let number = Some(number_of(number, name));
         let Backend::Mesh { interface, transport, host_id, heartbeat, credentials, .. } =
             self.backend.clone()
         else {
@@ -273,6 +280,7 @@ impl GroupConfig {
                     credentials,
                     heartbeat: *heartbeat,
                     number: self.number,
+                    tells_process: true,
                     marks_left: false,
                     watch,
                 };

@@ -99,7 +99,7 @@ pub(super) fn start_failed(config: &MeshConfig<'_>, error: Error) -> Error {
 }
 
 /// The keys under which `rank` has written to the store of its group while it was connected.
-pub(super) fn keys_of(rank: Rank) -> Vec<String> {
+pub(crate) fn keys_of(rank: Rank) -> Vec<String> {
     [tcp::keys_of(rank), domain::keys_of(rank), messages::keys_of(rank)].concat()
 }
 

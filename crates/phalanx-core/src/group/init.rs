@@ -176,6 +176,8 @@ impl ProcessGroup {
             credentials: &credentials,
             heartbeat,
             number: group_number,
+            // The workers of a round meet in a log.
+            tells_process: env::is_elastic(),
             marks_left,
             watch: &|| Ok(()),
         };

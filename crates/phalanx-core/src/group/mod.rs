@@ -40,8 +40,8 @@ pub(crate) use self::affinity::LocalRank;
 pub use self::communicator::Communicator;
 pub(crate) use self::communicator::forward_to_group;
 pub(crate) use self::config::{Backend, GroupConfig};
-pub(crate) use self::connect::Connected;
 use self::connect::connect_in_process;
+pub(crate) use self::connect::{Connected, keys_of};
 #[cfg(any(test, feature = "testing"))]
 pub(crate) use self::connect::{TransportOptions, connect};
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]

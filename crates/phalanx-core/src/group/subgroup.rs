@@ -7,6 +7,7 @@
 //! `local_rank`, which selects a device, is the same in all groups of a process.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use super::connect::keys_of;
@@ -29,6 +30,8 @@ const RECORD: usize = 2;
 const NO_COLOR: i64 = -1;
 /// The most ranks of a list that an error shows.
 const SHOWN: usize = 16;
+/// So many groups of two are connected at a time: each takes several round trips.
+const PAIRS_AT_ONCE: usize = 8;
 /// How long the store may take to remove what was written to connect a sub-group.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
 /// Of so many parts, the last that were made, the store keeps what this rank has written. A rank that means another group by the name of one hears
@@ -210,8 +213,7 @@ impl ProcessGroup {
 
     /// The same of these `members`, in ascending order; None on the others, who must call it too. Members need not know that all do: one
     /// that has not called it when this group fails does not come.
-    #[doc(hidden)]
-    pub fn aside_among(&self, members: &[Rank], caller: Caller, timeout: Duration) -> Result<Option<Self>> {
+    fn aside_among(&self, members: &[Rank], caller: Caller, timeout: Duration) -> Result<Option<Self>> {
         let mut number = self.inner.children.lock();
         self.begin()?;
         *number += 1;
@@ -222,6 +224,66 @@ impl ProcessGroup {
         let rank = Rank::new(rank as u32);
         let group = self.connect_subgroup(config, (members, refused), rank, self.trace(), caller)?;
         Ok(Some(group.with_timeout(timeout).in_call(caller)))
+    }
+
+    /// Groups of two ranks each, for this crate's own threads, as of `aside_among`. Every rank must call it, with the
+    /// same `pairs` in the same order, each in ascending order. `connected` gets the other rank and the group of each that this rank is in, or
+    /// why that could not be connected. This rank connects some at a time, in the order of the list: both ranks of the first pair that does
+    /// not stand yet are connecting it, so that no ranks wait for each other in a circle.
+    ///
+    /// # Errors
+    /// The first one of `connected`. Then no more pairs are connected.
+    #[doc(hidden)]
+    pub fn pairs_aside(
+        &self,
+        pairs: impl Iterator<Item = [Rank; 2]>,
+        caller: Caller,
+        connected: impl Fn(Rank, Result<Self>) -> Result<()> + Sync,
+    ) -> Result<()> {
+        let mut number = self.inner.children.lock();
+        self.begin()?;
+        let mut own = Vec::new();
+        for pair in pairs {
+            if pair.contains(&self.rank()) {
+                own.push((format!("group/{}", *number), pair));
+            }
+            *number += 1;
+        }
+        drop(number);
+        let next = AtomicUsize::new(0);
+        let connect = || -> Result<()> {
+            while let Some((name, pair)) = own.get(next.fetch_add(1, Ordering::Relaxed)) {
+                let place = usize::from(pair[1] == self.rank());
+                let config = self.inner.config.subgroup(name, pair).aside();
+                let (members, rank) = ((&pair[..], refused as IsOver), Rank::new(place as u32));
+                let made = self.connect_subgroup(config, members, rank, self.trace(), caller);
+                let made = made.map(|made| made.with_timeout(self.timeout()).in_call(caller));
+                connected(pair[1 - place], made).inspect_err(|_| next.store(own.len(), Ordering::Relaxed))?;
+            }
+            Ok(())
+        };
+        std::thread::scope(|scope| {
+            let mut others = Vec::new();
+            for _ in 1..own.len().min(PAIRS_AT_ONCE) {
+                let thread = std::thread::Builder::new().name("phalanx-pairs".into());
+                match thread.spawn_scoped(scope, &connect) {
+                    Ok(thread) => others.push(thread),
+                    Err(error) => {
+                        // With fewer it only takes longer.
+                        tracing::debug!(%error, "a thread that connects pairs of ranks could not be started");
+                        break;
+                    }
+                }
+            }
+            let first = connect();
+            others.into_iter().fold(first, |outcome, thread| {
+                let other = thread.join().unwrap_or_else(|_| {
+                    let panicked = Error::panicked("a thread that connects pairs of ranks panicked");
+                    Err(self.inner.health.fail(panicked))
+                });
+                outcome.and(other)
+            })
+        })
     }
 
     /// The rank in the first group, from which all others were made, of this group's `rank`.

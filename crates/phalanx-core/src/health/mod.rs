@@ -34,6 +34,9 @@ pub use phalanx_proto::health::heartbeat::Heartbeat;
 /// How long a broken data connection waits for the control connections to report the cause. They see a dead process at
 /// once, but the thread that watches them may have to wait for a processor.
 const EXPLANATION_TIMEOUT: Duration = Duration::from_secs(1);
+/// The same if the cause comes from another host. Each connection loses packets of its own, so that the end of one for data may come
+/// long before the cause, which was sent earlier. A rank that has found the cause leaves within this time.
+const FAR_EXPLANATION_TIMEOUT: Duration = Duration::from_secs(5);
 /// Ranks that an error names, if it is about all.
 const NAMED: usize = 8;
 /// How long a rank waits for the others to find in which call they differ. They are told at the next look.
@@ -70,6 +73,8 @@ pub(crate) struct Health {
     /// What the running calls wait for.
     pub(crate) waits: Waits,
     surroundings: OnceLock<Look>,
+    /// Whether each rank is on another host, once they are connected.
+    far: OnceLock<Vec<bool>>,
     /// The cause, for who watches the group beside its calls and may outlive it: the rest of this keeps the connections.
     first: Arc<OnceLock<Error>>,
     /// Whether a call has returned the cause of the failure to the program.
@@ -120,6 +125,7 @@ impl Health {
             calls: Mutex::default(),
             waits: Waits::default(),
             surroundings: OnceLock::new(),
+            far: OnceLock::new(),
             first: Arc::default(),
             returned: AtomicBool::new(false),
             parting: OnceLock::new(),
@@ -147,6 +153,20 @@ impl Health {
     /// Ranks that wait for this one learn from `look` what it does outside this group.
     pub(crate) fn look_around_with(&self, look: Look) {
         let _ = self.surroundings.set(look);
+    }
+
+    /// Says of each rank whether it is on another host.
+    pub(crate) fn set_far(&self, far: Vec<bool>) {
+        let _ = self.far.set(far);
+    }
+
+    /// How long whoever knows more of `error` may take to say so: the rank that it is about, or any rank.
+    fn explanation_timeout(&self, error: &Error) -> Duration {
+        let is_far = |far: &Vec<bool>| match error.peer() {
+            Some(peer) => far.get(peer.index()).copied().unwrap_or(false),
+            None => far.contains(&true),
+        };
+        if self.far.get().is_some_and(is_far) { FAR_EXPLANATION_TIMEOUT } else { EXPLANATION_TIMEOUT }
     }
 
     /// The call of this group that runs, if it has run for a while or its data goes in frames.
@@ -527,7 +547,7 @@ impl Health {
     }
 
     fn await_explanation(&self, error: &Error) {
-        let deadline = Deadline::after(EXPLANATION_TIMEOUT);
+        let deadline = Deadline::after(self.explanation_timeout(error));
         let mut state = self.state.lock();
         loop {
             if state.failure.explains(error)

@@ -97,6 +97,19 @@ fn a_store_that_is_gone_may_be_a_rank_that_died() {
 }
 
 #[test]
+fn a_cause_that_comes_from_another_host_may_come_later() {
+    let health = health();
+    let broken = health.peer_failed(Rank::new(1), "its connection closed");
+    assert_eq!(health.explanation_timeout(&broken), EXPLANATION_TIMEOUT);
+    health.set_far(vec![false, true, false]);
+    assert_eq!(health.explanation_timeout(&broken), FAR_EXPLANATION_TIMEOUT);
+    let near = health.peer_failed(Rank::new(2), "its connection closed");
+    assert_eq!(health.explanation_timeout(&near), EXPLANATION_TIMEOUT);
+    // Any rank may know more of what has happened to a store.
+    assert_eq!(health.explanation_timeout(&Error::protocol("the store is gone")), FAR_EXPLANATION_TIMEOUT);
+}
+
+#[test]
 fn only_one_whose_process_has_ended_is_called_dead() {
     let lost = |state| health().lost(Rank::new(1), "connection reset by peer", state).to_string();
     assert!(

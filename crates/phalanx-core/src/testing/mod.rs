@@ -152,6 +152,7 @@ fn join(
         credentials,
         heartbeat,
         number: Some(number),
+        tells_process: false,
         marks_left: false,
         watch: &|| Ok(()),
     };

@@ -29,6 +29,16 @@ fn whoever_comes_next_has_another_heartbeat_and_there_are_never_many() {
 }
 
 #[test]
+fn each_round_has_a_number_that_its_members_need_not_ask_for() {
+    let members = [WorkerId(7), WorkerId(9)];
+    let number = group_number(3, &members);
+    assert_eq!(number, group_number(3, &members));
+    assert_ne!(number, group_number(4, &members));
+    assert_ne!(number, group_number(3, &[WorkerId(7), WorkerId(10)]));
+    assert_ne!(number, group_number(3, &members[..1]));
+}
+
+#[test]
 fn a_frozen_successor_is_not_kept_alive_by_the_heartbeats_of_the_one_before() {
     let (store, limit): (SharedStore, _) = (Arc::new(MemoryStore::new()), limit());
     let worker = |slot, process| worker(next_id(&*store, slot, limit).unwrap(), slot, process);

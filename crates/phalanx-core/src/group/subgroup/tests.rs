@@ -113,6 +113,25 @@ fn a_part_has_the_order_of_its_list_and_only_members_make_it() {
 }
 
 #[test]
+fn sub_groups_know_their_numbers_and_each_has_its_own() {
+    met(2, |group, store| {
+        let all = [Rank::MAIN, Rank::new(1)];
+        let mut numbers = vec![group.inner.config.number.unwrap()];
+        for _ in 0..2 {
+            let pair = group.new_group(&all).unwrap().unwrap();
+            let nested = pair.new_group(&all).unwrap().unwrap();
+            numbers.extend([pair, nested].map(|group| group.inner.config.number.unwrap()));
+        }
+        numbers.push(group.part(store, "group/0", &all, LIMIT).unwrap().inner.config.number.unwrap());
+        let others = group.all_gather_object(&numbers).unwrap();
+        assert_eq!(others, [numbers.clone(), numbers.clone()]);
+        numbers.sort_unstable();
+        numbers.dedup();
+        assert_eq!(numbers.len(), 6);
+    });
+}
+
+#[test]
 fn a_store_does_not_grow_with_the_number_of_sub_groups() {
     met(3, |group, store| {
         let keys = || {
@@ -282,6 +301,28 @@ fn a_member_that_the_group_refuses_is_not_waited_for_whoever_has_failed() {
                 group.abort(Error::timeout("no sum").with_peer(Rank::new(2)));
             }
         }
+    });
+}
+
+#[test]
+fn a_rank_connects_several_pairs_at_a_time() {
+    met(3, |group, _| {
+        let pairs = [[0, 1], [0, 2], [1, 2]].map(|pair| pair.map(Rank::new));
+        let (begun, limit) = (AtomicUsize::new(0), Deadline::after(LIMIT));
+        let connected = |peer: Rank, pair: Result<ProcessGroup>| {
+            begun.fetch_add(1, Ordering::Relaxed);
+            // Of pairs that are connected one after the other, the second does not begin before this returns.
+            while begun.load(Ordering::Relaxed) < 2 {
+                assert!(!limit.has_passed());
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let mut ranks = [i64::from(group.rank().get())];
+            pair?.all_reduce(&mut ranks, ReduceOp::Sum)?;
+            assert_eq!(ranks[0], i64::from(group.rank().get() + peer.get()));
+            Ok(())
+        };
+        group.pairs_aside(pairs.into_iter(), Caller::RpcStart, connected).unwrap();
+        group.barrier().unwrap();
     });
 }
 

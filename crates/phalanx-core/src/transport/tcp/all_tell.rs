@@ -196,6 +196,7 @@ mod tests {
             credentials: Credentials::none(),
             heartbeat: Heartbeat::default(),
             number: None,
+            tells_process: false,
             marks_left: false,
             watch: &|| Ok(()),
         }

@@ -380,10 +380,17 @@ pub(super) fn exchange_addresses(
     let mut own = postcard::to_stdvec(&Address { socket, host: host.to_owned() }).map_err(malformed)?;
     let own_key = key(config.rank);
     let values = match announcement {
-        None => bootstrap::of_all(config, ADDRESS, |gathered, keys| {
-            let pair = gathered.unwrap_or((own_key.as_str(), own.as_slice()));
-            start_failure::exchange(config, host, &[pair], keys, deadline)
-        })?,
+        None => {
+            let tells_process = config.tells_process && config.number.is_some();
+            let process = tells_process.then(|| stop_probe::process_record(config.rank)).transpose()?;
+            let process = process.as_ref().map(|(name, process)| (name.as_str(), process.as_slice()));
+            let pairs: Vec<(&str, &[u8])> =
+                process.into_iter().chain([(own_key.as_str(), own.as_slice())]).collect();
+            bootstrap::of_all(config, ADDRESS, |gathered, keys| match gathered {
+                None => start_failure::exchange(config, host, &pairs, keys, deadline),
+                Some(pair) => start_failure::exchange(config, host, &[pair], keys, deadline),
+            })?
+        }
         Some(announcement) => {
             own.extend_from_slice(&announcement.own);
             // No other request has told which process this is.

@@ -67,6 +67,7 @@ fn config_in(store: &MemoryStore, rank: u32, world: u32) -> MeshConfig<'_> {
         credentials,
         heartbeat,
         number: None,
+        tells_process: false,
         marks_left: false,
         watch: &|| Ok(()),
     }
@@ -191,6 +192,20 @@ fn a_silent_flood_does_not_displace_a_rank_that_has_said_who_it_is() {
         assert!(pending.iter().any(is_rank), "the rank was dropped for a stranger");
     }
     assert!(pending.len() > 200);
+}
+
+#[test]
+fn ranks_that_know_their_number_ask_nobody_for_it_and_tell_which_process_they_are() {
+    let (store, deadline) = (MemoryStore::new(), Deadline::after(Duration::from_secs(60)));
+    let rank = |rank| MeshConfig { number: Some([7; 16]), tells_process: true, ..config(&store, rank) };
+    thread::scope(|scope| {
+        let main = scope.spawn(|| mesh(&rank(0), deadline));
+        let other = mesh(&rank(1), deadline).unwrap();
+        drop((main.join().unwrap().unwrap(), other));
+    });
+    assert!(!store.check(&["mesh/job"], deadline).unwrap());
+    let processes = [0, 1].map(|rank| stop_probe::key(Rank::new(rank)));
+    assert!(store.check(&[&processes[0], &processes[1]], deadline).unwrap());
 }
 
 #[test]

@@ -3,8 +3,9 @@
 //! One thread watches all of them, even while no operation runs, so that a death is known before a rank waits for the
 //! dead one.
 
+use std::collections::HashSet;
 use std::io::IoSlice;
-use std::net::Shutdown;
+use std::net::{IpAddr, Shutdown};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -13,7 +14,7 @@ use std::time::Duration;
 use super::connection::Connection;
 use super::connections::Connections;
 use super::keep_alive::{keep_alive, keep_known};
-use super::leave::{FAILURE_GRACE, NEAR_LEAVE_GRACE, Parting, SilentHosts, leave_grace};
+use super::leave::{FAILURE_GRACE, LEAVE_GRACE, NEAR_LEAVE_GRACE, Parting, SilentHosts, leave_grace};
 use super::on_demand::Caller;
 use super::watch::Watch;
 use crate::deadline::Deadline;
@@ -21,6 +22,7 @@ use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::health::Heartbeat;
 use crate::health::liveness::listened_to;
+use crate::network::Network;
 use crate::notice::warn;
 use crate::rank::Rank;
 use crate::transport::process;
@@ -41,7 +43,7 @@ pub(crate) struct Monitor {
     connections: Arc<Connections>,
     health: Arc<Health>,
     silent: Arc<SilentHosts>,
-    leave_grace: Duration,
+    heartbeat: Heartbeat,
     /// The process that has started it, and not one that was forked from that.
     process: u32,
 }
@@ -55,14 +57,15 @@ impl Monitor {
         silent: Arc<SilentHosts>,
     ) -> Result<Self> {
         let heartbeat = heartbeat.among(world);
+        let is_far = |connection: &Connection| !connection.is_within_host();
+        health.set_far(connections.control.iter().map(|peer| peer.as_ref().is_some_and(is_far)).collect());
         let on_failure = connections.clone();
         health.on_failure(Box::new(move |error| on_failure.alarm(error)));
         let watched = watch((rank, world), &connections, &health, heartbeat);
         // The others are connected: without the failure they would only see that their connections end.
         let (stop, thread) = watched.map_err(|error| health.fail(error))?;
-        let (stop, thread, leave_grace) = (Some(stop), Some(thread), leave_grace(heartbeat));
-        let process = std::process::id();
-        Ok(Self { stop, thread, caller: None, connections, health, silent, leave_grace, process })
+        let (stop, thread, process) = (Some(stop), Some(thread), std::process::id());
+        Ok(Self { stop, thread, caller: None, connections, health, silent, heartbeat, process })
     }
 
     /// Answers and makes calls from now on, until the monitor is dropped.
@@ -79,6 +82,22 @@ impl Monitor {
         // Without the failure this rank would say goodbye when it is dropped.
         self.caller = Some(thread.map_err(|error| self.health.fail(failed(error)))?);
         Ok(self)
+    }
+
+    /// The other hosts that have acknowledged something lately, but not the one that `cause` blames. None if the others have given up
+    /// this rank.
+    fn reached(&self, cause: &Error) -> HashSet<IpAddr> {
+        let control = &self.connections.control;
+        let blamed = cause.peer().filter(|_| cause.is_peer_failure());
+        let blamed = match blamed.and_then(|peer| control.get(peer.index())) {
+            Some(None) => return HashSet::new(),
+            Some(Some(connection)) => connection.host(),
+            None => None,
+        };
+        let far = control.iter().flatten().filter(|connection| !connection.is_within_host());
+        let silence = self.heartbeat.network_timeout;
+        let reached = far.filter(|connection| Network::behind(connection, silence) == Network::Works);
+        reached.filter_map(Connection::host).filter(|host| Some(*host) != blamed).collect()
     }
 }
 
@@ -140,27 +159,32 @@ impl Drop for Monitor {
         let unread = self.thread.take().and_then(|thread| thread.join().ok()).unwrap_or_default();
         self.health.compare_calls();
         // Another thread may just be telling the peers the cause: nothing can be sent after the goodbye.
-        let has_failed = self.health.cause().is_some();
+        let cause = self.health.cause();
+        let has_failed = cause.is_some();
         let last = self.health.calls(|calls| calls.latest()).filter(|_| !has_failed);
         if let Some(last) = last {
             self.connections.tell(&Control::Last(last), |_| true);
         }
         self.connections.tell(&Control::Goodbye, |_| true);
-        let grace = match has_failed {
+        let reached = cause.map(|cause| self.reached(&cause)).unwrap_or_default();
+        let (grace, reached_grace) = match has_failed {
             // A rank that panics does not wait: the sooner the others notice, the better.
-            _ if std::thread::panicking() => Duration::ZERO,
-            true => FAILURE_GRACE,
-            false => self.leave_grace,
+            _ if std::thread::panicking() => (Duration::ZERO, Duration::ZERO),
+            true => (FAILURE_GRACE, LEAVE_GRACE),
+            false => (leave_grace(self.heartbeat), Duration::ZERO),
         };
-        let silent = self.silent.known();
-        let is_awaited = |host| !silent.contains(&host);
+        let (silent, far) = (self.silent.known(), Deadline::after(grace));
+        let far_reached = Deadline::after(reached_grace);
+        let awaits_far = |host: IpAddr| {
+            let until = if reached.contains(&host) { far_reached } else { far };
+            (!silent.contains(&host)).then_some(until)
+        };
         let mut parting = Parting::new(&self.health, unread);
         let has_root = last.is_some_and(|last| last.call.root.is_some());
         // What one that has left had to say has been read.
         let awaits_near = |peer| has_root && !self.health.has_left(peer);
-        let (near, far) = (Deadline::after(grace.min(NEAR_LEAVE_GRACE)), Deadline::after(grace));
-        let unanswered =
-            self.connections.leave((near, far), awaits_near, is_awaited, |end| parting.has_ended(end));
+        let near = Deadline::after(grace.min(NEAR_LEAVE_GRACE));
+        let unanswered = self.connections.leave(near, awaits_near, awaits_far, |end| parting.has_ended(end));
         if !grace.is_zero() {
             // A rank that still sends is only busy.
             self.silent.remember(unanswered.difference(&parting.heard).copied());
@@ -209,7 +233,6 @@ pub(super) mod tests {
     use std::time::Instant;
 
     use super::super::keep_alive::{IDLE_INTERVAL, IDLE_PROBES, give_up};
-    use super::super::leave::LEAVE_GRACE;
     use super::super::watch::Buffered;
     use super::*;
     use crate::wire::hello::Channel;
@@ -296,7 +319,7 @@ pub(super) mod tests {
         let connections = Arc::new(Connections { control: vec![Some(own), None], ..Connections::default() });
         let health = Health::new(Rank::new(1), vec!["a".into(), "b".into()]);
         let failing = fail_slowly(&health, &connections);
-        let (silent, leave_grace) = (Arc::default(), LEAVE_GRACE);
+        let (silent, heartbeat) = (Arc::default(), Heartbeat::default());
         let process = std::process::id();
         drop(Monitor {
             stop: None,
@@ -305,7 +328,7 @@ pub(super) mod tests {
             connections,
             health,
             silent,
-            leave_grace,
+            heartbeat,
             process,
         });
         failing.join().unwrap();
@@ -349,30 +372,49 @@ pub(super) mod tests {
         thread.join().unwrap();
     }
 
+    /// Leaves a group that has failed because of `cause`, whose rank 1 on another host reads nothing.
+    fn leave_beside_one_that_does_not_answer(silent: &Arc<SilentHosts>, cause: Error) {
+        let (control, _peer) = far();
+        let connections = Connections { control: vec![None, Some(control)], ..Connections::default() };
+        let health = Health::new(Rank::MAIN, vec!["here".into(), "there".into()]);
+        health.fail(cause);
+        drop(Monitor {
+            stop: None,
+            thread: None,
+            caller: None,
+            connections: Arc::new(connections),
+            health,
+            silent: silent.clone(),
+            heartbeat: Heartbeat::default(),
+            process: std::process::id(),
+        });
+    }
+
+    /// It would blame this rank, whose connections end, if the packet with the cause is lost.
+    #[test]
+    fn a_host_that_is_not_to_blame_for_a_failure_has_longer_to_answer() {
+        let begun = Instant::now();
+        leave_beside_one_that_does_not_answer(&Arc::default(), Error::aborted("the program gives up"));
+        assert!(begun.elapsed() >= LEAVE_GRACE, "{:?}", begun.elapsed());
+        let lost = |peer| {
+            let hosts = vec!["here".into(), "there".into()];
+            Health::new(Rank::MAIN, hosts).peer_failed(Rank::new(peer), "its network is silent")
+        };
+        for blamed in [1, 0] {
+            let begun = Instant::now();
+            leave_beside_one_that_does_not_answer(&Arc::default(), lost(blamed));
+            assert!(begun.elapsed() < LEAVE_GRACE, "{blamed}: {:?}", begun.elapsed());
+        }
+    }
+
     #[test]
     fn groups_of_one_rank_wait_once_for_a_host_that_does_not_answer() {
         let silent = Arc::<SilentHosts>::default();
         let begun = Instant::now();
         for number in 0..8 {
-            let (control, _peer) = far();
-            let connections = Connections { control: vec![None, Some(control)], ..Connections::default() };
-            let hosts = vec!["here".into(), "there".into()];
-            let (silent, health) = (silent.clone(), Health::new(Rank::MAIN, hosts));
-            health.fail(Error::aborted(format!("failure {number}")));
-            let (connections, leave_grace) = (Arc::new(connections), LEAVE_GRACE);
-            drop(Monitor {
-                stop: None,
-                thread: None,
-                caller: None,
-                connections,
-                health,
-                silent,
-                leave_grace,
-                process: std::process::id(),
-            });
+            leave_beside_one_that_does_not_answer(&silent, Error::aborted(format!("failure {number}")));
         }
         assert_eq!(silent.known().len(), 1);
-        // One wait after a failure takes one second.
-        assert!(begun.elapsed() < 7 * FAILURE_GRACE, "{:?}", begun.elapsed());
+        assert!(begun.elapsed() < 2 * LEAVE_GRACE, "{:?}", begun.elapsed());
     }
 }

@@ -51,7 +51,8 @@ pub(super) const LEAVE_GRACE: Duration = Duration::from_secs(5);
 /// How long it waits for ranks of its own host, which answer when they have made its last call too. A rank that is later compares the
 /// calls itself.
 pub(super) const NEAR_LEAVE_GRACE: Duration = Duration::from_secs(2);
-/// The same after a failure, when a peer that does not answer may be the cause.
+/// How long it waits after a failure for hosts that may be the cause. For the others it waits for [`LEAVE_GRACE`]: if they lose the cause,
+/// they take the end of this rank's connections for it.
 pub(super) const FAILURE_GRACE: Duration = Duration::from_secs(1);
 
 /// So many full buffers of messages are read at once from a peer, which may send without end.
@@ -63,15 +64,15 @@ pub(super) fn leave_grace(heartbeat: Heartbeat) -> Duration {
 }
 
 impl Connections {
-    /// Sends nothing more to the ranks on other hosts, and waits until those that are awaited have done the same in answer to this rank's
-    /// goodbye. From then on nothing can come that would reset a connection while the kernel still sends what is left in it. Within a
-    /// host what is sent has arrived, and there is only something to wait for of ranks that `awaits_near` names: which calls they have made.
-    /// `has_ended` reads what comes. Returns the other hosts that have not answered by the deadline.
+    /// Sends nothing more to the ranks on other hosts, and waits until those have done the same in answer to this rank's goodbye for which
+    /// `awaits_far` has a deadline. From then on nothing can come that would reset a connection while the kernel still sends what is left in
+    /// it. Within a host what is sent has arrived, and there is only something to wait for of ranks that `awaits_near` names: which calls they
+    /// have made. That takes until `near` at most. `has_ended` reads what comes. Returns the other hosts that have not answered by the deadline.
     pub(super) fn leave(
         &self,
-        (near, far): (Deadline, Deadline),
+        near: Deadline,
         awaits_near: impl Fn(Rank) -> bool,
-        is_awaited: impl Fn(IpAddr) -> bool,
+        awaits_far: impl Fn(IpAddr) -> Option<Deadline>,
         mut has_ended: impl FnMut(&End<'_>) -> bool,
     ) -> HashSet<IpAddr> {
         let control = (0..).map(|peer| Some(Rank::new(peer))).zip(&self.control);
@@ -79,15 +80,16 @@ impl Connections {
         let all = control.chain(self.others().map(|connection| (None, connection)));
         let (mut awaited, mut others) = (Vec::new(), Vec::new());
         for (peer, connection) in all {
-            let is_near = connection.is_within_host();
-            let end = End { connection, peer, deadline: if is_near { near } else { far } };
-            let is_awaited = match (is_near, peer) {
-                (true, Some(peer)) => awaits_near(peer),
+            let until = match (connection.is_within_host(), peer) {
+                (true, Some(peer)) => awaits_near(peer).then_some(near),
                 // It stays open for a rank that still waits on it.
                 (true, None) => continue,
-                (false, _) => connection.host().is_some_and(&is_awaited),
+                (false, _) => connection.host().and_then(&awaits_far),
             };
-            if is_awaited { awaited.push(end) } else { others.push(end) }
+            match until {
+                Some(deadline) => awaited.push(End { connection, peer, deadline }),
+                None => others.push(End { connection, peer, deadline: Deadline::now() }),
+            }
         }
         for end in others {
             end.connection.finish_sending();
@@ -310,7 +312,7 @@ mod tests {
         let mut parting = Parting::new(&health, vec![Vec::new(); 2]);
         peer.write_all(&control::encode(&Control::Beat).unwrap()).unwrap();
         let soon = Deadline::after(Duration::from_millis(300));
-        let unanswered = connections.leave((soon, soon), |_| false, |_| true, |end| parting.has_ended(end));
+        let unanswered = connections.leave(soon, |_| false, |_| Some(soon), |end| parting.has_ended(end));
         assert_eq!(unanswered.len(), 1);
         assert_eq!(unanswered, parting.heard);
     }
@@ -326,7 +328,7 @@ mod tests {
         let connections = Connections { control: vec![None, Some(own)], ..Connections::default() };
         let mut parting = Parting::new(health, vec![Vec::new(); 2]);
         let soon = Deadline::now();
-        connections.leave((soon, soon), |_| false, |_| true, |end| parting.has_ended(end));
+        connections.leave(soon, |_| false, |_| Some(soon), |end| parting.has_ended(end));
     }
 
     #[test]

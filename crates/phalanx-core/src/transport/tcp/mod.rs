@@ -89,6 +89,8 @@ pub(crate) struct MeshConfig<'a> {
     pub heartbeat: Heartbeat,
     /// The number that distinguishes the group's connections, if the ranks have agreed on one; otherwise rank 0 draws it.
     pub number: Option<JobId>,
+    /// Whether this rank still has to tell which process it is: not if it has come to a roll-call. Who asks for the number tells it by that.
+    pub tells_process: bool,
     /// Whether the store empties the record of a rank that has left before it is connected. A record that is as it was is not read again and again.
     pub marks_left: bool,
     /// Called now and then while this rank waits for others. Its error says why that is useless, and ends the start.
@@ -108,6 +110,7 @@ impl<'a> MeshConfig<'a> {
             credentials: Credentials::none(),
             heartbeat: Heartbeat::default(),
             number: None,
+            tells_process: false,
             marks_left: false,
             watch: &|| Ok(()),
         }

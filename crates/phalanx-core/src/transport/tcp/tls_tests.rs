@@ -41,6 +41,7 @@ fn join(store: &MemoryStore, rank: u32, world: u32, credentials: &Credentials) -
             credentials,
             heartbeat,
             number: None,
+            tells_process: false,
             marks_left: false,
             watch: &|| Ok(()),
         },
