@@ -158,7 +158,7 @@ impl<'a, S: Stage<D>, const D: usize> Run<'a, S, D> {
                 None
             }
         };
-        self.outbox.check()?;
+        self.outbox.check(stage, microbatch)?;
         self.worked("backward", action, began);
         Ok(gradients)
     }

@@ -514,3 +514,39 @@ fn an_error_on_one_rank_is_every_rank_s() {
         "{errors:?}"
     );
 }
+
+/// Takes its input out of the graph in the micro-batches that say so.
+#[derive(Module, Debug)]
+struct Detaching {
+    layer: Linear,
+    is_last: bool,
+}
+
+impl Stage<2> for Detaching {
+    type Batch = bool;
+
+    fn forward(&self, input: Option<Tensor<2>>, detaches: &bool) -> StageOutput<2> {
+        let x = input.unwrap_or_else(|| Tensor::ones([1, 2], &device()));
+        let x = self.layer.forward(if *detaches { x.detach() } else { x });
+        if self.is_last { StageOutput::Loss(x.mean()) } else { StageOutput::Hidden(x) }
+    }
+}
+
+/// The stage before would wait for the gradient until the time-out.
+#[test]
+fn a_stage_that_computes_without_its_input_is_an_error_on_every_rank() {
+    let cause = "stage 1 computes micro-batch 1 without its input";
+    let stage = |is_last| Detaching { layer: LinearConfig::new(2, 2).init(&device()), is_last };
+    for schedule in [Schedule::GPipe, Schedule::OneForwardOneBackward] {
+        let errors = run(2, |group| {
+            let mut pipeline = Pipeline::new(&group, schedule, 2).unwrap();
+            let mut ddp = Ddp::new(vec![stage(!group.rank().is_main())], &alone()).unwrap();
+            pipeline.train(&mut ddp, &[false, true]).unwrap_err().to_string()
+        });
+        assert!(errors.iter().all(|error| error.contains(cause)), "{errors:?}");
+    }
+    let mut pipeline = Pipeline::new(&alone(), Schedule::Interleaved { stages_per_rank: 2 }, 2).unwrap();
+    let mut ddp = Ddp::new(vec![stage(false), stage(true)], &alone()).unwrap();
+    let error = pipeline.train(&mut ddp, &[false, true]).unwrap_err().to_string();
+    assert!(error.contains(cause), "{error}");
+}
