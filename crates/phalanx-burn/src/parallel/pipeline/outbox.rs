@@ -94,10 +94,13 @@ impl Outbox {
         match failure {
             Some(error) => Err(error),
             None if given == needed_by => Ok(()),
-            None => Err(Error::invalid_argument(format!(
-                "stage {stage} computes micro-batch {microbatch} without its input, so there is no gradient for the stage before"
-            ))
-            .with_remedy("let every stage but the first compute with its input, and not detach it")),
+            // An exchange within the stage that fails may give a result without a graph.
+            None => Err(self.group.failure().unwrap_or_else(|| {
+                Error::invalid_argument(format!(
+                    "stage {stage} computes micro-batch {microbatch} without its input, so there is no gradient for the stage before"
+                ))
+                .with_remedy("let every stage but the first compute with its input, and not detach it")
+            })),
         }
     }
 

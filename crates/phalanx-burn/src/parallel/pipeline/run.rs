@@ -177,10 +177,13 @@ impl<'a, S: Stage<D>, const D: usize> Run<'a, S, D> {
                 (Root { loss: loss / self.plan.microbatches() as f64, gradient: None }, None)
             }
             StageOutput::Hidden(hidden) if !hidden.is_tracked() => {
-                return Err(Error::invalid_argument(format!(
-                    "stage {stage} computes its output with nothing that is trained, and so has no backward pass"
-                ))
-                .with_remedy("give the first stage a layer that is trained, and let every other stage compute with its input"));
+                // An exchange within the stage that fails may give a result without a graph.
+                return Err(self.group.failure().unwrap_or_else(|| {
+                    Error::invalid_argument(format!(
+                        "stage {stage} computes its output with nothing that is trained, and so has no backward pass"
+                    ))
+                    .with_remedy("give the first stage a layer that is trained, and let every other stage compute with its input")
+                }));
             }
             StageOutput::Hidden(hidden) => {
                 let slot = Arc::new(KnownGradient::default());
