@@ -83,8 +83,8 @@ impl Outbox {
         })?
     }
 
-    /// After a backward pass of `stage`: the error of a gradient that backward could not return, or one if there is no gradient of the
-    /// stage's input, for which the stage before would wait.
+    /// After a backward pass of `stage`: the error of a gradient that backward could not return, or one if there
+    /// is no gradient of the stage's input, for which the stage before would wait.
     pub fn check(&self, stage: usize, microbatch: usize) -> Result<()> {
         let (failure, given) = {
             let mut state = self.state.lock();

@@ -193,8 +193,8 @@ impl<'a, S: Stage<D>, const D: usize> Run<'a, S, D> {
         })
     }
 
-    /// The forward pass of a stage that is repeated for its backward pass: an error if its output has another shape than the first time. The gradient is
-    /// that of the first output.
+    /// The forward pass of a stage that is repeated for its backward pass: an error if its output has another
+    /// shape than the first time. The gradient is that of the first output.
     fn repeated(&mut self, action: Action, data: Option<TensorData>) -> Result<Root> {
         let Action { stage, microbatch, .. } = action;
         let (root, hidden) = self.pass(action, data)?;
