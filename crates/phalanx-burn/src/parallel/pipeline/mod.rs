@@ -250,8 +250,8 @@ impl<const D: usize> Pipeline<D> {
     /// [stages](Self::own_stages). All ranks call it together.
     ///
     /// # Errors
-    /// If there are more or fewer micro-batches or stages than the plan has, a stage gives what its place does not, or shapes
-    /// change. On every rank, in the first step, if a parameter that is trained is on two ranks: they would train copies of it apart, and
+    /// If there are more or fewer micro-batches or stages than the plan has, a stage gives what its place does not, or computes without its
+    /// input, so that the stage before gets no gradient, or shapes change. On every rank, in the first step, if a parameter that is trained is on two ranks: they would train copies of it apart, and
     /// a [`TiedParameter`] trains it as one. Copies are known by their [`ParamId`](burn::module::ParamId), which parameters of one record or
     /// of one cloned `Param` have in common. If a rank fails, or an exchange of its tensor group, or with recomputation a device that does not give a
     /// random number. Gradients of passes that were done are then dropped.

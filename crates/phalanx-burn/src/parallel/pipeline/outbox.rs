@@ -6,7 +6,7 @@ use std::sync::Arc;
 use burn::tensor::Tensor;
 use parking_lot::Mutex;
 use phalanx::adapter::WeakGroup;
-use phalanx::pipeline::{Action, Plan};
+use phalanx::pipeline::{Action, Pass, Plan};
 use phalanx::{Buffer, Error, ProcessGroup, Rank, Result, Work};
 
 use super::super::message::{Header, Kind, Layout};
@@ -27,6 +27,8 @@ struct State {
     works: VecDeque<Work>,
     /// The first error of a gradient that backward could not return.
     failure: Option<Error>,
+    /// The action that needs the last gradient of an input that backward has given.
+    given: Option<Action>,
 }
 
 impl Outbox {
@@ -81,9 +83,25 @@ impl Outbox {
         })?
     }
 
-    /// The error of a gradient that backward could not return.
-    pub fn check(&self) -> Result<()> {
-        self.state.lock().failure.take().map_or(Ok(()), Err)
+    /// After a backward pass of `stage`: the error of a gradient that backward could not return, or one if there
+    /// is no gradient of the stage's input, for which the stage before would wait.
+    pub fn check(&self, stage: usize, microbatch: usize) -> Result<()> {
+        let (failure, given) = {
+            let mut state = self.state.lock();
+            (state.failure.take(), state.given.take())
+        };
+        let needed_by = stage.checked_sub(1).map(|stage| Action { pass: Pass::Backward, stage, microbatch });
+        match failure {
+            Some(error) => Err(error),
+            None if given == needed_by => Ok(()),
+            // An exchange within the stage that fails may give a result without a graph.
+            None => Err(self.group.failure().unwrap_or_else(|| {
+                Error::invalid_argument(format!(
+                    "stage {stage} computes micro-batch {microbatch} without its input, so there is no gradient for the stage before"
+                ))
+                .with_remedy("let every stage but the first compute with its input, and not detach it")
+            })),
+        }
     }
 
     /// Waits until all has gone.
@@ -116,6 +134,7 @@ pub(super) struct ToStage {
 
 impl GradientTarget for ToStage {
     fn deliver(&self, gradient: TensorBytes<'_>, shape: &[usize]) -> Result<()> {
+        self.outbox.state.lock().given = Some(self.needed_by);
         let Some(to) = self.to else {
             let data = tensor_bytes::tensor_data(gradient.bytes, shape, gradient.dtype);
             self.arrived.lock().insert(self.needed_by, data);

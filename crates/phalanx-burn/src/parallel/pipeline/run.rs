@@ -141,7 +141,7 @@ impl<'a, S: Stage<D>, const D: usize> Run<'a, S, D> {
         let began = Instant::now();
         let root = match self.held.remove(&(stage, microbatch)) {
             Some(Held::Graph(root)) => *root,
-            Some(Held::Input(data)) => self.pass(action, data)?.0,
+            Some(Held::Input(data)) => self.repeated(action, data)?,
             None => {
                 return Err(Error::aborted(format!(
                     "{action:?} has no forward pass: this is a defect of phalanx"
@@ -158,7 +158,7 @@ impl<'a, S: Stage<D>, const D: usize> Run<'a, S, D> {
                 None
             }
         };
-        self.outbox.check()?;
+        self.outbox.check(stage, microbatch)?;
         self.worked("backward", action, began);
         Ok(gradients)
     }
@@ -177,10 +177,13 @@ impl<'a, S: Stage<D>, const D: usize> Run<'a, S, D> {
                 (Root { loss: loss / self.plan.microbatches() as f64, gradient: None }, None)
             }
             StageOutput::Hidden(hidden) if !hidden.is_tracked() => {
-                return Err(Error::invalid_argument(format!(
-                    "stage {stage} computes its output with nothing that is trained, and so has no backward pass"
-                ))
-                .with_remedy("give the first stage a layer that is trained, and let every other stage compute with its input"));
+                // An exchange within the stage that fails may give a result without a graph.
+                return Err(self.group.failure().unwrap_or_else(|| {
+                    Error::invalid_argument(format!(
+                        "stage {stage} computes its output with nothing that is trained, and so has no backward pass"
+                    ))
+                    .with_remedy("give the first stage a layer that is trained, and let every other stage compute with its input")
+                }));
             }
             StageOutput::Hidden(hidden) => {
                 let slot = Arc::new(KnownGradient::default());
@@ -188,6 +191,25 @@ impl<'a, S: Stage<D>, const D: usize> Run<'a, S, D> {
                 (Root { loss: Tensor::from_dispatch(root), gradient: Some(slot) }, Some(hidden))
             }
         })
+    }
+
+    /// The forward pass of a stage that is repeated for its backward pass: an error if its output has another
+    /// shape than the first time. The gradient is that of the first output.
+    fn repeated(&mut self, action: Action, data: Option<TensorData>) -> Result<Root> {
+        let Action { stage, microbatch, .. } = action;
+        let (root, hidden) = self.pass(action, data)?;
+        let first = self.pipeline.inputs.get(stage + 1).and_then(Option::as_ref);
+        match hidden.zip(first) {
+            Some((hidden, first)) if hidden.dims().as_slice() != first.shape.as_slice() => {
+                Err(Error::invalid_argument(format!(
+                    "stage {stage} gave an output of shape {:?} for micro-batch {microbatch}, and when it was repeated for the backward pass, one of {:?}",
+                    first.shape,
+                    hidden.dims()
+                ))
+                .with_remedy("let the stage compute the same from its input and its micro-batch each time"))
+            }
+            Some(_) | None => Ok(root),
+        }
     }
 
     /// A stage's input, whose gradient goes to the stage before.

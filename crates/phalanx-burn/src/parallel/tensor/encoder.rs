@@ -294,9 +294,9 @@ impl ParallelEncoder {
     ///
     /// # Errors
     /// If heads or hidden units cannot be divided evenly, the dropout is not 0, or the exchange fails. On every rank, if one's has other settings, such as
-    /// another number of heads, place or epsilon of norms.
+    /// another number of heads, place or epsilon of norms, or other `activations`.
     pub fn new(encoder: TransformerEncoder, group: &TensorGroup, activations: Activations) -> Result<Self> {
-        group.compare("encoder", &described(&encoder))?;
+        group.compare("encoder", &format!("{} with {activations:?} activations", described(&encoder)))?;
         let encoder = group.replicate(encoder)?;
         let whole = Whole {
             d_model: encoder.d_model,

@@ -191,14 +191,14 @@ impl TensorGroup {
         verify_description(&self.group, what, described)
     }
 
-    /// Whether every rank has these bytes of something that all of them have, in the first two of these calls and every [`SHOWN`]th; true in the others.
+    /// Whether every rank has these `parts`, the bytes of something that all of them have, in the first two of these calls and every [`SHOWN`]th; true in the others.
     /// Ranks that got other batches would compute parts of different results, and no shape would say so. All ranks call it together.
-    pub(super) fn is_everyones(&self, bytes: &[u8]) -> Result<bool> {
+    pub(super) fn is_everyones<'a>(&self, parts: impl IntoIterator<Item = &'a [u8]>) -> Result<bool> {
         let call = self.shown.fetch_add(1, Ordering::Relaxed);
         if call > 1 && !call.is_multiple_of(SHOWN) {
             return Ok(true);
         }
-        states_identical(&self.group, [bytes])
+        states_identical(&self.group, parts)
     }
 
     /// As [`copy`](Self::copy), of the input of a layer that the ranks share.

@@ -140,7 +140,7 @@ fn losses(
 }
 
 /// What stands for other ranks' tokens: 0, or NaN if one is neither in the vocabulary nor `padding`, or the ranks have found that they have different
-/// ones. Then the group has ended.
+/// ones, or another `padding`. Then the group has ended.
 fn check<const D: usize>(division: &Division, tokens: &Tensor<D, Int>, padding: Option<usize>) -> f64 {
     let (padding, total) = (padding.map(|padding| padding as i64), division.span.total as i64);
     let tokens = match read_back::data(tokens.clone()) {
@@ -152,10 +152,15 @@ fn check<const D: usize>(division: &Division, tokens: &Tensor<D, Int>, padding: 
     };
     let known = |token: &i64| (0..total).contains(token) || Some(*token) == padding;
     let Some(token) = tokens.iter::<i64>().find(|token| !known(token)) else {
-        let same = division.group.is_everyones(tokens.as_bytes());
+        let own_padding = padding.unwrap_or(-1).to_le_bytes();
+        let same = division.group.is_everyones([tokens.as_bytes(), &own_padding[..]]);
         let other = || {
-            Error::mismatch("the ranks that divide a vocabulary have different tokens, and each would compute its part of another batch")
-                .with_remedy("give all ranks of a TensorGroup the same batch: in a mesh, sample by the rank in the data dimension")
+            Error::mismatch(
+                "the ranks that divide a vocabulary have different tokens or padding, and each would compute its part of another batch",
+            )
+            .with_remedy(
+                "give all ranks of a TensorGroup the same batch and padding: in a mesh, sample by the rank in the data dimension",
+            )
         };
         return match same.and_then(|same| if same { Ok(0.0) } else { Err(other()) }) {
             Ok(zero) => zero,

@@ -1,5 +1,6 @@
 //! A pipeline's loss and gradients are those of one process.
 
+use std::cell::Cell;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
@@ -513,4 +514,71 @@ fn an_error_on_one_rank_is_every_rank_s() {
         errors.iter().all(|error| error.contains("3 micro-batches, where the pipeline was made for 2")),
         "{errors:?}"
     );
+}
+
+/// Takes its input out of the graph in the micro-batches that say so.
+#[derive(Module, Debug)]
+struct Detaching {
+    layer: Linear,
+    is_last: bool,
+}
+
+impl Stage<2> for Detaching {
+    type Batch = bool;
+
+    fn forward(&self, input: Option<Tensor<2>>, detaches: &bool) -> StageOutput<2> {
+        let x = input.unwrap_or_else(|| Tensor::ones([1, 2], &device()));
+        let x = self.layer.forward(if *detaches { x.detach() } else { x });
+        if self.is_last { StageOutput::Loss(x.mean()) } else { StageOutput::Hidden(x) }
+    }
+}
+
+/// The stage before would wait for the gradient until the time-out.
+#[test]
+fn a_stage_that_computes_without_its_input_is_an_error_on_every_rank() {
+    let cause = "stage 1 computes micro-batch 1 without its input";
+    let stage = |is_last| Detaching { layer: LinearConfig::new(2, 2).init(&device()), is_last };
+    for schedule in [Schedule::GPipe, Schedule::OneForwardOneBackward] {
+        let errors = run(2, |group| {
+            let mut pipeline = Pipeline::new(&group, schedule, 2).unwrap();
+            let mut ddp = Ddp::new(vec![stage(!group.rank().is_main())], &alone()).unwrap();
+            pipeline.train(&mut ddp, &[false, true]).unwrap_err().to_string()
+        });
+        assert!(errors.iter().all(|error| error.contains(cause)), "{errors:?}");
+    }
+    let mut pipeline = Pipeline::new(&alone(), Schedule::Interleaved { stages_per_rank: 2 }, 2).unwrap();
+    let mut ddp = Ddp::new(vec![stage(false), stage(true)], &alone()).unwrap();
+    let error = pipeline.train(&mut ddp, &[false, true]).unwrap_err().to_string();
+    assert!(error.contains(cause), "{error}");
+}
+
+/// Gives one row more each time that it computes a micro-batch.
+#[derive(Module, Debug)]
+struct Growing {
+    layer: Linear,
+    is_last: bool,
+}
+
+impl Stage<2> for Growing {
+    type Batch = Cell<usize>;
+
+    fn forward(&self, input: Option<Tensor<2>>, rows: &Cell<usize>) -> StageOutput<2> {
+        let x = input.unwrap_or_else(|| Tensor::ones([rows.replace(rows.get() + 1), 2], &device()));
+        let x = self.layer.forward(x);
+        if self.is_last { StageOutput::Loss(x.mean()) } else { StageOutput::Hidden(x) }
+    }
+}
+
+/// The gradients would be NaN, without a word.
+#[test]
+fn a_stage_whose_repeated_pass_gives_another_shape_is_an_error_on_every_rank() {
+    let cause = "stage 0 gave an output of shape [3, 2] for micro-batch 0, and when it was repeated";
+    let errors = run(2, |group| {
+        let mut pipeline =
+            Pipeline::new(&group, Schedule::OneForwardOneBackward, 2).unwrap().with_recomputation(1);
+        let layer = LinearConfig::new(2, 2).init(&device());
+        let mut ddp = Ddp::new(vec![Growing { layer, is_last: !group.rank().is_main() }], &alone()).unwrap();
+        pipeline.train(&mut ddp, &[Cell::new(3), Cell::new(3)]).unwrap_err().to_string()
+    });
+    assert!(errors.iter().all(|error| error.contains(cause)), "{errors:?}");
 }

@@ -18,17 +18,20 @@ use super::*;
 #[test]
 fn encoders_that_compute_otherwise_on_one_rank_are_refused_on_every_rank() {
     let config = |heads| TransformerEncoderConfig::new(8, 16, heads, 1).with_dropout(0.0);
-    for (other, said) in [
-        (config(2), None),
-        (config(4), Some("n_heads: 4")),
-        (config(2).with_norm_first(true), Some("norm_first: true")),
-        (config(2).with_quiet_softmax(true), Some("quiet_softmax: true")),
+    let replicated = Activations::Replicated;
+    for (other, activations, said) in [
+        (config(2), replicated, None),
+        (config(4), replicated, Some("n_heads: 4")),
+        (config(2).with_norm_first(true), replicated, Some("norm_first: true")),
+        (config(2).with_quiet_softmax(true), replicated, Some("quiet_softmax: true")),
+        (config(2), Activations::Sequence, Some("with Sequence activations")),
     ] {
         let errors = run(2, |group| {
-            let own = if group.rank().is_main() { config(2) } else { other.clone() };
+            let own =
+                if group.rank().is_main() { (config(2), replicated) } else { (other.clone(), activations) };
             let tensor = TensorGroup::new(&group);
-            let encoder = own.init(&device());
-            let divided = ParallelEncoder::new(encoder, &tensor, Activations::Replicated);
+            let encoder = own.0.init(&device());
+            let divided = ParallelEncoder::new(encoder, &tensor, own.1);
             divided.err().map(|error| error.to_string())
         });
         for error in errors {
@@ -122,6 +125,24 @@ fn tokens_that_differ_between_ranks_end_the_group() {
             assert!(values(model.forward(tokens(own))).iter().any(|x| x.is_nan()));
             let cause = tensor.failure().unwrap().to_string();
             assert!(cause.contains(said), "{cause}");
+        });
+    }
+}
+
+/// Each rank would take the mean over other samples.
+#[test]
+fn a_padding_that_differs_between_ranks_ends_the_group() {
+    for other in [None, Some(2)] {
+        run(2, |group| {
+            let padding = if group.rank().is_main() { Some(1) } else { other };
+            let tensor = TensorGroup::new(&group);
+            let embedding = EmbeddingConfig::new(VOCABULARY, WIDTH).init(&device());
+            let model = VocabParallelEmbedding::new(embedding, &tensor).unwrap();
+            let logits = model.logits(Tensor::<2>::ones([3, WIDTH], &device()));
+            let targets = Tensor::<1, Int>::from_ints([0, 1, 2], &device());
+            assert!(scalar(&model.cross_entropy(logits, targets, padding)).is_nan());
+            let cause = tensor.failure().unwrap().to_string();
+            assert!(cause.contains("have different tokens or padding"), "{cause}");
         });
     }
 }
