@@ -12,7 +12,7 @@ use crate::collectives::refuse_graph;
 use crate::constants;
 use crate::optimizer::OptimizerState;
 use crate::parallel::refuse_units;
-use crate::parameters::{self, Inventory, Parameter, Select};
+use crate::parameters::{self, Inventory, Select};
 use crate::state::{Begun, fit};
 use crate::tensor_bytes;
 
@@ -29,11 +29,14 @@ const MAX_STATE_BYTES: usize = 1 << 38;
 #[doc(alias = "hvd.broadcast_parameters")]
 pub fn broadcast_parameters<M: Module>(hvd: &Horovod, model: M, root: Rank) -> Result<M> {
     check_replicas(hvd, &model, "broadcast.parts", "horovod::broadcast_parameters")?;
-    let inventory = Inventory::of(&model)?;
+    let Inventory { state: names, ties, buffers, constants, .. } = Inventory::of(&model)?;
     if hvd.size() > 1 {
-        check_same(hvd, &inventory)?;
+        // A tensor that one rank alone has would be waited for.
+        let all = hvd.allgather_object("broadcast.model", &(parameters::in_words(&model), constants))?;
+        let (tensors, constants): (Vec<_>, Vec<_>) = all.into_iter().unzip();
+        parameters::check_words(&tensors)?;
+        constants::check(&constants)?;
     }
-    let Inventory { state: names, ties, buffers, .. } = inventory;
     if !buffers.is_empty() {
         // Running state defers the last forward pass's update, which would overwrite the root's.
         drop(model.valid());
@@ -136,34 +139,6 @@ pub fn allreduce<const D: usize>(
     let combined = hvd.allreduce(name, own, reduction)?;
     let data: TensorData = tensor_bytes::tensor_data(combined.as_bytes(), &shape, dtype);
     Ok(Tensor::from_data(data, (&device, dtype)))
-}
-
-/// An error, on every rank, if the ranks' models have other tensors, or compute with other numbers. `inventory` is
-/// that of this rank's. A tensor that one rank alone has would be waited for.
-fn check_same(hvd: &Horovod, inventory: &Inventory) -> Result<()> {
-    let described = |tensor: &Parameter| {
-        let dtype = or_leave(hvd, tensor_bytes::dtype_of(&tensor.name, tensor.dtype))?;
-        Ok(format!("`{}` of shape {:?} and type {dtype}", tensor.name, tensor.shape))
-    };
-    let tensors: Vec<String> = inventory.compared().iter().map(described).collect::<Result<_>>()?;
-    let all = hvd.allgather_object("broadcast.model", &(tensors, inventory.constants.clone()))?;
-    let (tensors, constants): (Vec<_>, Vec<_>) = all.into_iter().unzip();
-    let Some((first, others)) = tensors.split_first() else { return Ok(()) };
-    for (rank, other) in (1..).map(Rank::new).zip(others) {
-        let place = first.iter().zip(other).take_while(|(one, other)| one == other).count();
-        if place < first.len().max(other.len()) {
-            let shown = |tensors: &[String]| tensors.get(place).map_or("none", String::as_str).to_owned();
-            return Err(Error::mismatch(format!(
-                "the models differ: tensor number {} is {} on rank 0, and {} on rank {rank}",
-                place + 1,
-                shown(first),
-                shown(other)
-            ))
-            .with_peer(rank)
-            .with_remedy("build the same model on every rank"));
-        }
-    }
-    constants::check(&constants)
 }
 
 /// An error, on every rank, if the ranks' models are no replicas of each other: `what` would give all of them one rank's part. Models without

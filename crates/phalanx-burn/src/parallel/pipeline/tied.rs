@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use burn::module::{Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
+use phalanx::reducer::verify_description;
 use phalanx::{Caller, Error, ProcessGroup, Rank, ReduceOp, Result};
 
 use crate::{Collectives, alike, read_back};
@@ -60,7 +61,16 @@ impl TiedParameter {
         let (Some(group), Some(parameter)) = (&group, parameter) else {
             return Ok((Self { group: None, calls: Arc::default() }, None));
         };
-        let value = parameter.base().clone().detach().broadcast(group, Rank::MAIN)?;
+        let own = parameter.base().clone().detach();
+        // The first one's elements would fit a copy of another shape, too.
+        let layout = format!("{:?} {:?}", own.dtype(), own.dims());
+        verify_description(group, "copy of a tied parameter", &layout).map_err(|error| match error.is_mismatch() {
+            true => error.with_remedy(
+                "give copies of one shape and type: the weight of an Embedding is [vectors, width], and that of a Linear [inputs, outputs], so                  compute with its transpose() in one of the stages",
+            ),
+            false => error,
+        })?;
+        let value = own.broadcast(group, Rank::MAIN)?;
         let (_, old, mapper) = parameter.consume();
         let copy =
             Param::from_mapped_value(ParamId::new(), value.set_require_grad(old.is_require_grad()), mapper);

@@ -19,7 +19,7 @@ use super::super::op::ParallelOp;
 use super::TensorPlan;
 use crate::alike::first_other;
 use crate::data_parallel::refuse_several;
-use crate::parameters::Select;
+use crate::parameters::{self, Select};
 use crate::replicas;
 use crate::{Collectives, device, read_back};
 
@@ -168,20 +168,22 @@ impl TensorGroup {
     /// has another part. If modules differ, or the exchange fails.
     pub fn replicate<M: Module>(&self, module: M) -> Result<M> {
         // Asked of all ranks, or the others would wait for one that finds it here alone.
-        let own = (!divided(&module).is_empty(), first_shard(&module));
+        let own = (!divided(&module).is_empty(), first_shard(&module), parameters::in_words(&module));
         let all = self.group.all_gather_object(&own)?;
-        if let Some(name) = all.iter().find_map(|(_, shard)| shard.as_deref()) {
+        if let Some(name) = all.iter().find_map(|(_, shard, _)| shard.as_deref()) {
             return Err(Error::invalid_argument(format!(
                 "`{name}` is the shard of a unit: a module with it cannot be the same on every rank"
             ))
             .with_remedy("replicate layers that are in no unit"));
         }
-        if all.iter().any(|(is_divided, _)| *is_divided) {
+        if all.iter().any(|(is_divided, ..)| *is_divided) {
             return Err(Error::invalid_argument(
                 "a module with layers that are divided already cannot be the same on every rank",
             )
             .with_remedy("divide its layers after this call, or by one TensorPlan"));
         }
+        // Rank 0's elements would fit tensors of another shape, too.
+        parameters::check_words(&all.into_iter().map(|(.., tensors)| tensors).collect::<Vec<_>>())?;
         replicas::from_rank(module, &self.group, Rank::MAIN, Select::All)
     }
 
