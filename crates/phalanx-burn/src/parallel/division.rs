@@ -82,6 +82,21 @@ pub(crate) fn group_of<M: Module>(module: &M) -> Option<TensorGroup> {
     ASKED.take().flatten()
 }
 
+/// What Burn computes the value of `parameter` with, such as `lora`, or `division` where it is noted that it is a part.
+pub(super) fn reparameterization<const D: usize>(parameter: &Param<Tensor<D>>) -> Option<String> {
+    struct Name(Option<String>);
+    impl ModuleVisitor for Name {
+        fn enter_module(&mut self, name: &str, container_type: &str) {
+            if container_type == "Reparameterization" {
+                self.0.get_or_insert_with(|| name.to_owned());
+            }
+        }
+    }
+    let mut name = Name(None);
+    parameter.visit(&mut name);
+    name.0
+}
+
 /// The divided parameters of `module`.
 pub(super) fn divided<M: Module>(module: &M) -> HashMap<ParamId, Span> {
     noted(module).into_iter().map(|(id, part)| (id, part.span)).collect()

@@ -12,7 +12,7 @@ use burn::tensor::Tensor;
 use phalanx::reducer::{states_identical, verify_description};
 use phalanx::{Caller, Error, ProcessGroup, Rank, ReduceOp, Result};
 
-use super::super::division::{Division, Span, divided, noted};
+use super::super::division::{Division, Span, divided, noted, reparameterization};
 use super::super::exchange::{Exchange, Step};
 use super::super::fsdp::first_shard;
 use super::super::op::ParallelOp;
@@ -286,9 +286,17 @@ impl TensorGroup {
     /// a parameter before it is divided, or through the module that it is in.
     ///
     /// # Errors
-    /// If `parameter` has no such dimension, or less there than there are ranks.
+    /// If `parameter` has no such dimension, or less there than there are ranks; if it is a part already, or has an adapter such as LoRA.
     #[doc(alias("distribute_tensor", "DTensor", "Shard"))]
     pub fn shard<const D: usize>(&self, parameter: Param<Tensor<D>>, dim: usize) -> Result<Param<Tensor<D>>> {
+        if let Some(name) = reparameterization(&parameter) {
+            return Err(Error::invalid_argument(format!(
+                "a parameter with the reparameterization `{name}` cannot be divided: its part would have none"
+            ))
+            .with_remedy(
+                "divide a parameter once; Module::materialize merges an adapter, such as LoRA, into it",
+            ));
+        }
         let shape = parameter.shape();
         let total = shape.as_slice().get(dim).copied().unwrap_or(0);
         if total < self.ranks() {
