@@ -12,7 +12,7 @@ use burn::tensor::Tensor;
 use phalanx::reducer::{states_identical, verify_description};
 use phalanx::{Caller, Error, ProcessGroup, Rank, ReduceOp, Result};
 
-use super::super::division::{Division, Span, divided, noted, reparameterization};
+use super::super::division::{Division, Span, divided, noted, reparameterization, reparameterized};
 use super::super::exchange::{Exchange, Step};
 use super::super::fsdp::first_shard;
 use super::super::op::ParallelOp;
@@ -290,12 +290,7 @@ impl TensorGroup {
     #[doc(alias("distribute_tensor", "DTensor", "Shard"))]
     pub fn shard<const D: usize>(&self, parameter: Param<Tensor<D>>, dim: usize) -> Result<Param<Tensor<D>>> {
         if let Some(name) = reparameterization(&parameter) {
-            return Err(Error::invalid_argument(format!(
-                "a parameter with the reparameterization `{name}` cannot be divided: its part would have none"
-            ))
-            .with_remedy(
-                "divide a parameter once; Module::materialize merges an adapter, such as LoRA, into it",
-            ));
+            return Err(reparameterized(&name));
         }
         let shape = parameter.shape();
         let total = shape.as_slice().get(dim).copied().unwrap_or(0);

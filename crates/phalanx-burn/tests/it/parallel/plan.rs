@@ -205,9 +205,15 @@ fn what_is_a_part_already_or_has_an_adapter_is_not_divided() {
     let part = group.shard(Model::new().bias, 0).unwrap();
     let error = group.shard(part, 0).unwrap_err().to_string();
     assert!(error.contains("the reparameterization `division`"), "{error}");
-    let layer: Linear = LinearConfig::new(WIDTH, WIDTH).init(&device());
-    let error = ColumnParallelLinear::new(layer.apply_lora(Lora::new(2, 4.0)), &group).unwrap_err();
-    assert!(error.to_string().contains("the reparameterization `lora`"), "{error}");
+    let layer =
+        || -> Linear { LinearConfig::new(WIDTH, WIDTH).init(&device()).apply_lora(Lora::new(2, 4.0)) };
+    let planned = vec![ParallelLinear::from(layer())];
+    for error in [
+        ColumnParallelLinear::new(layer(), &group).unwrap_err(),
+        TensorPlan::new().column("*").divide(planned, &group).unwrap_err(),
+    ] {
+        assert!(error.to_string().contains("the reparameterization `lora`"), "{error}");
+    }
 }
 
 #[test]
