@@ -5,7 +5,7 @@ use std::collections::{HashMap, HashSet};
 use burn::module::{Flag, Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, BoolStore, DType as BurnDType, Device, Int, Tensor, TensorData};
-use phalanx::{Error, Result};
+use phalanx::{Error, Rank, Result};
 
 use crate::parallel::parts_in_words;
 use crate::tensor_bytes::{self, TensorBytes};
@@ -146,6 +146,39 @@ pub(crate) fn read<M: Module>(module: &M, select: Select<'_>) -> Result<Vec<Tens
 /// `module` with the selected tensors replaced by `data`, which [`read`] gave in this order.
 pub(crate) fn write<M: Module>(module: M, select: Select<'_>, data: Vec<TensorData>) -> M {
     module.map(&mut Writer { select, data: data.into_iter() })
+}
+
+/// Every tensor of `module`, in module order, and then whether layers such as dropout behave as in training: what
+/// replicas must have in common.
+pub(crate) fn in_words<M: Module>(module: &M) -> Vec<String> {
+    let mut visitor = Stock::default();
+    module.visit(&mut visitor);
+    let words = |Parameter { name, shape, dtype, .. }: &Parameter| {
+        format!("`{name}` of shape {shape:?} and type {dtype:?}")
+    };
+    visitor.state.iter().chain(&visitor.flags).map(words).collect()
+}
+
+/// An error if the modules of these ranks, `all` of a group [in words](in_words), have other tensors than that of
+/// rank 0. All find the same.
+pub(crate) fn check_words(all: &[Vec<String>]) -> Result<()> {
+    let Some((first, others)) = all.split_first() else { return Ok(()) };
+    for (rank, other) in (1..).map(Rank::new).zip(others) {
+        let place = first.iter().zip(other).take_while(|(one, other)| one == other).count();
+        if place == first.len().max(other.len()) {
+            continue;
+        }
+        let shown = |tensors: &[String]| tensors.get(place).cloned().unwrap_or_else(|| "none".to_owned());
+        return Err(Error::mismatch(format!(
+            "the models differ: tensor number {} is {} on rank 0, and {} on rank {rank}",
+            place + 1,
+            shown(first),
+            shown(other)
+        ))
+        .with_peer(rank)
+        .with_remedy("build the same model on every rank"));
+    }
+    Ok(())
 }
 
 /// Floats that stay without a gradient even if gradients are required for all: Burn's running state is like that.

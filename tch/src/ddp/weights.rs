@@ -34,7 +34,7 @@ impl Ddp {
     /// # }
     /// ```
     ///
-    /// The weights travel in the first bucket, as one element more; where NCCL averages, through the host's group, and ranks that make other calls
+    /// The weights travel in a bucket of gradients, as one element more; where NCCL averages, through the host's group, and ranks that make other calls
     /// may get an error later, or a wrong average ([`with_nccl`](Self::with_nccl)). Backward begins from `loss × weight`, so collectives inside of
     /// backward, such as those of [`SyncBatchNorm`](crate::SyncBatchNorm), give the gradients of the same mean.
     ///

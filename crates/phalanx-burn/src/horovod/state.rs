@@ -31,7 +31,11 @@ pub fn broadcast_parameters<M: Module>(hvd: &Horovod, model: M, root: Rank) -> R
     check_replicas(hvd, &model, "broadcast.parts", "horovod::broadcast_parameters")?;
     let Inventory { state: names, ties, buffers, constants, .. } = Inventory::of(&model)?;
     if hvd.size() > 1 {
-        constants::check(&hvd.allgather_object("broadcast.numbers", &constants)?)?;
+        // A tensor that one rank alone has would be waited for.
+        let all = hvd.allgather_object("broadcast.model", &(parameters::in_words(&model), constants))?;
+        let (tensors, constants): (Vec<_>, Vec<_>) = all.into_iter().unzip();
+        parameters::check_words(&tensors)?;
+        constants::check(&constants)?;
     }
     if !buffers.is_empty() {
         // Running state defers the last forward pass's update, which would overwrite the root's.

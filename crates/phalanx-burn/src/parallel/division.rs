@@ -7,6 +7,7 @@ use burn::module::{
     Devices, Module, ModuleMapper, ModuleVisitor, Param, ParamId, Reparameterization, Reparameterizer,
 };
 use burn::tensor::{Device, Tensor};
+use phalanx::Error;
 
 use super::tensor::TensorGroup;
 
@@ -80,6 +81,32 @@ pub(crate) fn group_of<M: Module>(module: &M) -> Option<TensorGroup> {
     ASKED.set(Some(None));
     module.visit(&mut Nothing);
     ASKED.take().flatten()
+}
+
+/// The type under which visitors see what Burn computes a parameter's value with, behind the parameter.
+pub(super) const REPARAMETERIZATION: &str = "Reparameterization";
+
+/// The error for a parameter with the reparameterization `name` that is to be divided.
+pub(super) fn reparameterized(name: &str) -> Error {
+    Error::invalid_argument(format!(
+        "a parameter with the reparameterization `{name}` cannot be divided: its part would have none"
+    ))
+    .with_remedy("divide a parameter once; Module::materialize merges an adapter, such as LoRA, into it")
+}
+
+/// What Burn computes the value of `parameter` with, such as `lora`, or `division` where it is noted that it is a part.
+pub(super) fn reparameterization<const D: usize>(parameter: &Param<Tensor<D>>) -> Option<String> {
+    struct Name(Option<String>);
+    impl ModuleVisitor for Name {
+        fn enter_module(&mut self, name: &str, container_type: &str) {
+            if container_type == REPARAMETERIZATION {
+                self.0.get_or_insert_with(|| name.to_owned());
+            }
+        }
+    }
+    let mut name = Name(None);
+    parameter.visit(&mut name);
+    name.0
 }
 
 /// The divided parameters of `module`.

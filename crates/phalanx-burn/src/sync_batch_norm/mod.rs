@@ -167,8 +167,8 @@ impl SyncBatchNorm {
     /// Normalises `input`, of shape `[batch, channels, ...]`; the output has the same shape.
     ///
     /// On a device with autodiff this is a training pass, which all ranks must make together; the number of samples
-    /// may differ between ranks, and may be zero on some. Elsewhere, or when the layer is frozen, the running
-    /// statistics are used.
+    /// may differ between ranks, and may be zero on some, and so may the dimensions behind the channels.
+    /// Elsewhere, or when the layer is frozen, the running statistics are used.
     ///
     /// # Panics
     /// As [`BatchNorm`]: if `input` has fewer than two dimensions, or another number of channels.
@@ -191,16 +191,12 @@ impl SyncBatchNorm {
     }
 
     fn forward_train<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
-        let shape = input.shape();
-        let (samples, channels) = (shape[0], shape[1]);
-        let length = shape.as_slice()[2..].iter().product();
-        let x = input.reshape([samples, channels, length]);
-
+        let channels = input.shape()[1];
         let allowed = match self.exchange.ranks() {
             1 => Ok(()),
             _ => refuse_several("a SyncBatchNorm that trains", "take BatchNorm within the replicas"),
         };
-        let own = allowed.and_then(|()| local_moments(x.clone().inner()));
+        let own = allowed.and_then(|()| local_moments(input.clone().inner()));
         let settings = Settings { epsilon: self.epsilon, momentum: self.momentum };
         let moments = match own {
             Ok(own) => self.exchange.moments(own, settings),
@@ -209,13 +205,13 @@ impl SyncBatchNorm {
                 Moments::unknown(channels)
             }
         };
-        let (device, dtype) = (x.device(), computed_in(x.dtype()));
+        let (device, dtype) = (input.device(), computed_in(input.dtype()));
         let mean = per_channel(&moments.mean, &device, dtype);
         let variance = per_channel(&moments.variance, &device, dtype);
         let exchange = self.exchange.downgrade();
         let layer = Layer { exchange, values: moments.values, epsilon: self.epsilon };
         let output = Dispatch::sync_batch_norm(
-            x.into_dispatch(),
+            input.into_dispatch(),
             self.gamma.val().into_dispatch(),
             self.beta.val().into_dispatch(),
             mean.clone().into_dispatch(),
@@ -228,7 +224,7 @@ impl SyncBatchNorm {
             self.update(&self.running_mean, mean);
             self.update(&self.running_var, variance);
         }
-        Tensor::<3>::from_dispatch(output).reshape(shape)
+        Tensor::from_dispatch(output)
     }
 
     fn update(&self, running: &RunningState<Tensor<1>>, batch: Tensor<1>) {
@@ -255,13 +251,16 @@ impl ModuleDisplay for SyncBatchNorm {
     }
 }
 
-/// This rank's statistics of `x`, of shape `[samples, channels, length]`, without a graph.
-fn local_moments(x: Tensor<3>) -> Result<Moments> {
-    let [samples, channels, length] = x.dims();
+/// This rank's statistics of `x`, of shape `[samples, channels, ...]`, without a graph.
+fn local_moments<const D: usize>(x: Tensor<D>) -> Result<Moments> {
+    let shape = x.shape();
+    let (samples, channels) = (shape[0], shape[1]);
+    let length: usize = shape.as_slice()[2..].iter().product();
     if samples * length == 0 {
         return Ok(Moments::none(channels));
     }
     let dtype = computed_in(x.dtype());
+    let x: Tensor<3> = x.reshape([samples, channels, length]);
     let x = x.cast(dtype);
     // Means of equally long rows: nothing is moved.
     let mean_of = |x: Tensor<3>| x.mean_dim(2).mean_dim(0);

@@ -30,7 +30,7 @@ pub struct Layer {
 /// is private.
 #[backend_extension(Autodiff, Flex, Cube: cfg(feature = "cube"), LibTorch: cfg(feature = "tch"))]
 pub trait SyncBatchNormOp: Backend {
-    /// `gamma · (x - mean) / sqrt(variance + epsilon) + beta` for `x` of shape `[samples, channels, length]`, where
+    /// `gamma · (x - mean) / sqrt(variance + epsilon) + beta` for `x` of shape `[samples, channels, ...]`, where
     /// `mean` and `variance`, of shape `[channels]` and of the type that `computed_in` gives, are those of all ranks' `x`.
     fn sync_batch_norm(
         x: FloatTensor<Self>,
@@ -110,8 +110,9 @@ impl<B: Backend> Backward<B, 3> for Normalise {
         let Saved { x, gamma, mean, variance, layer } = ops.state;
         let x = checkpointer.retrieve_node_output::<FloatTensor<B>>(x);
         let gamma = checkpointer.retrieve_node_output::<FloatTensor<B>>(gamma);
-        let (input_type, parameter_type) = (x.dtype(), gamma.dtype());
+        let (shape, input_type, parameter_type) = (x.shape(), x.dtype(), gamma.dtype());
         let dtype = computed_in(input_type);
+        let [dy, x] = [dy, x].map(flattened::<B>);
         let [dy, x, gamma] = [dy, x, gamma].map(|tensor| cast::<B>(tensor, dtype));
 
         let channels = x.shape()[1];
@@ -151,7 +152,7 @@ impl<B: Backend> Backward<B, 3> for Normalise {
         let projected = B::float_mul(normalised, wide(vector(&all[channels..], dtype)));
         let scale = B::float_mul(wide(gamma), inverse);
         let dx = B::float_mul(scale, B::float_sub(centred, projected));
-        gradients.register::<B>(node.id, cast::<B>(dx, input_type));
+        gradients.register::<B>(node.id, B::float_reshape(cast::<B>(dx, input_type), shape));
     }
 }
 
@@ -168,7 +169,15 @@ fn cast<B: Backend>(tensor: FloatTensor<B>, dtype: DType) -> FloatTensor<B> {
     if tensor.dtype() == dtype { tensor } else { B::float_cast(tensor, dtype.into()) }
 }
 
-/// The output, of the type of `x`.
+/// `tensor`, of shape `[samples, channels, ...]`, as one of shape `[samples, channels, length]`.
+/// `Tensor::reshape` would take a length of 0 for the dimension that the tensor has at that place, and panic.
+fn flattened<B: Backend>(tensor: FloatTensor<B>) -> FloatTensor<B> {
+    let shape = tensor.shape();
+    let length: usize = shape.as_slice()[2..].iter().product();
+    B::float_reshape(tensor, Shape::new([shape[0], shape[1], length]))
+}
+
+/// The output, of the shape and the type of `x`.
 fn normalised<B: Backend>(
     x: FloatTensor<B>,
     gamma: FloatTensor<B>,
@@ -176,9 +185,11 @@ fn normalised<B: Backend>(
     (mean, variance): (FloatTensor<B>, FloatTensor<B>),
     epsilon: f64,
 ) -> FloatTensor<B> {
-    let input_type = x.dtype();
-    let [x, gamma, beta] = [x, gamma, beta].map(|tensor| cast::<B>(tensor, computed_in(input_type)));
-    cast::<B>(B::batch_norm(x, gamma, beta, mean, variance, epsilon), input_type)
+    let (shape, input_type) = (x.shape(), x.dtype());
+    let [x, gamma, beta] =
+        [flattened::<B>(x), gamma, beta].map(|tensor| cast::<B>(tensor, computed_in(input_type)));
+    let output = cast::<B>(B::batch_norm(x, gamma, beta, mean, variance, epsilon), input_type);
+    B::float_reshape(output, shape)
 }
 
 /// The sums of each channel of two tensors of the same shape, one tensor's after the other's. Through means, because sums of half precision overflow.

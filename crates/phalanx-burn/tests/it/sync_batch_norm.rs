@@ -189,6 +189,23 @@ fn batches_may_differ_in_size_and_be_empty() {
     check(&[4, 0, 3], [0, CHANNELS, 2]);
 }
 
+#[test]
+fn a_rank_whose_samples_have_no_width_takes_part_as_one_without_samples() {
+    let shape = [0, CHANNELS, 3, 2];
+    let expected = pass(&layer(), samples(0, 4, shape));
+    for empty in [[4, CHANNELS, 3, 0], [4, CHANNELS, 0, 2], [0, CHANNELS, 3, 0], [4, CHANNELS, 0, 0]] {
+        let ours = run(2, |group| {
+            let norm = SyncBatchNorm::new(layer(), &group);
+            match group.rank().is_main() {
+                true => pass(&norm, samples(0, 4, shape)),
+                false => pass(&norm, Tensor::<4>::zeros(empty, &device())),
+            }
+        });
+        let distances = apart(&together(&ours), &expected);
+        assert!(distances.iter().all(|distance| *distance < TOLERANCE), "{empty:?}: {distances:?}");
+    }
+}
+
 /// In f16 the squares of these are infinite.
 const FAR_APART: [f32; 4] = [-300.0, 300.0, 300.0, -300.0];
 

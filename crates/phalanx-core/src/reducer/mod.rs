@@ -207,9 +207,9 @@ impl Reducer {
                 reducer.buckets = buckets(&reducer.state, reducer.elsewhere);
             }
             if !reducer.elsewhere
-                && let Some(first) = reducer.buckets.first_mut()
+                && let Some(carrier) = reducer.buckets.get_mut(weights::carrier(reducer.state.plan()))
             {
-                first.carry(weight);
+                carrier.carry(weight);
             }
             reducer.weights.steps += 1;
             reducer.send_weight().or_else(|error| reducer.cut_off(error))?;
@@ -528,9 +528,10 @@ fn check(parameters: &[ParameterSpec]) -> Result<()> {
 
 fn buckets(state: &ReducerState, elsewhere: bool) -> Vec<Bucket> {
     let plan = state.plan();
+    let carrier = weights::carrier(plan);
     let bucket = |index| {
         let mut bucket = Bucket::new(index, plan, state.parameters(), elsewhere);
-        bucket.carry(state.weight().filter(|_| index == 0 && !elsewhere));
+        bucket.carry(state.weight().filter(|_| index == carrier && !elsewhere));
         bucket
     };
     (0..plan.buckets.len()).map(bucket).collect()

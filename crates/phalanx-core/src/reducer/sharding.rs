@@ -26,8 +26,8 @@ impl Reducer {
     ///
     /// Within a bucket the gradients then stand by owner. A [hook](Self::register_hook) other than the plain average
     /// averages whole buckets as before. Ranks that share memory get the same bits as without it, and so do two ranks;
-    /// otherwise a large bucket's elements may be added up in another order. In a [weighted step](Self::start_weighted) the first
-    /// bucket is averaged whole.
+    /// otherwise a large bucket's elements may be added up in another order. In a [weighted step](Self::start_weighted) the
+    /// bucket with the weights is averaged whole.
     ///
     /// # Errors
     /// On every rank, if the ranks' owners differ, or there is not one for each parameter; if the hook does not average over all ranks, or will

@@ -1,8 +1,9 @@
 //! Ranks with unequal numbers of samples: averages in which each rank counts by its weight.
 //!
-//! A rank gives the gradients of `loss × weight`. The first bucket has one element more, the weight, so that the same all_reduce
+//! A rank gives the gradients of `loss × weight`. One bucket has one element more, the weight, so that the same all_reduce
 //! averages gradients and weights, and the quotient of the two averages is `Σ weight·gradient / Σ weight`. It is formed when all
-//! buckets are back: until then no rank knows the sum of weights, and none waits for it.
+//! buckets are back: until then no rank knows the sum of weights, and none waits for it. The bucket is the first
+//! one of f64, or else the first one: a weight that is rounded to f32 takes their digits from gradients of f64.
 //!
 //! Where gradients lie elsewhere, no bucket has room for it. There the weights have an all_reduce of their own. It is the first one of the step, so that
 //! its place among a program's own collectives does not depend on when gradients are ready. With them travels how many steps the rank has made: a rank that has
@@ -12,6 +13,7 @@ use bytemuck::AnyBitPattern;
 use phalanx_proto::reducer::weight::{SCALE, check_weight, check_weight_sum};
 
 use super::bucket::Bucket;
+use super::plan::Plan;
 use super::{Reducer, zero};
 use crate::buffer::Buffer;
 use crate::caller::Caller;
@@ -43,9 +45,9 @@ impl Reducer {
     /// A rank without samples has the weight 0. It runs backward all the same, in which collectives may be; its gradients are not
     /// looked at, may be NaN or missing, and count as zero. Its adapter reports them with [`ready_void`](Self::ready_void).
     ///
-    /// The weights travel as one element more of the first bucket; there is no further collective. That bucket is not scattered
-    /// if averages are [sharded](Self::shard), since all ranks need the element. [`finish`](Self::finish) divides all averages
-    /// where they lie. Equal weights of 1 give the bits of [`start`](Self::start).
+    /// The weights travel as one element more of the first bucket of f64, or else of the first one; there is no
+    /// further collective. That bucket is not scattered if averages are [sharded](Self::shard), since all ranks
+    /// need the element. [`finish`](Self::finish) divides all averages where they lie. Equal weights of 1 give the bits of [`start`](Self::start).
     ///
     /// Where gradients lie [elsewhere](Self::elsewhere), the group averages the weights apart, from the beginning of the step on, and the adapter
     /// divides the averages by [`average_weight`](Self::average_weight). There a rank that begins a step without weights gets a wrong average,
@@ -93,7 +95,7 @@ impl Reducer {
         match self.group.world_size() {
             WorldSize::ONE => own,
             _ if self.elsewhere => self.weights.average.unwrap_or(f64::NAN),
-            _ => self.buckets.first().and_then(Bucket::carried).unwrap_or(f64::NAN),
+            _ => self.buckets.iter().find_map(Bucket::carried).unwrap_or(f64::NAN),
         }
     }
 
@@ -168,6 +170,11 @@ impl Reducer {
     }
 }
 
+/// The number of the bucket of `plan` that carries the weights.
+pub(super) fn carrier(plan: &Plan) -> usize {
+    plan.buckets.iter().position(|bucket| bucket.dtype == DType::F64).unwrap_or(0)
+}
+
 /// Writes `weight` into the last element of `bytes`.
 pub(super) fn write(bytes: &mut [u8], dtype: DType, weight: f64) {
     let place = bytes.len().saturating_sub(dtype.size());
@@ -200,7 +207,7 @@ pub(super) fn divide(buffer: &mut Buffer, divisor: f64) -> Result<()> {
     match buffer.dtype() {
         DType::F64 => each::<f64>(buffer, |element| element / divisor),
         DType::F32 => {
-            // The weights were averaged in f32.
+            // More digits than its elements have are of no use.
             let divisor = divisor as f32;
             each::<f32>(buffer, |element| element / divisor)
         }

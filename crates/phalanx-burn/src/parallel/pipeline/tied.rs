@@ -3,9 +3,11 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use burn::module::{Param, ParamId};
+use burn::backend::DispatchTensor;
+use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
+use phalanx::reducer::verify_description;
 use phalanx::{Caller, Error, ProcessGroup, Rank, ReduceOp, Result};
 
 use crate::{Collectives, alike, read_back};
@@ -60,10 +62,18 @@ impl TiedParameter {
         let (Some(group), Some(parameter)) = (&group, parameter) else {
             return Ok((Self { group: None, calls: Arc::default() }, None));
         };
-        let value = parameter.base().clone().detach().broadcast(group, Rank::MAIN)?;
-        let (_, old, mapper) = parameter.consume();
-        let copy =
-            Param::from_mapped_value(ParamId::new(), value.set_require_grad(old.is_require_grad()), mapper);
+        let own = parameter.base().clone().detach();
+        // The first one's elements would fit a copy of another shape, too.
+        let layout = format!("{:?} {:?}", own.dtype(), own.dims());
+        verify_description(group, "copy of a tied parameter", &layout).map_err(|error| match error.is_mismatch() {
+            true => error.with_remedy(
+                "give copies of one shape and type: the weight of an Embedding is [vectors, width], and that of a Linear \
+                 [inputs, outputs], so compute with its transpose() in one of the stages",
+            ),
+            false => error,
+        })?;
+        let value = own.broadcast(group, Rank::MAIN)?;
+        let copy = Module::map(parameter, &mut Copier { value: Some(value.into_dispatch()) });
         Ok((Self { group: Some(group.clone()), calls: Arc::default() }, Some(copy)))
     }
 
@@ -123,5 +133,20 @@ impl TiedParameter {
         .with_remedy(
             "give the stages that have a copy the same optimizer, settings and learning rates, and load the same checkpoint into all of them",
         ))
+    }
+}
+
+/// Gives a parameter another value and an id of its own. What is noted at it stays, such as which part of a divided one it is.
+struct Copier {
+    /// Of the parameter itself, which is mapped first.
+    value: Option<DispatchTensor>,
+}
+
+impl ModuleMapper for Copier {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let Some(value) = self.value.take() else { return param };
+        let (_, old, mapper) = param.consume();
+        let value = Tensor::<D>::from_dispatch(value).set_require_grad(old.is_require_grad());
+        Param::from_mapped_value(ParamId::new(), value, mapper)
     }
 }

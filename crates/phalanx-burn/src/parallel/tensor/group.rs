@@ -12,14 +12,14 @@ use burn::tensor::Tensor;
 use phalanx::reducer::{states_identical, verify_description};
 use phalanx::{Caller, Error, ProcessGroup, Rank, ReduceOp, Result};
 
-use super::super::division::{Division, Span, divided, noted};
+use super::super::division::{Division, Span, divided, noted, reparameterization, reparameterized};
 use super::super::exchange::{Exchange, Step};
 use super::super::fsdp::first_shard;
 use super::super::op::ParallelOp;
 use super::TensorPlan;
 use crate::alike::first_other;
 use crate::data_parallel::refuse_several;
-use crate::parameters::Select;
+use crate::parameters::{self, Select};
 use crate::replicas;
 use crate::{Collectives, device, read_back};
 
@@ -168,20 +168,22 @@ impl TensorGroup {
     /// has another part. If modules differ, or the exchange fails.
     pub fn replicate<M: Module>(&self, module: M) -> Result<M> {
         // Asked of all ranks, or the others would wait for one that finds it here alone.
-        let own = (!divided(&module).is_empty(), first_shard(&module));
+        let own = (!divided(&module).is_empty(), first_shard(&module), parameters::in_words(&module));
         let all = self.group.all_gather_object(&own)?;
-        if let Some(name) = all.iter().find_map(|(_, shard)| shard.as_deref()) {
+        if let Some(name) = all.iter().find_map(|(_, shard, _)| shard.as_deref()) {
             return Err(Error::invalid_argument(format!(
                 "`{name}` is the shard of a unit: a module with it cannot be the same on every rank"
             ))
             .with_remedy("replicate layers that are in no unit"));
         }
-        if all.iter().any(|(is_divided, _)| *is_divided) {
+        if all.iter().any(|(is_divided, ..)| *is_divided) {
             return Err(Error::invalid_argument(
                 "a module with layers that are divided already cannot be the same on every rank",
             )
             .with_remedy("divide its layers after this call, or by one TensorPlan"));
         }
+        // Rank 0's elements would fit tensors of another shape, too.
+        parameters::check_words(&all.into_iter().map(|(.., tensors)| tensors).collect::<Vec<_>>())?;
         replicas::from_rank(module, &self.group, Rank::MAIN, Select::All)
     }
 
@@ -284,9 +286,12 @@ impl TensorGroup {
     /// a parameter before it is divided, or through the module that it is in.
     ///
     /// # Errors
-    /// If `parameter` has no such dimension, or less there than there are ranks.
+    /// If `parameter` has no such dimension, or less there than there are ranks; if it is a part already, or has an adapter such as LoRA.
     #[doc(alias("distribute_tensor", "DTensor", "Shard"))]
     pub fn shard<const D: usize>(&self, parameter: Param<Tensor<D>>, dim: usize) -> Result<Param<Tensor<D>>> {
+        if let Some(name) = reparameterization(&parameter) {
+            return Err(reparameterized(&name));
+        }
         let shape = parameter.shape();
         let total = shape.as_slice().get(dim).copied().unwrap_or(0);
         if total < self.ranks() {

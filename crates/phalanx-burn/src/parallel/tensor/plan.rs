@@ -5,6 +5,7 @@ use burn::tensor::Tensor;
 use phalanx::{Error, Rank, Result};
 use serde::{Deserialize, Serialize};
 
+use super::super::division::{REPARAMETERIZATION, reparameterized};
 use super::TensorGroup;
 use crate::ties::Ties;
 
@@ -85,8 +86,8 @@ impl TensorPlan {
     ///
     /// # Errors
     /// On every rank, if plans differ; if a pattern matches no layer, a layer of another type, one that another pattern matches, or one
-    /// that is divided already; if inputs or outputs cannot be divided evenly; if one parameter in two places is divided in two ways. If
-    /// modules differ, or the exchange fails.
+    /// that is divided already or has an adapter, such as LoRA; if inputs or outputs cannot be divided evenly; if one
+    /// parameter in two places is divided in two ways. If modules differ, or the exchange fails.
     pub fn divide<M: Module>(&self, module: M, group: &TensorGroup) -> Result<M> {
         // One tensor with two ids is found while it is one. Asked of all ranks, or the others would wait for one that finds it here alone.
         let own = Ties::of(&module).map(|_| ());
@@ -108,7 +109,8 @@ impl TensorPlan {
         }
         let module = group.replicate(module)?;
         let matched = vec![false; self.rules.len()];
-        let mut dividing = Dividing { plan: self, group, path: Vec::new(), matched, outcome: Ok(()) };
+        let (path, has_divided) = (Vec::new(), false);
+        let mut dividing = Dividing { plan: self, group, path, matched, has_divided, outcome: Ok(()) };
         let module = module.map(&mut dividing);
         dividing.outcome?;
         match dividing.matched.iter().position(|matched| !matched) {
@@ -136,6 +138,8 @@ struct Dividing<'a> {
     path: Vec<(String, String)>,
     /// By rule.
     matched: Vec<bool>,
+    /// Whether the last parameter was divided. If it is reparameterized, that comes next.
+    has_divided: bool,
     outcome: Result<()>,
 }
 
@@ -173,12 +177,16 @@ impl Dividing<'_> {
             Style::Row => self.group.check_divides(size, &format!("inputs of `{}`", layer()))?,
             Style::Vocabulary => {}
         }
+        self.has_divided = true;
         self.group.shard(param, dim)
     }
 }
 
 impl ModuleMapper for Dividing<'_> {
     fn enter_module(&mut self, name: &str, container_type: &str) {
+        if container_type == REPARAMETERIZATION && self.has_divided && self.outcome.is_ok() {
+            self.outcome = Err(reparameterized(name));
+        }
         self.path.push((name.to_owned(), container_type.to_owned()));
     }
 
@@ -187,6 +195,7 @@ impl ModuleMapper for Dividing<'_> {
     }
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        self.has_divided = false;
         if self.outcome.is_err() {
             return param;
         }

@@ -19,6 +19,21 @@ fn layers_that_compute_with_other_numbers_on_one_rank_are_an_error_on_every_rank
 }
 
 #[test]
+fn models_of_which_one_has_a_layer_more_are_an_error_on_every_rank() {
+    run(2, |group| {
+        let hvd = horovod(&group);
+        let widths: &[usize] = if hvd.rank().is_main() { &[8, 4] } else { &[8, 4, 3] };
+        let error = broadcast_parameters(&hvd, Mlp::new(widths), Rank::MAIN).unwrap_err();
+        let text = error.to_string();
+        assert!(error.is_mismatch() && text.contains("`layers.1.weight` of shape [4, 3]"), "{error}");
+        assert!(text.contains("none on rank 0"), "{error}");
+        // It ends nothing.
+        broadcast_parameters(&hvd, Mlp::new(&[8, 4]), Rank::MAIN).unwrap();
+        hvd.barrier().unwrap();
+    });
+}
+
+#[test]
 fn a_loss_that_depends_on_parameters_past_the_closure_is_refused() {
     let all_are_here = Barrier::new(2);
     for op in [Op::Average, Op::Adasum] {

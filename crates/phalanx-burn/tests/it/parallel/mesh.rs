@@ -3,15 +3,15 @@
 use std::sync::Barrier;
 
 use burn::module::Module;
-use burn::nn::{Linear, LinearConfig};
+use burn::nn::{EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig};
-use burn::tensor::Tensor;
+use burn::tensor::{Int, Tensor};
 use phalanx::Rank;
 use phalanx::mesh::DeviceMesh;
 use phalanx::pipeline::Schedule;
 use phalanx::testing::{self, Fabric};
 use phalanx_burn::Ddp;
-use phalanx_burn::parallel::pipeline::Pipeline;
+use phalanx_burn::parallel::pipeline::{Pipeline, TiedParameter};
 use phalanx_burn::parallel::tensor::{Activations, ParallelEncoder, TensorGroup, VocabParallelEmbedding};
 
 use super::model::{Batch, Part, Whole, loss, rows, scalar};
@@ -98,6 +98,24 @@ fn data_and_tensor_are_one_process() {
             assert!(tensor.failure().is_none() && ddp.replicas_identical().unwrap());
         });
     }
+}
+
+#[test]
+fn a_copy_of_a_tied_part_is_a_part_of_the_same_divided_layer() {
+    run(4, |group| {
+        let mesh = DeviceMesh::new(&group, &[("pipeline", 2), ("tensor", 2)]).unwrap();
+        let tensor = TensorGroup::new(mesh.group("tensor").unwrap());
+        let embedding = EmbeddingConfig::new(7, 4).init(&device());
+        let VocabParallelEmbedding { weight } = VocabParallelEmbedding::new(embedding, &tensor).unwrap();
+        let (_, copy) = TiedParameter::new(Some(weight), mesh.group("pipeline").unwrap()).unwrap();
+        let copy = VocabParallelEmbedding { weight: copy.unwrap() };
+        let vectors = copy.forward(Tensor::<2, Int>::from_ints([[0, 6]], &device()));
+        let vectors: Vec<f32> = vectors.into_data().iter::<f32>().collect();
+        let whole: Vec<f32> = copy.gather().unwrap().weight.val().into_data().iter::<f32>().collect();
+        assert_eq!(whole.len(), 7 * 4);
+        assert_eq!(vectors, [&whole[..4], &whole[6 * 4..]].concat());
+        assert!(tensor.failure().is_none());
+    });
 }
 
 #[test]

@@ -369,6 +369,20 @@ fn copies_that_stages_have_changed_otherwise_are_an_error_on_every_rank_that_has
     }
 }
 
+#[test]
+fn copies_of_another_shape_with_as_many_elements_are_refused_on_every_rank_that_has_one() {
+    let errors = run(2, |group| {
+        let shape = if group.rank().is_main() { [7, 4] } else { [4, 7] };
+        let vectors = Param::from_tensor(Tensor::<2>::ones(shape, &device()));
+        TiedParameter::new(Some(vectors), &group).map(drop).unwrap_err()
+    });
+    for error in errors {
+        let text = error.to_string();
+        assert!(error.is_mismatch() && text.contains("[7, 4]") && text.contains("[4, 7]"), "{error}");
+        assert!(error.remedy().unwrap().contains("transpose"), "{error}");
+    }
+}
+
 /// Two of three ranks have it, as if both had read the same record.
 #[test]
 fn copies_on_two_ranks_are_refused_unless_they_are_tied() {

@@ -1,6 +1,6 @@
 //! A model that a plan of names divides is the undivided one.
 
-use burn::module::{Module, Param};
+use burn::module::{Lora, Module, Param};
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::{GradientsParams, SgdConfig};
 use burn::tensor::activation::{gelu, softmax};
@@ -8,7 +8,9 @@ use burn::tensor::{Int, Tensor};
 use phalanx::ProcessGroup;
 use phalanx::testing::{self, Fabric};
 use phalanx_burn::parallel;
-use phalanx_burn::parallel::tensor::{ParallelLinear, TensorGroup, TensorPlan, VocabParallelEmbedding};
+use phalanx_burn::parallel::tensor::{
+    ColumnParallelLinear, ParallelLinear, TensorGroup, TensorPlan, VocabParallelEmbedding,
+};
 
 use super::model::{LENGTH, VOCABULARY, WIDTH, Waves, rows, scalar};
 use crate::common::{device, distance, floats, run};
@@ -195,6 +197,23 @@ fn a_plan_that_does_not_fit_the_model_says_what_is_wrong() {
     );
     assert!(few[0].contains("shape [1] cannot be divided along dimension 0 among 2 ranks"), "{few:?}");
     assert!(group.shard(bias, 1).unwrap_err().to_string().contains("along dimension 1"));
+}
+
+#[test]
+fn what_is_a_part_already_or_has_an_adapter_is_not_divided() {
+    let group = TensorGroup::new(&ProcessGroup::alone().unwrap());
+    let part = group.shard(Model::new().bias, 0).unwrap();
+    let error = group.shard(part, 0).unwrap_err().to_string();
+    assert!(error.contains("the reparameterization `division`"), "{error}");
+    let layer =
+        || -> Linear { LinearConfig::new(WIDTH, WIDTH).init(&device()).apply_lora(Lora::new(2, 4.0)) };
+    let planned = vec![ParallelLinear::from(layer())];
+    for error in [
+        ColumnParallelLinear::new(layer(), &group).unwrap_err(),
+        TensorPlan::new().column("*").divide(planned, &group).unwrap_err(),
+    ] {
+        assert!(error.to_string().contains("the reparameterization `lora`"), "{error}");
+    }
 }
 
 #[test]

@@ -121,8 +121,8 @@ pub trait CommHook: Send {
         false
     }
 
-    /// Whether it can average [weighted steps](super::Reducer::start_weighted): the first bucket then has one element more, behind
-    /// all gradients, with the rank's weight. It must be averaged to the precision of its type, and gradients, which are
+    /// Whether it can average [weighted steps](super::Reducer::start_weighted): the first bucket of f64, or else
+    /// the first one, then has one element more, behind all gradients, with the rank's weight. It must be averaged to the precision of its type, and gradients, which are
     /// multiplied by weights that differ from step to step, as exactly as it. Where gradients lie [elsewhere](super::Reducer::elsewhere), no
     /// bucket has the weight. False by default.
     fn accepts_weights(&self) -> bool {

@@ -125,6 +125,31 @@ fn doubles_carry_the_weight_in_their_own_precision() {
 }
 
 #[test]
+fn weights_keep_the_digits_of_doubles_beside_parameters_of_single_precision() {
+    run(2, |group| {
+        // In f32 both are 1.
+        let weight = [1.0 + f64::from(f32::EPSILON) / 128.0, 1.0][group.rank().index()];
+        let spec = |name: &str, dtype| ParameterSpec::new(name, [2], dtype);
+        // The last parameter is in the first bucket, and later the first gradient.
+        let specs = vec![spec("a", DType::F64), spec("b", DType::F32)];
+        let mut reducer = Reducer::new(group.clone(), specs, ReducerOptions::default()).unwrap();
+        for _ in 0..3 {
+            reducer.start_weighted(weight).unwrap();
+            reducer.ready(1, bytemuck::bytes_of(&[3f32; 2])).unwrap();
+            reducer.ready(0, bytemuck::bytes_of(&[3.0 * weight; 2])).unwrap();
+            reducer.finish().unwrap();
+            assert_eq!(floats(&reducer, 1), [3.0; 2]);
+            assert_eq!(reducer.gradient(0).unwrap().unwrap(), bytemuck::bytes_of(&[3f64; 2]));
+        }
+        reducer.start().unwrap();
+        reducer.ready(1, bytemuck::bytes_of(&[3f32; 2])).unwrap();
+        reducer.ready(0, bytemuck::bytes_of(&[3f64; 2])).unwrap();
+        reducer.finish().unwrap();
+        assert_eq!(reducer.gradient(0).unwrap().unwrap(), bytemuck::bytes_of(&[3f64; 2]));
+    });
+}
+
+#[test]
 fn a_rank_without_samples_changes_nothing_even_with_nan_or_without_gradients() {
     for kind in 0..3 {
         run(3, |group| {

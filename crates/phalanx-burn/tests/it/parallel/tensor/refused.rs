@@ -281,6 +281,19 @@ fn what_cannot_be_divided_is_refused() {
     });
 }
 
+/// Rank 0's elements would fit.
+#[test]
+fn layers_of_another_shape_with_as_many_elements_are_refused_on_every_rank() {
+    run(2, |group| {
+        let (inputs, outputs) = if group.rank().is_main() { (4, 6) } else { (6, 4) };
+        let layer = LinearConfig::new(inputs, outputs).with_bias(false).init(&device());
+        let error = ColumnParallelLinear::new(layer, &TensorGroup::new(&group)).unwrap_err();
+        let text = error.to_string();
+        assert!(error.is_mismatch() && text.contains("`weight` of shape [4, 6]"), "{error}");
+        assert!(text.contains("`weight` of shape [6, 4] and type F32 on rank 1"), "{error}");
+    });
+}
+
 /// A step of two divided layers, one by its outputs and one by its inputs. The error of the step, if there is one.
 fn stepped_by(group: &ProcessGroup, optimizer: &ModuleOptimizer) -> Option<Error> {
     let tensor = TensorGroup::new(group);
