@@ -126,12 +126,14 @@ def _leave_groups() -> None:
     if error is not None:
         for group in groups:
             group.abort(f"the program of rank {group.rank} ended with {type(error).__name__}: {error}")
-    for group in groups:
-        group.close_within(GRACE, f"the program of rank {group.rank} ended before its operations did")
-    for tell in when_left:
-        tell()
-    _native.await_cleared(GRACE)
-    _native.close_callbacks(GRACE)
+    # In the reverse order. A second Ctrl-C ends one of these waits, and keeps no other group, and no thread, from its end.
+    with contextlib.ExitStack() as steps:
+        steps.callback(_native.close_callbacks, GRACE)
+        steps.callback(_native.await_cleared, GRACE)
+        for tell in reversed(when_left):
+            steps.callback(tell)
+        for group in groups:
+            steps.callback(group.close_within, GRACE, f"the program of rank {group.rank} ended before its operations did")
 
 
 atexit.register(_leave)
