@@ -469,6 +469,16 @@ def _call_hooks_of_all() -> None:
 _exit.when_left.append(_call_hooks_of_all)
 
 
+def _begin_without_groups() -> None:
+    """Lets a forked process have no part in the groups of its parent, one of whose threads may have had the lock."""
+    global _watch_lock
+    _watch_lock = threading.RLock()
+    _groups.clear()
+
+
+os.register_at_fork(after_in_child=_begin_without_groups)
+
+
 def _warn_at_exit() -> None:
     if _exit.cause_of_end() is None:
         for group in _exit.members(_groups):

@@ -20,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from conftest import SINCE_2_15, blind_watcher, free_port, needs_async_op, processes, waiting
 
 import phalanx_torch
+from phalanx_torch import process_group
 from phalanx_torch.process_group import ProcessGroup
 
 Error = phalanx_torch.Error
@@ -465,6 +466,42 @@ def forks(rank):
 
 def test_a_forked_process_is_told_and_can_end(ranks):
     ranks(2, forks)
+
+
+def forks_while_hooks_are_called(rank):
+    calls, held, go_on = [], threading.Event(), threading.Event()
+    dist.group.WORLD.register_abort_hook(1, lambda: calls.append(1))
+
+    def hold():
+        with process_group._watch_lock:
+            held.set()
+            go_on.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        code = 9
+        try:
+            phalanx_torch._exit._leave()
+            code = len(calls)
+        finally:
+            os._exit(code)
+    deadline, ended = time.monotonic() + 30, (0, 0)
+    while ended[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+        ended = os.waitpid(child, os.WNOHANG)
+    go_on.set()
+    thread.join()
+    if ended[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)
+
+
+def test_a_process_that_is_forked_while_a_thread_calls_hooks_can_end(ranks):
+    ranks(2, forks_while_hooks_are_called)
 
 
 def called_back(recv, send, barrier):
