@@ -221,6 +221,11 @@ def _check_pairs(
         _check_layout(what, (f"{names[0]} at index {index}", whole), (names[1], part), ranks)
 
 
+def _is_one_row(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie one after the other, each at a multiple of its length. Memory that a program brings may begin elsewhere."""
+    return tensor.is_contiguous() and not (tensor.is_cpu and tensor.data_ptr() % tensor.element_size())
+
+
 class _Staged:
     """Tensors as the native part takes them, contiguous and of a type that it knows, and what to do with the results."""
 
@@ -238,8 +243,8 @@ class _Staged:
             lent = tensor.detach().resolve_conj().resolve_neg()
         if type is not None:
             lent = lent.detach().to(type)
-        if not lent.is_contiguous():
-            lent = lent.detach().contiguous()
+        if not _is_one_row(lent):
+            lent = lent.detach().clone(memory_format=torch.contiguous_format)
         if self.sharers > 1:
             lent = shares(lent.detach(), self.sharers)
         if written and lent is not tensor:
