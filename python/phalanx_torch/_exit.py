@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from phalanx_torch import _native
+from phalanx_torch._errors import described
 
 _T = TypeVar("_T")
 
@@ -125,7 +126,7 @@ def _leave_groups() -> None:
     groups = [group for group in members(_open) if group.is_open()]
     if error is not None:
         for group in groups:
-            group.abort(f"the program of rank {group.rank} ended with {type(error).__name__}: {error}")
+            group.abort(f"the program of rank {group.rank} ended with {described(error)}")
     # In the reverse order. A second Ctrl-C ends one of these waits, and keeps no other group, and no thread, from its end.
     with contextlib.ExitStack() as steps:
         steps.callback(_native.close_callbacks, GRACE)

@@ -23,7 +23,7 @@ from torch._C import _distributed_c10d as c10d
 from phalanx_torch import _coalescing, _ddp, _exit, _layout, _native, _traces, _uncompiled, _versions, _warnings, device_backend, observed, sparse
 from phalanx_torch import work as works
 from phalanx_torch._ddp import calling_back
-from phalanx_torch._errors import Error
+from phalanx_torch._errors import Error, described
 from phalanx_torch._functional import dense, stored, waited
 from phalanx_torch._integers import average_of, shares
 from phalanx_torch.observed import is_of_graph, is_watched, modes, profiler, split_sizes
@@ -420,7 +420,7 @@ def _call_hooks(group: "ProcessGroup") -> None:
         try:
             hook()
         except Exception as error:
-            _warnings.warn(f"phalanx: an abort hook has failed: {type(error).__name__}: {error}", RuntimeWarning)
+            _warnings.warn(f"phalanx: an abort hook has failed: {described(error)}", RuntimeWarning)
 
 
 # The store of the last job that this process has left as rank 0, until it has another default group.

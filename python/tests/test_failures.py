@@ -21,6 +21,7 @@ from conftest import SINCE_2_15, blind_watcher, free_port, needs_async_op, proce
 
 import phalanx_torch
 from phalanx_torch import process_group
+from phalanx_torch._errors import described
 from phalanx_torch.process_group import ProcessGroup
 
 Error = phalanx_torch.Error
@@ -607,6 +608,8 @@ dist.all_reduce(tensor)
 if rank == 1 and how == "raises":
     work = dist.irecv(tensor, 0)
     raise KeyError("of rank one")
+if rank == 1 and how == "raises the name of a file":
+    raise OSError("of rank one: \\udce9")
 if rank == 1 and how == "exits":
     dist.irecv(tensor, 0)
     sys.exit(3)
@@ -627,6 +630,8 @@ while True:
 
 ENDS = {
     "raises": "KeyError: .*of rank one",
+    # It is no UTF-8.
+    "raises the name of a file": "ended with OSError: of rank one: .udce9",
     "exits": "rank 1 .*(ended before|has left)",
     "killed": "rank 1 .*died",
     "ddp": "rank 1 .*died",
@@ -663,6 +668,20 @@ def test_programs_end_without_a_hang(how):
         assert codes[0] not in (0, None) and codes[1] not in (0, None), (codes, output)
         assert re.search(ENDS[how], output[0], re.DOTALL), output[0]
     assert not any("panicked" in text or "Fatal Python" in text for text in output), output
+
+
+class WithoutText(Exception):
+    def __str__(self):
+        raise AttributeError("of the program's class")
+
+
+def test_an_exception_is_told_to_others_whatever_its_text_is():
+    for error, text in (
+        (KeyError("a"), "KeyError: 'a'"),
+        (OSError("caf\udce9"), r"OSError: caf\udce9"),
+        (WithoutText(), "WithoutText: (its text cannot be made)"),
+    ):
+        assert described(error) == text
 
 
 RAISES = """
