@@ -202,6 +202,7 @@ class ArrayGroup:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
-        if error is not None:
+        # What `sys.exit()` and `sys.exit(0)` raise is no failure.
+        if error is not None and not (isinstance(error, SystemExit) and not error.code):
             self._native.abort(f"the program of rank {self.rank} raised {described(error)}")
         self.close()
