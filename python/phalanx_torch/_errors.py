@@ -41,6 +41,16 @@ class Error(RuntimeError):
         return (Error if is_of_torch else type(self), self.args, vars(self))
 
 
+def described(error: BaseException) -> str:
+    """The class and the text of an exception of the program's, for other ranks. The making of the text may fail, and the name of a file in it may be no
+    UTF-8."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its text cannot be made)"
+    return f"{type(error).__name__}: {text}".encode(errors="backslashreplace").decode()
+
+
 @functools.cache
 def _of_torch() -> type[Error]:
     """The class of errors where PyTorch is there."""

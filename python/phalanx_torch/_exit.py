@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from phalanx_torch import _native
+from phalanx_torch._errors import described
 
 _T = TypeVar("_T")
 
@@ -125,13 +126,15 @@ def _leave_groups() -> None:
     groups = [group for group in members(_open) if group.is_open()]
     if error is not None:
         for group in groups:
-            group.abort(f"the program of rank {group.rank} ended with {type(error).__name__}: {error}")
-    for group in groups:
-        group.close_within(GRACE, f"the program of rank {group.rank} ended before its operations did")
-    for tell in when_left:
-        tell()
-    _native.await_cleared(GRACE)
-    _native.close_callbacks(GRACE)
+            group.abort(f"the program of rank {group.rank} ended with {described(error)}")
+    # In the reverse order. A second Ctrl-C ends one of these waits, and keeps no other group, and no thread, from its end.
+    with contextlib.ExitStack() as steps:
+        steps.callback(_native.close_callbacks, GRACE)
+        steps.callback(_native.await_cleared, GRACE)
+        for tell in reversed(when_left):
+            steps.callback(tell)
+        for group in groups:
+            steps.callback(group.close_within, GRACE, f"the program of rank {group.rank} ended before its operations did")
 
 
 atexit.register(_leave)

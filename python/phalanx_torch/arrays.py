@@ -4,8 +4,8 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-# The class of errors is made known to the native part.
-from phalanx_torch import _errors, _exit, _layout, _native  # noqa: F401
+from phalanx_torch import _exit, _layout, _native
+from phalanx_torch._errors import described
 from phalanx_torch._functional import stored, waited
 
 if TYPE_CHECKING:
@@ -202,6 +202,7 @@ class ArrayGroup:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
-        if error is not None:
-            self._native.abort(f"the program of rank {self.rank} raised {type(error).__name__}: {error}")
+        # What `sys.exit()` and `sys.exit(0)` raise is no failure.
+        if error is not None and not (isinstance(error, SystemExit) and not error.code):
+            self._native.abort(f"the program of rank {self.rank} raised {described(error)}")
         self.close()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from phalanx_torch import _ddp, _uncompiled, _warnings, device_backend, observed
-from phalanx_torch._errors import Error
+from phalanx_torch._errors import Error, described
 from phalanx_torch.observed import Objects, bytes_of, waiting
 from phalanx_torch.process_group import ProcessGroup
 
@@ -343,7 +343,7 @@ def _exchanged(
             raise refused
         written = [_written(obj, weights_only) for obj in objects]
     except Exception as error:
-        cause = f"{type(error).__name__}: {error}".encode(errors="replace")
+        cause = described(error).encode()
         part._sequence += 1
         try:
             exchange(part, [cause], _FAILED)

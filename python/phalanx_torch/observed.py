@@ -22,6 +22,7 @@ from torch.autograd import profiler as profiler
 
 from phalanx_torch import _traces, _warnings
 from phalanx_torch import work as works
+from phalanx_torch._errors import described
 from phalanx_torch._functional import dense, is_awaited, stored
 
 if TYPE_CHECKING:
@@ -438,8 +439,7 @@ class Completions:
                     lasted = datetime.timedelta(seconds=time.perf_counter() - clock)
                     hook(WorkInfo(type, sequence, started, started + lasted, lasted))
             except Exception as error:
-                message = f"phalanx: a hook on completion has failed: {error.__class__.__name__}: {error}"
-                _warnings.warn(message, RuntimeWarning)
+                _warnings.warn(f"phalanx: a hook on completion has failed: {described(error)}", RuntimeWarning)
             finally:
                 with self._changed:
                     self._awaited -= 1

@@ -23,7 +23,7 @@ from torch._C import _distributed_c10d as c10d
 from phalanx_torch import _coalescing, _ddp, _exit, _layout, _native, _traces, _uncompiled, _versions, _warnings, device_backend, observed, sparse
 from phalanx_torch import work as works
 from phalanx_torch._ddp import calling_back
-from phalanx_torch._errors import Error
+from phalanx_torch._errors import Error, described
 from phalanx_torch._functional import dense, stored, waited
 from phalanx_torch._integers import average_of, shares
 from phalanx_torch.observed import is_of_graph, is_watched, modes, profiler, split_sizes
@@ -221,6 +221,11 @@ def _check_pairs(
         _check_layout(what, (f"{names[0]} at index {index}", whole), (names[1], part), ranks)
 
 
+def _is_one_row(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie one after the other, each at a multiple of its length. Memory that a program brings may begin elsewhere."""
+    return tensor.is_contiguous() and not (tensor.is_cpu and tensor.data_ptr() % tensor.element_size())
+
+
 class _Staged:
     """Tensors as the native part takes them, contiguous and of a type that it knows, and what to do with the results."""
 
@@ -238,8 +243,8 @@ class _Staged:
             lent = tensor.detach().resolve_conj().resolve_neg()
         if type is not None:
             lent = lent.detach().to(type)
-        if not lent.is_contiguous():
-            lent = lent.detach().contiguous()
+        if not _is_one_row(lent):
+            lent = lent.detach().clone(memory_format=torch.contiguous_format)
         if self.sharers > 1:
             lent = shares(lent.detach(), self.sharers)
         if written and lent is not tensor:
@@ -415,7 +420,7 @@ def _call_hooks(group: "ProcessGroup") -> None:
         try:
             hook()
         except Exception as error:
-            _warnings.warn(f"phalanx: an abort hook has failed: {type(error).__name__}: {error}", RuntimeWarning)
+            _warnings.warn(f"phalanx: an abort hook has failed: {described(error)}", RuntimeWarning)
 
 
 # The store of the last job that this process has left as rank 0, until it has another default group.
@@ -467,6 +472,16 @@ def _call_hooks_of_all() -> None:
 
 
 _exit.when_left.append(_call_hooks_of_all)
+
+
+def _begin_without_groups() -> None:
+    """Lets a forked process have no part in the groups of its parent, one of whose threads may have had the lock."""
+    global _watch_lock
+    _watch_lock = threading.RLock()
+    _groups.clear()
+
+
+os.register_at_fork(after_in_child=_begin_without_groups)
 
 
 def _warn_at_exit() -> None:

@@ -234,7 +234,9 @@ impl Memory {
         let bytes = bytes.filter(|bytes| *bytes <= isize::MAX as usize);
         let bytes = bytes.ok_or_else(|| PyValueError::new_err("this is longer than memory can be"))?;
         if bytes > 0 && (pointer == 0 || !pointer.is_multiple_of(dtype.size())) {
-            return Err(PyValueError::new_err(format!("the elements are not aligned as {dtype} must be")));
+            return Err(PyValueError::new_err(format!(
+                "the elements are not aligned as {dtype} must be: exchange a copy, numpy.array(array) or tensor.clone()"
+            )));
         }
         // An empty tensor may have no memory at all; a slice of nothing must still be aligned.
         let pointer = if bytes == 0 { std::ptr::without_provenance_mut(64) } else { pointer as *mut u8 };

@@ -358,10 +358,18 @@ fn broadcasted(
 
 fn scattered(group: &ProcessGroup, call: Call, root: Rank, objects: &[PyBackedBytes]) -> Result<Received> {
     let (length, is_root) = (block_bytes(group), group.rank() == root);
-    let parcels = if is_root { for_each(group, call, objects) } else { Vec::new() };
-    let counts: Vec<usize> = parcels.iter().map(Vec::len).collect();
+    let (parcels, counts) =
+        if is_root { for_each(group, call, objects) } else { (Vec::new(), only(group, root, 0)) };
     let longest = counts.iter().copied().max().unwrap_or_default();
-    let blocks: Vec<u8> = parcels.iter().flat_map(|parcel| block(parcel, longest, length)).collect();
+    let mut blocks = Vec::new();
+    if is_root {
+        let mut rest = parcels.as_slice();
+        for count in &counts {
+            let (parcel, others) = rest.split_at(*count);
+            blocks.extend(block(parcel, longest, length));
+            rest = others;
+        }
+    }
     let mut first = vec![0; length];
     group.scatter::<u8>(&blocks, &mut first, root)?;
     let one = agreed(group, call, root, &first)?;
@@ -371,9 +379,8 @@ fn scattered(group: &ProcessGroup, call: Call, root: Rank, objects: &[PyBackedBy
         received.find(group, BLOCK_HEAD..BLOCK_HEAD + one.length, root)?;
         return Ok(received);
     }
-    let sent = if is_root { counts } else { only(group, root, 0) };
     received.bytes = zeroed(group, one.length)?;
-    group.all_to_all_v(&parcels.concat(), &sent, &mut received.bytes, &only(group, root, one.length))?;
+    group.all_to_all_v(&parcels, &counts, &mut received.bytes, &only(group, root, one.length))?;
     received.find(group, 0..one.length, root)?;
     Ok(received)
 }
@@ -478,19 +485,29 @@ fn in_a_row(group: &ProcessGroup, bytes: Vec<u8>, counts: &[usize]) -> Result<Re
     Ok(received)
 }
 
-/// The root's parcel for each rank. If one of them is none, none is: the ranks go on together.
-fn for_each(group: &ProcessGroup, call: Call, objects: &[PyBackedBytes]) -> Vec<Vec<u8>> {
-    let mut parcels: Vec<Vec<u8>> =
-        objects.iter().map(|object| call.packed(std::slice::from_ref(object))).collect();
-    let total = parcels.iter().fold(0_usize, |sum, parcel| sum.saturating_add(parcel.len()));
-    if total > MOST_BYTES {
-        parcels = vec![refusal(call.root, &too_long(total))];
+/// The root's parcels for all ranks, one after the other, and how long each is. Without room for all of them there is none for any rank, and each is told
+/// why: the ranks go on together.
+fn for_each(group: &ProcessGroup, call: Call, objects: &[PyBackedBytes]) -> (Vec<u8>, Vec<usize>) {
+    let ranks = group.world_size().count();
+    let to_all = |parcel: Vec<u8>| (parcel.repeat(ranks), vec![parcel.len(); ranks]);
+    if call.form == FAILED {
+        return to_all(call.packed(objects));
     }
-    let is_none = |parcel: &&Vec<u8>| Head::read(parcel).is_some_and(|head| head.form == FAILED);
-    match parcels.iter().find(is_none) {
-        Some(none) => vec![none.clone(); group.world_size().count()],
-        None => parcels,
+    let each = || objects.iter().map(std::slice::from_ref);
+    let counts: Vec<usize> = each().map(parcel_bytes).collect();
+    match room(sum(&counts)) {
+        Ok(room) => {
+            (each().fold(room, |parcels, object| written(parcels, call.form, call.root, object)), counts)
+        }
+        Err(cause) => to_all(refusal(call.root, &cause)),
     }
+}
+
+/// How long the parcel of these objects is.
+fn parcel_bytes(objects: &[impl AsRef<[u8]>]) -> usize {
+    objects
+        .iter()
+        .fold(PARCEL_HEAD, |sum, object| sum.saturating_add(LENGTH).saturating_add(object.as_ref().len()))
 }
 
 /// The objects of this rank as a parcel. If they are too long, or in place of objects there is why there are none, it says that.
@@ -499,10 +516,7 @@ fn packed(form: u32, root: Option<Rank>, objects: &[impl AsRef<[u8]>]) -> Vec<u8
         let cause = objects.first().map(|cause| String::from_utf8_lossy(cause.as_ref()).into_owned());
         return refusal(root, &cause.unwrap_or_default());
     }
-    let length = objects
-        .iter()
-        .fold(PARCEL_HEAD, |sum, object| sum.saturating_add(LENGTH).saturating_add(object.as_ref().len()));
-    match room(length) {
+    match room(parcel_bytes(objects)) {
         Ok(room) => written(room, form, root, objects),
         Err(cause) => refusal(root, &cause),
     }

@@ -7,6 +7,7 @@ import mmap
 import os
 import subprocess
 import sys
+import time
 import types
 
 import numpy
@@ -125,7 +126,7 @@ def rank_of_arrays(rank, world, port):
         whole[1:3] = rank
         group.all_reduce(whole[1:3])
         assert whole.tolist() == [[0.0] * 3] + [[world * (world - 1) / 2] * 3] * 2 + [[0.0] * 3]
-        with pytest.raises(ValueError, match="not aligned"):
+        with pytest.raises(ValueError, match=r"not aligned as f64 must be: exchange a copy, numpy.array\(array\)"):
             group.all_reduce(numpy.zeros(9, dtype="u1")[1:].view("f8"))
         derived = numpy.full(2, float(rank)).view(numpy.recarray)
         group.all_reduce(derived, "max")
@@ -288,6 +289,25 @@ def test_a_program_may_use_a_group_until_its_own_end():
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     ended = subprocess.run([sys.executable, "-c", LAST_CALL], env=environment, check=True, capture_output=True, text=True, timeout=60)
     assert "the last sum: [1.0, 1.0, 1.0]" in ended.stdout, ended.stderr
+
+
+def exits_within(rank, port, code, left):
+    with pytest.raises(SystemExit):
+        with phalanx_torch.init(f"tcp://127.0.0.1:{port}", rank, 2, timeout=60) as group:
+            group.all_reduce(numpy.ones(1))
+            if rank == 1:
+                while not left.exists():
+                    time.sleep(0.01)
+                with pytest.raises(phalanx_torch.Error) as caught:
+                    group.all_reduce(numpy.ones(1))
+                assert caught.value.kind == ("aborted" if code else "peer_left"), caught.value
+            sys.exit(code)
+    left.touch()
+
+
+@pytest.mark.parametrize("code", [None, 0, 3])
+def test_a_rank_that_exits_well_within_a_group_leaves_it(code, tmp_path):
+    processes(2, exits_within, free_port(), code, tmp_path / "left")
 
 
 def without_an_end(rank, port, timeout):

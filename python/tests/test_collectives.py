@@ -405,6 +405,33 @@ def kinds(rank, world):
             dist.all_reduce(torch.ones(1, device="cuda"))
 
 
+def unaligned(rank):
+    def odd(value, dtype):
+        """Elements that do not lie at multiples of their length."""
+        tensor = torch.frombuffer(bytearray(3 * dtype.itemsize + 1), dtype=dtype, offset=1).fill_(value)
+        assert tensor.data_ptr() % dtype.itemsize
+        return tensor
+
+    for dtype in (torch.float32, torch.int64, torch.int16):
+        tensor = odd(rank + 1, dtype)
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [3] * 3
+        dist.all_reduce(tensor, async_op=True).wait()
+        assert tensor.tolist() == [6] * 3
+        gathered = [odd(0, dtype), odd(0, dtype)]
+        dist.all_gather(gathered, odd(rank, dtype))
+        assert [each.tolist() for each in gathered] == [[0] * 3, [1] * 3]
+        if rank == 0:
+            dist.send(odd(7, dtype), 1)
+        else:
+            dist.recv(tensor, 0)
+            assert tensor.tolist() == [7] * 3
+
+
+def test_elements_need_not_lie_at_multiples_of_their_length(ranks):
+    ranks(2, unaligned)
+
+
 class Hidden(torch.Tensor):
     """A tensor that only PyTorch's dispatcher can read."""
 

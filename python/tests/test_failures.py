@@ -20,6 +20,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from conftest import SINCE_2_15, blind_watcher, free_port, needs_async_op, processes, waiting
 
 import phalanx_torch
+from phalanx_torch import process_group
+from phalanx_torch._errors import described
 from phalanx_torch.process_group import ProcessGroup
 
 Error = phalanx_torch.Error
@@ -468,6 +470,42 @@ def test_a_forked_process_is_told_and_can_end(ranks):
     ranks(2, forks)
 
 
+def forks_while_hooks_are_called(rank):
+    calls, held, go_on = [], threading.Event(), threading.Event()
+    dist.group.WORLD.register_abort_hook(1, lambda: calls.append(1))
+
+    def hold():
+        with process_group._watch_lock:
+            held.set()
+            go_on.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        code = 9
+        try:
+            phalanx_torch._exit._leave()
+            code = len(calls)
+        finally:
+            os._exit(code)
+    deadline, ended = time.monotonic() + 30, (0, 0)
+    while ended[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+        ended = os.waitpid(child, os.WNOHANG)
+    go_on.set()
+    thread.join()
+    if ended[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)
+
+
+def test_a_process_that_is_forked_while_a_thread_calls_hooks_can_end(ranks):
+    ranks(2, forks_while_hooks_are_called)
+
+
 def called_back(recv, send, barrier):
     """Receives from the other rank, and lets a future say so. It cannot have come before the future was asked for."""
     work = recv(torch.zeros(1))
@@ -571,6 +609,8 @@ dist.all_reduce(tensor)
 if rank == 1 and how == "raises":
     work = dist.irecv(tensor, 0)
     raise KeyError("of rank one")
+if rank == 1 and how == "raises the name of a file":
+    raise OSError("of rank one: \\udce9")
 if rank == 1 and how == "exits":
     dist.irecv(tensor, 0)
     sys.exit(3)
@@ -591,6 +631,8 @@ while True:
 
 ENDS = {
     "raises": "KeyError: .*of rank one",
+    # It is no UTF-8.
+    "raises the name of a file": "ended with OSError: of rank one: .udce9",
     "exits": "rank 1 .*(ended before|has left)",
     "killed": "rank 1 .*died",
     "ddp": "rank 1 .*died",
@@ -627,6 +669,20 @@ def test_programs_end_without_a_hang(how):
         assert codes[0] not in (0, None) and codes[1] not in (0, None), (codes, output)
         assert re.search(ENDS[how], output[0], re.DOTALL), output[0]
     assert not any("panicked" in text or "Fatal Python" in text for text in output), output
+
+
+class WithoutText(Exception):
+    def __str__(self):
+        raise AttributeError("of the program's class")
+
+
+def test_an_exception_is_told_to_others_whatever_its_text_is():
+    for error, text in (
+        (KeyError("a"), "KeyError: 'a'"),
+        (OSError("caf\udce9"), r"OSError: caf\udce9"),
+        (WithoutText(), "WithoutText: (its text cannot be made)"),
+    ):
+        assert described(error) == text
 
 
 RAISES = """

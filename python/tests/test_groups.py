@@ -215,6 +215,40 @@ def test_groups_are_left_at_the_end_of_a_program_also_if_a_call_before_fails():
     processes(2, left_beside_errors, free_port())
 
 
+class Interrupted:
+    """A group in whose leaving Ctrl-C is pressed."""
+
+    rank = 0
+
+    def is_open(self):
+        return True
+
+    def close_within(self, timeout, cause):
+        raise KeyboardInterrupt
+
+
+def left_beside_interrupts(rank):
+    dist.init_process_group("phalanx", store=dist.HashStore(), rank=rank, world_size=1)
+    called, groups = [], _exit._open
+    native = {name: getattr(_native, name) for name in ("await_cleared", "close_callbacks")}
+    _native.await_cleared = lambda timeout: called.append("cleared")
+    _native.close_callbacks = lambda timeout: called.append("closed")
+    _exit.when_left.append(lambda: called.append("told"))
+    _exit._open = [Interrupted(), *groups, Interrupted()]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _exit._leave()
+    finally:
+        _exit._open = groups
+        for name, function in native.items():
+            setattr(_native, name, function)
+    assert called == ["told", "cleared", "closed"] and not dist.group.WORLD._native.is_open()
+
+
+def test_all_groups_are_left_at_the_end_of_a_program_also_if_ctrl_c_is_pressed_again():
+    processes(1, left_beside_interrupts)
+
+
 class Growing:
     """A set to which another thread adds something while it is looked at for the first time."""
 

@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import re
+import resource
 import subprocess
 import sys
 import threading
@@ -231,6 +232,34 @@ def unwritten(rank):
 def test_an_object_that_cannot_be_pickled_is_told_to_all(ranks, transport, monkeypatch):
     monkeypatch.setenv("PHALANX_TRANSPORT", transport)
     ranks(2, unwritten)
+
+
+def scattered_with_room(rank, room):
+    large, scatter = b"x" * (64 << 20), dist.group.WORLD._native.scatter_objects
+    own, came = [b"", large] if rank == 0 else [], [[b""], [large]][rank]
+    # Afterwards there is what a group keeps for long calls.
+    assert scatter(own, 0, 0) == came
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    if rank == 0:
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + room, limits[1]))
+    try:
+        if room < len(large):
+            with pytest.raises(ValueError, match="rank 0 has sent no objects: there is no memory for"):
+                scatter(own, 0, 0)
+        else:
+            assert scatter(own, 0, 0) == came
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    places = [None, None]
+    phalanx_torch.all_gather_object(places, rank)
+    assert places == [0, 1] and dist.group.WORLD.failure() is None
+
+
+@pytest.mark.parametrize("room", [16 << 20, 96 << 20], ids=["none", "once"])
+def test_objects_to_scatter_have_room_once_or_all_ranks_are_told(ranks, room):
+    ranks(2, scattered_with_room, room)
 
 
 CALLS = {

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from phalanx_torch._errors import described
 from phalanx_torch.horovod._job import ProcessSet, _handles, global_process_set
 from phalanx_torch.horovod._operations import _dense, _synchronized, allgather_async, broadcast_async_, synchronize
 
@@ -40,7 +41,7 @@ class _Sent:
             data = _written(self.value)
         except Exception as error:
             self.error = error
-            data = f"{type(error).__name__}: {error}"[:_CAUSE_CHARACTERS].encode(errors="replace")
+            data = described(error)[:_CAUSE_CHARACTERS].encode()
         self.bytes = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self.length = len(data) if self.error is None else -len(data)
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch  # noqa: F401  Its threads are known before the native ones start.
 
 from phalanx_torch import _exit, _native
-from phalanx_torch._errors import Error
+from phalanx_torch._errors import Error, described
 
 _T = TypeVar("_T")
 _Native: TypeAlias = _native.Horovod
@@ -184,7 +184,7 @@ def shutdown() -> None:
 def _leave() -> None:
     job, error = _state["job"], _exit.cause_of_end()
     if job is not None and error is not None:
-        cause = f"the program of rank {job.rank()} ended with {type(error).__name__}: {error}"
+        cause = f"the program of rank {job.rank()} ended with {described(error)}"
         for part in [job, *(process_set._native for process_set in _state["sets"].values())]:
             if part is not None:
                 part.abort(cause)
