@@ -203,7 +203,10 @@ fn difference(mut calls: [(i64, i64); 2]) -> Error {
         named(one),
         named(other)
     ))
-    .with_remedy("make the same call on every rank: as many elements, of one type, combined in one way");
+    .with_remedy(
+        "make the same call on every rank: as many elements, of one type, combined in one way. If `send` of a communication hook says what is sent: what \
+         does that depend on?",
+    );
     match u32::try_from(second) {
         Ok(second) => error.with_peer(Rank::new(second)),
         Err(_) => error,
