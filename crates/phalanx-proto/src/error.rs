@@ -1,5 +1,6 @@
 //! One error type. Clones are cheap, so that all waiting callers of a failed operation get the same cause.
 
+use std::any::Any;
 use std::error::Error as StdError;
 use std::fmt;
 use std::net::SocketAddr;
@@ -451,6 +452,12 @@ impl StdError for Error {
     }
 }
 
+/// What a panic says, of the value that it leaves behind.
+pub fn panic_message(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a message")
+}
+
 /// Whether `error` says that this process, or its host, has no file descriptors or no memory left.
 pub fn is_local_shortage(error: &std::io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM | libc::ENOBUFS))
@@ -542,6 +549,18 @@ mod tests {
     fn a_panic_of_a_thread_says_where_more_is_said() {
         let error = Error::panicked("a thread has panicked");
         assert!(error.is_aborted() && error.remedy().unwrap().contains("standard error"), "{error}");
+    }
+
+    #[test]
+    fn a_panic_says_its_text_and_one_of_another_value_has_none() {
+        let panics: [(Box<dyn Any + Send>, &str); 3] = [
+            (Box::new("a text"), "a text"),
+            (Box::new("a text that was made".to_owned()), "a text that was made"),
+            (Box::new(7), "without a message"),
+        ];
+        for (panic, said) in panics {
+            assert_eq!(panic_message(&*panic), said);
+        }
     }
 
     #[test]
