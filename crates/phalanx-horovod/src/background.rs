@@ -15,7 +15,7 @@ use crate::autotune::Autotune;
 use crate::engine::{Groups, Inbox, Pace, Shared, shut_down};
 use crate::execute::{Executor, Works};
 use crate::handle::{Completer, Outcome};
-use crate::options::Options;
+use crate::options::{Options, is_set};
 use crate::topology::numbered_among;
 use phalanx_proto::horovod::controller::{Batch, Controller, StallTimes, fuse};
 use phalanx_proto::horovod::request::{Message, Response, Round, Settings};
@@ -236,10 +236,6 @@ impl Background {
 fn pace(settings: &Settings, (begin, timeout): (Instant, Duration), any_computes: bool) -> Pace {
     let cycle = Duration::from_micros(settings.cycle_micros).min(timeout / 4);
     Pace { soon: begin + cycle, late: begin + cycle.max(IDLE_INTERVAL), any_computes }
-}
-
-fn is_set(name: &str) -> bool {
-    std::env::var_os(name).is_some_and(|value| !value.is_empty())
 }
 
 /// The negotiation and the operation of each name, as events.
