@@ -24,8 +24,8 @@
 //! | | the norm | [`check_max_norm`], [`clip_factor`]: no collective, all ranks have the same averages, and clip alike; [`Reducer::clipped`] compares by which factor. Sharded ones need an all_reduce of the sum of squares |
 //! | | [`Reducer::stepped`] | if the adapter makes the optimizer's step: learning rates and settings, which the ranks compare after the first step and every 32 steps |
 //! | at times | [`states_identical`] | agrees: whether replicas are the same bits |
-//! | | [`broadcast_state_from`] | buffers that ranks compute for themselves, before an evaluation |
-//! | at the end of uneven inputs | [`JoinGroup::join`](crate::join::JoinGroup::join), then [`Reducer::adopt`] and [`broadcast_state_from`] if [`uneven`](crate::join::Joined) | from the rank that took part to the end; the optimizer's state too; for calls that are none of the group's: [`join_elsewhere`](crate::join::JoinGroup::join_elsewhere) |
+//! | | [`broadcast_state`] | buffers that ranks compute for themselves, before an evaluation |
+//! | at the end of uneven inputs | [`JoinGroup::join`](crate::join::JoinGroup::join), then [`Reducer::adopt`] and [`broadcast_state`] if [`uneven`](crate::join::Joined) | from the rank that took part to the end; the optimizer's state too; for calls that are none of the group's: [`join_elsewhere`](crate::join::JoinGroup::join_elsewhere) |
 //! | to save and load | [`StateWriter`], [`StateReader`] | one pair of functions serves [`Checkpoints`](crate::checkpoint::Checkpoints) and [elastic](crate::elastic) jobs. [`checkpoint::training`](crate::checkpoint::training) saves and loads a `TrainState` whole, with what a hook keeps for each rank |
 //! | | [`LoadedHook`](crate::reducer::hooks::LoadedHook) | a loaded state waits in it for the communication hook that continues from it |
 //!
@@ -60,7 +60,7 @@ pub use phalanx_core::join::{ComparedCalls, Comparison, Elsewhere, ElsewhereCall
 pub use phalanx_core::notice::warn;
 pub use phalanx_core::reducer::{
     HookedReducer, ParameterSpec, Reducer, ReducerOptions, StateTensor, StepWeight, broadcast_state,
-    broadcast_state_from, check_weight, check_weight_sum, states_identical, verify_state, verify_state_on,
+    check_weight, check_weight_sum, states_identical, verify_state, verify_state_on,
 };
 pub use phalanx_core::state::{StateReader, StateWriter};
 pub use phalanx_proto::caller::Caller;

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 
 use candle_core::{DType as CandleType, Tensor, Var};
 use candle_nn::VarMap;
-use phalanx::reducer::{ParameterSpec, StateTensor, broadcast_state_from};
+use phalanx::reducer::{ParameterSpec, StateTensor, broadcast_state};
 use phalanx::{Communicator, DType, Error, Rank, Result, adapter};
 
 #[derive(Clone, Debug)]
@@ -71,6 +71,6 @@ pub(crate) fn take_over(group: &dyn Communicator, root: Rank, variables: &[Named
     let mut values = variables.iter().map(Named::bytes).collect::<Result<Vec<_>>>()?;
     let tensors = variables.iter().zip(&mut values);
     let tensors = tensors.map(|(one, bytes)| StateTensor { dtype: one.spec.dtype, bytes });
-    broadcast_state_from(group, root, &mut tensors.collect::<Vec<_>>())?;
+    broadcast_state(group, root, &mut tensors.collect::<Vec<_>>())?;
     variables.iter().zip(&values).try_for_each(|(one, bytes)| one.write(bytes))
 }
