@@ -107,6 +107,35 @@ impl Error {
         Self::new(Kind::Aborted, "").edit(|inner| inner.source = Some(source))
     }
 
+    /// An error for the caller's mistake: a wrong shape, an option out of range, a call out of order.
+    /// [`is_invalid_argument`](Self::is_invalid_argument) is true for it. It is for adapters, as are [`mismatch`](Self::mismatch) and
+    /// [`aborted`](Self::aborted).
+    ///
+    /// ```
+    /// use phalanx::Error;
+    /// let error = Error::invalid_argument("max_norm is -1").with_remedy("give a positive number");
+    /// assert!(error.is_invalid_argument());
+    /// assert_eq!(error.to_string(), "max_norm is -1 (give a positive number)");
+    /// ```
+    pub fn invalid_argument(cause: impl Into<String>) -> Self {
+        Self::new(Kind::InvalidArgument, cause)
+    }
+
+    /// An error for ranks, or a saved state and a model, that differ. [`is_mismatch`](Self::is_mismatch) is true for it.
+    pub fn mismatch(cause: impl Into<String>) -> Self {
+        Self::new(Kind::Mismatch, cause)
+    }
+
+    /// An error for an operation, or a group, that was ended for another reason. [`is_aborted`](Self::is_aborted) is true for it.
+    pub fn aborted(cause: impl Into<String>) -> Self {
+        Self::new(Kind::Aborted, cause)
+    }
+
+    /// Notes that rank `peer` is to blame: [`peer`](Self::peer) gives it.
+    pub fn with_peer(self, peer: Rank) -> Self {
+        self.edit(|inner| inner.peer = Some(peer))
+    }
+
     /// Adds the remedy.
     pub fn with_remedy(self, remedy: impl Into<String>) -> Self {
         self.edit(|inner| inner.remedy = Some(remedy.into()))
@@ -216,22 +245,7 @@ impl Error {
 // Users do not see what follows.
 #[doc(hidden)]
 impl Error {
-    // The next eight are for adapters and commands, which report errors as `phalanx` does.
-
-    /// For the caller's mistakes: a wrong shape, an unknown rank, an operation that is not defined for a type.
-    pub fn invalid_argument(cause: impl Into<String>) -> Self {
-        Self::new(Kind::InvalidArgument, cause)
-    }
-
-    /// For ranks whose calls, parameters or plans differ.
-    pub fn mismatch(cause: impl Into<String>) -> Self {
-        Self::new(Kind::Mismatch, cause)
-    }
-
-    /// For an operation or group that was ended for another reason.
-    pub fn aborted(cause: impl Into<String>) -> Self {
-        Self::new(Kind::Aborted, cause)
-    }
+    // The next four are for adapters and commands, which report errors as `phalanx` does.
 
     /// For a deadline that has passed, such as one of a `Store`.
     pub fn timeout(cause: impl Into<String>) -> Self {
@@ -254,11 +268,6 @@ impl Error {
             inner.operation = Some(operation.into());
             inner.sequence = sequence;
         })
-    }
-
-    /// Adds the peer to blame.
-    pub fn with_peer(self, peer: Rank) -> Self {
-        self.edit(|inner| inner.peer = Some(peer))
     }
 
     // The others are for `phalanx`: what makes errors, what adds to them, and what tells them apart.
