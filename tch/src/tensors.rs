@@ -5,7 +5,7 @@ mod inventory;
 use std::cmp::Reverse;
 
 use phalanx::adapter::copy_of;
-use phalanx::reducer::{StateTensor, broadcast_state_from, states_identical};
+use phalanx::reducer::{StateTensor, broadcast_state, states_identical};
 use phalanx::{Communicator, Error, Rank, Result};
 use tch::{Device, Tensor};
 
@@ -203,7 +203,7 @@ pub(crate) fn own_gradients(parameters: &[Named]) -> Result<Vec<Tensor>> {
 
 /// All ranks take over `tensors` of rank `root`.
 pub(crate) fn from_rank(group: &dyn Communicator, root: Rank, tensors: &[Tensor]) -> Result<()> {
-    with_elements(tensors, |parts| broadcast_state_from(group, root, parts))
+    with_elements(tensors, |parts| broadcast_state(group, root, parts))
 }
 
 /// Whether `tensors` are the same bits on every rank.

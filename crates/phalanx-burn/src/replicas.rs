@@ -2,7 +2,7 @@
 
 use burn::module::Module;
 use burn::tensor::TensorData;
-use phalanx::reducer::{StateTensor, broadcast_state_from, states_identical};
+use phalanx::reducer::{StateTensor, broadcast_state, states_identical};
 use phalanx::{Communicator, Rank, Result};
 
 use crate::parameters::{self, Select};
@@ -22,7 +22,7 @@ pub(crate) fn from_rank<M: Module>(
     let tensors = parts
         .iter_mut()
         .map(|(bytes, _, dtype)| Ok(StateTensor { dtype: tensor_bytes::dtype(*dtype)?, bytes }));
-    broadcast_state_from(group, root, &mut tensors.collect::<Result<Vec<_>>>()?)?;
+    broadcast_state(group, root, &mut tensors.collect::<Result<Vec<_>>>()?)?;
     if group.rank() == root {
         return Ok(model);
     }

@@ -12,8 +12,8 @@ use crate::render::wants_colour;
 
 /// Draw the schedule of a pipeline, with its bubble and what each rank holds
 ///
-/// A line is a rank, a cell a unit of time: F0 is the forward pass of micro-batch 0, B0 its backward pass, or I0 the gradient of the input
-/// and W0 the gradients of the parameters. Dots are time in which a rank waits. Where ranks have several stages, a letter says which.
+/// A line is a rank, a cell a unit of time: F0 is the forward pass of micro-batch 0, B0 its backward pass.
+/// Dots are time in which a rank waits. Where ranks have several stages, a letter says which.
 #[derive(Args, Debug)]
 pub(crate) struct Plan {
     /// In which order micro-batches go through the stages
@@ -36,13 +36,9 @@ pub(crate) struct Plan {
     #[arg(long, value_name = "CELLS", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100))]
     forward: u32,
 
-    /// The time of the gradient of a stage's input, in cells
-    #[arg(long, value_name = "CELLS", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100))]
-    backward_input: u32,
-
-    /// The time of the gradients of a stage's parameters, in cells
-    #[arg(long, value_name = "CELLS", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100))]
-    backward_weight: u32,
+    /// The time of a backward pass, in cells
+    #[arg(long, value_name = "CELLS", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=200))]
+    backward: u32,
 
     /// The time until another rank has a result, in cells
     #[arg(long, value_name = "CELLS", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=100))]
@@ -58,8 +54,6 @@ enum Name {
     OneForwardOneBackward,
     /// 1f1b with several stages on each rank
     Interleaved,
-    /// 1f1b with the gradients of parameters in the bubble (ZB-H1)
-    ZeroBubble,
 }
 
 /// The width of a line's cells, before the picture goes on below. The picture of the defaults is not divided.
@@ -92,13 +86,11 @@ fn text(options: &Plan, colour: bool) -> Result<String, String> {
         Name::Interleaved => {
             Schedule::Interleaved { stages_per_rank: options.stages_per_rank.unwrap_or(STAGES) }
         }
-        Name::ZeroBubble => Schedule::ZeroBubble,
     };
     let plan = schedule.plan(options.ranks, options.microbatches).map_err(|error| error.to_string())?;
     let costs = Costs {
         forward: options.forward.into(),
-        backward_input: options.backward_input.into(),
-        backward_weight: options.backward_weight.into(),
+        backward: options.backward.into(),
         transfer: options.transfer.into(),
     };
     let timeline = plan.timeline(&costs).map_err(|error| error.to_string())?;
@@ -162,8 +154,6 @@ fn cell_text(
     let (letter, code) = match action.pass {
         Pass::Forward => ('F', "36"),
         Pass::Backward => ('B', "32"),
-        Pass::BackwardInput => ('I', "32"),
-        Pass::BackwardWeight => ('W', "33"),
     };
     let mut label = String::new();
     if first {
@@ -242,10 +232,10 @@ rank  holds at most  waits
         let text = drawn("--schedule interleaved --ranks 2 --microbatches 2").unwrap();
         assert!(text.starts_with("rank 0  F0a F1a F0b F1b"), "{text}");
         assert!(text.contains(" B0b ---"), "{text}");
-        let text = drawn("--schedule zero-bubble --ranks 2 --microbatches 32").unwrap();
+        let text = drawn("--ranks 2 --microbatches 32").unwrap();
         let blocks = |text: &str| text.lines().filter(|line| line.starts_with("rank 0 ")).count();
         assert_eq!((blocks(&text), blocks(&drawn("").unwrap())), (4, 1), "{text}");
-        assert!(text.lines().all(|line| line.len() <= 8 + COLUMNS) && text.contains("W31"), "{text}");
+        assert!(text.lines().all(|line| line.len() <= 8 + COLUMNS) && text.contains("B31"), "{text}");
     }
 
     #[test]

@@ -16,6 +16,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use parking_lot::Mutex;
 use serde_json::json;
 
+use crate::error::panic_message;
 use crate::notice::warn;
 use crate::rank::Rank;
 
@@ -169,7 +170,7 @@ pub fn has_reported(message: &str) -> bool {
 }
 
 fn write_panic(info: &PanicHookInfo<'_>) {
-    let message = info.payload_as_str().unwrap_or("with a value that is not text");
+    let message = panic_message(info.payload());
     let place = info.location().map_or_else(String::new, |location| format!(" at {location}"));
     if let Some(path) = path(ERROR_FILE) {
         LEFT.panic(path, &place, message);

@@ -1,12 +1,11 @@
 //! Why a batch could not be loaded.
 
-use std::any::Any;
 use std::error::Error as StdError;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use phalanx::Error;
+use phalanx::{Error, panic_message};
 
 use crate::WorkerInfo;
 
@@ -89,16 +88,9 @@ pub(crate) fn guarded<T>(
     let (cause, panicked) = match catch_unwind(AssertUnwindSafe(code)) {
         Ok(Ok(value)) => return Ok(value),
         Ok(Err(error)) => (error, false),
-        Err(panic) => (Error::aborted(message(&*panic)), true),
+        Err(panic) => (Error::aborted(panic_message(&*panic)), true),
     };
     Err(LoadError(Arc::new(Inner { during: during(), cause, panicked, worker: Some(worker) })))
-}
-
-/// The message of a panic.
-pub(crate) fn message(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
-    text.or_else(|| panic.downcast_ref::<String>().cloned())
-        .unwrap_or_else(|| "a panic without a message".into())
 }
 
 /// Indices of a batch that an error shows.

@@ -1,6 +1,5 @@
 //! The background thread: in each cycle it negotiates, and executes what is ready.
 
-use std::any::Any;
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -10,13 +9,13 @@ use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
 use phalanx::trace::{Trace, Track};
-use phalanx::{Error, Rank, ReduceOp, Result};
+use phalanx::{Error, Rank, ReduceOp, Result, panic_message};
 
 use crate::autotune::Autotune;
 use crate::engine::{Groups, Inbox, Pace, Shared, shut_down};
 use crate::execute::{Executor, Works};
 use crate::handle::{Completer, Outcome};
-use crate::options::Options;
+use crate::options::{Options, is_set};
 use crate::topology::numbered_among;
 use phalanx_proto::horovod::controller::{Batch, Controller, StallTimes, fuse};
 use phalanx_proto::horovod::request::{Message, Response, Round, Settings};
@@ -78,7 +77,7 @@ impl Background {
         self.groups.data.keep_apart();
         let ended = catch_unwind(AssertUnwindSafe(|| self.cycles())).unwrap_or_else(|panic| {
             let (rank, whose) = (self.groups.control.rank(), numbered_among(&self.groups.control));
-            let said = message(&*panic);
+            let said = panic_message(&*panic);
             Err(Error::panicked(format!("Horovod's thread of rank {rank} panicked: {said}{whose}")))
         });
         let cause = ended.unwrap_or_else(|cause| {
@@ -237,16 +236,6 @@ impl Background {
 fn pace(settings: &Settings, (begin, timeout): (Instant, Duration), any_computes: bool) -> Pace {
     let cycle = Duration::from_micros(settings.cycle_micros).min(timeout / 4);
     Pace { soon: begin + cycle, late: begin + cycle.max(IDLE_INTERVAL), any_computes }
-}
-
-fn is_set(name: &str) -> bool {
-    std::env::var_os(name).is_some_and(|value| !value.is_empty())
-}
-
-/// What a panic says.
-fn message(panic: &(dyn Any + Send)) -> &str {
-    let text = panic.downcast_ref::<&str>().copied();
-    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message")
 }
 
 /// The negotiation and the operation of each name, as events.

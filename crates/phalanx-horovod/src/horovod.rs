@@ -12,7 +12,7 @@ use phalanx::{Buffer, DType, Error, ProcessGroup, Rank, Result};
 
 use crate::background::Timeline;
 use crate::engine::{self, Engine, Groups, Stats};
-use crate::options::{Options, warnings};
+use crate::options::{Options, is_set, warnings};
 use crate::tensor::Tensor;
 use crate::topology::{Topology, numbered_among};
 use phalanx_proto::horovod::controller::is_alone;
@@ -108,7 +108,6 @@ pub fn init_in(group: &ProcessGroup) -> Result<Horovod> {
 /// On rank 0, of variables that are set and have no meaning.
 pub(crate) fn warn_of_variables(rank: Rank) {
     if rank.is_main() {
-        let is_set = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
         warnings(is_set).for_each(phalanx::warn);
     }
 }

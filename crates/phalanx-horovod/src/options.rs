@@ -122,10 +122,7 @@ impl Options {
     /// # Errors
     /// If a value is not valid; the error names the variable.
     pub fn from_env() -> Result<Self> {
-        let variables = Variables {
-            lookup: &|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()),
-        };
-        variables.options()
+        Variables { lookup: &phalanx::env::variable }.options()
     }
 
     /// Checks what a program has set, or rank 0.
@@ -161,6 +158,11 @@ impl Options {
             None => Ok(()),
         }
     }
+}
+
+/// Whether a variable has a value: one without is as one that is not set.
+pub(crate) fn is_set(name: &str) -> bool {
+    Variables { lookup: &phalanx::env::variable }.text(name).is_some()
 }
 
 /// Warnings of set variables that have no meaning.

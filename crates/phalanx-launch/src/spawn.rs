@@ -1,6 +1,5 @@
 //! A program starts its own workers.
 
-use std::any::Any;
 use std::fmt::Display;
 use std::io::Write;
 use std::ops::ControlFlow;
@@ -12,7 +11,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use rustix::process::{getpid, getppid, kill_process};
 
 use crate::env::{LaunchEnv, unknown_launcher};
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, Result, panic_message};
 use crate::notice::warn;
 use crate::worker_error;
 use crate::world_size::WorldSize;
@@ -217,12 +216,4 @@ fn run_worker<E: Display>(worker: impl FnOnce() -> Result<(), E>) -> ! {
         }
     };
     process::exit(code)
-}
-
-fn panic_message(payload: &(dyn Any + Send)) -> &str {
-    payload
-        .downcast_ref::<&str>()
-        .copied()
-        .or_else(|| payload.downcast_ref::<String>().map(String::as_str))
-        .unwrap_or("with a value that is not text")
 }

@@ -1,5 +1,6 @@
 //! One error type. Clones are cheap, so that all waiting callers of a failed operation get the same cause.
 
+use std::any::Any;
 use std::error::Error as StdError;
 use std::fmt;
 use std::net::SocketAddr;
@@ -104,6 +105,35 @@ impl Error {
         let source = Arc::from(error.into());
         // The source contains the whole message.
         Self::new(Kind::Aborted, "").edit(|inner| inner.source = Some(source))
+    }
+
+    /// An error for the caller's mistake: a wrong shape, an option out of range, a call out of order.
+    /// [`is_invalid_argument`](Self::is_invalid_argument) is true for it. It is for adapters, as are [`mismatch`](Self::mismatch) and
+    /// [`aborted`](Self::aborted).
+    ///
+    /// ```
+    /// use phalanx::Error;
+    /// let error = Error::invalid_argument("max_norm is -1").with_remedy("give a positive number");
+    /// assert!(error.is_invalid_argument());
+    /// assert_eq!(error.to_string(), "max_norm is -1 (give a positive number)");
+    /// ```
+    pub fn invalid_argument(cause: impl Into<String>) -> Self {
+        Self::new(Kind::InvalidArgument, cause)
+    }
+
+    /// An error for ranks, or a saved state and a model, that differ. [`is_mismatch`](Self::is_mismatch) is true for it.
+    pub fn mismatch(cause: impl Into<String>) -> Self {
+        Self::new(Kind::Mismatch, cause)
+    }
+
+    /// An error for an operation, or a group, that was ended for another reason. [`is_aborted`](Self::is_aborted) is true for it.
+    pub fn aborted(cause: impl Into<String>) -> Self {
+        Self::new(Kind::Aborted, cause)
+    }
+
+    /// Notes that rank `peer` is to blame: [`peer`](Self::peer) gives it.
+    pub fn with_peer(self, peer: Rank) -> Self {
+        self.edit(|inner| inner.peer = Some(peer))
     }
 
     /// Adds the remedy.
@@ -215,22 +245,7 @@ impl Error {
 // Users do not see what follows.
 #[doc(hidden)]
 impl Error {
-    // The next eight are for adapters and commands, which report errors as `phalanx` does.
-
-    /// For the caller's mistakes: a wrong shape, an unknown rank, an operation that is not defined for a type.
-    pub fn invalid_argument(cause: impl Into<String>) -> Self {
-        Self::new(Kind::InvalidArgument, cause)
-    }
-
-    /// For ranks whose calls, parameters or plans differ.
-    pub fn mismatch(cause: impl Into<String>) -> Self {
-        Self::new(Kind::Mismatch, cause)
-    }
-
-    /// For an operation or group that was ended for another reason.
-    pub fn aborted(cause: impl Into<String>) -> Self {
-        Self::new(Kind::Aborted, cause)
-    }
+    // The next four are for adapters and commands, which report errors as `phalanx` does.
 
     /// For a deadline that has passed, such as one of a `Store`.
     pub fn timeout(cause: impl Into<String>) -> Self {
@@ -253,11 +268,6 @@ impl Error {
             inner.operation = Some(operation.into());
             inner.sequence = sequence;
         })
-    }
-
-    /// Adds the peer to blame.
-    pub fn with_peer(self, peer: Rank) -> Self {
-        self.edit(|inner| inner.peer = Some(peer))
     }
 
     // The others are for `phalanx`: what makes errors, what adds to them, and what tells them apart.
@@ -451,6 +461,12 @@ impl StdError for Error {
     }
 }
 
+/// What a panic says, of the value that it leaves behind.
+pub fn panic_message(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a message")
+}
+
 /// Whether `error` says that this process, or its host, has no file descriptors or no memory left.
 pub fn is_local_shortage(error: &std::io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM | libc::ENOBUFS))
@@ -542,6 +558,18 @@ mod tests {
     fn a_panic_of_a_thread_says_where_more_is_said() {
         let error = Error::panicked("a thread has panicked");
         assert!(error.is_aborted() && error.remedy().unwrap().contains("standard error"), "{error}");
+    }
+
+    #[test]
+    fn a_panic_says_its_text_and_one_of_another_value_has_none() {
+        let panics: [(Box<dyn Any + Send>, &str); 3] = [
+            (Box::new("a text"), "a text"),
+            (Box::new("a text that was made".to_owned()), "a text that was made"),
+            (Box::new(7), "without a message"),
+        ];
+        for (panic, said) in panics {
+            assert_eq!(panic_message(&*panic), said);
+        }
     }
 
     #[test]

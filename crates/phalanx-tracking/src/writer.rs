@@ -8,7 +8,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use phalanx::{Result, warn};
+use phalanx::{Result, panic_message, warn};
 use serde::{Deserialize, Serialize};
 
 use crate::queue::Queue;
@@ -256,11 +256,7 @@ impl Output {
 
 /// Sinks are others' code: a panic of one must not end the record.
 fn guarded(call: impl FnOnce() -> io::Result<()>) -> Result<io::Result<()>, String> {
-    catch_unwind(AssertUnwindSafe(call)).map_err(|panic| {
-        let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
-        let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
-        format!("it panicked: {}", text.unwrap_or_else(|| "without a message".to_owned()))
-    })
+    catch_unwind(AssertUnwindSafe(call)).map_err(|panic| format!("it panicked: {}", panic_message(&*panic)))
 }
 
 #[cfg(test)]

@@ -24,8 +24,8 @@
 //! | | the norm | [`check_max_norm`], [`clip_factor`]: no collective, all ranks have the same averages, and clip alike; [`Reducer::clipped`] compares by which factor. Sharded ones need an all_reduce of the sum of squares |
 //! | | [`Reducer::stepped`] | if the adapter makes the optimizer's step: learning rates and settings, which the ranks compare after the first step and every 32 steps |
 //! | at times | [`states_identical`] | agrees: whether replicas are the same bits |
-//! | | [`broadcast_state_from`] | buffers that ranks compute for themselves, before an evaluation |
-//! | at the end of uneven inputs | [`JoinGroup::join`](crate::join::JoinGroup::join), then [`Reducer::adopt`] and [`broadcast_state_from`] if [`uneven`](crate::join::Joined) | from the rank that took part to the end; the optimizer's state too; for calls that are none of the group's: [`join_elsewhere`](crate::join::JoinGroup::join_elsewhere) |
+//! | | [`broadcast_state`] | buffers that ranks compute for themselves, before an evaluation |
+//! | at the end of uneven inputs | [`JoinGroup::join`](crate::join::JoinGroup::join), then [`Reducer::adopt`] and [`broadcast_state`] if [`uneven`](crate::join::Joined) | from the rank that took part to the end; the optimizer's state too; for calls that are none of the group's: [`join_elsewhere`](crate::join::JoinGroup::join_elsewhere) |
 //! | to save and load | [`StateWriter`], [`StateReader`] | one pair of functions serves [`Checkpoints`](crate::checkpoint::Checkpoints) and [elastic](crate::elastic) jobs. [`checkpoint::training`](crate::checkpoint::training) saves and loads a `TrainState` whole, with what a hook keeps for each rank |
 //! | | [`LoadedHook`](crate::reducer::hooks::LoadedHook) | a loaded state waits in it for the communication hook that continues from it |
 //!
@@ -47,9 +47,18 @@
 //!
 //! # Errors and warnings
 //!
-//! The functions here make errors of the kinds of this crate, so that a user's [`Error::is_invalid_argument`] and
-//! [`Error::is_mismatch`] hold for adapters as well. A framework's own error is [`Error::other`]. Add the remedy with
-//! [`Error::with_remedy`].
+//! [`Error::invalid_argument`], [`Error::mismatch`] and [`Error::aborted`] make errors of the kinds of this crate, so that a user's
+//! [`Error::is_invalid_argument`] and [`Error::is_mismatch`] hold for adapters as well. A framework's own error is [`Error::other`]. Add the
+//! remedy with [`Error::with_remedy`], and the rank to blame with [`Error::with_peer`].
+//!
+//! [`Error::invalid_argument`]: crate::Error::invalid_argument
+//! [`Error::mismatch`]: crate::Error::mismatch
+//! [`Error::aborted`]: crate::Error::aborted
+//! [`Error::is_invalid_argument`]: crate::Error::is_invalid_argument
+//! [`Error::is_mismatch`]: crate::Error::is_mismatch
+//! [`Error::other`]: crate::Error::other
+//! [`Error::with_remedy`]: crate::Error::with_remedy
+//! [`Error::with_peer`]: crate::Error::with_peer
 
 pub use phalanx_core::buffer::{copy_of, has_room, with_room};
 #[doc(hidden)]
@@ -60,53 +69,9 @@ pub use phalanx_core::join::{ComparedCalls, Comparison, Elsewhere, ElsewhereCall
 pub use phalanx_core::notice::warn;
 pub use phalanx_core::reducer::{
     HookedReducer, ParameterSpec, Reducer, ReducerOptions, StateTensor, StepWeight, broadcast_state,
-    broadcast_state_from, check_weight, check_weight_sum, states_identical, verify_state, verify_state_on,
+    check_weight, check_weight_sum, states_identical, verify_state, verify_state_on,
 };
 pub use phalanx_core::state::{StateReader, StateWriter};
 pub use phalanx_proto::caller::Caller;
 pub use phalanx_proto::elements;
 pub use phalanx_proto::reducer::clip::{check_max_norm, clip_factor};
-
-use crate::{Error, Rank};
-
-/// An error for the caller's mistake: a wrong shape, an option out of range, a call out of order.
-/// [`Error::is_invalid_argument`] is true for it.
-///
-/// ```
-/// use phalanx::adapter;
-/// let error = adapter::invalid_argument("max_norm is -1").with_remedy("give a positive number");
-/// assert!(error.is_invalid_argument());
-/// assert_eq!(error.to_string(), "max_norm is -1 (give a positive number)");
-/// ```
-pub fn invalid_argument(cause: impl Into<String>) -> Error {
-    Error::invalid_argument(cause)
-}
-
-/// An error for ranks, or a saved state and a model, that differ. [`Error::is_mismatch`] is true for it.
-pub fn mismatch(cause: impl Into<String>) -> Error {
-    Error::mismatch(cause)
-}
-
-/// An error for an operation, or a group, that was ended for another reason. [`Error::is_aborted`] is true for it.
-pub fn aborted(cause: impl Into<String>) -> Error {
-    Error::aborted(cause)
-}
-
-/// Notes in `error` that rank `peer` is to blame: [`Error::peer`] gives it.
-pub fn blaming(error: Error, peer: Rank) -> Error {
-    error.with_peer(peer)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn errors_of_adapters_are_of_the_kinds_of_the_core() {
-        let told = |error: &Error| [error.is_invalid_argument(), error.is_mismatch(), error.is_aborted()];
-        assert_eq!(told(&invalid_argument("a")), [true, false, false]);
-        assert_eq!(told(&mismatch("b")), [false, true, false]);
-        assert_eq!(told(&aborted("c")), [false, false, true]);
-        assert_eq!(blaming(mismatch("d"), Rank::new(3)).peer(), Some(Rank::new(3)));
-    }
-}

@@ -87,6 +87,9 @@ pub use phalanx_core::{
 #[cfg(feature = "launch")]
 #[doc(inline)]
 pub use phalanx_launch::spawn;
+// For those who run a program's code.
+#[doc(hidden)]
+pub use phalanx_proto::error::panic_message;
 // For stores of other languages.
 #[doc(hidden)]
 pub use phalanx_proto::store::count_there;

@@ -125,7 +125,7 @@ impl Ddp {
                 return Ok(());
             }
             let cause = format!("the VarMap has {now} variables, and had {then} when Ddp::new was called");
-            Err(adapter::invalid_argument(cause).with_remedy("make the whole model before Ddp::new"))
+            Err(Error::invalid_argument(cause).with_remedy("make the whole model before Ddp::new"))
         })
     }
 
@@ -194,7 +194,7 @@ impl Ddp {
             let cause =
                 "a state was to be saved in the middle of a step: gradients of backward_no_sync are held";
             let remedy = "save before the first backward_no_sync of a step, or call drop_accumulated";
-            return Err(adapter::invalid_argument(cause).with_remedy(remedy));
+            return Err(Error::invalid_argument(cause).with_remedy(remedy));
         }
         let state = self.with_optimizer(optimizer)?;
         to.value(CONTENTS, &specs(&state))?;
@@ -216,7 +216,7 @@ impl Ddp {
             let cause =
                 format!("tensor {index} is {} in the saved state and {} here", side(&there), side(&here));
             let remedy = "load it into the model and the optimizer that were saved";
-            return Err(adapter::mismatch(cause).with_remedy(remedy));
+            return Err(Error::mismatch(cause).with_remedy(remedy));
         }
         let values = here.iter().map(|spec| from.tensor(&spec.name, spec.dtype, &spec.shape));
         let values = values.collect::<Result<Vec<_>>>()?;

@@ -3,7 +3,7 @@
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 use phalanx::reducer::{HookedReducer, Reducer, StepWeight};
-use phalanx::{Error, Rank, Result, adapter};
+use phalanx::{Error, Rank, Result};
 
 use crate::variables::Named;
 
@@ -120,7 +120,7 @@ impl Sink {
             // Its gradient would begin as the weight, rounded to that type.
             if weight.is_some() && matches!(loss.dtype(), DType::F16 | DType::BF16) {
                 let cause = format!("a loss of type {:?} is too narrow for weights", loss.dtype());
-                return Err(adapter::invalid_argument(cause)
+                return Err(Error::invalid_argument(cause)
                     .with_remedy("compute it in f32: `loss.to_dtype(DType::F32)`"));
             }
             (gradients.mode, gradients.weight) = (Some(mode), weight);
@@ -144,7 +144,7 @@ impl Sink {
                 let name = &self.parameters[index].spec;
                 let cause = format!("parameter {name} got a gradient that is not of the newest forward pass's ddp.backward");
                 let remedy = "call ddp.backward(&loss), not loss.backward(), after each Ddp::forward, which makes the model anew";
-                return Err(adapter::invalid_argument(cause).with_remedy(remedy));
+                return Err(Error::invalid_argument(cause).with_remedy(remedy));
             }
             match gradients.mode {
                 Some(Mode::Average) => gradients.give(reducer, index, Some(gradient)).map(|()| None),

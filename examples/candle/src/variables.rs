@@ -4,8 +4,8 @@ use std::collections::HashSet;
 
 use candle_core::{DType as CandleType, Tensor, Var};
 use candle_nn::VarMap;
-use phalanx::reducer::{ParameterSpec, StateTensor, broadcast_state_from};
-use phalanx::{Communicator, DType, Error, Rank, Result, adapter};
+use phalanx::reducer::{ParameterSpec, StateTensor, broadcast_state};
+use phalanx::{Communicator, DType, Error, Rank, Result};
 
 #[derive(Clone, Debug)]
 pub(crate) struct Named {
@@ -24,7 +24,7 @@ impl Named {
             other => {
                 let cause =
                     format!("variable `{name}` has elements of {other:?}, which this adapter does not know");
-                return Err(adapter::invalid_argument(cause));
+                return Err(Error::invalid_argument(cause));
             }
         };
         Ok(Self { spec: ParameterSpec::new(name, var.dims(), dtype), var })
@@ -49,14 +49,13 @@ impl Named {
 
 /// All variables, sorted by name: a `VarMap` has another order in each process.
 pub(crate) fn all(map: &VarMap) -> Result<Vec<Named>> {
-    let data =
-        map.data().lock().map_err(|_| adapter::aborted("a thread panicked while it had the VarMap"))?;
+    let data = map.data().lock().map_err(|_| Error::aborted("a thread panicked while it had the VarMap"))?;
     let found = data.iter().map(|(name, var)| Named::new(name.clone(), var.clone()));
     let mut found = found.collect::<Result<Vec<_>>>()?;
     found.sort_by(|one, other| one.spec.name.cmp(&other.spec.name));
     let mut seen = HashSet::new();
     match found.iter().find(|one| !seen.insert(one.var.id())) {
-        Some(twin) => Err(adapter::invalid_argument(format!("variable {} has another name, too", twin.spec))
+        Some(twin) => Err(Error::invalid_argument(format!("variable {} has another name, too", twin.spec))
             .with_remedy("keep a tied weight under one name")),
         None => Ok(found),
     }
@@ -71,6 +70,6 @@ pub(crate) fn take_over(group: &dyn Communicator, root: Rank, variables: &[Named
     let mut values = variables.iter().map(Named::bytes).collect::<Result<Vec<_>>>()?;
     let tensors = variables.iter().zip(&mut values);
     let tensors = tensors.map(|(one, bytes)| StateTensor { dtype: one.spec.dtype, bytes });
-    broadcast_state_from(group, root, &mut tensors.collect::<Vec<_>>())?;
+    broadcast_state(group, root, &mut tensors.collect::<Vec<_>>())?;
     variables.iter().zip(&values).try_for_each(|(one, bytes)| one.write(bytes))
 }

@@ -11,6 +11,7 @@ use burn::nn::transformer::{
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::ModuleOptimizer;
 use burn::tensor::{Device, Distribution, Tensor};
+use common::median;
 use phalanx::ProcessGroup;
 use phalanx::pipeline::Schedule;
 use phalanx_burn::parallel::fsdp::{Fsdp, FullySharded, ShardingGroup, ShardingOptions};
@@ -80,9 +81,9 @@ pub fn measure_all(group: &ProcessGroup, steps: usize) -> Result<()> {
             "{:<43} parameters of a rank   step   bubble",
             format!("{ranks} ranks, {MICROBATCHES} micro-batches")
         );
-        for (index, (name, parameters, _)) in ways.iter().enumerate() {
-            let step = median(&mut times[index]).unwrap_or(f64::NAN);
-            show(name, *parameters, step, median(&mut bubbles[index]));
+        for ((name, parameters, _), (times, bubbles)) in ways.iter().zip(times.into_iter().zip(bubbles)) {
+            let bubble = (!bubbles.is_empty()).then(|| median(bubbles));
+            show(name, *parameters, median(times), bubble);
         }
     }
     Ok(())
@@ -92,11 +93,6 @@ pub fn measure_all(group: &ProcessGroup, steps: usize) -> Result<()> {
 pub fn show(name: &str, parameters: usize, step_ms: f64, bubble: Option<f64>) {
     let bubble = bubble.map_or("-".to_owned(), |bubble| format!("{bubble:.2}"));
     println!("{name:43} {:>18.2} M {step_ms:>5.0} ms {bubble:>8}", parameters as f64 / 1e6);
-}
-
-fn median(values: &mut [f64]) -> Option<f64> {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied()
 }
 
 fn config() -> TransformerEncoderConfig {

@@ -218,7 +218,7 @@ impl OnDevice {
         let (this, under_way) = (self.clone(), work.clone());
         let is_completed = move || lock(&under_way).as_ref().is_none_or(Work::is_completed);
         Pending::elsewhere_then(is_completed, move || {
-            comparison.map_or(Ok(()), Comparison::wait).map_err(of_hook)?;
+            comparison.map_or(Ok(()), Comparison::wait)?;
             if let Some(work) = lock(&work).take() {
                 drop(if this.waits { work.wait() } else { work.order(&this.stream_of_thread()?) }?);
             }
@@ -229,16 +229,6 @@ impl OnDevice {
 
 /// What NCCL reads of one rank, and where it writes the parts of all.
 type Lent<T> = (DeviceSlice<T>, DeviceSlice<T>);
-
-/// A difference between ranks, as one of what their hooks send.
-pub(super) fn of_hook(error: Error) -> Error {
-    if !error.is_mismatch() {
-        return error;
-    }
-    error.with_remedy(
-        "let DeviceHook::send send the same number of elements of a bucket, of the same type, in the same way on every rank: what does it depend on?",
-    )
-}
 
 /// What PowerSGD has of the bucket of this number.
 fn of(buckets: &[Option<Bucket>], number: usize) -> Option<&LowRankBucket> {

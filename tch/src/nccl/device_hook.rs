@@ -18,7 +18,7 @@ use phalanx::{Communicator, Error, Rank, ReduceOp, Result, WorldSize};
 use phalanx_nccl::Element;
 use tch::{Kind, Tensor};
 
-use super::calls::{Sent, of_hook};
+use super::calls::Sent;
 use super::{OnDevice, index_of, lock};
 use crate::shim;
 use crate::tensors::torch;
@@ -233,7 +233,7 @@ impl OnDevice {
         let kind = message.tensor.kind();
         let call =
             ElsewhereCall { op: message.op, dtype: shim::dtype(kind)?, elements: message.tensor.numel() };
-        let comparison = self.compared.compare(&self.group, bucket.index, call).map_err(of_hook)?;
+        let comparison = self.compared.compare(&self.group, bucket.index, call)?;
         let under_way = UnderWay { of_hook: of_bucket, message, comparison };
         match kind {
             Kind::Double => self.send_own::<f64>(bucket, under_way, hook),

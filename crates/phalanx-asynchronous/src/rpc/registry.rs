@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 use super::objects::Value;
 use super::payload::{Received, Written, read};
 use super::{Context, Shared};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, panic_message};
 use crate::rank::Rank;
 use crate::wire::rpc::{Head, MAX_NAME};
 
@@ -215,9 +215,7 @@ pub(super) const HANDLER: &str = "the handler";
 /// Runs the program's code, which errors call `what`. A panic becomes an error.
 pub(crate) fn caught<R>(what: &str, code: impl FnOnce() -> Result<R>) -> Result<R> {
     catch_unwind(AssertUnwindSafe(code)).unwrap_or_else(|panic| {
-        let said = panic.downcast_ref::<&str>().copied();
-        let said = said.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-        Err(Error::aborted(format!("{what} panicked: {}", said.unwrap_or("without a text")))
+        Err(Error::aborted(format!("{what} panicked: {}", panic_message(&*panic)))
             .with_remedy("see the output of the rank that was called"))
     })
 }

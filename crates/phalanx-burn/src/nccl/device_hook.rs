@@ -24,7 +24,6 @@ use phalanx::reducer::hooks::{GradBucket, GradientPlace, HookState, Pending};
 use phalanx::{Communicator, Error, Rank, ReduceOp, Result, WorldSize};
 use phalanx_nccl::Element;
 
-use super::stage::of_hook;
 use super::{BucketMemory, OnDevice, element_type};
 use crate::read_back::Computed;
 use crate::tensor_bytes;
@@ -256,7 +255,7 @@ impl OnDevice {
         let (message, dtype) = self.copied(tensor, "sends")?;
         let elements = message.places.iter().map(Range::len).sum();
         let call = ElsewhereCall { op, dtype: tensor_bytes::dtype(dtype)?, elements };
-        let comparison = self.compared.compare(&self.group, bucket.index, call).map_err(of_hook)?;
+        let comparison = self.compared.compare(&self.group, bucket.index, call)?;
         let under_way = UnderWay { of_hook: of_bucket, memory, message, op, comparison };
         match dtype {
             BurnDType::F64 => self.send_own::<f64>(bucket, under_way, hook),

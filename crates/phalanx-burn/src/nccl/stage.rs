@@ -42,7 +42,7 @@ impl<M: Send + 'static> Stage<M> {
         Pending::elsewhere_then(
             move || under_way.lock().is_completed(),
             move || {
-                comparison.map_or(Ok(()), Comparison::wait).map_err(of_hook)?;
+                comparison.map_or(Ok(()), Comparison::wait)?;
                 let stage = std::mem::replace(&mut *stage.lock(), Self::Over);
                 stage.wait(timeout)?;
                 then()
@@ -68,16 +68,6 @@ impl<M: Send + 'static> Stage<M> {
         };
         work?.wait().map(drop)
     }
-}
-
-/// A difference between ranks, as one of what their hooks send.
-pub(super) fn of_hook(error: Error) -> Error {
-    if !error.is_mismatch() {
-        return error;
-    }
-    error.with_remedy(
-        "let DeviceHook::send send the same number of elements of a bucket, of the same type, in the same way on every rank: what does it depend on?",
-    )
 }
 
 pub(super) fn gone() -> Error {

@@ -4,7 +4,7 @@ use std::any::Any;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::Error;
+use crate::error::{Error, panic_message};
 use crate::host;
 use crate::rank::Rank;
 
@@ -31,10 +31,7 @@ impl RemoteError {
 
     /// What a `panic` of this rank tells others.
     pub fn of_panic(panic: &(dyn Any + Send), me: Rank) -> Self {
-        let said = panic.downcast_ref::<&str>().copied();
-        let said = said.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-        let cause = format!("rank {me} panicked: {}", said.unwrap_or("without a message"));
-        Self::of(&Error::aborted(cause), me)
+        Self::of(&Error::aborted(format!("rank {me} panicked: {}", panic_message(panic))), me)
     }
 
     #[doc(hidden)]

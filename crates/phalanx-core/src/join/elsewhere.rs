@@ -1,7 +1,7 @@
 //! Calls that are none of the group's, such as NCCL's: what they are, who makes them on a rank without data, and whether all ranks make the same.
 //!
 //! NCCL compares nothing. If one rank sends fewer elements than another, both wait until a time-out, or get wrong results. So a call whose form is a
-//! program's own choice is [compared](JoinGroup::compare_elsewhere) through the group. That need not be waited for at each call: see [`ComparedCalls`].
+//! program's own choice is compared through the group, by [`ComparedCalls`]: that need not be waited for at each call.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -118,12 +118,8 @@ pub struct Comparison {
 }
 
 impl JoinGroup {
-    /// Begins to compare `call`, which the caller makes next beside the group, with those of the other ranks. All ranks with data call it together; without
-    /// data they take part in it. It waits for nobody.
-    ///
-    /// # Errors
-    /// If the call has 2³⁹ elements or more, or the group has failed.
-    pub fn compare_elsewhere(&self, call: ElsewhereCall) -> Result<Comparison> {
+    /// Begins to compare `call` with those of the other ranks. It waits for nobody.
+    fn compare_elsewhere(&self, call: ElsewhereCall) -> Result<Comparison> {
         let Some(form) = call.form() else {
             return Err(Error::invalid_argument(format!("the ranks cannot compare {call}"))
                 .with_remedy("make several calls with fewer elements"));
@@ -164,11 +160,12 @@ impl Comparison {
 pub struct ComparedCalls(Mutex<BTreeMap<usize, ElsewhereCall>>);
 
 impl ComparedCalls {
-    /// Compares `call` in its `place`, as [`JoinGroup::compare_elsewhere`]. The caller may make it if this returns: and then, if there is a comparison,
-    /// waits for that before it uses what comes of the call.
+    /// Compares `call` in its `place`, which the caller makes next beside the group, with those of the other ranks. All ranks with data call it together;
+    /// without data they take part in it. The caller may make its call if this returns: and then, if there is a comparison, waits for that before it uses
+    /// what comes of the call.
     ///
     /// # Errors
-    /// As [`JoinGroup::compare_elsewhere`] and [`Comparison::wait`].
+    /// If the call has 2³⁹ elements or more. As [`Comparison::wait`].
     pub fn compare(
         &self,
         group: &JoinGroup,
@@ -203,7 +200,10 @@ fn difference(mut calls: [(i64, i64); 2]) -> Error {
         named(one),
         named(other)
     ))
-    .with_remedy("make the same call on every rank: as many elements, of one type, combined in one way");
+    .with_remedy(
+        "make the same call on every rank: as many elements, of one type, combined in one way. If `send` of a communication hook says what is sent: what \
+         does that depend on?",
+    );
     match u32::try_from(second) {
         Ok(second) => error.with_peer(Rank::new(second)),
         Err(_) => error,

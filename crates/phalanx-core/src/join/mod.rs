@@ -37,7 +37,7 @@
 //! Such calls are NCCL's, on memory of a device. The code that makes one first announces it with
 //! [`announce_elsewhere`](JoinGroup::announce_elsewhere). On a rank without data, the [`Elsewhere`] that was given to
 //! [`join_elsewhere`](JoinGroup::join_elsewhere) makes the call, at the same place among all announced calls. So all ranks make them in one order.
-//! [`compare_elsewhere`](JoinGroup::compare_elsewhere) says whether all ranks make the same call.
+//! [`ComparedCalls`] says whether all ranks make the same call.
 //!
 //! # Cost
 //!

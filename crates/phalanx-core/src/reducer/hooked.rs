@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use parking_lot::Mutex;
 
 use super::Reducer;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, panic_message};
 
 /// A reducer behind a lock, for hooks that autograd calls, with what an adapter keeps for gradients on their way.
 ///
@@ -80,7 +80,5 @@ fn unless_panic<T>(call: impl FnOnce() -> Result<T>) -> Result<Result<T>> {
 
 /// The error for a panic of a communicator's or a hook's, for adapters whose autograd it must not reach.
 pub fn panicked(panic: &(dyn Any + Send)) -> Error {
-    let text = panic.downcast_ref::<&str>().copied();
-    let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message");
-    Error::aborted(format!("a panic in a communicator or a communication hook: {text}"))
+    Error::aborted(format!("a panic in a communicator or a communication hook: {}", panic_message(panic)))
 }

@@ -56,7 +56,7 @@ pub use identical::states_identical;
 pub use optimizer_steps::{LoadedState, LoadedStates, OptimizerSteps};
 pub use phalanx_proto::reducer::{ParameterSpec, ReducerOptions, StepWeight, check_weight, check_weight_sum};
 pub use step_times::StepTime;
-pub use sync::{StateTensor, broadcast_state, broadcast_state_from};
+pub use sync::{StateTensor, broadcast_state};
 pub use verify::{broadcast_bytes, verify_description, verify_state, verify_state_on};
 
 use self::bucket::Bucket;

@@ -1,4 +1,4 @@
-//! Rank 0's parameters and buffers become everyone's.
+//! One rank's parameters and buffers become everyone's.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -15,7 +15,7 @@ const CHUNK_BYTES: usize = 25 << 20;
 /// Broadcasts on their way at one time: enough that packing, moving and unpacking overlap, and no more memory.
 const IN_FLIGHT: usize = 3;
 
-/// A tensor's memory, of which every rank gets rank 0's content.
+/// A tensor's memory, of which every rank gets the root's content.
 #[derive(Debug)]
 pub struct StateTensor<'a> {
     /// The type of its elements.
@@ -24,32 +24,15 @@ pub struct StateTensor<'a> {
     pub bytes: &'a mut [u8],
 }
 
-/// Copies rank 0's content of `tensors` to every rank.
+/// Copies rank `root`'s content of `tensors` to every rank.
 ///
 /// Every rank gives tensors of the same types and sizes in the same order. They travel together, type by type, in
 /// broadcasts of at most 25 MiB, of which several are on their way at one time.
 ///
 /// # Errors
-/// If a length is no multiple of its type's size, there is too little memory, or a broadcast fails; then some tensors may have been written, and the
-/// group has ended.
-pub fn broadcast_state(group: &dyn Communicator, tensors: &mut [StateTensor<'_>]) -> Result<()> {
-    broadcast_state_from(group, Rank::MAIN, tensors)
-}
-
-/// Memory of the group for its next collective. If there is none, the group ends: the other ranks would wait for this one.
-pub(super) fn alloc_or_abort(group: &dyn Communicator, dtype: DType, elements: usize) -> Result<Buffer> {
-    group.alloc(dtype, elements).inspect_err(|error| group.abort(error.clone()))
-}
-
-/// As [`broadcast_state`], with the content of rank `root`.
-///
-/// # Errors
-/// As [`broadcast_state`], and if `root` is no rank of this group.
-pub fn broadcast_state_from(
-    group: &dyn Communicator,
-    root: Rank,
-    tensors: &mut [StateTensor<'_>],
-) -> Result<()> {
+/// If `root` is no rank of this group, a length is no multiple of its type's size, there is too little memory, or a broadcast fails; then some tensors
+/// may have been written, and the group has ended.
+pub fn broadcast_state(group: &dyn Communicator, root: Rank, tensors: &mut [StateTensor<'_>]) -> Result<()> {
     for (index, tensor) in tensors.iter().enumerate() {
         if tensor.bytes.len() % tensor.dtype.size() != 0 {
             let error = Error::invalid_argument(format!(
@@ -84,6 +67,11 @@ pub fn broadcast_state_from(
         chunk.unpack(work, tensors, is_root)?;
     }
     Ok(())
+}
+
+/// Memory of the group for its next collective. If there is none, the group ends: the other ranks would wait for this one.
+pub(super) fn alloc_or_abort(group: &dyn Communicator, dtype: DType, elements: usize) -> Result<Buffer> {
+    group.alloc(dtype, elements).inspect_err(|error| group.abort(error.clone()))
 }
 
 /// What one broadcast carries: pieces of tensors of one type, one after another.

@@ -48,24 +48,8 @@ mod rows;
 #[cfg(feature = "safetensors")]
 mod safetensors;
 
-#[cfg(any(
-    feature = "csv",
-    feature = "image",
-    feature = "json",
-    feature = "npy",
-    feature = "safetensors"
-))]
-use std::fmt::Display;
 use std::fs;
 use std::io;
-#[cfg(any(
-    feature = "csv",
-    feature = "image",
-    feature = "json",
-    feature = "npy",
-    feature = "safetensors"
-))]
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use phalanx::{Error, Result};
@@ -91,15 +75,6 @@ pub use self::npy::NpyDataset;
 pub(crate) use self::open::open_file;
 #[cfg(feature = "safetensors")]
 pub use self::safetensors::SafetensorsDataset;
-
-#[cfg(any(
-    feature = "csv",
-    feature = "image",
-    feature = "json",
-    feature = "npy",
-    feature = "safetensors"
-))]
-use crate::error::message;
 
 /// The most bytes of a line, or record.
 #[cfg(any(feature = "csv", feature = "json"))]
@@ -129,13 +104,18 @@ pub(crate) fn io_error(path: &Path, error: &io::Error) -> Error {
 
 /// What is wrong with a part of a file, and what to do.
 #[cfg(any(feature = "csv", feature = "image", feature = "json", feature = "npy", feature = "safetensors"))]
-fn bad(path: &Path, place: impl Display, cause: impl Display, remedy: &str) -> Error {
+fn bad(path: &Path, place: impl std::fmt::Display, cause: impl std::fmt::Display, remedy: &str) -> Error {
     Error::invalid_argument(format!("{}, {place}: {cause}", path.display())).with_remedy(remedy)
 }
 
 /// The error of a text that is not UTF-8, in a file that begins with these bytes.
 #[cfg(any(feature = "csv", feature = "json"))]
-fn not_utf8(path: &Path, place: impl Display, beginning: &[u8], error: &dyn Display) -> Error {
+fn not_utf8(
+    path: &Path,
+    place: impl std::fmt::Display,
+    beginning: &[u8],
+    error: &dyn std::fmt::Display,
+) -> Error {
     let cause = match beginning {
         [0xff, 0xfe, ..] | [0xfe, 0xff, ..] => {
             "the file is UTF-16, as some editors and Excel write it".to_owned()
@@ -152,9 +132,13 @@ fn not_utf8(path: &Path, place: impl Display, beginning: &[u8], error: &dyn Disp
 
 /// Runs what others have written, or is a part of `place` in the file: a panic in it is an error that names the file.
 #[cfg(any(feature = "csv", feature = "image", feature = "json", feature = "npy", feature = "safetensors"))]
-fn without_panic<T>(path: &Path, place: impl Display, read: impl FnOnce() -> Result<T>) -> Result<T> {
-    catch_unwind(AssertUnwindSafe(read)).unwrap_or_else(|panic| {
-        let cause = format_args!("what reads it panicked: {}", message(&*panic));
+fn without_panic<T>(
+    path: &Path,
+    place: impl std::fmt::Display,
+    read: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(read)).unwrap_or_else(|panic| {
+        let cause = format_args!("what reads it panicked: {}", phalanx::panic_message(&*panic));
         Err(bad(path, place, cause, "is the file damaged? Copy it again, write it again, or remove it"))
     })
 }

@@ -68,11 +68,6 @@ impl Operation {
     pub fn is_owners(self) -> bool {
         matches!(self, Self::MakeFolder | Self::WriteFile(_) | Self::WriteManifest | Self::Rename)
     }
-
-    /// Whether all ranks take part in it.
-    pub fn is_exchange(self) -> bool {
-        matches!(self, Self::Announce | Self::Gather | Self::Conclude)
-    }
 }
 
 /// What has become of an operation.
@@ -175,6 +170,11 @@ mod tests {
 
     const FILES: usize = 2;
 
+    /// Whether all ranks take part in it.
+    fn is_exchange(operation: Operation) -> bool {
+        matches!(operation, Operation::Announce | Operation::Gather | Operation::Conclude)
+    }
+
     /// All that a rank does if its operation of number `fault` ends so.
     fn play(role: Role, fault: usize, outcome: Outcome) -> Vec<(Operation, Outcome)> {
         let (mut write, mut played) = (WriteOrder::new(role, FILES), Vec::new());
@@ -245,7 +245,7 @@ mod tests {
         loop {
             // Each goes on until it must wait for the others.
             for (rank, write) in ranks.iter_mut().enumerate() {
-                while let Some(operation) = write.next().filter(|operation| !operation.is_exchange()) {
+                while let Some(operation) = write.next().filter(|operation| !is_exchange(*operation)) {
                     let fails = fault == (rank, counts[rank]);
                     met |= fails;
                     counts[rank] += 1;
@@ -284,10 +284,10 @@ mod tests {
         for (role, played) in all() {
             let lost = played
                 .iter()
-                .position(|(operation, outcome)| operation.is_exchange() && *outcome == Outcome::Lost);
+                .position(|(operation, outcome)| is_exchange(*operation) && *outcome == Outcome::Lost);
             let Some(lost) = lost else { continue };
             let later = &played[lost + 1..];
-            assert!(later.iter().all(|(operation, _)| !operation.is_exchange()), "{role:?} {played:?}");
+            assert!(later.iter().all(|(operation, _)| !is_exchange(*operation)), "{role:?} {played:?}");
         }
     }
 }

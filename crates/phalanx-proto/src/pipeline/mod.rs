@@ -34,10 +34,6 @@ pub enum Pass {
     Forward,
     /// The gradients of its input and of its parameters.
     Backward,
-    /// The gradient of its input alone, for which the stage before it waits.
-    BackwardInput,
-    /// The gradients of its parameters, which can wait until nothing else can be done.
-    BackwardWeight,
 }
 
 /// A pass of one micro-batch through one stage.
@@ -112,8 +108,7 @@ impl Plan {
         for action in self.actions(rank) {
             match action.pass {
                 Pass::Forward => held += 1,
-                Pass::Backward | Pass::BackwardWeight => held = held.saturating_sub(1),
-                Pass::BackwardInput => {}
+                Pass::Backward => held = held.saturating_sub(1),
             }
             peak = peak.max(held);
         }
@@ -141,10 +136,8 @@ impl Plan {
                 Some(Action { pass: Pass::Forward, stage: stage + 1, microbatch })
             }
             // Its own backward pass follows on the same rank.
-            Pass::Forward | Pass::BackwardWeight => None,
-            Pass::Backward | Pass::BackwardInput => {
-                stage.checked_sub(1).map(|stage| Action { pass, stage, microbatch })
-            }
+            Pass::Forward => None,
+            Pass::Backward => stage.checked_sub(1).map(|stage| Action { pass, stage, microbatch }),
         }
     }
 
@@ -153,11 +146,8 @@ impl Plan {
         let Action { pass, stage, microbatch } = action;
         match pass {
             Pass::Forward => stage.checked_sub(1).map(|stage| Action { pass, stage, microbatch }),
-            Pass::Backward | Pass::BackwardInput if stage + 1 < self.stages => {
-                Some(Action { pass, stage: stage + 1, microbatch })
-            }
-            Pass::Backward | Pass::BackwardInput => Some(Action { pass: Pass::Forward, stage, microbatch }),
-            Pass::BackwardWeight => Some(Action { pass: Pass::BackwardInput, stage, microbatch }),
+            Pass::Backward if stage + 1 < self.stages => Some(Action { pass, stage: stage + 1, microbatch }),
+            Pass::Backward => Some(Action { pass: Pass::Forward, stage, microbatch }),
         }
     }
 }

@@ -21,10 +21,6 @@ pub enum Schedule {
         /// v, the number of stages on each rank.
         stages_per_rank: usize,
     },
-    /// As [`OneForwardOneBackward`](Self::OneForwardOneBackward), with the gradients of parameters computed apart from those of
-    /// inputs, in what would be the bubble: a third of it is left, with the same number of activations. ZB-H1 of Qi et al., "Zero bubble
-    /// pipeline parallelism" (2024), arXiv 2401.10241.
-    ZeroBubble,
 }
 
 impl Schedule {
@@ -36,7 +32,7 @@ impl Schedule {
     pub fn plan(self, ranks: usize, microbatches: usize) -> Result<Plan> {
         let each = match self {
             Self::Interleaved { stages_per_rank } => stages_per_rank,
-            Self::GPipe | Self::OneForwardOneBackward | Self::ZeroBubble => 1,
+            Self::GPipe | Self::OneForwardOneBackward => 1,
         };
         if ranks == 0 || microbatches == 0 || each == 0 {
             return Err(Error::invalid_argument(format!(
@@ -46,7 +42,7 @@ impl Schedule {
         let actions = ranks
             .checked_mul(microbatches)
             .and_then(|all| all.checked_mul(each))
-            .and_then(|all| all.checked_mul(3));
+            .and_then(|all| all.checked_mul(2));
         if actions.is_none_or(|actions| actions > MAX_ACTIONS) {
             return Err(Error::invalid_argument(format!(
                 "{ranks} ranks with {each} stages and {microbatches} micro-batches have more than {MAX_ACTIONS} passes"
@@ -66,7 +62,6 @@ impl Schedule {
                 Self::Interleaved { stages_per_rank } => {
                     interleaved(rank, ranks, microbatches, stages_per_rank)
                 }
-                Self::ZeroBubble => zero_bubble(rank, ranks, microbatches),
             })
             .collect();
         Ok(Plan { stages: ranks * each, microbatches, actions })
@@ -101,29 +96,5 @@ fn interleaved(rank: usize, ranks: usize, microbatches: usize, each: usize) -> V
         actions.push(nth(Pass::Backward, index - warm_up));
     }
     actions.extend((all - warm_up..all).map(|index| nth(Pass::Backward, index)));
-    actions
-}
-
-/// 1F1B whose gradients of parameters come `rank` micro-batches late: the later a rank is in the pipeline, the earlier its gradients
-/// of inputs are waited for, and the more activations it may hold instead.
-fn zero_bubble(rank: usize, ranks: usize, microbatches: usize) -> Vec<Action> {
-    let mut actions = Vec::with_capacity(3 * microbatches);
-    let mut late = 0;
-    for Action { pass, stage, microbatch } in interleaved(rank, ranks, microbatches, 1) {
-        if pass == Pass::Forward {
-            actions.push(Action { pass, stage, microbatch });
-            continue;
-        }
-        actions.push(Action { pass: Pass::BackwardInput, stage, microbatch });
-        if microbatch >= rank {
-            actions.push(Action { pass: Pass::BackwardWeight, stage, microbatch: late });
-            late += 1;
-        }
-    }
-    actions.extend((late..microbatches).map(|microbatch| Action {
-        pass: Pass::BackwardWeight,
-        stage: rank,
-        microbatch,
-    }));
     actions
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions, StateTensor, broadcast_state};
 use phalanx::testing::{Fabric, run};
-use phalanx::{DType, ProcessGroup, Result};
+use phalanx::{DType, ProcessGroup, Rank, Result};
 
 /// Half a dozen parameters, one of them empty and one larger than a bucket.
 const SIZES: [usize; 6] = [1000, 0, 1, 70_000, 513, 3];
@@ -92,7 +92,7 @@ fn different_models_are_told_apart_and_state_is_copied() {
                 StateTensor { dtype: DType::F32, bytes: &mut weights },
                 StateTensor { dtype: DType::I64, bytes: &mut steps },
             ];
-            broadcast_state(&group, &mut state).unwrap();
+            broadcast_state(&group, Rank::MAIN, &mut state).unwrap();
             assert_eq!((weights, steps), (vec![0; 4096], vec![7; 8]));
 
             let wide = if group.rank().get() == 2 { 5 } else { 4 };

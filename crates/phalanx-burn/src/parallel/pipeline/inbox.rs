@@ -93,7 +93,7 @@ impl Line {
 pub(super) fn boundary(action: Action) -> usize {
     match action.pass {
         Pass::Forward => action.stage,
-        Pass::Backward | Pass::BackwardInput | Pass::BackwardWeight => action.stage + 1,
+        Pass::Backward => action.stage + 1,
     }
 }
 

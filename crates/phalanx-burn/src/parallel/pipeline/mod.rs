@@ -148,9 +148,7 @@ impl<const D: usize> Pipeline<D> {
     /// Stages on the ranks of `group`, in their order, and `microbatches` for each step. All ranks call it together.
     ///
     /// # Errors
-    /// On every rank, if ranks ask for different schedules or tensors of different dimensions. If the schedule is
-    /// [`Schedule::ZeroBubble`]: Burn's backward pass computes the gradients of inputs and of parameters together. As
-    /// [`Schedule::plan`].
+    /// On every rank, if ranks ask for different schedules or tensors of different dimensions. As [`Schedule::plan`].
     pub fn new(group: &ProcessGroup, schedule: Schedule, microbatches: usize) -> Result<Self> {
         let own = (format!("{schedule:?}"), microbatches as u64, D as u64);
         // Before what this rank's own argument is found to be: the others wait here.
@@ -163,13 +161,6 @@ impl<const D: usize> Pipeline<D> {
             ))
             .with_peer(Rank::new(other as u32))
             .with_remedy("every rank must call Pipeline::<D>::new with the same D, schedule and micro-batches"));
-        }
-        if schedule == Schedule::ZeroBubble {
-            return Err(Error::invalid_argument(
-                "the schedule ZeroBubble needs the gradients of inputs before those of parameters, and Burn's backward pass computes \
-                 both together",
-            )
-            .with_remedy("take OneForwardOneBackward, or Interleaved for a smaller bubble"));
         }
         let plan = schedule.plan(group.world_size().count(), microbatches)?;
         let inputs = vec![None; plan.stages()];

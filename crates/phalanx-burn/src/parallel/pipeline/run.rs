@@ -90,10 +90,7 @@ impl<'a, S: Stage<D>, const D: usize> Run<'a, S, D> {
             let next = actions.get(index + 1);
             match action.pass {
                 Pass::Forward => self.forward(*action, next)?,
-                // No plan that `Pipeline::new` accepts has the other two.
-                Pass::Backward | Pass::BackwardInput | Pass::BackwardWeight => {
-                    gradients = self.backward(*action, next.is_none())?;
-                }
+                Pass::Backward => gradients = self.backward(*action, next.is_none())?,
             }
         }
         drop(own_numbers);

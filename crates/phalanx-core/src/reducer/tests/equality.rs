@@ -63,7 +63,7 @@ fn state_becomes_that_of_rank_0() {
         let types = sizes.iter().map(|&(dtype, _)| dtype);
         let mut tensors: Vec<_> =
             memory.iter_mut().zip(types).map(|(bytes, dtype)| StateTensor { dtype, bytes }).collect();
-        broadcast_state(&*group, &mut tensors).unwrap();
+        broadcast_state(&*group, Rank::MAIN, &mut tensors).unwrap();
         assert!(memory.iter().flatten().all(|&byte| byte == 1));
         group.calls()
     });
@@ -73,7 +73,8 @@ fn state_becomes_that_of_rank_0() {
 
     let errors = run(2, |group| {
         let mut bytes = vec![0; if group.rank().is_main() { 7 } else { 8 }];
-        broadcast_state(&*group, &mut [StateTensor { dtype: DType::F32, bytes: &mut bytes }]).unwrap_err()
+        broadcast_state(&*group, Rank::MAIN, &mut [StateTensor { dtype: DType::F32, bytes: &mut bytes }])
+            .unwrap_err()
     });
     assert!(errors.iter().all(Error::is_invalid_argument), "{errors:?}");
 }
@@ -86,7 +87,7 @@ fn a_rank_that_lacks_memory_for_an_exchange_ends_the_group_and_nobody_waits_for_
         |group| {
             let mut bytes = [0; 8];
             let tensors = &mut [StateTensor { dtype: DType::F32, bytes: &mut bytes }];
-            broadcast_state(group, tensors).unwrap_err()
+            broadcast_state(group, Rank::MAIN, tensors).unwrap_err()
         },
     ];
     for exchange in exchanges {
