@@ -320,7 +320,7 @@ fn leave_all(links: &[Link]) {
             if std::thread::panicking() { 0 } else { links.len().min(LEFT_AT_ONCE).saturating_sub(1) };
         for _ in 0..others {
             let thread = std::thread::Builder::new().name("phalanx-rpc-end".into());
-            if thread.spawn_scoped(scope, &leave).is_err() {
+            if thread.spawn_scoped(scope, leave).is_err() {
                 break;
             }
         }

@@ -266,7 +266,7 @@ impl ProcessGroup {
             let mut others = Vec::new();
             for _ in 1..own.len().min(PAIRS_AT_ONCE) {
                 let thread = std::thread::Builder::new().name("phalanx-pairs".into());
-                match thread.spawn_scoped(scope, &connect) {
+                match thread.spawn_scoped(scope, connect) {
                     Ok(thread) => others.push(thread),
                     Err(error) => {
                         // With fewer it only takes longer.
