@@ -8,6 +8,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
 use super::connect::keys_of;
@@ -262,11 +263,19 @@ impl ProcessGroup {
             }
             Ok(())
         };
+        // Closed when no thread has a sender any more.
+        let (running, ended) = mpsc::channel::<()>();
         std::thread::scope(|scope| {
             let mut others = Vec::new();
             for _ in 1..own.len().min(PAIRS_AT_ONCE) {
                 let thread = std::thread::Builder::new().name("phalanx-pairs".into());
-                match thread.spawn_scoped(scope, connect) {
+                let running = running.clone();
+                let connect_until_end = move || {
+                    let outcome = connect();
+                    drop(running);
+                    outcome
+                };
+                match thread.spawn_scoped(scope, connect_until_end) {
                     Ok(thread) => others.push(thread),
                     Err(error) => {
                         // With fewer it only takes longer.
@@ -275,7 +284,14 @@ impl ProcessGroup {
                     }
                 }
             }
-            let first = connect();
+            drop(running);
+            let mut first = connect();
+            // Only this thread has a check, such as for Ctrl-C. The others hear of a failure of this group.
+            while ended.recv_timeout(interrupt::INTERRUPT_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+                if let Err(error) = interrupt::check() {
+                    first = first.and(Err(self.inner.health.fail(error)));
+                }
+            }
             others.into_iter().fold(first, |outcome, thread| {
                 let other = thread.join().unwrap_or_else(|_| {
                     let panicked = Error::panicked("a thread that connects pairs of ranks panicked");

@@ -1,5 +1,6 @@
 use std::cell::Cell;
 use std::sync::Barrier;
+use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use super::*;
@@ -323,6 +324,42 @@ fn a_rank_connects_several_pairs_at_a_time() {
         };
         group.pairs_aside(pairs.into_iter(), Caller::RpcStart, connected).unwrap();
         group.barrier().unwrap();
+    });
+}
+
+#[test]
+fn who_waits_for_the_threads_that_connect_pairs_can_still_be_interrupted() {
+    static IS_PRESSED: AtomicBool = AtomicBool::new(false);
+    fn pressed() -> Result<()> {
+        if IS_PRESSED.load(Ordering::SeqCst) { Err(Error::aborted("the user gives up")) } else { Ok(()) }
+    }
+    met(3, |group, _| {
+        let pairs = [[0, 1], [0, 2]].map(|pair| pair.map(Rank::new));
+        if !group.rank().is_main() {
+            return group.pairs_aside(pairs.into_iter(), Caller::RpcStart, |_, _| Ok(())).unwrap_or_default();
+        }
+        let (begun, limit) = (AtomicUsize::new(0), Deadline::after(LIMIT));
+        let waits = std::thread::current().id();
+        let connected = |_, pair: Result<ProcessGroup>| {
+            let _pair = pair?;
+            begun.fetch_add(1, Ordering::SeqCst);
+            // Two threads have a pair each.
+            while begun.load(Ordering::SeqCst) < 2 {
+                assert!(!limit.has_passed());
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            if std::thread::current().id() != waits {
+                IS_PRESSED.store(true, Ordering::SeqCst);
+                while group.watched_failure().is_none() {
+                    assert!(!limit.has_passed());
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+            }
+            Ok(())
+        };
+        let connect = || group.pairs_aside(pairs.into_iter(), Caller::RpcStart, connected);
+        let error = interrupt::interruptible(pressed, connect).unwrap_err();
+        assert!(error.to_string().contains("the user gives up"), "{error}");
     });
 }
 
