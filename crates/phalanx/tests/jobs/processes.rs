@@ -489,7 +489,6 @@ fn who_has_no_descriptors_for_a_mesh_tells_all() {
     }
 }
 
-/// A rank 0 that no launcher has started, and clients without TLS or with a certificate of another CA.
 fn what_has_no_addresses_in_shared_memory_is_in_ordinary_memory() {
     let variables = [("PHALANX_TRANSPORT", "shm")];
     let (outcomes, _) = World::start("processes::few_addresses", 2, false, &variables).end();
@@ -498,6 +497,7 @@ fn what_has_no_addresses_in_shared_memory_is_in_ordinary_memory() {
     }
 }
 
+/// A rank 0 that no launcher has started, and clients without TLS or with a certificate of another CA.
 fn rank_0_says_that_it_has_turned_a_client_away() {
     let (folder, ca, other) = (tempfile::tempdir().unwrap(), Authority::new(), Authority::new());
     let key = JobKey::generate().unwrap();
