@@ -124,10 +124,7 @@ def _leave_groups() -> None:
     error = cause_of_end()
     # A forked process has the memory of its parent's groups, which are not open there, and none of their threads.
     groups = [group for group in members(_open) if group.is_open()]
-    if error is not None:
-        for group in groups:
-            group.abort(f"the program of rank {group.rank} ended with {described(error)}")
-    # In the reverse order. A second Ctrl-C ends one of these waits, and keeps no other group, and no thread, from its end.
+    # In the reverse order. A second Ctrl-C ends one of these steps, and keeps no other group, and no thread, from its end.
     with contextlib.ExitStack() as steps:
         steps.callback(_native.close_callbacks, GRACE)
         steps.callback(_native.await_cleared, GRACE)
@@ -135,6 +132,9 @@ def _leave_groups() -> None:
             steps.callback(tell)
         for group in groups:
             steps.callback(group.close_within, GRACE, f"the program of rank {group.rank} ended before its operations did")
+        if error is not None:
+            for group in groups:
+                steps.callback(group.abort, f"the program of rank {group.rank} ended with {described(error)}")
 
 
 atexit.register(_leave)

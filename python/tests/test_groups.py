@@ -223,11 +223,14 @@ class Interrupted:
     def is_open(self):
         return True
 
+    def abort(self, cause):
+        raise KeyboardInterrupt
+
     def close_within(self, timeout, cause):
         raise KeyboardInterrupt
 
 
-def left_beside_interrupts(rank):
+def left_beside_interrupts(rank, error):
     dist.init_process_group("phalanx", store=dist.HashStore(), rank=rank, world_size=1)
     called, groups = [], _exit._open
     native = {name: getattr(_native, name) for name in ("await_cleared", "close_callbacks")}
@@ -235,18 +238,20 @@ def left_beside_interrupts(rank):
     _native.close_callbacks = lambda timeout: called.append("closed")
     _exit.when_left.append(lambda: called.append("told"))
     _exit._open = [Interrupted(), *groups, Interrupted()]
+    _exit._passing = error
     try:
         with pytest.raises(KeyboardInterrupt):
             _exit._leave()
     finally:
-        _exit._open = groups
+        _exit._open, _exit._passing = groups, None
         for name, function in native.items():
             setattr(_native, name, function)
     assert called == ["told", "cleared", "closed"] and not dist.group.WORLD._native.is_open()
 
 
-def test_all_groups_are_left_at_the_end_of_a_program_also_if_ctrl_c_is_pressed_again():
-    processes(1, left_beside_interrupts)
+@pytest.mark.parametrize("error", [None, KeyError("of the program")])
+def test_all_groups_are_left_at_the_end_of_a_program_also_if_ctrl_c_is_pressed_again(error):
+    processes(1, left_beside_interrupts, error)
 
 
 class Growing:
