@@ -10,6 +10,7 @@ use burn::tensor::Tensor;
 use phalanx::reducer::verify_description;
 use phalanx::{Caller, Error, ProcessGroup, Rank, ReduceOp, Result};
 
+use super::super::division::{Part, parts};
 use crate::{Collectives, alike, read_back};
 
 /// The most elements of a copy that are compared.
@@ -53,7 +54,7 @@ impl TiedParameter {
     /// all its places in this rank's stages, and make groups of an optimizer's parameters that go by ids after that. All ranks of the group call it together.
     ///
     /// # Errors
-    /// If the ranks' parameters differ in shape or type, or the exchange fails.
+    /// If the ranks' parameters differ in shape or type, or are other parts of a divided layer, or the exchange fails.
     pub fn new<const D: usize>(
         parameter: Option<Param<Tensor<D>>>,
         group: &ProcessGroup,
@@ -63,12 +64,16 @@ impl TiedParameter {
             return Ok((Self { group: None, calls: Arc::default() }, None));
         };
         let own = parameter.base().clone().detach();
-        // The first one's elements would fit a copy of another shape, too.
-        let layout = format!("{:?} {:?}", own.dtype(), own.dims());
+        let part = parts(&parameter).remove(&parameter.id).map(|Part { span, rank, ranks }| {
+            format!(", part {rank} of {ranks} of the {} along dimension {}", span.total, span.dim)
+        });
+        // The first one's elements would fit a copy of another shape, and another part of a divided layer, too.
+        let layout = format!("{:?} {:?}{}", own.dtype(), own.dims(), part.unwrap_or_default());
         verify_description(group, "copy of a tied parameter", &layout).map_err(|error| match error.is_mismatch() {
             true => error.with_remedy(
                 "give copies of one shape and type: the weight of an Embedding is [vectors, width], and that of a Linear \
-                 [inputs, outputs], so compute with its transpose() in one of the stages",
+                 [inputs, outputs], so compute with its transpose() in one of the stages; of a divided layer, give the same part on \
+                 every rank of the group, as those of a mesh's pipeline group have",
             ),
             false => error,
         })?;

@@ -118,6 +118,21 @@ fn a_copy_of_a_tied_part_is_a_part_of_the_same_divided_layer() {
     });
 }
 
+/// Such as with the group of all ranks in place of the mesh's pipeline group. The first rank's elements would fit.
+#[test]
+fn copies_that_are_other_parts_of_a_divided_layer_are_refused_on_every_rank() {
+    run(2, |group| {
+        let embedding = EmbeddingConfig::new(8, 4).init(&device());
+        let divided = VocabParallelEmbedding::new(embedding, &TensorGroup::new(&group)).unwrap();
+        let error = TiedParameter::new(Some(divided.weight), &group).map(drop).unwrap_err();
+        let text = error.to_string();
+        assert!(
+            error.is_mismatch() && text.contains("part 0 of 2") && text.contains("part 1 of 2"),
+            "{error}"
+        );
+    });
+}
+
 #[test]
 fn data_and_pipeline_are_one_process() {
     let interleaved = Schedule::Interleaved { stages_per_rank: 2 };
