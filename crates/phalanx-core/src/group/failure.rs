@@ -67,10 +67,15 @@ impl ProcessGroup {
     pub fn fail_half_way(&self, could_not: &str, error: &Error) -> Error {
         let cause =
             Error::aborted(format!("rank {} could not {could_not}: {}", self.rank(), error.full_cause()));
-        self.fail_unless_explained(match error.remedy() {
+        let cause = match error.remedy() {
             Some(remedy) => cause.with_remedy(remedy),
             None => cause,
-        })
+        };
+        // No other rank knows more of what this one lacks.
+        if error.is_invalid_argument() || error.is_out_of_memory() || error.is_local_shortage() {
+            return self.inner.health.fail(cause);
+        }
+        self.fail_unless_explained(cause)
     }
 
     /// The error of an operation that waits for the ranks that `needs` names, if one of them has left the group. For adapters.
