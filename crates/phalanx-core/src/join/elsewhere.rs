@@ -201,7 +201,7 @@ fn difference(mut calls: [(i64, i64); 2]) -> Error {
         named(other)
     ))
     .with_remedy(
-        "make the same call on every rank: as many elements, of one type, combined in one way. If `send` of a communication hook says what is sent: what \
+        "make the same call on every rank: as many elements, of one type, combined in one way. If `DeviceHook::send` says what is sent: what \
          does that depend on?",
     );
     match u32::try_from(second) {
