@@ -10,7 +10,7 @@ use rustix::pipe::fcntl_getpipe_size;
 use rustix::process::Signal;
 
 use crate::support::{
-    LIMIT, SUM, command, exit_code, free_port, limit, node, phalanx, send, sorted_lines, text,
+    LIMIT, SUM, command, exit_code, free_port, limit, node, phalanx, send, sorted_lines, text, within,
 };
 
 /// Exit code, standard output and standard error of a launcher that has been started.
@@ -410,16 +410,8 @@ impl Namespaces {
     /// `command` inside one of them.
     fn inside(&self, side: &str, command: &Command) -> Command {
         let mut inside = Command::new("ip");
-        inside.args(["netns", "exec", &format!("{}{side}", self.0)]).arg(command.get_program());
-        for (name, value) in command.get_envs() {
-            match value {
-                Some(value) => inside.env(name, value),
-                None => inside.env_remove(name),
-            };
-        }
-        inside.args(command.get_args()).stdin(std::process::Stdio::null());
-        inside.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
-        inside
+        inside.args(["netns", "exec", &format!("{}{side}", self.0)]);
+        within(inside, command)
     }
 }
 

@@ -11,7 +11,7 @@ use rustix::process::Signal;
 
 use crate::support::{
     bare, command, environment, exit_code, free_port, is_gone, limit, node, output, phalanx, send,
-    sorted_lines, start, text, wait_until_gone, write_program,
+    sorted_lines, start, text, wait_until_gone, within, write_program,
 };
 
 #[test]
@@ -225,15 +225,7 @@ fn the_limit_of_descriptors_is_raised_for_the_workers_of_other_nodes_too() {
 fn limited(command: &Command, kind: &str, descriptors: u32) -> Command {
     let mut shell = Command::new("sh");
     shell.args(["-c", &format!("ulimit {kind} -n {descriptors}; exec \"$0\" \"$@\"")]);
-    shell.arg(command.get_program()).args(command.get_args());
-    for (name, value) in command.get_envs() {
-        match value {
-            Some(value) => shell.env(name, value),
-            None => shell.env_remove(name),
-        };
-    }
-    shell.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    shell
+    within(shell, command)
 }
 
 #[test]

@@ -68,6 +68,19 @@ pub fn command(subcommand: &str) -> Command {
     command
 }
 
+/// `inner`, in its environment, behind the words of `outer`, which runs it.
+pub fn within(mut outer: Command, inner: &Command) -> Command {
+    outer.arg(inner.get_program()).args(inner.get_args());
+    for (name, value) in inner.get_envs() {
+        match value {
+            Some(value) => outer.env(name, value),
+            None => outer.env_remove(name),
+        };
+    }
+    outer.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    outer
+}
+
 /// Runs it to its end, or kills it when it takes too long. Calls `then` when it says `words` on its standard error.
 pub fn output_with(mut command: Command, words: &str, then: impl FnOnce()) -> Output {
     let mut child = command.spawn().unwrap();
