@@ -55,7 +55,7 @@ pub const TESTS: &[(&str, fn())] = &[
 
 /// What this program does as a worker.
 pub fn play() {
-    crate::watchdog::abort_after(LIMIT);
+    crate::harness::abort_after(LIMIT);
     let folder = PathBuf::from(std::env::var_os(FOLDER).unwrap());
     let outcome = match (std::env::var(retry::VIEW), std::env::var(by_name::BY_NAME)) {
         (Ok(view), _) => retry::work(&folder, &view),
@@ -319,7 +319,7 @@ fn files(folder: &Path) -> Vec<Vec<u8>> {
 
 fn job(workers: u32, folder: &Path) -> Job {
     Job::new(std::env::current_exe().unwrap(), WorldSize::new(workers).unwrap())
-        .variable(crate::ROLE, "elastic")
+        .variable(crate::harness::ROLE, "elastic")
         .variable(FOLDER, folder.to_str().unwrap())
         .variable("RAYON_NUM_THREADS", "1")
         .grace(Duration::from_secs(2))

@@ -28,7 +28,7 @@ pub fn start_each(
     let port = server.local_addr().port().to_string();
     let worker = |rank: u32| {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.env(super::ROLE, role).envs(variables.iter().copied());
+        command.env(crate::harness::ROLE, role).envs(variables.iter().copied());
         command.env("RANK", rank.to_string()).env("WORLD_SIZE", ranks.to_string());
         command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port);
         command.env("TORCHELASTIC_USE_AGENT_STORE", "True").envs(own(rank));

@@ -9,9 +9,10 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 
+use crate::environment;
 use crate::support::{
-    bare, command, environment, exit_code, free_port, is_gone, limit, node, output, phalanx, send,
-    sorted_lines, start, text, wait_until_gone, within, write_program,
+    bare, command, exit_code, free_port, is_gone, limit, node, output, phalanx, send, sorted_lines, start,
+    text, wait_until_gone, within, write_program,
 };
 
 #[test]

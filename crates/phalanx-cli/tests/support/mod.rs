@@ -1,8 +1,6 @@
 //! Starts the command, and waits for it no longer than it may take.
 #![allow(dead_code, reason = "not every test needs everything")]
 
-#[path = "../../../phalanx-core/tests/support/environment.rs"]
-pub mod environment;
 pub mod network;
 #[path = "../../../phalanx-core/tests/support/ports.rs"]
 pub mod ports;
@@ -16,6 +14,8 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_send_signal};
+
+use crate::environment;
 
 /// Nothing takes longer, or it hangs; what the tests start sleeps for longer.
 pub const LIMIT: Duration = Duration::from_secs(40);

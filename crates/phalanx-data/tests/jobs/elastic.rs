@@ -11,7 +11,7 @@ use phalanx::sampler::ElasticSampler;
 use phalanx::{ReduceOp, Result, WorldSize};
 use phalanx_data::{DataLoader, InMemory, Position};
 
-use crate::ROLE;
+use crate::harness::ROLE;
 
 pub const TESTS: &[(&str, fn())] = &[
     ("the_samples_of_a_rank_that_dies_in_a_step_come_again", || check(STEP)),
@@ -47,7 +47,7 @@ fn check(role: &str) {
 
 /// Counts how often each item of one epoch has been in a step.
 pub fn train(role: &str) -> Result<()> {
-    crate::watchdog::abort_after(Duration::from_secs(120));
+    crate::harness::abort_after(Duration::from_secs(120));
     let loader =
         DataLoader::builder((0..ITEMS).collect::<InMemory<_>>()).sampler(ElasticSampler::new(ITEMS).seed(7));
     let loader = loader.batch_size(3).num_workers(2).build()?;

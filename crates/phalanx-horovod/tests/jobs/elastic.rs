@@ -10,7 +10,7 @@ use phalanx::{Error, Rank, WorldSize};
 use phalanx_horovod::elastic::{self, ObjectState, State};
 use phalanx_horovod::{Horovod, Op};
 
-use crate::ROLE;
+use crate::harness::ROLE;
 
 /// The folder in which a mishap notes that it has happened.
 const MISHAPS: &str = "PHALANX_TEST_HOROVOD_MISHAPS";
@@ -24,7 +24,7 @@ type Training = Plain<(u64, Vec<f32>)>;
 
 /// What a worker does.
 pub fn work() {
-    crate::watchdog::abort_after(LIMIT);
+    crate::harness::abort_after(LIMIT);
     let mut state = ObjectState::new(Plain((0, vec![0.0; 8])));
     state.register_reset_callbacks([Box::new(|state: &mut Training, hvd: &Horovod| {
         println!("reset {} at {}", hvd.size(), state.0.0);

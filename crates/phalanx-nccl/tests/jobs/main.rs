@@ -5,7 +5,11 @@
 
 mod collectives;
 mod devices;
+#[path = "../../../phalanx-core/tests/support/environment.rs"]
+mod environment;
 mod faults;
+#[path = "../../../phalanx-core/tests/support/harness.rs"]
+mod harness;
 mod init;
 mod overlap;
 mod shrink;
@@ -43,7 +47,7 @@ pub fn is_shared() -> bool {
 }
 
 fn main() {
-    if let Ok(role) = std::env::var(world::ROLE) {
+    if let Some(role) = harness::role() {
         return play(&role);
     }
     let folder = tempfile::tempdir().unwrap();

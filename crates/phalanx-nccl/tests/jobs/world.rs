@@ -7,8 +7,6 @@ use std::time::{Duration, Instant};
 use phalanx::store::{Store, TcpStore, TcpStoreServer};
 use phalanx::{Deadline, ProcessGroup, Result};
 
-/// Set for a rank: what it does.
-pub const ROLE: &str = "PHALANX_TEST_NCCL_ROLE";
 /// What leaves NCCL nothing but sockets.
 const NCCL_SOCKETS: [&str; 3] = ["NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"];
 /// No test takes so long, even on a slow machine; what does hangs.
@@ -24,7 +22,10 @@ impl World {
         let port = server.local_addr().port();
         let start = |rank: u32| {
             let mut command = Command::new(std::env::current_exe().unwrap());
-            command.env(ROLE, role).env("RANK", rank.to_string()).env("WORLD_SIZE", ranks.to_string());
+            command
+                .env(crate::harness::ROLE, role)
+                .env("RANK", rank.to_string())
+                .env("WORLD_SIZE", ranks.to_string());
             command.env("LOCAL_RANK", rank.to_string()).env("LOCAL_WORLD_SIZE", ranks.to_string());
             command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
             command.env("TORCHELASTIC_USE_AGENT_STORE", "True");

@@ -13,7 +13,7 @@ use phalanx::launch::{Event, Job, Outcome, Stream};
 use phalanx::{ProcessGroup, ReduceOp, WorldSize};
 use rustix::process::{Pid, Resource, Rlimit, Signal, getpid, kill_process, setrlimit};
 
-use crate::support::ROLE;
+use crate::harness::ROLE;
 
 const FOLDER: &str = "PHALANX_TEST_FOLDER";
 const LIMIT: Duration = Duration::from_secs(60);
@@ -36,7 +36,7 @@ pub const TESTS: &[(&str, fn())] = &[
 
 /// What this program does as a worker.
 pub fn play(fault: &str) {
-    crate::watchdog::abort_after(LIMIT);
+    crate::harness::abort_after(LIMIT);
     if let Err(error) = work(fault) {
         eprintln!("{error}");
         std::process::exit(1);

@@ -11,7 +11,7 @@ use phalanx::sampler::ElasticSampler;
 use phalanx::{Error, ProcessGroup, ReduceOp, WorldSize};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::support::ROLE;
+use crate::harness::ROLE;
 
 /// A state to begin with, as hexadecimal digits.
 const RESUME: &str = "PHALANX_TEST_RESUME";
@@ -45,7 +45,7 @@ pub const TESTS: &[(&str, fn())] = &[
 
 /// What this program does as a worker.
 pub fn play(scenario: &str) {
-    crate::watchdog::abort_after(LIMIT);
+    crate::harness::abort_after(LIMIT);
     if let Err(error) = work(scenario) {
         eprintln!("{error}");
         std::process::exit(1);

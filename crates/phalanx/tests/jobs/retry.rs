@@ -11,7 +11,7 @@ use phalanx::sampler::ElasticSampler;
 use phalanx::{ProcessGroup, Rank, ReduceOp, Result, WorldSize};
 use rustix::process::{Signal, getpid, kill_process};
 
-use crate::support::ROLE;
+use crate::harness::ROLE;
 
 /// No job takes longer, or it hangs.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -34,7 +34,7 @@ pub const TESTS: &[(&str, fn())] = &[
 
 /// What this program does as a worker. `deaths` says which worker dies where, as `place:step:point` with commas between; each once.
 pub fn play(deaths: &str) {
-    crate::watchdog::abort_after(LIMIT);
+    crate::harness::abort_after(LIMIT);
     if let Err(error) = work(deaths) {
         eprintln!("{error}");
         std::process::exit(1);

@@ -32,7 +32,7 @@ fn first_row(step: u64, rank: Rank, world: WorldSize) -> usize {
 
 /// What a worker of an elastic job does: rank 1 dies in the middle of a step, and nothing was committed.
 pub(super) fn outlive() -> Result<()> {
-    crate::watchdog::abort_after(LIMIT);
+    crate::harness::abort_after(LIMIT);
     let cuda = phalanx_nccl::Device::open(0)?;
     let state: Training = TrainState::new(Net::new(), sgd(), Vec::new())?;
     let mut state = state.with_options(options())?.with_nccl_on(&cuda);
@@ -85,7 +85,7 @@ pub(super) fn survivors_go_on(workers: u32) {
     let mut job = Job::new("sh", world)
         .arguments(["-c", script, &program])
         .min_workers(WorldSize::new(workers - 1).unwrap())
-        .variable(crate::ROLE, "nccl")
+        .variable(crate::harness::ROLE, "nccl")
         .variable(WHAT, "outlive")
         .variable(FOLDER, folder.path().to_str().unwrap());
     let own = [HOST_IS_DEVICE, ("STANDIN_CUDA_DEVICES", "1"), ("NCCL_SOCKET_IFNAME", "lo")];
