@@ -12,9 +12,8 @@ mod equivalence;
 mod harness;
 mod nccl;
 
-use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use libtest_mimic::Arguments;
 use phalanx::WorldSize;
@@ -78,14 +77,6 @@ fn job(role: &str, workers: u32, folder: &Path) -> Job {
 }
 
 /// Runs the job; gives up when it takes too long.
-fn run(job: &Job, mut note: impl FnMut(&Event<'_>)) -> Report {
-    let start = Instant::now();
-    job.run(&mut |event: Event<'_>| {
-        note(&event);
-        match start.elapsed() < LIMIT {
-            true => ControlFlow::Continue(()),
-            false => ControlFlow::Break(()),
-        }
-    })
-    .unwrap()
+fn run(job: &Job, note: impl FnMut(&Event<'_>)) -> Report {
+    harness::run_job(job, LIMIT, note)
 }

@@ -5,9 +5,8 @@ mod retry;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
@@ -23,6 +22,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde::{Deserialize, Serialize};
 
 use crate::common::{device, samples};
+use crate::harness::run_job;
 
 /// Where a worker keeps what the test looks at; says that this process is a worker.
 const FOLDER: &str = "PHALANX_TEST_FOLDER";
@@ -326,16 +326,8 @@ fn job(workers: u32, folder: &Path) -> Job {
 }
 
 /// Runs the job; gives up when it takes too long.
-fn run(job: &Job, mut note: impl FnMut(&Event<'_>)) -> Report {
-    let start = Instant::now();
-    job.run(&mut |event: Event<'_>| {
-        note(&event);
-        match start.elapsed() < LIMIT {
-            true => ControlFlow::Continue(()),
-            false => ControlFlow::Break(()),
-        }
-    })
-    .unwrap()
+fn run(job: &Job, note: impl FnMut(&Event<'_>)) -> Report {
+    run_job(job, LIMIT, note)
 }
 
 /// Runs the job, and kills the worker at each place when its commit is reached; the last victim first. It ends when a later round has

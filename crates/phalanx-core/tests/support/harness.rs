@@ -1,9 +1,11 @@
 //! What tests with a `main` of their own share: their program starts itself as the ranks of jobs.
 #![allow(dead_code, reason = "not every test needs everything")]
 
-use std::time::Duration;
+use std::ops::ControlFlow;
+use std::time::{Duration, Instant};
 
 use libtest_mimic::Trial;
+use phalanx::launch::{Event, Job, Report};
 
 use crate::environment;
 
@@ -29,6 +31,16 @@ pub fn trial(name: impl Into<String>, test: fn()) -> Trial {
         test();
         Ok(())
     })
+}
+
+/// Runs a job of this program's to its end. A job that takes longer than `limit` hangs, and is ended.
+pub fn run_job(job: &Job, limit: Duration, mut note: impl FnMut(&Event<'_>)) -> Report {
+    let start = Instant::now();
+    job.run(&mut |event: Event<'_>| {
+        note(&event);
+        if start.elapsed() < limit { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
+    })
+    .unwrap()
 }
 
 /// Aborts this worker after `limit`, when its test gives up. A job whose workers wait for ever has no event at which its test could end it:

@@ -13,7 +13,6 @@ mod workers;
 use std::collections::BTreeSet;
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
-use std::ops::ControlFlow;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -23,7 +22,7 @@ use phalanx::WorldSize;
 use phalanx::launch::{Event, Job, Outcome, Stream};
 use phalanx_tracking::{RunState, RunStatus};
 
-use crate::harness::ROLE;
+use crate::harness::{ROLE, run_job};
 use crate::support::{csv_steps, event_files, events, json_lines, json_steps, scalars};
 use crate::workers::{FOLDER, STEPS};
 
@@ -67,15 +66,12 @@ fn job(role: &str, folder: &Path, workers: u32) -> Job {
 /// Runs a job to its good end; gives what each rank has written to standard error.
 fn succeed(job: Job, workers: usize) -> Vec<String> {
     let mut said = vec![String::new(); workers];
-    let report = job
-        .run(&mut |event: Event<'_>| {
-            if let Event::Line { rank, stream: Stream::Stderr, text } = event {
-                said[rank.index()].push_str(&String::from_utf8_lossy(text));
-                said[rank.index()].push('\n');
-            }
-            ControlFlow::Continue(())
-        })
-        .unwrap();
+    let report = run_job(&job, LIMIT, |event| {
+        if let Event::Line { rank, stream: Stream::Stderr, text } = event {
+            said[rank.index()].push_str(&String::from_utf8_lossy(text));
+            said[rank.index()].push('\n');
+        }
+    });
     assert!(matches!(report.outcome, Outcome::Succeeded), "{:?}\n{said:?}", report.outcome);
     said
 }
