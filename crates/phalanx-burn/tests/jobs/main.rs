@@ -13,9 +13,10 @@ mod harness;
 mod meshes;
 #[cfg(feature = "nccl")]
 mod nccl;
+#[path = "../../../phalanx-core/tests/support/ranks.rs"]
+mod ranks;
 mod sharded;
 mod stages;
-mod workers;
 
 use libtest_mimic::Arguments;
 

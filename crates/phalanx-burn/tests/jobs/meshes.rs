@@ -20,7 +20,7 @@ use phalanx_burn::parallel::{ShardedState, StateNames};
 use rustix::process::{Signal, getpid, kill_process};
 
 use crate::common::{device, distance, floats, samples};
-use crate::workers::{Worker, start};
+use crate::ranks::{Worker, start};
 
 /// Where the checkpoints are, and the step before which the second replica dies; of those there are `UNTIL`.
 const FOLDER: &str = "PHALANX_TEST_FOLDER";

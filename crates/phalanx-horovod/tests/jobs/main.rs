@@ -7,15 +7,18 @@ mod elastic;
 mod environment;
 #[path = "../../../phalanx-core/tests/support/harness.rs"]
 mod harness;
+#[path = "../../../phalanx-core/tests/support/ranks.rs"]
+mod ranks;
 
 use std::path::Path;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::Output;
 use std::time::{Duration, Instant};
 
 use libtest_mimic::Arguments;
-use phalanx::store::TcpStoreServer;
 use phalanx_horovod::{Horovod, Op};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+use crate::ranks::Worker;
 
 const WORLD: usize = 3;
 /// No job takes longer, or it hangs.
@@ -144,19 +147,9 @@ fn world(role: &str, variables: &[(&str, &str)]) -> Vec<Output> {
     world_of(WORLD, role, variables)
 }
 
-fn world_of(ranks: usize, role: &str, variables: &[(&str, &str)]) -> Vec<Output> {
-    let server = TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();
-    let port = server.local_addr().port();
-    let start = |rank: usize| -> Child {
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        command.env(harness::ROLE, role).env("RANK", rank.to_string()).env("WORLD_SIZE", ranks.to_string());
-        command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
-        command.env("TORCHELASTIC_USE_AGENT_STORE", "True");
-        command.envs(variables.iter().copied()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        command.spawn().unwrap()
-    };
-    let workers: Vec<Child> = (0..ranks).map(start).collect();
-    workers.into_iter().map(|worker| worker.wait_with_output().unwrap()).collect()
+fn world_of(count: usize, role: &str, variables: &[(&str, &str)]) -> Vec<Output> {
+    let (_server, mut workers) = ranks::start(role, count as u32, variables);
+    workers.iter_mut().map(Worker::output).collect()
 }
 
 fn a_process_dies() {

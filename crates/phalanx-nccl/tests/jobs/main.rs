@@ -12,6 +12,8 @@ mod faults;
 mod harness;
 mod init;
 mod overlap;
+#[path = "../../../phalanx-core/tests/support/ranks.rs"]
+mod ranks;
 mod shrink;
 mod stand_in;
 mod world;
