@@ -197,9 +197,10 @@ impl Owner {
             (None, _) => Ok(()),
             (Some(own), Ok(named)) if identity(&named) == own => Ok(()),
             (Some(_), Err(error)) if error.kind() != io::ErrorKind::NotFound => Err(error),
-            (Some(_), Ok(_) | Err(_)) => {
-                Err(io::Error::other("the folder was removed, and another process has claimed it since"))
-            }
+            (Some(_), Ok(_) | Err(_)) => Err(io::Error::new(
+                io::ErrorKind::NotFound,
+                "the folder is another one of this name, and another process has claimed it since",
+            )),
         }
     }
 }
