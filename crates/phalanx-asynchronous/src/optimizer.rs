@@ -43,7 +43,7 @@ pub trait UpdateRule: Send + Sync {
 
 /// An error if one of a rule's settings is negative, infinite or not a number, as in PyTorch.
 fn check_sizes(settings: &[(&str, f32)]) -> Result<()> {
-    match settings.iter().find(|(_, value)| !(value.is_finite() && *value >= 0.0)) {
+    match settings.iter().find(|(_, value)| !(0.0..=f32::MAX).contains(value)) {
         None => Ok(()),
         Some((name, value)) => {
             Err(Error::invalid_argument(format!("the {name} of an update rule is {value}"))
