@@ -95,7 +95,9 @@ impl Link {
             }
             let last = match attempt {
                 Ok(link) => return Ok(link),
-                Err(ConnectError::OutOfResources(error)) => return Err(error),
+                Err(ConnectError::OutOfResources(error) | ConnectError::Interrupted(error)) => {
+                    return Err(error);
+                }
                 Err(ConnectError::NoAddress(error)) => {
                     let since = *no_address_since.get_or_insert_with(Instant::now);
                     if since.elapsed() >= naming() || backoff.is_last() {
@@ -137,6 +139,7 @@ impl Link {
                     Some(error)
                 }
             };
+            interrupt::check()?;
             if !(patience.goes_on)() {
                 return Err(Error::aborted(format!("the store at {address} is no longer needed")));
             }
@@ -161,6 +164,7 @@ impl Link {
                     return Err(io::Error::new(InvalidData, "it does not know the job's key"));
                 }
                 Err(ConnectError::Tls(error)) => return Err(error),
+                Err(ConnectError::Interrupted(error)) => return Err(interrupt::as_io(error)),
                 // It gave way to others, or was too slow for them. One that is gone refuses the next.
                 Err(ConnectError::Closed)
                     if began.elapsed() < closing(credentials.tls.is_some(), false)
@@ -199,12 +203,17 @@ impl Link {
         deadline: Deadline,
     ) -> Result<Self, ConnectError> {
         let mut failure = ConnectError::NotListening(io::ErrorKind::AddrNotAvailable.into());
-        let name = |error: io::Error| match no_more_processes(&error).or(no_more_files(&error)) {
-            Some(_) => ConnectError::OutOfResources(Error::not_started(
-                format!("the name in {address} cannot be looked up"),
-                error,
-            )),
-            None => ConnectError::NoAddress(error),
+        let name = |error: io::Error| {
+            if let Some(cause) = interrupt::cause(&error) {
+                return ConnectError::Interrupted(cause);
+            }
+            match no_more_processes(&error).or(no_more_files(&error)) {
+                Some(_) => ConnectError::OutOfResources(Error::not_started(
+                    format!("the name in {address} cannot be looked up"),
+                    error,
+                )),
+                None => ConnectError::NoAddress(error),
+            }
         };
         for target in resolve(address, deadline).map_err(name)? {
             // An attempt that begins at the very end still has the time for a store on this host.
@@ -283,13 +292,13 @@ impl Link {
     fn encrypt(&mut self, tls: &Tls) -> io::Result<Box<Session>> {
         let mut session = Box::new(tls.client()?);
         loop {
-            let left = Some(self.left()?);
-            self.stream.set_read_timeout(left)?;
-            self.stream.set_write_timeout(left)?;
+            let left = self.left()?;
+            self.stream.set_read_timeout(Some(interrupt::at_most(left)))?;
+            self.stream.set_write_timeout(Some(left))?;
             match session.handshake(&mut self.stream) {
                 Ok(true) => return Ok(session),
                 Ok(false) => {}
-                Err(error) => retry(error)?,
+                Err(error) => retry(error).and_then(|()| interrupt::check_io())?,
             }
         }
     }
