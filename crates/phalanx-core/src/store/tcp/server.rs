@@ -29,6 +29,7 @@ use crate::deadline::Deadline;
 use crate::error::{Error, LOOPBACK_IS_DOWN, Result, no_more_files};
 use crate::host::is_localhost;
 use crate::interfaces::is_every_hosts;
+use crate::interrupt;
 use crate::key::JobKey;
 use crate::notice::Aside;
 
@@ -210,8 +211,10 @@ impl Drop for TcpStoreServer {
 /// loopback. A name that has no address yet is waited for, as clients do.
 pub fn addresses_to_serve(address: &str, deadline: Deadline) -> Result<Vec<SocketAddr>> {
     let mut targets = resolve_patiently(address, deadline).map_err(|error| {
-        Error::io(format!("cannot find the address of {address}, where the store is to be served"), error)
-            .with_remedy(NO_ADDRESS_REMEDY)
+        interrupt::cause(&error).unwrap_or_else(|| {
+            Error::io(format!("cannot find the address of {address}, where the store is to be served"), error)
+                .with_remedy(NO_ADDRESS_REMEDY)
+        })
     })?;
     targets.sort_by_key(|target| is_every_hosts(target.ip()));
     Ok(targets)
