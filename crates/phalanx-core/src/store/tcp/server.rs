@@ -13,14 +13,14 @@ use std::time::Duration;
 
 use phalanx_sys::tcp;
 use rustix::process::{Resource, getrlimit};
-use socket2::{Domain, Protocol, Socket, TcpKeepalive, Type};
+use socket2::{Domain, Protocol, Socket, Type};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio::task::{AbortHandle, JoinSet, LocalSet};
 use tokio::time::{Instant, sleep, sleep_until};
 
 use super::access::{Access, Admission, KeylessClients};
-use super::client_connection::ACKNOWLEDGEMENT_TIMEOUT;
+use super::client_connection::{ACKNOWLEDGEMENT_TIMEOUT, keep_alive};
 use super::resolve::{NO_ADDRESS_REMEDY, resolve_patiently};
 use super::server_connection::{Shared, serve};
 use super::server_stream::Stream;
@@ -49,8 +49,6 @@ const MAX_PENDING: usize = 2 * MAX_RANKS as usize;
 const PENDING_SHARE: u64 = 4;
 /// The pause in accepting when the process has run out of descriptors.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(20);
-/// After this silence the kernel checks whether a client's host is still alive.
-const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(30);
 
 /// Serves a store to [`TcpStore`](super::TcpStore)s and to PyTorch's clients.
 ///
@@ -426,8 +424,7 @@ async fn at(moment: Option<Instant>) {
 /// Small answers are sent at once; a vanished host is noticed. If a socket refuses an option, it still works.
 fn tune(stream: &TcpStream) {
     let _ = stream.set_nodelay(true);
-    let keep_alive = TcpKeepalive::new().with_time(KEEP_ALIVE_INTERVAL).with_interval(KEEP_ALIVE_INTERVAL);
-    let _ = socket2::SockRef::from(stream).set_tcp_keepalive(&keep_alive);
+    keep_alive(stream);
     let _ = tcp::recover_soon(stream, ACKNOWLEDGEMENT_TIMEOUT);
 }
 

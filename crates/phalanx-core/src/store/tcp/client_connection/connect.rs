@@ -13,7 +13,7 @@ use super::super::connect_error::{
     wrong_key,
 };
 use super::super::resolve::{PAUSES, is_in_kubernetes, naming, resolve};
-use super::{ACKNOWLEDGEMENT_TIMEOUT, ClientCredentials, Link, Owed, is_own, retry};
+use super::{ACKNOWLEDGEMENT_TIMEOUT, ClientCredentials, Link, Owed, is_own, keep_alive, retry};
 use crate::deadline::{Backoff, Deadline};
 use crate::error::{Error, Result, no_more_files, no_more_processes};
 use crate::host::{loopback_is_down, loopback_remedy};
@@ -249,6 +249,7 @@ impl Link {
     ) -> Result<Self, ConnectError> {
         stream.set_nodelay(true).map_err(ConnectError::NotListening)?;
         tcp::recover_soon(&stream, ACKNOWLEDGEMENT_TIMEOUT).map_err(ConnectError::NotListening)?;
+        keep_alive(&stream);
         let deadline = deadline.at_most(GREETING_TIMEOUT);
         let mut link = Self::over(stream, deadline);
         let mut secret = credentials.secret.clone();
@@ -339,11 +340,14 @@ mod tests {
     use std::net::TcpListener;
     use std::thread;
 
+    use rustix::net::sockopt::{socket_keepalive, tcp_keepidle};
+
+    use super::super::KEEP_ALIVE_INTERVAL;
     use super::*;
     use crate::credentials::Credentials;
 
     #[test]
-    fn a_further_connection_that_gave_way_to_others_is_made_again() {
+    fn a_further_connection_that_gave_way_to_others_is_made_again_and_kept_alive() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap().to_string();
         let server = thread::spawn(move || {
@@ -355,8 +359,11 @@ mod tests {
         });
         let credentials = ClientCredentials::new(&Credentials::default());
         let soon = Deadline::after(Duration::from_secs(20));
-        assert!(Link::reconnect(&address, &credentials, soon).is_ok());
+        let link = Link::reconnect(&address, &credentials, soon).unwrap();
         server.join().unwrap();
+        // Nothing between the hosts forgets it while it is idle, whoever's the server is.
+        assert!(socket_keepalive(&link.stream).unwrap());
+        assert_eq!(tcp_keepidle(&link.stream).unwrap(), KEEP_ALIVE_INTERVAL);
     }
 
     #[test]
