@@ -70,7 +70,16 @@ pub(in crate::store) fn resolve_in_order(address: &str, deadline: Deadline) -> i
         return Ok(vec![address]);
     }
     let (name, deadline) = (address.to_owned(), deadline.at_most(LOOK_UP_LIMIT));
-    within(deadline, move || Ok(name.to_socket_addrs()?.collect()))
+    within(deadline, move || {
+        // The system knows an address of one link, fe80::1%eth0, and not with the brackets that keep it apart from the port.
+        match name.strip_prefix('[').and_then(|rest| rest.rsplit_once("]:")) {
+            Some((host, port)) => {
+                let port = port.parse::<u16>().map_err(|_| io::ErrorKind::InvalidInput)?;
+                Ok((host, port).to_socket_addrs()?.collect())
+            }
+            None => Ok(name.to_socket_addrs()?.collect()),
+        }
+    })
 }
 
 /// The system's resolver has no deadline, and may take half a minute. So it runs in a thread, for which this waits only
@@ -135,6 +144,13 @@ mod tests {
         // An address that needs no lookup needs no time.
         let past = Deadline::after(Duration::ZERO);
         assert_eq!(resolve("[::1]:80", past).unwrap(), ["[::1]:80".parse().unwrap()]);
+    }
+
+    #[test]
+    fn an_address_of_one_link_has_its_interface() {
+        let soon = Deadline::after(Duration::from_secs(20));
+        // The loopback is the first interface of each network namespace.
+        assert_eq!(resolve("[fe80::1%lo]:80", soon).unwrap(), ["[fe80::1%1]:80".parse().unwrap()]);
     }
 
     #[test]
