@@ -28,6 +28,8 @@ use crate::random;
 
 /// The pause between two reads of the file grows from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
+/// What NFS says of a file that another has just replaced.
+const REPLACED: &str = "has been replaced while it was opened";
 /// How long the removal of a store waits for its lock.
 const REMOVE_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -78,10 +80,13 @@ impl FileStore {
         let mut backoff = Backoff::new(PAUSES, deadline);
         loop {
             let why = match OpenOptions::new().read(true).write(true).open(&path) {
-                Ok(file) => match Log::open(file).map_err(|error| unusable(&path, "read", error))? {
-                    Some(log) => return Ok(Self::new(path, log, false)),
-                    None => "holds no store of this version",
+                Ok(file) => match Log::open(file) {
+                    Ok(Some(log)) => return Ok(Self::new(path, log, false)),
+                    Ok(None) => "holds no store of this version",
+                    Err(error) if is_stale(&error) => REPLACED,
+                    Err(error) => return Err(unusable(&path, "read", error)),
                 },
+                Err(error) if is_stale(&error) => REPLACED,
                 Err(error) if error.kind() == io::ErrorKind::NotFound => "does not exist",
                 Err(error) => return Err(unusable(&path, "open", error)),
             };
