@@ -256,6 +256,14 @@ fn bind_error(address: SocketAddr, error: std::io::Error) -> Error {
         ErrorKind::AddrNotAvailable => {
             format!("{} is no address of this host: is MASTER_ADDR that of the host of rank 0?", address.ip())
         }
+        // Ranks and launchers tell it to each other without its interface.
+        ErrorKind::InvalidInput if matches!(address, SocketAddr::V6(v6) if v6.ip().is_unicast_link_local()) =>
+        {
+            format!(
+                "{} is an address of one link, at which ranks cannot meet: give another address of this host",
+                address.ip()
+            )
+        }
         ErrorKind::PermissionDenied => {
             format!("port {} needs privileges: set MASTER_PORT to 1024 or more", address.port())
         }
@@ -479,6 +487,13 @@ mod tests {
             }
             assert_eq!(queue.clients.borrow().len(), 2 * MAX_RANKS as usize, "one was closed for another");
         });
+    }
+
+    #[test]
+    fn an_address_of_one_link_is_no_place_to_meet() {
+        // EINVAL.
+        let error = bind_error("[fe80::1]:0".parse().unwrap(), std::io::Error::from_raw_os_error(22));
+        assert!(error.remedy().unwrap().contains("fe80::1 is an address of one link"), "{error}");
     }
 
     #[test]
