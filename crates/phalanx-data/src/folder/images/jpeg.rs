@@ -15,12 +15,13 @@ use zune_jpeg::zune_core::colorspace::ColorSpace;
 use zune_jpeg::zune_core::options::DecoderOptions;
 
 use super::MAX_SIDE;
-use super::decode::{Cause, check_size};
+use super::decode::{Cause, EXIF_MARK, check_size, orientation};
 
 const START_OF_IMAGE: u8 = 0xd8;
 const END_OF_IMAGE: u8 = 0xd9;
 const START_OF_SCAN: u8 = 0xda;
 const APP0: u8 = 0xe0;
+const APP1: u8 = 0xe1;
 const APP14: u8 = 0xee;
 /// The most scans. Each may pass over all of the picture with few bytes, so that a small file of many takes hours.
 const MAX_SCANS: usize = 500;
@@ -42,14 +43,14 @@ pub(super) fn decode(bytes: &[u8]) -> Result<(DynamicImage, Orientation), Cause>
     let wanted = if is_gray { ColorSpace::Luma } else { ColorSpace::RGB };
     decoder.set_options(options.jpeg_set_out_colorspace(wanted));
     let pixels = decoder.decode().map_err(cause)?;
-    let orientation = decoder.exif().and_then(|exif| Orientation::from_exif_chunk(exif));
+    let orientation = exif(&bytes).map_or(Orientation::NoTransforms, orientation);
     let image = if is_gray {
         GrayImage::from_raw(width, height, pixels).map(DynamicImage::from)
     } else {
         RgbImage::from_raw(width, height, pixels).map(DynamicImage::from)
     };
     let image = image.ok_or_else(|| Cause::Damaged("it has fewer pixels than it announces".into()))?;
-    Ok((image, orientation.unwrap_or(Orientation::NoTransforms)))
+    Ok((image, orientation))
 }
 
 fn cause(error: DecodeErrors) -> Cause {
@@ -107,6 +108,25 @@ fn stands_alone(marker: u8) -> bool {
 fn segment(bytes: &[u8], at: usize) -> Option<&[u8]> {
     let length = bytes.get(at..)?.first_chunk::<2>()?;
     bytes.get(at + 2..at + usize::from(u16::from_be_bytes(*length)))
+}
+
+/// The first EXIF, with its mark. If there are two, the decoder gives the last one.
+fn exif(bytes: &[u8]) -> Option<&[u8]> {
+    let mut at = 2;
+    loop {
+        let (marker, behind) = next_marker(bytes, at)?;
+        at = behind;
+        if stands_alone(marker) {
+            continue;
+        }
+        let content = segment(bytes, behind)?;
+        match marker {
+            START_OF_SCAN => return None,
+            APP1 if content.starts_with(EXIF_MARK) => return Some(content),
+            // Tables, frames, other programs' data, comments.
+            0..=u8::MAX => at += 2 + content.len(),
+        }
+    }
 }
 
 /// The file as the decoder makes of it what libjpeg does.
@@ -248,6 +268,25 @@ mod tests {
         for factors in [[0x11, 0x22, 0x22], [0x12, 0x21, 0x11], [0x22, 0x22, 0x41], [0x41, 0x11, 0x22]] {
             assert!(sampled(factors).unwrap_err().contains("fewer samples"), "{factors:?}");
         }
+    }
+
+    /// Of two Pillow takes the first: longer EXIF than a segment holds goes on in the next one.
+    #[test]
+    fn a_picture_is_turned_as_its_first_exif_says() {
+        let file = include_bytes!("../../../tests/files/images/444.jpg");
+        let turned = |values: &[u16]| {
+            let segments = values.iter().flat_map(|value| {
+                let entry = [&[0x01_u8, 0x12, 0, 3, 0, 0, 0, 1][..], &value.to_be_bytes(), &[0, 0]].concat();
+                let exif = [EXIF_MARK, b"MM\0\x2a\0\0\0\x08\0\x01", &entry, &[0; 4]].concat();
+                [&[0xff, APP1][..], &(exif.len() as u16 + 2).to_be_bytes(), &exif].concat()
+            });
+            let segments: Vec<u8> = segments.collect();
+            decode(&with(file, None, &segments)).map(|(_, orientation)| orientation).ok()
+        };
+        assert_eq!(turned(&[]), Some(Orientation::NoTransforms));
+        assert_eq!(turned(&[6]), Some(Orientation::Rotate90));
+        assert_eq!(turned(&[6, 3]), Some(Orientation::Rotate90));
+        assert_eq!(turned(&[3, 6]), Some(Orientation::Rotate180));
     }
 
     #[test]
