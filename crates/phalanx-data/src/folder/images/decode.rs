@@ -94,6 +94,9 @@ pub(super) fn decode(bytes: &[u8], options: Options) -> Result<DynamicImage, Cau
             if pages > 1 {
                 several(&format!("{pages} pages"))?;
             }
+            if tiff::is_cut_off_jpeg(bytes) {
+                return Err(Cause::Damaged("it is cut off: a part of its pixels is missing".into()));
+            }
             let (mut image, orientation) = read(TiffDecoder::new(&mut file)?)?;
             if tiff::is_premultiplied(bytes) {
                 divide_by_opacity(&mut image)?;
