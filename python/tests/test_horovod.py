@@ -145,6 +145,30 @@ def test_collectives():
     run(3, _collectives)
 
 
+def _unaligned(rank):
+    def odd(value, dtype):
+        """Elements that do not lie at multiples of their length."""
+        tensor = torch.frombuffer(bytearray(3 * dtype.itemsize + 1), dtype=dtype, offset=1).fill_(value)
+        assert tensor.data_ptr() % dtype.itemsize
+        return tensor
+
+    for dtype in (torch.float32, torch.int64, torch.int16):
+        own = odd(rank + 1, dtype)
+        assert hvd.allreduce(own, op=hvd.Sum).tolist() == [3] * 3 and own.tolist() == [rank + 1] * 3
+        hvd.allreduce_(own, op=hvd.Sum)
+        assert own.tolist() == [3] * 3
+        # Such as those of a file that is mapped into memory.
+        hvd.broadcast_parameters({"own": own.fill_(rank)}, root_rank=1)
+        assert own.tolist() == [1] * 3
+        assert hvd.allgather(odd(rank, dtype)).tolist() == [0] * 3 + [1] * 3
+        assert hvd.alltoall(odd(rank, dtype), splits=[1, 2])[0].tolist() == [[0, 1], [0, 0, 1, 1]][rank]
+        assert hvd.reducescatter(odd(rank + 1, dtype), op=hvd.Sum).tolist() == [[3, 3], [3]][rank]
+
+
+def test_elements_need_not_lie_at_multiples_of_their_length():
+    run(2, _unaligned)
+
+
 def _large_averages(rank):
     most, least = 2**63 - 1, -(2**63)
     columns = [
