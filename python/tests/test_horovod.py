@@ -824,6 +824,55 @@ def test_a_state_that_is_loaded_between_passes_begins_the_step_anew():
     run(2, _loaded_between_passes)
 
 
+def _lost_passes(rank):
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), backward_passes_per_step=2)
+    for step in range(2):
+        optimizer.zero_grad()
+        (weight * (rank + 1.0)).sum().backward()
+        with pytest.raises(AssertionError, match="fewer than backward_passes_per_step passes would be lost"):
+            optimizer.zero_grad()
+        (weight * (rank + 1.0)).sum().backward()
+        optimizer.step()
+        # The average of 2 and 4.
+        assert weight.item() == -3.0 * (step + 1)
+
+
+def test_gradients_are_not_forgotten_between_the_passes_of_a_step():
+    run(2, _lost_passes)
+
+
+def _skipped_too_early(rank):
+    for passes in (1, 2):
+        weight = torch.nn.Parameter(torch.zeros(1))
+        named = [(f"weight {passes}", weight)]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), named, backward_passes_per_step=passes)
+
+        def closure(weight=weight, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = (weight * (rank + 1.0)).sum()
+            loss.backward()
+            return loss
+
+        closure()
+        with optimizer.skip_synchronize():
+            with pytest.raises(AssertionError, match=r"in optimizer\.skip_synchronize\(\).* Call optimizer\.synchronize\(\) first"):
+                optimizer.step()
+            assert weight.item() == 0.0
+            optimizer.synchronize()
+            optimizer.step()
+        assert weight.item() == -1.5
+        with pytest.raises(AssertionError, match="gradients of this rank alone"), optimizer.skip_synchronize():
+            optimizer.step(closure)
+        assert weight.item() == -1.5
+        optimizer.step()
+        assert weight.item() == -3.0
+
+
+def test_a_step_that_skips_the_wait_for_averages_comes_after_it():
+    run(2, _skipped_too_early)
+
+
 def _parameters(rank):
     model = torch.nn.Linear(2, 1)
 
