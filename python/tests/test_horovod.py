@@ -1112,6 +1112,24 @@ def test_sparse_gradients(sparse_as_dense):
     run(2, _sparse, sparse_as_dense)
 
 
+def _first_gradients(rank):
+    table, frozen = torch.nn.Embedding(6, 2, sparse=True), torch.nn.Parameter(torch.ones(2))
+    torch.nn.init.zeros_(table.weight)
+    groups = [{"params": [table.weight]}, {"params": [frozen], "weight_decay": 0.5}]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(groups, lr=1.0))
+    frozen.requires_grad_(False)
+    # The program calls no zero_grad before its first pass.
+    table(torch.tensor([rank])).sum().backward()
+    optimizer.step()
+    assert table.weight.grad.is_sparse and table.weight[:, 0].tolist() == [-0.5, -0.5, 0.0, 0.0, 0.0, 0.0]
+    # A gradient of zeros would have let the decay change it.
+    assert frozen.grad is None and frozen.tolist() == [1.0, 1.0]
+
+
+def test_an_optimizer_makes_no_gradients_before_the_first_pass():
+    run(2, _first_gradients)
+
+
 def _sparse_on_one_rank(rank, sparse_as_dense):
     table = torch.nn.Embedding(6, 2, sparse=True)
     torch.nn.init.zeros_(table.weight)

@@ -73,9 +73,6 @@ class _Distributed(_Base):
         self._is_shared = process_set._native is not None and process_set.size() > 1
         if self._is_shared:
             for p in self._reduced:
-                # As Horovod's: programs look at gradients that no pass has made.
-                if p.grad is None:
-                    p.grad = torch.zeros_like(p)
                 self._watch(p)
 
     def _watch(self, p: torch.Tensor) -> None:
