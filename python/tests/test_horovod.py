@@ -921,6 +921,26 @@ def test_parameters_that_cannot_be_broadcast_leave_no_handles():
     run(2, _parameters_of_other_shapes)
 
 
+def _parameters_behind_one_that_differs(rank):
+    first, second = torch.full((2 + rank,), float(rank)), torch.full((2,), float(rank))
+    with pytest.raises(hvd.HorovodInternalError, match="parameters.first.*rank 1"):
+        if rank == 0:
+            hvd.broadcast_parameters([("first", first), ("second", second)], root_rank=1)
+        else:
+            hvd.broadcast_(first, 1, name="parameters.first")
+    if rank == 1:
+        # When rank 0 has the error of the first one.
+        time.sleep(0.5)
+        hvd.broadcast_(second, 1, name="parameters.second")
+    # Nothing is written to it any more.
+    assert second.tolist() == [1.0, 1.0]
+    hvd.barrier()
+
+
+def test_parameters_behind_one_that_differs_are_waited_for():
+    run(2, _parameters_behind_one_that_differs)
+
+
 def _state_of_other_types(rank, wrapped):
     p = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     base = torch.optim.SGD([p], lr=0.1, momentum=0.9)
