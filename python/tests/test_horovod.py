@@ -873,6 +873,32 @@ def test_a_step_that_skips_the_wait_for_averages_comes_after_it():
     run(2, _skipped_too_early)
 
 
+def _summed_once(rank):
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=hvd.Sum)
+    for step in range(2):
+        (weight * (rank + 1.0)).sum().backward()
+        optimizer.synchronize()
+        with pytest.raises(AssertionError, match=r"once more\. Call it in `with optimizer\.skip_synchronize"):
+            optimizer.step()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        assert weight.item() == -3.0 * (step + 1)
+        optimizer.zero_grad()
+    # Gradients that the program has given up are no sums that a step would add up.
+    (weight * 5.0).sum().backward()
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    if rank == 0:
+        weight.sum().backward()
+    optimizer.step()
+    assert weight.item() == -7.0
+
+
+def test_sums_of_all_ranks_are_not_added_up_once_more():
+    run(2, _summed_once)
+
+
 def _parameters(rank):
     model = torch.nn.Linear(2, 1)
 

@@ -299,6 +299,11 @@ class _Distributed(_Base):
 
         if evaluate is None and self._is_shared:
             if self._should_synchronize and self._synchronized:
+                if self._op is Sum and not self._has_passed:
+                    raise AssertionError(
+                        "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(): it would add up the sums of all "
+                        "ranks once more. Call it in `with optimizer.skip_synchronize():`."
+                    )
                 _warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
                     "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
@@ -359,6 +364,7 @@ class _Distributed(_Base):
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(): the gradients of fewer than "
                 "backward_passes_per_step passes would be lost. Call it once for each step, before its first pass."
             )
+        self._synchronized = False
         return super().zero_grad(*arguments, **named)
 
 
