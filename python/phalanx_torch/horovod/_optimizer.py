@@ -135,7 +135,7 @@ class _Distributed(_Base):
         if self._waits:
             raise AssertionError("backward_passes_per_step changes between steps, and not while gradients are on their way")
         self.backward_passes_per_step = _whole("backward_passes_per_step", passes)
-        self._begin_step()
+        self._left = dict.fromkeys(self._left, self.backward_passes_per_step)
 
     def _begin_step(self) -> None:
         """The next pass is the first of a step."""
