@@ -769,6 +769,11 @@ def _odd_arguments(rank):
         assert not hvd.is_initialized()
     hvd.init(process_sets=[[0], hvd.ProcessSet([1])])
     assert hvd.get_process_set_ids_and_ranks() == {0: [0, 1], 1: [0], 2: [1]}
+    # A second call does nothing, and says so of a set that is not there.
+    hvd.init(process_sets=[[1]])
+    with pytest.raises(ValueError, match=r"initialized already, without .*ranks=\[0, 1\].*hvd.add_process_set"):
+        hvd.init(process_sets=[[0], [0, 1]])
+    assert hvd.is_initialized()
 
 
 def test_odd_arguments_are_refused_before_anything_begins():
