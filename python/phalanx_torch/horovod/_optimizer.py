@@ -361,8 +361,8 @@ class _Distributed(_Base):
             )
         if self._has_passed:
             raise AssertionError(
-                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(): the gradients of fewer than "
-                "backward_passes_per_step passes would be lost. Call it once for each step, before its first pass."
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(): the gradients of this step's "
+                "passes would be lost. Call it once for each step, before the first of its backward_passes_per_step passes."
             )
         self._synchronized = False
         return super().zero_grad(*arguments, **named)
