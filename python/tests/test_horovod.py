@@ -1135,6 +1135,27 @@ def test_sparse_gradients_are_refused_with_options_of_dense_ones():
     run(2, _sparse_with_options_of_dense_ones)
 
 
+def _refused_group(rank):
+    table, weight = torch.nn.Embedding(6, 2, sparse=True), torch.nn.Parameter(torch.ones(2))
+    torch.nn.init.ones_(table.weight)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([table.weight, weight], lr=1.0), num_groups=1)
+    with pytest.raises(NotImplementedError, match="groups are for dense ones"):
+        (table(torch.tensor([rank])).sum() + weight.sum()).backward()
+    # A program may have caught that.
+    with pytest.raises(NotImplementedError, match="groups are for dense ones"):
+        optimizer.step()
+    assert (table.weight == 1.0).all() and (weight == 1.0).all()
+    optimizer.zero_grad()
+    table.weight.requires_grad_(False)
+    weight.sum().mul(rank + 1.0).backward()
+    optimizer.step()
+    assert weight.tolist() == [-0.5, -0.5]
+
+
+def test_a_group_that_was_refused_in_a_backward_pass_is_refused_in_the_step():
+    run(2, _refused_group)
+
+
 def _other_factors_of_integers(rank):
     # They are compared as those of floats are.
     for dtype in (torch.int16, torch.int64, torch.float32):

@@ -167,9 +167,10 @@ class _Distributed(_Base):
 
     def _submit_group(self, group: int) -> None:
         """Starts the average of the gradients of a group that are ready."""
-        del self._ready[group]
         members = [p for p in self._groups[group] if p in self._waits]
         self._waits[members[0]] = self._allreduce(members, f"group.{group}.{self._parameter_names[members[0]]}")
+        # What was refused in a backward pass is refused again in the step.
+        del self._ready[group]
 
     def _allreduce(self, parameters: list[torch.Tensor], name: str) -> Callable[[], None]:
         """Starts the average of gradients, and returns what waits for it."""
