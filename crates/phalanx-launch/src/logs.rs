@@ -7,6 +7,7 @@
 //! still the one at its path, and goes on in a new one if not. Otherwise what follows would go into a file that nobody finds, and that keeps
 //! its place on the disk.
 
+use std::cell::Cell;
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, ErrorKind, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
@@ -151,7 +152,7 @@ impl Logs {
         make(&self.folder)?;
         // Not a folder that another user has made there: the parent folder may be writable by all.
         DirBuilder::new().mode(0o700).create(&folder).map_err(|error| cannot_make(&folder, error))?;
-        Ok(JobLogs { logs: self.clone(), folder, writer: Writer::start()? })
+        Ok(JobLogs { logs: self.clone(), folder, writer: Writer::start()?, have_begun: Cell::new(false) })
     }
 }
 
@@ -161,6 +162,8 @@ pub(super) struct JobLogs {
     logs: Logs,
     folder: PathBuf,
     writer: Writer,
+    /// Whether all workers have been started: from then on the job does not end for want of a log.
+    have_begun: Cell<bool>,
 }
 
 /// The files of one worker in one attempt.
@@ -190,6 +193,15 @@ impl Sink {
 impl JobLogs {
     pub(super) fn folder(&self) -> &Path {
         &self.folder
+    }
+
+    /// All workers have been started.
+    pub(super) fn begin(&self) {
+        self.have_begun.set(true);
+    }
+
+    pub(super) fn have_begun(&self) -> bool {
+        self.have_begun.get()
     }
 
     /// Makes the files of one worker. If nodes come and go, workers start again within one attempt: their logs are
