@@ -142,12 +142,22 @@ impl ElasticPlan {
         self.forget_recovered(now);
         let actions = self.host_manager.decide(now);
         self.enough_since = self.enough_since.or(Some(now)).filter(|_| self.host_manager.had_enough());
+        let mut not_started = Vec::new();
         for action in actions {
             match action {
                 Action::Launch { host, first, slots } => {
                     let named = Host::named(self.host_manager.name(host), slots);
-                    launchers.launch(host, named, first)?;
-                    self.nodes = self.nodes.max(u32::try_from(host).unwrap_or(u32::MAX).saturating_add(1));
+                    match launchers.launch(host, named, first) {
+                        Ok(()) => {
+                            let count = u32::try_from(host).unwrap_or(u32::MAX).saturating_add(1);
+                            self.nodes = self.nodes.max(count);
+                        }
+                        // This machine may lack processes or memory for a moment, and the others train.
+                        Err(error) if launchers.peers.iter().any(|peer| peer.was_told_to_start) => {
+                            not_started.push((host, error));
+                        }
+                        Err(error) => return Err(error),
+                    }
                 }
                 Action::Replace { host, slot } => instruct(launchers, host, Instruction::Replace(slot)),
                 Action::LeaveEmpty { host, slot } => instruct(launchers, host, Instruction::LeaveEmpty(slot)),
@@ -173,7 +183,28 @@ impl ElasticPlan {
                 }
             }
         }
-        Ok(())
+        if not_started.is_empty() {
+            return Ok(());
+        }
+        for (host, error) in not_started {
+            let cause = format!("{}: {error}", self.host_manager.name(host));
+            self.lose_host(launchers, host, Error::environment(cause));
+        }
+        // Fewer workers are expected now. None of these hosts is started again before its time.
+        self.decide(launchers)
+    }
+
+    /// A host has been lost, or could not be started; the others go on.
+    fn lose_host(&mut self, launchers: &mut Launchers<'_>, host: usize, error: Error) {
+        let now = Instant::now();
+        self.forget_recovered(now);
+        let text = match self.host_manager.lost(host, now) {
+            Some(pause) => format!("{error}; it is left out for {}", seconds(pause)),
+            None => format!("{error}; no restart is left for it"),
+        };
+        launchers.control.tell(Event::Warning { text: &text });
+        self.trouble.get_or_insert(error);
+        self.enough_since = None;
     }
 
     /// Forgets the failures from which the job has [recovered](RECOVERY_INTERVAL).
@@ -468,15 +499,7 @@ impl Plan for ElasticPlan {
         if leaves || launchers.end.is_some() {
             return self.host_manager.ended(host);
         }
-        let now = Instant::now();
-        self.forget_recovered(now);
-        let text = match self.host_manager.lost(host, now) {
-            Some(pause) => format!("{error}; it is left out for {}", seconds(pause)),
-            None => format!("{error}; no restart is left for it"),
-        };
-        launchers.control.tell(Event::Warning { text: &text });
-        self.trouble.get_or_insert(error);
-        self.enough_since = None;
+        self.lose_host(launchers, host, error);
     }
 
     /// Whether no worker is left, and none is expected.
