@@ -58,6 +58,7 @@ mod nodes;
 mod own_address;
 mod placement;
 mod program;
+mod reap;
 mod refusals;
 mod remote;
 mod replacements;
