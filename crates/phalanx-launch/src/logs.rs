@@ -319,10 +319,16 @@ fn open(path: &Path) -> io::Result<File> {
 
 /// Whether another file than `file`, or none, is at `path`.
 fn has_been_moved(file: &File, path: &Path) -> bool {
-    match (file.metadata(), fs::metadata(path)) {
-        (Ok(own), Ok(there)) => (own.dev(), own.ino()) != (there.dev(), there.ino()),
+    let id = |about: fs::Metadata| (about.dev(), about.ino());
+    is_other(file.metadata().map(id), fs::metadata(path).map(id))
+}
+
+/// Whether `own` is not the file that is `there`. One of which nothing can be said takes nothing more: a file server does not know it any more.
+fn is_other(own: io::Result<(u64, u64)>, there: io::Result<(u64, u64)>) -> bool {
+    match (own, there) {
+        (Ok(own), Ok(there)) => own != there,
         (Ok(_), Err(error)) => error.kind() == ErrorKind::NotFound,
-        (Err(_), _) => false,
+        (Err(_), _) => true,
     }
 }
 
@@ -490,6 +496,16 @@ mod tests {
         let error = log.write(b"seven\n", now + 5 * ROTATION_INTERVAL).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NotFound);
         assert_eq!(io::read_to_string(open).unwrap(), "six\nseven\n");
+    }
+
+    #[test]
+    fn what_a_file_server_has_forgotten_is_made_anew() {
+        let stale = || Err(rustix::io::Errno::STALE.into());
+        let missing = || Err(ErrorKind::NotFound.into());
+        assert!(is_other(stale(), Ok((1, 2))) && is_other(stale(), missing()) && is_other(stale(), stale()));
+        assert!(is_other(Ok((1, 2)), Ok((1, 3))) && is_other(Ok((1, 2)), missing()));
+        // The folder cannot be looked at for a moment.
+        assert!(!is_other(Ok((1, 2)), Ok((1, 2))) && !is_other(Ok((1, 2)), stale()));
     }
 
     #[test]
