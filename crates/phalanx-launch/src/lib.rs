@@ -49,6 +49,7 @@ mod descriptors;
 mod error_file;
 mod event;
 mod exit;
+mod failures;
 mod job;
 mod job_processes;
 mod key_file;

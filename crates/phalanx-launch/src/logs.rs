@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::event::Stream;
+use super::failures::Failures;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::random;
@@ -235,9 +236,10 @@ impl JobLogs {
         self.writer.state.lock().waiting < ENOUGH
     }
 
-    /// The error since the last call, if there was one.
+    /// What a person should hear now. In weeks a disk may fill up more than once.
     pub(super) fn take_failure(&self) -> Option<String> {
-        self.writer.state.lock().failure.take()
+        let LogState { failures, failure, .. } = &mut *self.writer.state.lock();
+        failure.take_if(|_| failures.is_worth_telling(Instant::now()))
     }
 
     /// Waits until everything is written, but not longer than the disk's time limit, and as long as `goes_on` says so. Returns what is
@@ -254,7 +256,7 @@ impl JobLogs {
             }
         };
         let mut state = state.lock();
-        let late = (!is_written && !state.has_failed).then(|| {
+        let late = (!is_written && !state.failures.is_told()).then(|| {
             let left = state.waiting;
             format!("the workers' logs are incomplete: their disk has not yet taken the last {left} bytes")
         });
@@ -343,7 +345,8 @@ struct Writer {
 #[derive(Debug, Default)]
 struct LogState {
     waiting: usize,
-    has_failed: bool,
+    failures: Failures,
+    /// The first failure of a row of which nobody has heard yet.
     failure: Option<String>,
 }
 
@@ -374,14 +377,16 @@ fn write_all(chunks: &Receiver<(Arc<LogFile>, Vec<u8>)>, state: &Mutex<LogState>
         let written = file.write(&bytes, Instant::now());
         let mut state = state.lock();
         state.waiting = state.waiting.saturating_sub(bytes.len());
-        // A full disk must not end the training.
-        if let Err(error) = written
-            && !state.has_failed
-        {
-            state.has_failed = true;
-            let path = file.path.display();
-            state.failure =
-                Some(format!("the workers' logs cannot be written and are incomplete: {path}: {error}"));
+        match written {
+            Ok(()) => state.failures.end(),
+            // A full disk must not end the training.
+            Err(error) if !state.failures.is_told() => {
+                let path = file.path.display();
+                state.failure.get_or_insert_with(|| {
+                    format!("the workers' logs cannot be written and are incomplete: {path}: {error}")
+                });
+            }
+            Err(_) => {}
         }
     }
 }
@@ -535,6 +540,29 @@ mod tests {
         // Also if nobody looks any more.
         let logs = Logs::new(folder.path()).open("x").unwrap();
         logs.writer.open(Path::new("/dev/full")).unwrap().push(b"lost");
+        assert!(logs.finish(|| true).unwrap().contains("incomplete"));
+    }
+
+    #[test]
+    fn a_disk_that_fills_up_again_is_reported_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let logs = Logs::new(folder.path()).open("x").unwrap();
+        let path = folder.path().join("stdout.log");
+        let [full, roomy] =
+            [Path::new("/dev/full"), path.as_path()].map(|path| logs.writer.open(path).unwrap());
+        let write = |log: &Log| {
+            log.push(b"a line");
+            while logs.writer.state.lock().waiting > 0 {
+                std::thread::yield_now();
+            }
+        };
+        write(&full);
+        assert!(logs.take_failure().is_some());
+        write(&roomy);
+        write(&full);
+        // A person has just heard of the first time, and hears of this one later, or at the end.
+        assert!(logs.take_failure().is_none());
+        drop((full, roomy));
         assert!(logs.finish(|| true).unwrap().contains("incomplete"));
     }
 

@@ -14,6 +14,7 @@ use crate::elastic::Publisher;
 use crate::error::{Error, Result};
 use crate::event::Event;
 use crate::exit::{Exit, Failure, Outcome, Report, Signal};
+use crate::failures::Failures;
 use crate::host;
 use crate::host_manager::{Action, HostDecision, HostManager, Limits};
 use crate::interfaces;
@@ -30,13 +31,12 @@ use crate::world_size::WorldSize;
 
 /// So many unusable answers of the discovery script, one a second, before any list of hosts end the job.
 const MAX_FAILURES_BEFORE_LIST: u32 = 5;
-/// The shortest time between two warnings of unusable answers.
-const WARNING_INTERVAL: Duration = Duration::from_secs(600);
 /// How long the system may take to look up the address at which the store is served.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub(in crate::remote) struct ElasticPlan {
     discovery: Option<Discovery>,
+    /// Unusable answers of the script, which is asked each second.
     discovery_failures: Failures,
     /// How many answers were unusable before the first list; None once there was one.
     failures_before_list: Option<u32>,
@@ -61,30 +61,6 @@ pub(in crate::remote) struct ElasticPlan {
     workers: u32,
     /// How many hosts have had a launcher, however often.
     nodes: u32,
-}
-
-/// Which unusable answers of the discovery script a person hears of: one of each row, but not of each of many short rows. A script is asked
-/// each second, for weeks.
-#[derive(Debug, Default)]
-struct Failures {
-    /// Whether a person has heard of the row that lasts.
-    is_told: bool,
-    told_at: Option<Instant>,
-}
-
-impl Failures {
-    fn is_worth_telling(&mut self, now: Instant) -> bool {
-        let is_quiet = self.told_at.is_none_or(|at| now.saturating_duration_since(at) >= WARNING_INTERVAL);
-        let tells = !self.is_told && is_quiet;
-        if tells {
-            (self.is_told, self.told_at) = (true, Some(now));
-        }
-        tells
-    }
-
-    fn end(&mut self) {
-        self.is_told = false;
-    }
 }
 
 /// The store of the workers.

@@ -146,21 +146,6 @@ fn a_host_that_cannot_be_started_while_others_train_is_left_out_for_a_while() {
 }
 
 #[test]
-fn a_script_that_fails_now_and_then_is_told_of_now_and_then() {
-    let (mut failures, start) = (Failures::default(), Instant::now());
-    // Every third answer is unusable, for some time; and then all are.
-    let told = (0..7200).filter(|second| {
-        let now = start + Duration::from_secs(*second);
-        if *second < 1300 && second % 3 > 0 {
-            failures.end();
-            return false;
-        }
-        failures.is_worth_telling(now)
-    });
-    assert_eq!(told.collect::<Vec<u64>>(), [0, 600, 1200, 1800]);
-}
-
-#[test]
 fn that_the_workers_are_ended_is_said_once_for_all_hosts() {
     let (_folder, job) = silent_job("node1,node2");
     let job = job.bind(IpAddr::from([127, 0, 0, 1]));
