@@ -27,6 +27,8 @@ use crate::random;
 
 /// How many bytes may wait to be written before the workers' output is left in their pipes.
 const ENOUGH: usize = 8 << 20;
+/// How long so many may wait before a person hears of it: workers that write wait, too, and the others for them.
+const STALL_LIMIT: Duration = Duration::from_secs(10);
 /// How much of a job's name is in its folder's, in bytes.
 const NAME_LIMIT: usize = 200;
 /// How long the last bytes may take to be written when the job is over.
@@ -238,8 +240,21 @@ impl JobLogs {
 
     /// What a person should hear now. In weeks a disk may fill up more than once.
     pub(super) fn take_failure(&self) -> Option<String> {
-        let LogState { failures, failure, .. } = &mut *self.writer.state.lock();
-        failure.take_if(|_| failures.is_worth_telling(Instant::now()))
+        let now = Instant::now();
+        let LogState { waiting, full_since, stalls, failures, failure } = &mut *self.writer.state.lock();
+        if *waiting < ENOUGH {
+            *full_since = None;
+            stalls.end();
+        } else if now.saturating_duration_since(*full_since.get_or_insert(now)) >= STALL_LIMIT
+            && stalls.is_worth_telling(now)
+        {
+            return Some(format!(
+                "the disk has taken nothing of the logs in {} for {:.0} s: workers that write wait for it",
+                self.folder.display(),
+                STALL_LIMIT.as_secs_f64()
+            ));
+        }
+        failure.take_if(|_| failures.is_worth_telling(now))
     }
 
     /// Waits until everything is written, but not longer than the disk's time limit, and as long as `goes_on` says so. Returns what is
@@ -345,6 +360,9 @@ struct Writer {
 #[derive(Debug, Default)]
 struct LogState {
     waiting: usize,
+    /// Since when too much waits.
+    full_since: Option<Instant>,
+    stalls: Failures,
     failures: Failures,
     /// The first failure of a row of which nobody has heard yet.
     failure: Option<String>,
@@ -541,6 +559,25 @@ mod tests {
         let logs = Logs::new(folder.path()).open("x").unwrap();
         logs.writer.open(Path::new("/dev/full")).unwrap().push(b"lost");
         assert!(logs.finish(|| true).unwrap().contains("incomplete"));
+    }
+
+    #[test]
+    fn a_disk_for_which_workers_wait_is_reported() {
+        let folder = tempfile::tempdir().unwrap();
+        let logs = Logs::new(folder.path()).open("x").unwrap();
+        let log = logs.writer.open(&folder.path().join("stdout.log")).unwrap();
+        // As long as this is held, the thread cannot write.
+        let file = Arc::clone(&log.file);
+        let held = file.open.lock();
+        log.push(&b"x".repeat(ENOUGH));
+        assert!(!logs.is_ready() && logs.take_failure().is_none());
+        let full_since = logs.writer.state.lock().full_since;
+        logs.writer.state.lock().full_since = full_since.and_then(|since| since.checked_sub(STALL_LIMIT));
+        assert!(logs.take_failure().unwrap().contains("workers that write wait"));
+        assert!(logs.take_failure().is_none());
+        drop(held);
+        drop(log);
+        assert_eq!(logs.finish(|| true), None);
     }
 
     #[test]
