@@ -1,6 +1,7 @@
 //! The end of a process that was killed.
 //!
-//! One that is stuck in the kernel, on a disk that does not answer for instance, ends later, or never: nobody waits for it without a limit.
+//! One that is stuck in the kernel, on a disk that does not answer for instance, ends later, or never: each wait for it has
+//! a limit.
 
 use std::io;
 use std::process::{Child, ExitStatus};
@@ -9,7 +10,7 @@ use std::time::Duration;
 
 use crate::deadline::Deadline;
 
-/// How long to wait for one that is not waited for by anything else.
+/// How long a process that was killed may take to end. Only one that is stuck takes long.
 pub(super) const KILL_TIMEOUT: Duration = Duration::from_secs(5);
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
