@@ -123,6 +123,8 @@ fn write_all(messages: &Receiver<Message>, state: &OutputState, format: Format) 
     let (mut out, mut err) = (io::stdout(), io::stderr());
     let mut status = StatusLine::new();
     let mut lost = LostOutput::default();
+    // A program reads it at once or never: no event follows the last one.
+    let is_json = format == Format::Json;
     loop {
         // The line is drawn when nothing else is to be written.
         let message = match messages.try_recv() {
@@ -155,10 +157,12 @@ fn write_all(messages: &Receiver<Message>, state: &OutputState, format: Format) 
             // A full disk must not cost the training.
             written => lost.note(&written),
         }
-        lost.tell(Instant::now(), false, |text| write_whole(&mut err, &render::note(text, format)));
+        lost.tell(Instant::now(), is_json, |text| write_whole(&mut err, &render::note(text, format)));
     }
     status.erase(&mut err);
-    lost.tell(Instant::now(), true, |text| write_whole(&mut err, &render::note(text, format)));
+    if !is_json {
+        lost.tell(Instant::now(), true, |text| write_whole(&mut err, &render::note(text, format)));
+    }
 }
 
 /// Output that could not be written. A person hears of it when there is room for a word about it: standard error may be on the same full
@@ -185,11 +189,11 @@ impl LostOutput {
         }
     }
 
-    /// Says by `write` what is to be said, at most once in a while, and at the end.
-    fn tell(&mut self, now: Instant, is_end: bool, write: impl FnOnce(&str) -> io::Result<()>) {
+    /// Says by `write` what is to be said: at most once in a while, unless it is to be said `at_once`.
+    fn tell(&mut self, now: Instant, at_once: bool, write: impl FnOnce(&str) -> io::Result<()>) {
         let is_quiet = self.told_at.is_none_or(|at| now.saturating_duration_since(at) >= NOTE_INTERVAL);
         if let Some(text) = &self.untold
-            && (is_quiet || is_end)
+            && (is_quiet || at_once)
             && write(text).is_ok()
         {
             (self.untold, self.told_at) = (None, Some(now));
@@ -251,9 +255,9 @@ mod tests {
     fn of_lost_output_a_person_hears_when_there_is_room_for_it() {
         let (mut lost, start) = (LostOutput::default(), Instant::now());
         let full = || -> io::Result<()> { Err(io::ErrorKind::StorageFull.into()) };
-        let is_told = |lost: &mut LostOutput, now: Instant, is_end: bool| {
+        let is_told = |lost: &mut LostOutput, now: Instant, at_once: bool| {
             let mut is_told = false;
-            lost.tell(now, is_end, |text| {
+            lost.tell(now, at_once, |text| {
                 is_told = text.contains("is lost");
                 Ok(())
             });
