@@ -83,7 +83,12 @@ pub(crate) fn is_checking() -> bool {
 
 /// Makes the check in a wait whose errors are the system's; [`cause`] gives its error back.
 pub(crate) fn check_io() -> io::Result<()> {
-    check().map_err(|error| io::Error::other(Interrupted(error)))
+    check().map_err(as_io)
+}
+
+/// The `error` of a check among errors of the system.
+pub(crate) fn as_io(error: Error) -> io::Error {
+    io::Error::other(Interrupted(error))
 }
 
 /// What a check has returned, among errors of the system.

@@ -5,7 +5,7 @@ use phalanx::reducer::{HookedReducer, verify_state_on};
 use phalanx::{Caller, Communicator as _, Error, Result};
 
 use super::Ddp;
-use crate::nccl::{DeviceHook, Hook};
+use crate::nccl::{DeviceHook, Hook, OwnHook};
 use crate::sink::{Deliveries, Sink};
 
 impl Ddp {
@@ -78,7 +78,8 @@ impl Ddp {
             });
         };
         sink.call(|reducer| {
-            let hook = Hook::own(on_device, Box::new(hook))?;
+            let own = OwnHook::new(on_device.clone(), Box::new(hook));
+            let hook = Hook::own(on_device, Box::new(own))?;
             self.loaded_hook.register(reducer, Box::new(hook))
         })?;
         self.check_devices()

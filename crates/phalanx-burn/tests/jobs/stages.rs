@@ -19,7 +19,7 @@ use phalanx_burn::parallel::{ShardedState, StageLink, StateNames};
 use rustix::process::{Signal, getpid, kill_process};
 
 use crate::common::{Waves, device, floats};
-use crate::workers::start;
+use crate::ranks::start;
 
 /// How a worker divides its model, and what happens to rank [`VICTIM`].
 const SCENARIO: &str = "PHALANX_TEST_SCENARIO";
