@@ -146,7 +146,8 @@ impl JoinGroup {
     /// and return together.
     ///
     /// # Errors
-    /// If `body` fails, which ends the group; if a collective fails; if it is called inside itself; if the ranks' [`JoinOptions`] differ. With
+    /// If `body` fails, which ends the group, unless the error [`is_regrouping`](Error::is_regrouping), as that of an elastic job's
+    /// [`commit`](crate::elastic::Context::commit); if a collective fails; if it is called inside itself; if the ranks' [`JoinOptions`] differ. With
     /// [`throw_on_early_termination`](JoinOptions::throw_on_early_termination), on every rank when the first has no
     /// data: the error names that rank, and the group remains usable.
     pub fn join<T>(&self, options: JoinOptions, body: impl FnOnce() -> Result<T>) -> Result<Joined<T>> {
@@ -300,9 +301,12 @@ impl JoinGroup {
         Ok(())
     }
 
-    /// Ends the group with this rank's error: the others must not wait for what it will not do.
+    /// Ends the group with this rank's error: the others must not wait for what it will not do. That workers form a new group is no failure, and
+    /// all ranks hear it in the same call.
     fn ended_by(&self, error: Error) -> Error {
-        self.abort(error.clone());
+        if !error.is_regrouping() {
+            self.abort(error.clone());
+        }
         error
     }
 

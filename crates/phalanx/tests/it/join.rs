@@ -219,6 +219,24 @@ fn a_failure_of_one_rank_s_body_reaches_all() {
 }
 
 #[test]
+fn that_workers_form_a_new_group_ends_the_join_and_not_the_group() {
+    run(2, Fabric::InProcess, |group| {
+        let joining = JoinGroup::new(group.clone());
+        let error = joining
+            .join(JoinOptions::default(), || {
+                joining.step()?;
+                // As a commit of an elastic job, on all ranks.
+                group.barrier()?;
+                Err::<(), _>(Error::regrouping("workers have come, and all form a new group"))
+            })
+            .unwrap_err();
+        assert!(error.is_regrouping(), "{error}");
+        assert!(group.failure().is_none(), "{:?}", group.failure());
+        assert_eq!(combine(&joining, 1i64, ReduceOp::Sum).unwrap(), 2);
+    });
+}
+
+#[test]
 fn a_handle_and_its_clones_go_from_one_group_to_another() {
     use phalanx::{Caller, GroupHandle, ProcessGroup, WorldSize};
     let handle = GroupHandle::new(ProcessGroup::alone().unwrap());
