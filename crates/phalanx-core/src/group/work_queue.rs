@@ -150,10 +150,7 @@ impl QueueState {
     /// check has returned. A check that waited for its turn, for room in the queue or for its result would wait for ever.
     fn refuse_in_check(&self) -> Result<()> {
         if self.serving != self.next_ticket && interrupt::is_checking() {
-            return Err(Error::invalid_argument(
-                "the check of `interruptible` calls a collective of a group that is in another call",
-            )
-            .with_remedy("let the check set a flag, and make the call when the other one has returned"));
+            return Err(interrupt::refused());
         }
         Ok(())
     }
