@@ -146,8 +146,8 @@ impl JoinGroup {
     /// and return together.
     ///
     /// # Errors
-    /// If `body` fails, which ends the group, unless the error [`is_regrouping`](Error::is_regrouping), as that of an elastic job's
-    /// [`commit`](crate::elastic::Context::commit); if a collective fails; if it is called inside itself; if the ranks' [`JoinOptions`] differ. With
+    /// If `body` fails. This ends the group, as a panic of it does, unless the error [`is_regrouping`](Error::is_regrouping), as that of an elastic
+    /// job's [`commit`](crate::elastic::Context::commit). If a collective fails; if it is called inside itself; if the ranks' [`JoinOptions`] differ. With
     /// [`throw_on_early_termination`](JoinOptions::throw_on_early_termination), on every rank when the first has no
     /// data: the error names that rank, and the group remains usable.
     pub fn join<T>(&self, options: JoinOptions, body: impl FnOnce() -> Result<T>) -> Result<Joined<T>> {
@@ -182,6 +182,7 @@ impl JoinGroup {
             let (elsewhere, uneven_joins) = (elsewhere.clone(), state.uneven_joins);
             *state = JoinState { running: Some(options), elsewhere, uneven_joins, ..JoinState::default() };
         }
+        let _panic = NotedPanic(self);
         let value = {
             let _end = End(&self.state);
             body()
@@ -459,6 +460,17 @@ impl Drop for End<'_> {
     fn drop(&mut self) {
         let mut state = self.0.lock();
         (state.running, state.elsewhere) = (None, None);
+    }
+}
+
+/// Ends the group if this rank leaves a `join` by a panic, which a program may catch: the others wait for what it will not do.
+struct NotedPanic<'a>(&'a JoinGroup);
+
+impl Drop for NotedPanic<'_> {
+    fn drop(&mut self) {
+        if let Some(group) = self.0.process_group() {
+            group.note_panic();
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! Ranks with unequal amounts of data.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use phalanx::join::{JoinGroup, JoinOptions};
@@ -216,6 +217,22 @@ fn a_failure_of_one_rank_s_body_reaches_all() {
             .to_string()
     });
     assert!(errors.iter().all(|error| error.contains("the disk is full")), "{errors:?}");
+}
+
+#[test]
+fn a_panic_of_one_rank_s_body_that_its_program_catches_reaches_all() {
+    let errors = run(2, Fabric::InProcess, |group| {
+        let joining = JoinGroup::new(group.clone());
+        let joined = catch_unwind(AssertUnwindSafe(|| {
+            joining.join(JoinOptions::default(), || {
+                assert!(!group.rank().is_main(), "a test");
+                joining.step()
+            })
+        }));
+        assert_eq!(joined.is_err(), group.rank().is_main());
+        group.barrier().unwrap_err().to_string()
+    });
+    assert!(errors.iter().all(|error| error.contains("rank 0 panicked")), "{errors:?}");
 }
 
 #[test]
