@@ -73,7 +73,6 @@ pub struct TcpStoreServer {
     address: SocketAddr,
     orders: mpsc::UnboundedSender<Order>,
     thread: Option<JoinHandle<()>>,
-    /// The process that serves, and not one that was forked from that.
     process: u32,
 }
 
@@ -193,8 +192,13 @@ impl TcpStoreServer {
         }
     }
 
+    /// Whether this process serves, and is not one that was forked from that.
+    pub(crate) fn is_own(&self) -> bool {
+        self.process == std::process::id()
+    }
+
     fn finish(&mut self, order: Order) {
-        if self.process != std::process::id() {
+        if !self.is_own() {
             // The parent goes on to serve.
             std::mem::forget(self.thread.take());
             return;
