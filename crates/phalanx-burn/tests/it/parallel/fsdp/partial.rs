@@ -519,6 +519,35 @@ fn layers_that_are_unfrozen_one_by_one_go_on_from_checkpoints() {
     });
 }
 
+/// With its moments it goes on where it was, once it is trained again.
+#[test]
+fn what_is_frozen_by_now_keeps_its_moments() {
+    let folder = tempfile::tempdir().unwrap();
+    run(2, |group| {
+        let sharding = ShardingGroup::new(&group).unwrap();
+        let mut fsdp = Fsdp::new(Adapted::new(&sharding).unwrap(), &sharding).unwrap();
+        let [mut optimizer, ..] = optimizers();
+        let loss = fsdp.forward(|model| model.loss(batch(0, 0, 0))).unwrap();
+        let gradients = fsdp.backward(&loss).unwrap();
+        fsdp.step(&mut optimizer, 0.02, gradients).unwrap();
+        let mut model = fsdp.into_model();
+        model.first = model.first.no_grad();
+        let fsdp = Fsdp::new(model, &sharding).unwrap();
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        checkpoints.save_sharded(1, |snapshot| fsdp.save(&optimizer, snapshot, "model")).unwrap();
+        checkpoints.finish().unwrap();
+
+        let mut frozen = layers();
+        frozen[1] = frozen[1].clone().no_grad();
+        let sharding = ShardingGroup::new(&group).unwrap();
+        let mut again = Fsdp::new(Adapted::of(frozen, &sharding).unwrap(), &sharding).unwrap();
+        let [mut loaded, ..] = optimizers();
+        again.load(&mut loaded, &checkpoints.newest().unwrap().unwrap(), "model").unwrap();
+        assert_eq!(loaded.to_record().len(), optimizer.to_record().len());
+        assert_eq!(again.model().floats(), fsdp.model().floats());
+    });
+}
+
 /// A norm with running statistics, outside of the units.
 #[derive(Module, Debug)]
 struct Normed {
