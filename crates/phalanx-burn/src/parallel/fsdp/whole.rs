@@ -100,7 +100,12 @@ impl ModuleMapper for Whole<'_> {
                 tensor
             }
         };
-        Param::from_mapped_value(id, tensor, mapper)
+        let param = Param::from_mapped_value(id, tensor, mapper);
+        match self.role {
+            // Also what `Module::train` gives back.
+            Role::Apart(is_trained) if self.device.is_autodiff() => param.set_require_grad(is_trained),
+            Role::Apart(_) | Role::Constant | Role::Leaf(_) | Role::Behind(..) => param,
+        }
     }
 }
 

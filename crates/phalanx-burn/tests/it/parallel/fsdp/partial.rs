@@ -539,11 +539,13 @@ fn a_unit_that_is_unfrozen_is_trained_and_gathered_as_one() {
                 let gradients = fsdp.backward(&loss).unwrap();
                 fsdp.step(&mut optimizer, 0.02, gradients).unwrap();
             }
-            assert!(fsdp.model().base.gather().unwrap().weight.is_require_grad());
+            let base = fsdp.model().base.gather().unwrap();
+            assert!(base.weight.is_require_grad() && base.valid().train().weight.is_require_grad());
             let weights = fsdp.model().floats();
             // And frozen again.
             let base = fsdp.into_model().base.no_grad();
-            assert!(!base.gather().unwrap().weight.is_require_grad());
+            let base = base.gather().unwrap();
+            assert!(!base.weight.is_require_grad() && !base.valid().train().weight.is_require_grad());
             weights
         });
         trained[0].clone()
