@@ -149,7 +149,7 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
     }
 
     /// Runs `pass` on each replica with its part of `input`, in parallel, and returns the outputs of all samples, in
-    /// order.
+    /// order. Gradients end at `input`: layers that compute it are not trained.
     ///
     /// # Errors
     /// If `input` has no samples, or the system refuses a thread; over NCCL also if parameters, inputs or outputs cannot be copied.
