@@ -397,7 +397,8 @@ fn a_missing_call_times_out_with_the_name_of_the_missing_rank() {
         let errors = run(2, fabric, |group| {
             let hasty = group.with_timeout(Duration::from_millis(200));
             if group.rank().is_main() {
-                return Some(hasty.all_reduce(&mut [0f32], ReduceOp::Sum).unwrap_err());
+                let call = |hasty: &ProcessGroup| hasty.all_reduce(&mut [0f32], ReduceOp::Sum).unwrap_err();
+                return Some(within(WAIT_LIMIT, &hasty, call));
             }
             while group.failure().is_none() {
                 std::thread::yield_now();
