@@ -140,9 +140,12 @@ impl Ddp {
         // Made again for the first round: parameters may have been frozen since. In later ones they are those of the first, as on a rank that begins
         // now: a program may have frozen some in its loop, and unfreezes them again.
         let before: &[Named] = if self.has_entered { &self.inventory.parameters } else { &[] };
+        let names = self.owned_names();
         (self.inventory, self.sink) =
             prepare(&self.variables, before, &self.group, nccl.as_ref(), true, options)?;
         self.has_entered = true;
+        let renumbered = self.renumber_hook(&names);
+        self.or_end(renumbered)?;
         (self.buffers_stale, self.broadcast_buffers) = (false, options.broadcast_buffers);
         (self.accumulated, self.loads) = (Accumulated::default(), None);
         // Those that are there belong to a step that was not finished.
@@ -234,6 +237,11 @@ impl Ddp {
     /// The names of the parameters that the reducer, and so a communication hook, knows by number.
     pub(crate) fn parameter_names(&self) -> Vec<&str> {
         self.inventory.parameters.iter().map(|one| one.spec.name.as_str()).collect()
+    }
+
+    /// The same, to be compared with those of another time.
+    pub(crate) fn owned_names(&self) -> Vec<String> {
+        self.parameter_names().into_iter().map(str::to_owned).collect()
     }
 
     /// Every variable, by name.
