@@ -399,9 +399,9 @@ impl ProcessGroup {
 }
 
 impl Inner {
-    /// Fails the group if this thread panics.
+    /// Fails the group if this thread panics. A process that was forked from the rank's is not the rank.
     fn note_panic(&self) {
-        if std::thread::panicking() {
+        if std::thread::panicking() && self.queue.is_own() {
             // With a goodbye the peers would assume a clean end.
             self.health.fail(Error::aborted(format!("rank {} panicked", self.rank)));
         }

@@ -73,6 +73,11 @@ impl WorkQueue {
         Self { health, shared, name, local, worker, process: std::process::id() }
     }
 
+    /// Whether this process has made it, and is not one that was forked from that.
+    pub(super) fn is_own(&self) -> bool {
+        self.process == std::process::id()
+    }
+
     /// Runs `operation` here, after all operations called before it. If `timeout` ends first, the group fails.
     pub(super) fn run<R>(&self, timeout: &Timeout, operation: impl FnOnce(&mut Engine) -> R) -> Result<R> {
         let mut state = self.shared.state.lock();
@@ -162,7 +167,7 @@ impl QueueState {
 impl Drop for WorkQueue {
     /// Lets the worker finish the queued operations: the peers wait for them, and each has a deadline.
     fn drop(&mut self) {
-        if self.process != std::process::id() {
+        if !self.is_own() {
             // The worker is the parent's, and may have held the lock when this process was forked.
             std::mem::forget(self.worker.get_mut().take());
             return;
@@ -234,9 +239,10 @@ mod tests {
     use std::sync::mpsc;
     use std::time::Duration;
 
-    use super::super::{Connected, connect_in_process};
+    use super::super::{Backend, Connected, GroupConfig, Identity, ProcessGroup, connect_in_process};
     use super::*;
     use crate::rank::Generation;
+    use crate::trace::Trace;
     use crate::world_size::WorldSize;
 
     const LIMIT: Duration = Duration::from_secs(20);
@@ -262,5 +268,26 @@ mod tests {
         });
         leaves.recv_timeout(LIMIT).unwrap();
         drop(end);
+    }
+
+    #[test]
+    fn a_process_that_was_forked_from_a_rank_s_and_panics_does_not_end_its_group() {
+        let world = WorldSize::new(2).unwrap();
+        let mut ranks = connect_in_process(world);
+        let _other = ranks.pop();
+        let connected = ranks.pop().unwrap();
+        let health = connected.health.clone();
+        let local = LocalRank { rank: 0, world_size: 1 };
+        // Nothing else knows the group.
+        let config = GroupConfig::new(Backend::process(), local, Generation::default()).aside();
+        let identity = Identity { rank: Rank::MAIN, world, trace: Trace::disabled(), config };
+        let mut group = ProcessGroup::new(identity, connected).unwrap();
+        // Of no process.
+        Arc::get_mut(&mut group.inner).unwrap().queue.process = 0;
+        let panics = std::thread::spawn(move || {
+            let _group = group;
+            panic!("a test");
+        });
+        assert!(panics.join().is_err() && !health.has_failed());
     }
 }
