@@ -50,7 +50,8 @@ pub struct FileStore {
     /// As errors name it.
     name: String,
     log: Mutex<Log>,
-    remove: bool,
+    /// The process that removes it, if one does, and not one that was forked from that.
+    remover: Option<u32>,
 }
 
 impl FileStore {
@@ -68,7 +69,7 @@ impl FileStore {
         let name = format!("the store file://{}", path.display());
         // A process that changes its folder still finds the file that follows.
         let path = std::path::absolute(&path).unwrap_or(path);
-        Self { path, name, log: Mutex::new(log), remove }
+        Self { path, name, log: Mutex::new(log), remover: remove.then(std::process::id) }
     }
 
     /// Opens the store at `path`; waits until there is one.
@@ -257,7 +258,7 @@ impl FileStore {
 
 impl Drop for FileStore {
     fn drop(&mut self) {
-        if !self.remove {
+        if self.remover != Some(std::process::id()) {
             return;
         }
         let log = self.log.get_mut();
@@ -530,6 +531,17 @@ mod tests {
             let all = FileStore::open(&path, soon()).unwrap();
             assert_eq!(all.add("beats", 0, soon()).unwrap(), beats);
         });
+    }
+
+    #[test]
+    fn a_process_that_was_forked_from_the_one_that_made_a_store_does_not_remove_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("store");
+        let mut store = FileStore::create(&path).unwrap();
+        // Of no process.
+        store.remover = Some(0);
+        drop(store);
+        assert!(path.exists());
     }
 
     /// On a network file system a host may see late what another has written.
