@@ -62,6 +62,8 @@ pub struct Participant<M: Machine> {
     log: Arc<Log<M>>,
     replica: Arc<Replica<M>>,
     threads: Vec<JoinHandle<()>>,
+    /// The process that has these threads, and not one that was forked from that.
+    pub(super) process: u32,
 }
 
 impl<M: Machine> Participant<M> {
@@ -79,7 +81,8 @@ impl<M: Machine> Participant<M> {
 
     fn start_from(log: Log<M>, replica: Arc<Replica<M>>, state: M, next: u64) -> Result<Self> {
         replica.restore(state, next);
-        let mut participant = Self { log: Arc::new(log), replica, threads: Vec::new() };
+        let process = std::process::id();
+        let mut participant = Self { log: Arc::new(log), replica, threads: Vec::new(), process };
         // While one waits for an entry, another waits for the next: entries that follow each other soon cost one round trip together.
         for reader in 0..M::READERS {
             participant.spawn("phalanx-log-in", move |log, replica| read(log, replica, next + reader))?;
@@ -178,6 +181,11 @@ impl<M: Machine> Participant<M> {
 
 impl<M: Machine> Drop for Participant<M> {
     fn drop(&mut self) {
+        if self.process != std::process::id() {
+            // The threads are the parent's, and may have held the lock when this process was forked.
+            std::mem::forget(std::mem::take(&mut self.threads));
+            return;
+        }
         self.replica.close();
     }
 }

@@ -282,6 +282,23 @@ fn a_thread_that_panics_loses_the_log() {
 }
 
 #[test]
+fn a_process_that_was_forked_from_a_participant_s_does_not_wait_for_its_threads() {
+    let replica = Arc::new(Replica::<Whole>::new(|_| ()));
+    let mut participant = Participant::start_at_first_entry(log(&memory()), Arc::clone(&replica)).unwrap();
+    // Of no process.
+    participant.process = 0;
+    let view = replica.view();
+    let (left, leaves) = std::sync::mpsc::channel();
+    thread::spawn(move || {
+        drop(participant);
+        left.send(()).unwrap();
+    });
+    leaves.recv_timeout(Duration::from_secs(20)).unwrap();
+    drop(view);
+    replica.close();
+}
+
+#[test]
 fn whoever_watches_one_whose_key_is_gone_beats_on() {
     let store = memory();
     let (mut first, _) = participant::<Compacted>(&store, Mac::none());
