@@ -37,6 +37,8 @@ pub(crate) struct Engine {
     shared: Arc<Shared>,
     groups: Groups,
     thread: Mutex<Option<JoinHandle<()>>>,
+    /// The process that has the thread, and not one that was forked from that.
+    process: u32,
 }
 
 /// What the program's threads and the engine's share.
@@ -132,7 +134,7 @@ impl Engine {
         let background = Background::new(shared.clone(), groups.clone(), options, timeline);
         let thread = Builder::new().name("phalanx-horovod".into()).spawn(move || background.run());
         let thread = thread.map_err(|error| Error::not_started("cannot start Horovod's thread", error))?;
-        Ok(Self { shared, groups, thread: Mutex::new(Some(thread)) })
+        Ok(Self { shared, groups, thread: Mutex::new(Some(thread)), process: std::process::id() })
     }
 
     /// Hands an operation over. An alltoall has splits.
@@ -235,6 +237,11 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
+        if self.process != std::process::id() {
+            // The thread is the parent's, which goes on.
+            std::mem::forget(self.thread.get_mut().take());
+            return;
+        }
         if std::thread::panicking() {
             // The others must not mistake this for a clean end.
             let (rank, whose) = (self.groups.control.rank(), numbered_among(&self.groups.control));
@@ -382,6 +389,21 @@ mod tests {
         state.joins = None;
         state.leaves = true;
         assert_eq!(due(&state, false), None);
+    }
+
+    #[test]
+    fn a_process_that_was_forked_from_a_rank_s_does_not_shut_its_engine_down() {
+        let group = ProcessGroup::alone().unwrap();
+        let (timeline, groups) =
+            (Timeline::new(group.trace()), Groups { control: group.clone(), data: group });
+        let mut engine = Engine::start(groups, &Options::default(), timeline).unwrap();
+        let shared = engine.shared();
+        // Of no process.
+        engine.process = 0;
+        drop(engine);
+        assert!(!shared.state.lock().leaves);
+        shared.state.lock().leaves = true;
+        shared.hurry.notify_all();
     }
 
     #[test]
