@@ -170,7 +170,11 @@ struct Shared {
     closed: AtomicBool,
 }
 
-struct Guard(Arc<Shared>);
+struct Guard {
+    shared: Arc<Shared>,
+    /// The process that makes the calls, and not one that was forked from that.
+    process: u32,
+}
 
 impl RpcBuilder {
     fn add(mut self, name: &str, function: registry::Function) -> Self {
@@ -327,7 +331,8 @@ impl RpcBuilder {
             receivers: Mutex::default(),
             closed: AtomicBool::new(false),
         });
-        let rpc = Rpc { _guard: Some(Arc::new(Guard(shared.clone()))), shared, timeout };
+        let guard = Guard { shared: shared.clone(), process: std::process::id() };
+        let rpc = Rpc { _guard: Some(Arc::new(guard)), shared, timeout };
         for peer in world.ranks().filter(|peer| *peer != rank) {
             rpc.shared.receive_from(peer)?;
         }
@@ -484,7 +489,9 @@ impl Context {
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        self.0.close();
+        if self.process == std::process::id() {
+            self.shared.close();
+        }
     }
 }
 

@@ -58,6 +58,17 @@ fn who_sends_may_see_the_end_first_and_on_lost_is_called_all_the_same() {
 }
 
 #[test]
+fn a_process_that_was_forked_from_a_rank_s_does_not_end_its_calls() {
+    two(|group| {
+        let rpc = Rpc::builder().start(&group).unwrap();
+        // Of no process.
+        drop(Guard { shared: rpc.shared.clone(), process: 0 });
+        assert!(!rpc.shared.closed.load(Ordering::Acquire));
+        rpc.shutdown().unwrap();
+    });
+}
+
+#[test]
 fn all_peers_are_left_however_many_there_are() {
     // More than are left at a time.
     several(11, |group| {
