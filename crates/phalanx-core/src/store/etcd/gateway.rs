@@ -84,7 +84,9 @@ impl Gateway {
 
     /// The address of this host in the network that leads to etcd.
     pub(super) fn local_address(&self, deadline: Deadline) -> Option<IpAddr> {
-        let resolve = |member: &String| resolve_in_order(member, deadline.at_most(TIMEOUT)).ok();
+        // Its failure is no error, so that of this thread's check is left for the next wait.
+        let look_up = |member: &String| resolve_in_order(member, deadline.at_most(TIMEOUT)).ok();
+        let resolve = |member: &String| interrupt::undisturbed(|| look_up(member));
         let target: SocketAddr =
             self.members.iter().find_map(|member| resolve(member)?.into_iter().next())?;
         let any: IpAddr = if target.is_ipv4() { [0; 4].into() } else { [0_u16; 8].into() };
