@@ -97,6 +97,8 @@ class ReconfigurableGroup(ProcessGroup):
 
         Waits until they have met. Ends the last group of this process first, with what its ranks still wait for.
         """
+        if opts.hints:
+            raise ValueError(f"phalanx: reconfigure takes no hints, and these are {', '.join(sorted(opts.hints))}: leave them out")
         handles = list(opts.handles) if isinstance(opts.handles, list) else sorted(opts.handles)
         if opts.uuid in self._uuids:
             raise RuntimeError(
@@ -127,7 +129,7 @@ class ReconfigurableGroup(ProcessGroup):
         _versions.compare(native)
         native.set_timeout(self._timeout.total_seconds())
         self._native, self._rank, self._size = native, rank, len(handles)
-        self._sequence = self._barriers = 0
+        self._set_sequence_number_for_group()
         while len(self._meetings) > _KEPT:
             self._clear(*self._meetings.popleft())
         return ended([], 0)
