@@ -511,6 +511,40 @@ def test_a_forked_process_is_told_and_can_end(ranks):
     ranks(2, forks)
 
 
+def forks_with_works(rank):
+    store = dist.group.WORLD.get_group_store()
+    if rank == 1:
+        dist.all_reduce(torch.ones(1))
+        store.wait(["forked"])
+        dist.send(torch.ones(1), 0)
+        return
+    received = torch.zeros(1)
+    pending, ended = dist.irecv(received, 1), dist.all_reduce(torch.ones(1), async_op=True)
+    ended.wait()
+    child = os.fork()
+    if child == 0:
+        code = 0
+        try:
+            # If it waits after all.
+            signal.alarm(30)
+            code += ended.wait()
+            for call in (pending.wait, pending.get_future):
+                try:
+                    call()
+                except ValueError as error:
+                    code += "from which this one was forked" in str(error)
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    store.set("forked", "")
+    pending.wait()
+    assert received.item() == 1.0
+
+
+def test_a_forked_process_does_not_wait_for_its_parents_operations(ranks):
+    ranks(2, forks_with_works)
+
+
 def forks_while_hooks_are_called(rank):
     calls, held, go_on = [], threading.Event(), threading.Event()
     dist.group.WORLD.register_abort_hook(1, lambda: calls.append(1))
