@@ -145,6 +145,28 @@ def test_collectives():
     run(3, _collectives)
 
 
+def _unaligned(rank):
+    def odd(value, elements=3):
+        """Elements that do not lie at multiples of their length."""
+        tensor = torch.frombuffer(bytearray(4 * elements + 1), dtype=torch.float32, offset=1).fill_(value)
+        assert tensor.data_ptr() % 4
+        return tensor
+
+    own = odd(rank + 1.0)
+    assert hvd.allreduce(own, op=hvd.Sum).tolist() == [3.0] * 3 and own.tolist() == [rank + 1.0] * 3
+    assert hvd.allreduce_(own, op=hvd.Sum) is own and own.tolist() == [3.0] * 3
+    assert hvd.allgather(odd(rank)).tolist() == [0.0] * 3 + [1.0] * 3
+    assert hvd.broadcast(odd(rank), 1).tolist() == [1.0] * 3
+    hvd.broadcast_parameters([("own", own.fill_(rank))], root_rank=1)
+    assert own.tolist() == [1.0] * 3
+    assert hvd.alltoall(odd(rank, 2)).tolist() == [0.0, 1.0]
+    assert hvd.reducescatter(odd(1.0, 2), op=hvd.Sum).tolist() == [2.0]
+
+
+def test_elements_need_not_lie_at_multiples_of_their_length():
+    run(2, _unaligned)
+
+
 def _large_averages(rank):
     most, least = 2**63 - 1, -(2**63)
     columns = [

@@ -146,7 +146,9 @@ def _dense(what: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_conj().resolve_neg().contiguous()
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    # Memory that a program brings may begin elsewhere than at a multiple of an element's length.
+    return plain.clone() if plain.is_cpu and plain.data_ptr() % plain.element_size() else plain
 
 
 class _Reduced:
