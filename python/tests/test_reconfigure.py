@@ -146,6 +146,10 @@ def _refused(number, path):
         dist._reconfigure(10 + number, [own])
     with pytest.raises(ValueError, match="takes no hints, and these are fast, one"):
         dist._reconfigure(20, [own], hints={"one": "1", "fast": "1"})
+    with pytest.raises(ValueError, match="reconfigure: a time-out of -1.0 s is below 0"):
+        dist._reconfigure(20, [own], timeout=datetime.timedelta(seconds=-1))
+    with pytest.raises(ValueError, match="the group: a time-out of -1.0 s is below 0"):
+        reconfigure.ReconfigurableGroup(store, number, 2, datetime.timedelta(seconds=-1))
     for handles in ([], [own, own], ["another"]):
         with pytest.raises(ValueError, match="each process once, and this one"):
             dist._reconfigure(20, handles)
