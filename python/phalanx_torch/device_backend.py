@@ -85,6 +85,11 @@ class DeviceBackend(C10DBackend):
     supports_coalescing = property(lambda self: False)  # pyright: ignore[reportIncompatibleMethodOverride]
     supports_splitting = property(lambda self: False)  # pyright: ignore[reportIncompatibleMethodOverride]
 
+    @property
+    def options(self) -> Any:
+        """As of the group alone. PyTorch's own property asks for this one, and would find itself."""
+        return self._group.options
+
     def take_name(self, name: str) -> None:
         """Lets the part, and what is split from its group, answer that its backend is ``name``."""
         self._group.take_name(name)
