@@ -146,21 +146,23 @@ def test_collectives():
 
 
 def _unaligned(rank):
-    def odd(value, elements=3):
+    def odd(value, dtype):
         """Elements that do not lie at multiples of their length."""
-        tensor = torch.frombuffer(bytearray(4 * elements + 1), dtype=torch.float32, offset=1).fill_(value)
-        assert tensor.data_ptr() % 4
+        tensor = torch.frombuffer(bytearray(3 * dtype.itemsize + 1), dtype=dtype, offset=1).fill_(value)
+        assert tensor.data_ptr() % dtype.itemsize
         return tensor
 
-    own = odd(rank + 1.0)
-    assert hvd.allreduce(own, op=hvd.Sum).tolist() == [3.0] * 3 and own.tolist() == [rank + 1.0] * 3
-    assert hvd.allreduce_(own, op=hvd.Sum) is own and own.tolist() == [3.0] * 3
-    assert hvd.allgather(odd(rank)).tolist() == [0.0] * 3 + [1.0] * 3
-    assert hvd.broadcast(odd(rank), 1).tolist() == [1.0] * 3
-    hvd.broadcast_parameters([("own", own.fill_(rank))], root_rank=1)
-    assert own.tolist() == [1.0] * 3
-    assert hvd.alltoall(odd(rank, 2)).tolist() == [0.0, 1.0]
-    assert hvd.reducescatter(odd(1.0, 2), op=hvd.Sum).tolist() == [2.0]
+    for dtype in (torch.float32, torch.int64, torch.int16):
+        own = odd(rank + 1, dtype)
+        assert hvd.allreduce(own, op=hvd.Sum).tolist() == [3] * 3 and own.tolist() == [rank + 1] * 3
+        hvd.allreduce_(own, op=hvd.Sum)
+        assert own.tolist() == [3] * 3
+        # Such as those of a file that is mapped into memory.
+        hvd.broadcast_parameters({"own": own.fill_(rank)}, root_rank=1)
+        assert own.tolist() == [1] * 3
+        assert hvd.allgather(odd(rank, dtype)).tolist() == [0] * 3 + [1] * 3
+        assert hvd.alltoall(odd(rank, dtype), splits=[1, 2])[0].tolist() == [[0, 1], [0, 0, 1, 1]][rank]
+        assert hvd.reducescatter(odd(rank + 1, dtype), op=hvd.Sum).tolist() == [[3, 3], [3]][rank]
 
 
 def test_elements_need_not_lie_at_multiples_of_their_length():
@@ -771,6 +773,11 @@ def _odd_arguments(rank):
         assert not hvd.is_initialized()
     hvd.init(process_sets=[[0], hvd.ProcessSet([1])])
     assert hvd.get_process_set_ids_and_ranks() == {0: [0, 1], 1: [0], 2: [1]}
+    # A second call does nothing, and says so of a set that is not there.
+    hvd.init(process_sets=[[1]])
+    with pytest.raises(ValueError, match=r"initialized already, without .*ranks=\[0, 1\].*hvd.add_process_set"):
+        hvd.init(process_sets=[[0], [0, 1]])
+    assert hvd.is_initialized()
 
 
 def test_odd_arguments_are_refused_before_anything_begins():
@@ -826,6 +833,81 @@ def test_a_state_that_is_loaded_between_passes_begins_the_step_anew():
     run(2, _loaded_between_passes)
 
 
+def _lost_passes(rank):
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), backward_passes_per_step=2)
+    for step in range(2):
+        optimizer.zero_grad()
+        (weight * (rank + 1.0)).sum().backward()
+        with pytest.raises(AssertionError, match="the gradients of this step's passes would be lost"):
+            optimizer.zero_grad()
+        (weight * (rank + 1.0)).sum().backward()
+        optimizer.step()
+        # The average of 2 and 4.
+        assert weight.item() == -3.0 * (step + 1)
+
+
+def test_gradients_are_not_forgotten_between_the_passes_of_a_step():
+    run(2, _lost_passes)
+
+
+def _skipped_too_early(rank):
+    for passes in (1, 2):
+        weight = torch.nn.Parameter(torch.zeros(1))
+        named = [(f"weight {passes}", weight)]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), named, backward_passes_per_step=passes)
+
+        def closure(weight=weight, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = (weight * (rank + 1.0)).sum()
+            loss.backward()
+            return loss
+
+        closure()
+        with optimizer.skip_synchronize():
+            with pytest.raises(AssertionError, match=r"in optimizer\.skip_synchronize\(\).* Call optimizer\.synchronize\(\) first"):
+                optimizer.step()
+            assert weight.item() == 0.0
+            optimizer.synchronize()
+            optimizer.step()
+        assert weight.item() == -1.5
+        with pytest.raises(AssertionError, match="gradients of this rank alone"), optimizer.skip_synchronize():
+            optimizer.step(closure)
+        assert weight.item() == -1.5
+        optimizer.step()
+        assert weight.item() == -3.0
+
+
+def test_a_step_that_skips_the_wait_for_averages_comes_after_it():
+    run(2, _skipped_too_early)
+
+
+def _summed_once(rank):
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=hvd.Sum)
+    for step in range(2):
+        (weight * (rank + 1.0)).sum().backward()
+        optimizer.synchronize()
+        with pytest.raises(AssertionError, match=r"once more\. Call it in `with optimizer\.skip_synchronize"):
+            optimizer.step()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        assert weight.item() == -3.0 * (step + 1)
+        optimizer.zero_grad()
+    # Gradients that the program has given up are no sums that a step would add up.
+    (weight * 5.0).sum().backward()
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    if rank == 0:
+        weight.sum().backward()
+    optimizer.step()
+    assert weight.item() == -7.0
+
+
+def test_sums_of_all_ranks_are_not_added_up_once_more():
+    run(2, _summed_once)
+
+
 def _parameters(rank):
     model = torch.nn.Linear(2, 1)
 
@@ -872,6 +954,26 @@ def _parameters_of_other_shapes(rank):
 
 def test_parameters_that_cannot_be_broadcast_leave_no_handles():
     run(2, _parameters_of_other_shapes)
+
+
+def _parameters_behind_one_that_differs(rank):
+    first, second = torch.full((2 + rank,), float(rank)), torch.full((2,), float(rank))
+    with pytest.raises(hvd.HorovodInternalError, match="parameters.first.*rank 1"):
+        if rank == 0:
+            hvd.broadcast_parameters([("first", first), ("second", second)], root_rank=1)
+        else:
+            hvd.broadcast_(first, 1, name="parameters.first")
+    if rank == 1:
+        # When rank 0 has the error of the first one.
+        time.sleep(0.5)
+        hvd.broadcast_(second, 1, name="parameters.second")
+    # Nothing is written to it any more.
+    assert second.tolist() == [1.0, 1.0]
+    hvd.barrier()
+
+
+def test_parameters_behind_one_that_differs_are_waited_for():
+    run(2, _parameters_behind_one_that_differs)
 
 
 def _state_of_other_types(rank, wrapped):
@@ -1037,6 +1139,27 @@ def test_sparse_gradients_are_refused_with_options_of_dense_ones():
     run(2, _sparse_with_options_of_dense_ones)
 
 
+def _refused_group(rank):
+    table, weight = torch.nn.Embedding(6, 2, sparse=True), torch.nn.Parameter(torch.ones(2))
+    torch.nn.init.ones_(table.weight)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([table.weight, weight], lr=1.0), num_groups=1)
+    with pytest.raises(NotImplementedError, match="groups are for dense ones"):
+        (table(torch.tensor([rank])).sum() + weight.sum()).backward()
+    # A program may have caught that.
+    with pytest.raises(NotImplementedError, match="groups are for dense ones"):
+        optimizer.step()
+    assert (table.weight == 1.0).all() and (weight == 1.0).all()
+    optimizer.zero_grad()
+    table.weight.requires_grad_(False)
+    weight.sum().mul(rank + 1.0).backward()
+    optimizer.step()
+    assert weight.tolist() == [-0.5, -0.5]
+
+
+def test_a_group_that_was_refused_in_a_backward_pass_is_refused_in_the_step():
+    run(2, _refused_group)
+
+
 def _other_factors_of_integers(rank):
     # They are compared as those of floats are.
     for dtype in (torch.int16, torch.int64, torch.float32):
@@ -1063,6 +1186,24 @@ def test_factors_of_integers_that_ranks_do_not_share_are_an_error_of_both():
 @pytest.mark.parametrize("sparse_as_dense", [False, True])
 def test_sparse_gradients(sparse_as_dense):
     run(2, _sparse, sparse_as_dense)
+
+
+def _first_gradients(rank):
+    table, frozen = torch.nn.Embedding(6, 2, sparse=True), torch.nn.Parameter(torch.ones(2))
+    torch.nn.init.zeros_(table.weight)
+    groups = [{"params": [table.weight]}, {"params": [frozen], "weight_decay": 0.5}]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(groups, lr=1.0))
+    frozen.requires_grad_(False)
+    # The program calls no zero_grad before its first pass.
+    table(torch.tensor([rank])).sum().backward()
+    optimizer.step()
+    assert table.weight.grad.is_sparse and table.weight[:, 0].tolist() == [-0.5, -0.5, 0.0, 0.0, 0.0, 0.0]
+    # A gradient of zeros would have let the decay change it.
+    assert frozen.grad is None and frozen.tolist() == [1.0, 1.0]
+
+
+def test_an_optimizer_makes_no_gradients_before_the_first_pass():
+    run(2, _first_gradients)
 
 
 def _sparse_on_one_rank(rank, sparse_as_dense):

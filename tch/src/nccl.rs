@@ -30,14 +30,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use phalanx::adapter::{ComparedCalls, JoinGroup};
-use phalanx::reducer::hooks::{HookState, PowerSgdOptions};
 use phalanx::{Caller, Communicator as _, Deadline, Error, ProcessGroup, Result, WorldSize};
 use phalanx_nccl::{Communicator, CommunicatorHandle, Stream};
 use tch::Device;
 
 use self::bucket::Bucket;
 pub use self::device_hook::{DeviceBucket, DeviceHook, DeviceMessage};
-pub(crate) use self::hook::Hook;
+pub(crate) use self::hook::{Hook, OwnHook};
 use self::power_sgd::LowRank;
 use crate::shim;
 use crate::tensors::{Named, torch};
@@ -340,38 +339,6 @@ impl OnDevice {
 
     fn ordinal(&self) -> u32 {
         self.nccl.device().ordinal()
-    }
-
-    /// Buckets are sent by PowerSGD with these options from now on, after so many steps of it, or not; and not by a hook of the program's, nor within a
-    /// smaller group.
-    fn approximate(&self, low_rank: Option<(PowerSgdOptions, u64)>) -> Result<()> {
-        self.leave_subgroup()?;
-        let state = &mut *lock(&self.state);
-        let begin = |(options, steps)| LowRank::new(options, &state.parameters, steps);
-        let low_rank = low_rank.map(begin).transpose()?;
-        state.low_rank = low_rank;
-        state.buckets.iter_mut().flatten().for_each(|bucket| {
-            (bucket.low_rank, bucket.own) = (None, Vec::new());
-        });
-        // Another hook sends something else.
-        self.compared.forget();
-        Ok(())
-    }
-
-    /// What PowerSGD keeps, after so many steps, with this rank's losses or without.
-    fn low_rank_state(&self, step: u64, with_losses: bool) -> Result<HookState> {
-        let state = lock(&self.state);
-        let read = state.low_rank.as_ref().map(|low_rank| low_rank.state(step, with_losses)).transpose()?;
-        drop(state);
-        // What was read is worth nothing after a call that has failed.
-        self.check().map(|()| read.unwrap_or_default())
-    }
-
-    /// PowerSGD goes on from `saved`.
-    fn load_low_rank(&self, mut saved: HookState, steps: u64) -> Result<()> {
-        let state = &mut *lock(&self.state);
-        state.buckets.iter_mut().flatten().for_each(|bucket| bucket.low_rank = None);
-        state.low_rank.as_mut().map_or(Ok(()), |low_rank| low_rank.load(&mut saved, steps))
     }
 
     /// This thread's current stream.

@@ -12,10 +12,11 @@ if [ $# != 0 ]; then
     network "$@"
     exit
 fi
-network start
-network outage death --rtt 5 100 --loss 0
+failed=0
+network start || failed=1
+network outage death --rtt 5 100 --loss 0 || failed=1
 network live --rtt 80 --loss 5 --seconds 120 &
-beside=$! failed=0
+beside=$!
 network live --rtt 200 --loss 2 --seconds 120 || failed=1
 wait "$beside" || failed=1
 exit $failed

@@ -30,7 +30,7 @@ pub enum LocalMethod {
     ///
     /// Source: S. Zhang, A. Choromanska and Y. LeCun, *Deep Learning with Elastic Averaging SGD*, 2015.
     Elastic {
-        /// α. The paper's stable choice is 0.9 divided by the number of workers.
+        /// α. The paper's stable choice is 0.9 divided by the number of workers. With more than 2 / (workers + 1) they would move away from the centre.
         moving_rate: f32,
     },
     /// Decentralised averaging: each worker takes the mean of its own parameters and those of its two neighbours on the ring of
@@ -63,18 +63,22 @@ impl LocalMethod {
         Self::Outer(Sgd::new(learning_rate).with_momentum(momentum))
     }
 
-    /// An error if no training goes by its rates: the parameters of all workers would become NaN.
-    fn check(self) -> Result<()> {
+    /// An error if no training of so many workers goes by its rates: the parameters of all would become NaN.
+    fn check(self, workers: u32) -> Result<()> {
         match self {
             Self::Average | Self::Ring | Self::RandomPairs { .. } => Ok(()),
             Self::Elastic { moving_rate } => {
-                match moving_rate.is_finite() {
-                    true => Ok(()),
-                    false => Err(Error::invalid_argument(format!(
-                        "the moving rate of LocalUpdates is {moving_rate}"
-                    ))
-                    .with_remedy("give it one that is finite, such as 0.9 divided by the number of workers")),
+                // A meeting multiplies the way from the centre to the workers' mean by 1 - α (workers + 1).
+                let largest = (2.0 / (f64::from(workers) + 1.0)) as f32;
+                if (0.0..=largest).contains(&moving_rate) {
+                    return Ok(());
                 }
+                let cause = format!(
+                    "the moving rate of LocalUpdates is {moving_rate}, by which the parameters of {workers} workers would grow without end"
+                );
+                Err(Error::invalid_argument(cause).with_remedy(format!(
+                    "give it one from 0 to {largest}, such as 0.9 divided by the number of workers"
+                )))
             }
             Self::Outer(rule) => rule.check(),
         }
@@ -257,7 +261,7 @@ impl LocalUpdates {
     /// the same method and interval.
     ///
     /// # Errors
-    /// If `every` is 0, if a rate of the method is infinite or not a number, if method, interval or the number of parameters differ between ranks, or if a
+    /// If `every` is 0, if no training goes by a rate of the method, such as a negative one, if method, interval or the number of parameters differ between ranks, or if a
     /// rank has no memory for what the method keeps: on every rank. If the group fails.
     pub fn new(
         group: &ProcessGroup,
@@ -276,7 +280,7 @@ impl LocalUpdates {
             velocity: Vec::new(),
         };
         let mut scratch = Vec::new();
-        let memory = method.check().and_then(|()| state.take_memory(&mut scratch));
+        let memory = method.check(group.world_size().get()).and_then(|()| state.take_memory(&mut scratch));
         state.agree(group, memory)?;
         group.broadcast(parameters, Rank::MAIN)?;
         if !state.center.is_empty() {
@@ -291,7 +295,7 @@ impl LocalUpdates {
     ///
     /// # Errors
     /// If the state is of another method or interval, of another number of parameters, or of another step than the other ranks'
-    /// states, or counts more than any run has, or if a rate of the method is infinite or not a number, or a rank has no memory for what the method sends:
+    /// states, or counts more than any run has, or if no training goes by a rate of the method, such as a negative one, or a rank has no memory for what the method sends:
     /// on every rank. If the group fails.
     pub fn resume(
         group: &ProcessGroup,
@@ -300,7 +304,8 @@ impl LocalUpdates {
         parameters: &[f32],
         state: LocalState,
     ) -> Result<Self> {
-        let fits = method.check().and_then(|()| state.fits(method, every, parameters.len()));
+        let fits =
+            method.check(group.world_size().get()).and_then(|()| state.fits(method, every, parameters.len()));
         let (mut state, mut scratch) = (LocalState { method, ..state }, Vec::new());
         let ready = fits.and_then(|()| state.take_memory(&mut scratch));
         state.agree(group, ready)?;

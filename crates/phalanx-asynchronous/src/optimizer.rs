@@ -41,13 +41,13 @@ pub trait UpdateRule: Send + Sync {
     );
 }
 
-/// An error if one of a rule's settings is infinite or not a number.
-fn check_finite(settings: &[(&str, f32)]) -> Result<()> {
-    match settings.iter().find(|(_, value)| !value.is_finite()) {
+/// An error if one of a rule's settings is negative, infinite or not a number, as in PyTorch.
+fn check_sizes(settings: &[(&str, f32)]) -> Result<()> {
+    match settings.iter().find(|(_, value)| !(0.0..=f32::MAX).contains(value)) {
         None => Ok(()),
         Some((name, value)) => {
             Err(Error::invalid_argument(format!("the {name} of an update rule is {value}"))
-                .with_remedy("give it one that is finite"))
+                .with_remedy("give it one that is finite, and not negative"))
         }
     }
 }
@@ -61,7 +61,7 @@ pub struct Sgd {
     pub momentum: f32,
     /// The part of a gradient that does not enter the velocity, but for the first.
     pub dampening: f32,
-    /// Nesterov's form of momentum.
+    /// Nesterov's form of momentum, which needs a momentum, and no dampening.
     pub nesterov: bool,
     /// A penalty on the size of the parameters, added to the gradient.
     pub weight_decay: f32,
@@ -109,13 +109,25 @@ impl UpdateRule for Sgd {
     }
 
     fn check(&self) -> Result<()> {
-        let Self { learning_rate, momentum, dampening, nesterov: _, weight_decay } = *self;
-        check_finite(&[
+        let Self { learning_rate, momentum, dampening, nesterov, weight_decay } = *self;
+        check_sizes(&[
             ("learning rate", learning_rate),
             ("momentum", momentum),
-            ("dampening", dampening),
             ("weight decay", weight_decay),
-        ])
+        ])?;
+        if !dampening.is_finite() {
+            return Err(Error::invalid_argument(format!("the dampening of an update rule is {dampening}"))
+                .with_remedy("give it one that is finite"));
+        }
+        if nesterov && (momentum == 0.0 || dampening != 0.0) {
+            let cause = format!(
+                "Nesterov's form of momentum, with a momentum of {momentum} and a dampening of {dampening}"
+            );
+            return Err(Error::invalid_argument(cause).with_remedy(
+                "give it a momentum, and no dampening, as in PyTorch; or leave `nesterov` out",
+            ));
+        }
+        Ok(())
     }
 
     fn update(
@@ -204,7 +216,7 @@ impl UpdateRule for Adam {
 
     fn check(&self) -> Result<()> {
         let Self { learning_rate, beta_1, beta_2, epsilon, weight_decay, decoupled: _ } = *self;
-        check_finite(&[
+        check_sizes(&[
             ("learning rate", learning_rate),
             ("epsilon", epsilon),
             ("weight decay", weight_decay),
@@ -263,14 +275,24 @@ mod tests {
         let start =
             |rule: Sgd| crate::ParameterServer::builder(&[3], rule).start(&group, &mut [0.0; 3]).err();
         let sgd = Sgd::new(0.1);
-        for rule in
-            [Sgd::new(f32::NAN), sgd.with_momentum(f32::INFINITY), Sgd { weight_decay: f32::NAN, ..sgd }]
-        {
+        let nesterov = Sgd { nesterov: true, ..sgd };
+        for rule in [
+            Sgd::new(f32::NAN),
+            Sgd::new(-0.1),
+            sgd.with_momentum(f32::INFINITY),
+            sgd.with_momentum(-0.9),
+            Sgd { weight_decay: f32::NAN, ..sgd },
+            Sgd { dampening: f32::NAN, ..sgd },
+            // As SGD without momentum, or with another gradient than Nesterov's.
+            nesterov,
+            Sgd { dampening: 0.1, ..nesterov.with_momentum(0.9) },
+        ] {
             assert!(start(rule).unwrap().is_invalid_argument(), "{rule:?}");
         }
         let adam = Adam::new(0.1);
         for rule in [
             Adam::new(f32::INFINITY),
+            Adam::w(0.1, -0.1),
             Adam { epsilon: f32::NAN, ..adam },
             Adam { beta_1: -0.1, ..adam },
             Adam { beta_2: 1.0, ..adam },
@@ -287,6 +309,7 @@ mod tests {
             assert!(error.is_invalid_argument(), "{error}");
         }
         Sgd::new(0.0).check().unwrap();
+        nesterov.with_momentum(0.9).check().unwrap();
         Adam { beta_1: 0.0, ..Adam::w(0.1, 0.1) }.check().unwrap();
     }
 

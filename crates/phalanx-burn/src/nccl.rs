@@ -41,14 +41,14 @@ use burn_cubecl::{CubeBackend, CubeDevice};
 use parking_lot::Mutex;
 use phalanx::Communicator as _;
 use phalanx::adapter::{ComparedCalls, Elsewhere, ElsewhereCall, ElsewhereOp, JoinGroup};
-use phalanx::reducer::hooks::{GradBucket, GradientPlace, Pending, PowerSgdOptions};
+use phalanx::reducer::hooks::{GradBucket, GradientPlace, Pending};
 use phalanx::reducer::{ParameterSpec, Reducer, ReducerOptions};
 use phalanx::{Caller, DType, Error, ProcessGroup, ReduceOp, Result};
 use phalanx_nccl::{CommunicatorHandle, DeviceMemory, DeviceSlice, Element, Work};
 
 pub(crate) use self::averages::averages;
 pub use self::device_hook::{DeviceBucket, DeviceHook, DeviceMessage};
-pub(crate) use self::hook::Hook;
+pub(crate) use self::hook::{Hook, OwnHook};
 use self::memory::lend_all;
 pub(crate) use self::memory::{BucketMemory, check, lend_bytes};
 use self::power_sgd::LowRank;
@@ -245,7 +245,7 @@ impl OnDevice {
     }
 
     /// Starts to average a bucket by `nccl`, whose gradients are of type `T`, and of Burn's type `dtype`.
-    fn average<T: Element>(
+    fn average_by<T: Element>(
         self: &Arc<Self>,
         nccl: phalanx_nccl::Communicator,
         bucket: GradBucket,
@@ -326,18 +326,6 @@ impl OnDevice {
         let mut state = self.state.lock();
         let low_rank = state.low_rank.as_mut();
         look(low_rank.ok_or_else(|| Error::aborted("a bucket of PowerSGD, which does not average"))?)
-    }
-
-    /// Matrices of f32 are sent as products with these options from now on, or all buckets as they are; and not within a smaller group.
-    fn approximate(&self, options: Option<PowerSgdOptions>) {
-        let left = {
-            let mut state = self.state.lock();
-            state.low_rank = options.map(LowRank::new);
-            state.subgroup.take()
-        };
-        drop(left); // The last handle waits for the end of its communicator.
-        // Another hook sends something else.
-        self.compared.forget();
     }
 
     /// What this rank's device is called.

@@ -61,7 +61,7 @@ pub(super) struct Folder {
 }
 
 impl Folder {
-    /// Writes `snapshot` as number `number`. When it returns `Ok`, the checkpoint survives a loss of power.
+    /// Writes `snapshot` as number `number`, or a later one if there is one of that number. When it returns `Ok`, the checkpoint survives a loss of power.
     pub fn write(&self, number: u64, step: u64, world_size: u32, snapshot: &Snapshot) -> io::Result<()> {
         let mut part = Part::new(number, (step, world_size), TENSORS.to_owned(), snapshot);
         carry_out(WriteOrder::new(Role::Alone, part.count()), |operation, _| {
@@ -78,6 +78,8 @@ impl Folder {
         if operation.is_owners() {
             let claim = self.check()?;
             if operation == Operation::MakeFolder {
+                // Somebody may have copied a later one there since: the new one would count as older, and be removed.
+                part.number = part.number.max(next_number(&self.path)?);
                 part.begun = self.path.join(names::writing(part.number, claim));
             }
         }
@@ -412,6 +414,23 @@ mod tests {
         let kept = fs::read_dir(root.path()).unwrap().map(|entry| entry.unwrap().path().join("notes"));
         assert_eq!(kept.filter(|notes| notes.is_dir()).count(), 1);
         drop(writer);
+    }
+
+    #[test]
+    fn a_checkpoint_that_was_copied_there_meanwhile_takes_no_place_of_those_that_follow() {
+        let root = tempfile::tempdir().unwrap();
+        let claim = Owner::claim(root.path(), &Claimant::default(), None).unwrap();
+        let folder =
+            Folder { path: root.path().to_owned(), disk: Box::new(SystemDisk), owner: Mutex::new(claim) };
+        folder.write(1, 10, 1, &Snapshot::default()).unwrap();
+        // From another run.
+        folder.write(7, 70, 1, &Snapshot::default()).unwrap();
+        for (number, step) in [(2, 20), (3, 30)] {
+            folder.write(number, step, 1, &Snapshot::default()).unwrap();
+            folder.rotate(1).unwrap();
+        }
+        let left: Vec<PathBuf> = list(root.path()).unwrap().into_iter().map(|entry| entry.path).collect();
+        assert_eq!(left, [root.path().join(names::complete(9, 30))]);
     }
 
     #[test]

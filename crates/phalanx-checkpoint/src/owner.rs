@@ -5,12 +5,14 @@
 //! once (`O_EXCL`), so of two processes that follow the same claim one has to try again.
 //!
 //! The previous owner notices by looking for a higher number, before each step that changes what a reader sees.
-//! [`folder`](super::folder) says why it does no harm to be frozen between that look and the step.
+//! [`folder`](super::folder) says why it does no harm to be frozen between that look and the step. It also looks whether the file of its own number
+//! is the one that it made: in a folder that was removed and made again the numbers begin anew.
 //!
 //! The lock alone does not say who writes: a frozen process holds its lock for ever.
 
-use std::fs::{self, File};
+use std::fs::{self, File, Metadata};
 use std::io::{self, Read, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Once;
 use std::time::{Duration, Instant};
@@ -57,9 +59,14 @@ pub(super) struct Owner {
     number: u64,
     /// The claim that this one followed.
     follows: u64,
-    /// Locked.
+    /// Of its file; none where the file system says another one of the file's name than of the open file.
+    identity: Option<Identity>,
+    /// Locked. As long as it is open, no other file gets its identity.
     _file: File,
 }
+
+/// The device and the inode of a file.
+type Identity = (u64, u64);
 
 /// What was seen of the newest claim.
 enum Seen {
@@ -156,7 +163,9 @@ impl Owner {
         let (host, host_id, process) = (host::name(), host::id(), std::process::id());
         let claim = Claim { by: by.clone(), host, host_id, process };
         file.write_all(&serde_json::to_vec(&claim)?)?;
-        let owner = Self { folder: folder.to_owned(), number, follows, _file: file };
+        let own = identity(&file.metadata()?);
+        let identity = fs::symlink_metadata(path).is_ok_and(|named| identity(&named) == own).then_some(own);
+        let owner = Self { folder: folder.to_owned(), number, follows, identity, _file: file };
         if newest(folder)? > number {
             // This process was frozen since it looked: others have made claims meanwhile, and removed the ones in
             // between.
@@ -181,8 +190,23 @@ impl Owner {
 
     /// Checks that this process is still the owner.
     pub fn check(&self) -> io::Result<()> {
-        claims::check(self.number, newest(&self.folder)?).map_err(io::Error::other)
+        // Before the list: a later claim removes this one.
+        let named = fs::symlink_metadata(file(&self.folder, self.number));
+        claims::check(self.number, newest(&self.folder)?).map_err(io::Error::other)?;
+        match (self.identity, named) {
+            (None, _) => Ok(()),
+            (Some(own), Ok(named)) if identity(&named) == own => Ok(()),
+            (Some(_), Err(error)) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            (Some(_), Ok(_) | Err(_)) => Err(io::Error::new(
+                io::ErrorKind::NotFound,
+                "the folder is another one of this name, and another process has claimed it since",
+            )),
+        }
     }
+}
+
+fn identity(about: &Metadata) -> Identity {
+    (about.dev(), about.ino())
 }
 
 /// How long the holder of the newest claim is waited for.
@@ -313,6 +337,21 @@ mod tests {
         drop(second);
         let third = Owner::claim(root.path(), &of(Some("b"), 1), None).unwrap();
         assert_eq!((third.number(), claims(root.path()).unwrap()), (3, vec![3]));
+    }
+
+    #[test]
+    fn a_folder_that_was_removed_and_made_again_belongs_to_who_has_claimed_it_since() {
+        let root = tempfile::tempdir().unwrap();
+        let folder = root.path().join("runs");
+        fs::create_dir(&folder).unwrap();
+        let first = Owner::claim(&folder, &of(None, 0), None).unwrap();
+        fs::remove_dir_all(&folder).unwrap();
+        fs::create_dir(&folder).unwrap();
+        let second = Owner::claim(&folder, &of(None, 0), None).unwrap();
+        assert_eq!(first.number(), second.number());
+        second.check().unwrap();
+        let error = first.check().unwrap_err();
+        assert!(error.to_string().contains("has claimed it since"), "{error}");
     }
 
     #[test]

@@ -133,8 +133,10 @@ impl Writer {
         {
             let mut owner = folder.owner.lock();
             let before = owner.number();
-            let claimed = Owner::claim(path, by, Some(before))?;
-            if claimed.follows(before) {
+            // In a folder that was removed and made again, another process may have a claim of this number.
+            let is_own = owner.check().is_ok();
+            let claimed = Owner::claim(path, by, is_own.then_some(before))?;
+            if is_own && claimed.follows(before) {
                 *owner = claimed;
                 drop(owner);
                 return shared.hand_over().map_err(unusable);

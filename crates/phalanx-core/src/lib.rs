@@ -1,8 +1,9 @@
 //! The core of Phalanx: process groups, collectives, the gradient reducer, samplers, stores, rendezvous and elastic rounds.
 //!
-//! Use the crate `phalanx`, which shows what stands here beside the launcher, checkpoints and calls. This crate
-//! exists so that Cargo keeps those apart: `phalanx-launch`, `phalanx-checkpoint` and `phalanx-asynchronous` stand on it, and it knows
-//! none of them. Modules that only they need are public and hidden; they may change in any version.
+//! Use the crate `phalanx`: it re-exports the items of this crate, the launcher, checkpoints and remote calls.
+//!
+//! `phalanx-launch`, `phalanx-checkpoint` and `phalanx-asynchronous` use this crate, and this crate uses none of them. Modules that only
+//! they need are public and hidden. Any version may change them.
 // docs.rs shows which feature an item needs.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 #![forbid(unsafe_code)]

@@ -162,13 +162,15 @@ impl Horovod {
         // In one order on all ranks: each waits for its first ones before it submits the next.
         let mut parameters = Vec::from_iter(parameters);
         parameters.sort_by_key(|(name, _)| *name);
-        let mut flying = Vec::new();
+        let (mut flying, mut failure) = (Vec::new(), None);
         let mut bytes = 0;
         for (name, parameter) in parameters {
             // No more copies at once than a batch has.
             bytes += size_of_val(&*parameter);
             if bytes > self.options().fusion_threshold {
-                land(&mut flying)?;
+                // The others may have submitted the next ones: of other lengths, they divide them in another way.
+                let landed = land(&mut flying);
+                failure = failure.or(landed.err());
                 bytes = size_of_val(&*parameter);
             }
             // The others wait for what this rank does not submit.
@@ -176,7 +178,8 @@ impl Horovod {
             let handle = self.broadcast_async(&format!("broadcast.{name}"), copy, root)?;
             flying.push((handle, parameter));
         }
-        land(&mut flying)
+        let landed = land(&mut flying);
+        failure.or(landed.err()).map_or(Ok(()), Err)
     }
 
     /// Combines sparse gradients: every rank gets the rows of all ranks, in the order of the ranks, which its optimizer adds up.
@@ -230,11 +233,16 @@ impl Horovod {
     }
 }
 
+/// Waits for all of these, also after the first error: their names can then be used again.
 fn land<T: Element>(flying: &mut Vec<(crate::Handle<Tensor>, &mut [T])>) -> Result<()> {
+    let mut failure = None;
     for (handle, parameter) in flying.drain(..) {
-        parameter.copy_from_slice(handle.synchronize()?.as_slice()?);
+        match handle.synchronize() {
+            Ok(tensor) => parameter.copy_from_slice(tensor.as_slice()?),
+            Err(error) => failure = failure.or(Some(error)),
+        }
     }
-    Ok(())
+    failure.map_or(Ok(()), Err)
 }
 
 fn written<T: Serialize>(value: &T) -> Result<Vec<u8>> {

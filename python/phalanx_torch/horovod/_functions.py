@@ -165,16 +165,23 @@ def broadcast_parameters(
 
 
 def _wait_for(started: Iterable[int]) -> None:
-    """Starts all of these operations, and then waits for them. After an error nobody has the handles of the others."""
+    """Starts all of these operations, and then waits for all of them, also after an error: what they write to is then the program's again. Where one cannot be
+    started, nobody has the handles of the others."""
     handles: list[int] = []
+    failure: Exception | None = None
     try:
         for handle in started:
             handles.append(handle)
         for handle in handles:
-            synchronize(handle)
+            try:
+                synchronize(handle)
+            except Exception as error:
+                failure = failure or error
     finally:
         for handle in handles:
             _handles.pop(handle, None)
+    if failure is not None:
+        raise failure
 
 
 class _Place:

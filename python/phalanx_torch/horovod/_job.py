@@ -129,7 +129,7 @@ def _internal(error: Error) -> HorovodInternalError:
 
 
 def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]] | Literal["dynamic"] | None = None) -> None:
-    """Meets the other ranks, as the launcher says; alone, a world of one. A second call does nothing."""
+    """Meets the other ranks, as the launcher says; alone, a world of one. A second call does nothing: ``add_process_set`` adds process sets later."""
     if comm is not None:
         raise NotImplementedError(
             "hvd.init(comm=...): there are no communicators of MPI here; the launcher says who the ranks are, and "
@@ -138,6 +138,9 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
     chosen = _chosen(process_sets)
     job = _state["job"]
     if job is not None and job.is_initialized():
+        missing = [one for one in chosen if _registered(one.ranks).process_set_id is None]
+        if missing:
+            raise ValueError(f"hvd.init: Horovod has been initialized already, without {missing[0]}: every rank calls hvd.add_process_set")
         return
     # A forked process cannot shut down what its parent has begun.
     _exit.check_not_forked()
@@ -158,7 +161,7 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
         raise
 
 
-def _chosen(process_sets: Any) -> "list[ProcessSet | Sequence[int]]":
+def _chosen(process_sets: Any) -> list[ProcessSet]:
     """The process sets with which a job begins. It is not begun if they are none."""
     # "dynamic" asks for what is always allowed here.
     if process_sets is None or isinstance(process_sets, str) and process_sets.lower() == "dynamic":

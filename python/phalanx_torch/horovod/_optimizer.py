@@ -59,6 +59,8 @@ class _Distributed(_Base):
             self._groups.append(members)
         self.backward_passes_per_step = passes
         self._left: dict[torch.Tensor, int] = {}
+        # A pass has made gradients that no `synchronize` has averaged yet.
+        self._has_passed = False
         # Which parameters' gradients are on their way, and what waits for each.
         self._waits: dict[torch.Tensor, Callable[[], None] | None] = {}
         self._ready: dict[int, list[torch.Tensor]] = {}
@@ -71,9 +73,6 @@ class _Distributed(_Base):
         self._is_shared = process_set._native is not None and process_set.size() > 1
         if self._is_shared:
             for p in self._reduced:
-                # As Horovod's: programs look at gradients that no pass has made.
-                if p.grad is None:
-                    p.grad = torch.zeros_like(p)
                 self._watch(p)
 
     def _watch(self, p: torch.Tensor) -> None:
@@ -129,7 +128,7 @@ class _Distributed(_Base):
             state.update(loaded_state)
             self.state = state
         if not self._waits:
-            self._left = dict.fromkeys(self._left, self.backward_passes_per_step)
+            self._begin_step()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """How many passes add to the gradients until they are averaged."""
@@ -138,6 +137,11 @@ class _Distributed(_Base):
         self.backward_passes_per_step = _whole("backward_passes_per_step", passes)
         self._left = dict.fromkeys(self._left, self.backward_passes_per_step)
 
+    def _begin_step(self) -> None:
+        """The next pass is the first of a step."""
+        self._left = dict.fromkeys(self._left, self.backward_passes_per_step)
+        self._has_passed = False
+
     def _passed(self, p: torch.Tensor) -> None:
         if p in self._waits or self._left[p] <= 0:
             raise AssertionError(
@@ -145,6 +149,7 @@ class _Distributed(_Base):
                 "backward_passes_per_step to accumulate gradients locally."
             )
         self._left[p] -= 1
+        self._has_passed = True
         # An Adasum is one of changes, which only the step makes.
         if self._left[p] == 0 and self._op is not Adasum:
             self._submit(p)
@@ -162,9 +167,10 @@ class _Distributed(_Base):
 
     def _submit_group(self, group: int) -> None:
         """Starts the average of the gradients of a group that are ready."""
-        del self._ready[group]
         members = [p for p in self._groups[group] if p in self._waits]
         self._waits[members[0]] = self._allreduce(members, f"group.{group}.{self._parameter_names[members[0]]}")
+        # What was refused in a backward pass is refused again in the step.
+        del self._ready[group]
 
     def _allreduce(self, parameters: list[torch.Tensor], name: str) -> Callable[[], None]:
         """Starts the average of gradients, and returns what waits for it."""
@@ -248,7 +254,7 @@ class _Distributed(_Base):
                     self._failure = self._failure or error
             del self._waits[p]
         self._ready = {}
-        self._left = dict.fromkeys(self._left, self.backward_passes_per_step)
+        self._begin_step()
         failure, self._failure = self._failure, None
         # One rank gathers, and another reduces.
         if isinstance(failure, Error) and failure.kind == "mismatch" and "allgather of" in str(failure) and "allreduce(" in str(failure):
@@ -289,21 +295,34 @@ class _Distributed(_Base):
 
         def synchronized() -> Any:
             loss = evaluate() if evaluate is not None else None
-            if self._should_synchronize:
-                self.synchronize()
+            self._wait_unless_skipped()
             return loss
 
-        if evaluate is None and self._should_synchronize and self._is_shared:
-            if self._synchronized:
+        if evaluate is None and self._is_shared:
+            if self._should_synchronize and self._synchronized:
+                if self._op is Sum and not self._has_passed:
+                    raise AssertionError(
+                        "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(): it would add up the sums of all "
+                        "ranks once more. Call it in `with optimizer.skip_synchronize():`."
+                    )
                 _warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
                     "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
                     "optimizer.synchronize() in your code."
                 )
-            self.synchronize()
+            self._wait_unless_skipped()
         stepped = super().step() if evaluate is None else super().step(synchronized)
         self._synchronized = False
         return stepped
+
+    def _wait_unless_skipped(self) -> None:
+        if self._should_synchronize:
+            self.synchronize()
+        elif self._has_passed or self._waits:
+            raise AssertionError(
+                "optimizer.step() was called in optimizer.skip_synchronize() after loss.backward() but before optimizer.synchronize(): it would step with "
+                "gradients of this rank alone. Call optimizer.synchronize() first."
+            )
 
     def _step_by_changes(self, closure: Callable[[], Any] | None) -> Any:
         """Makes a step with this rank's gradients, and moves the parameters by the Adasum of all ranks' changes in its place."""
@@ -329,18 +348,24 @@ class _Distributed(_Base):
             except Exception as error:
                 # A mismatch is of this parameter alone.
                 failure = failure or error
-        self._left = dict.fromkeys(self._left, self.backward_passes_per_step)
+        self._begin_step()
         if failure is not None:
             raise failure
         return stepped
 
     def zero_grad(self, *arguments: Any, **named: Any) -> None:
-        """Forgets the gradients; not while they are on their way."""
+        """Forgets the gradients; not between the passes of a step, nor while they are on their way."""
         if self._waits:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(). This "
                 "is prohibited as it can cause a race condition."
             )
+        if self._has_passed:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize(): the gradients of this step's "
+                "passes would be lost. Call it once for each step, before the first of its backward_passes_per_step passes."
+            )
+        self._synchronized = False
         return super().zero_grad(*arguments, **named)
 
 

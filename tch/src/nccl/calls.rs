@@ -5,29 +5,17 @@ use std::sync::{Arc, Mutex};
 
 use half::{bf16, f16};
 use phalanx::adapter::{Comparison, Elsewhere, ElsewhereCall, ElsewhereOp};
-use phalanx::reducer::hooks::{GradBucket, Pending};
+use phalanx::reducer::hooks::{GradBucket, Pending, Sent};
 use phalanx::{Communicator as _, DType, Error, ReduceOp, Result};
 use phalanx_nccl::{Communicator, DeviceMemory, DeviceSlice, Element, Stream, Work};
 use tch::{Device, Kind, Tensor};
 
 use super::bucket::Bucket;
+use super::hook::rounded;
 use super::power_sgd::LowRankBucket;
 use super::{OnDevice, State, index_of, lock};
 use crate::shim;
 use crate::tensors::torch;
-
-/// How a bucket of f32 is sent.
-pub(super) enum Sent {
-    Whole,
-    /// Whole, whatever its type, among the ranks of a smaller group.
-    Within(Communicator),
-    /// Rounded to this type.
-    Rounded(Kind),
-    /// As products of thin matrices.
-    LowRank,
-    /// Not at all, whatever its type; or what the program's hook says.
-    Nothing,
-}
 
 impl OnDevice {
     /// Copies a bucket's gradients into it, and queues the averaging; none if it has no elements. `T` is their type, or the one to which they are
@@ -39,8 +27,8 @@ impl OnDevice {
     ) -> Result<Option<Work<DeviceSlice<T>>>> {
         let (number, gradients) = (of.index, &of.gradients);
         let nccl = match &how {
-            Sent::Within(nccl) => nccl.clone(),
-            Sent::Whole | Sent::Rounded(_) | Sent::LowRank | Sent::Nothing => self.nccl.connect()?,
+            Sent::Within(group) => self.within(group)?,
+            Sent::Whole | Sent::Rounded(_) | Sent::LowRank(_) | Sent::Nothing => self.nccl.connect()?,
         };
         let State { parameters, buckets, streams, ahead, are_placed, low_rank, .. } = &mut *lock(&self.state);
         *are_placed = true;
@@ -84,16 +72,16 @@ impl OnDevice {
         }
         bucket.place(parameters)?;
         let (sent, op) = match how {
-            Sent::Rounded(kind) => {
+            Sent::Rounded(to) => {
                 bucket.low_rank = None;
                 let ranks = f64::from(nccl.world_size().get());
-                (bucket.compress(kind, ranks).map_err(torch)?, ReduceOp::Sum)
+                (bucket.compress(rounded(to), ranks).map_err(torch)?, ReduceOp::Sum)
             }
             Sent::Whole | Sent::Within(_) => {
                 (bucket.compressed, bucket.low_rank) = (None, None);
                 (bucket.memory.shallow_clone(), ReduceOp::Avg)
             }
-            Sent::LowRank => {
+            Sent::LowRank(_) => {
                 bucket.compressed = None;
                 let message = low_rank.as_mut().map(|all| bucket.first_message(all)).transpose()?.flatten();
                 (message.unwrap_or_else(|| bucket.memory.shallow_clone()), ReduceOp::Avg)
@@ -175,7 +163,7 @@ impl OnDevice {
         Ok(())
     }
 
-    pub(super) fn average<T: Element>(self: &Arc<Self>, bucket: GradBucket, how: Sent) -> Result<Pending> {
+    pub(super) fn average_by<T: Element>(self: &Arc<Self>, bucket: GradBucket, how: Sent) -> Result<Pending> {
         let number = bucket.index;
         let launched = self.launch::<T>(&bucket, how)?;
         let this = self.clone();

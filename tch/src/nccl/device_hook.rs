@@ -13,12 +13,11 @@ use std::sync::{Arc, Mutex};
 
 use half::{bf16, f16};
 use phalanx::adapter::{Comparison, ElsewhereCall, ElsewhereOp};
-use phalanx::reducer::hooks::{GradBucket, GradientPlace, HookState, Pending};
+use phalanx::reducer::hooks::{GradBucket, GradientPlace, HookState, Pending, Sent};
 use phalanx::{Communicator, Error, Rank, ReduceOp, Result, WorldSize};
 use phalanx_nccl::Element;
 use tch::{Kind, Tensor};
 
-use super::calls::Sent;
 use super::{OnDevice, index_of, lock};
 use crate::shim;
 use crate::tensors::torch;

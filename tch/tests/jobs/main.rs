@@ -5,31 +5,30 @@
 mod common;
 mod device;
 mod elastic;
+#[path = "../../../crates/phalanx-core/tests/support/environment.rs"]
+mod environment;
 mod equivalence;
+#[path = "../../../crates/phalanx-core/tests/support/harness.rs"]
+mod harness;
 mod nccl;
-#[path = "../../../crates/phalanx-core/tests/support/watchdog.rs"]
-mod watchdog;
 
-use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use libtest_mimic::{Arguments, Trial};
+use libtest_mimic::Arguments;
 use phalanx::WorldSize;
 use phalanx::launch::{Event, Job, Report};
 
-/// The variable that makes this program a worker: of which kind.
-const ROLE: &str = "PHALANX_TEST_ROLE";
 /// Where workers and the test leave files for each other.
 const FOLDER: &str = "PHALANX_TEST_FOLDER";
 /// No job takes longer, or it hangs.
 const LIMIT: Duration = Duration::from_secs(240);
 
 fn main() {
-    if let Ok(role) = std::env::var(ROLE) {
+    if let Some(role) = harness::role() {
         nccl::prepare();
         tch::set_num_threads(1);
-        watchdog::abort_after(LIMIT);
+        harness::abort_after(LIMIT);
         let folder = PathBuf::from(std::env::var_os(FOLDER).unwrap());
         let outcome = match role.split_once(' ') {
             Some(("equivalence", case)) => equivalence::play(case, &folder),
@@ -44,28 +43,25 @@ fn main() {
         }
         return;
     }
-    let tests = equivalence::TESTS.iter().map(|test| ("equivalence", test));
-    let tests = tests.chain(elastic::TESTS.iter().map(|test| ("elastic", test)));
-    let tests = tests.chain(device::TESTS.iter().map(|test| ("device", test)));
-    let trial = |(file, &(name, test)): (&str, &(&str, fn()))| {
-        Trial::test(format!("{file}::{name}"), move || {
-            test();
-            Ok(())
-        })
-    };
-    let on_devices = device::ON_DEVICES.iter().map(|test| ("device", test));
-    let on_devices = on_devices.chain(equivalence::OVER_NCCL.iter().map(|test| ("equivalence", test)));
-    let on_devices = on_devices.chain(elastic::OVER_NCCL.iter().map(|test| ("elastic", test)));
-    let on_devices = on_devices.chain(nccl::TESTS.iter().map(|test| ("nccl", test))).map(|test| {
+    let tests = [("equivalence", equivalence::TESTS), ("elastic", elastic::TESTS), ("device", device::TESTS)];
+    let tests = tests.into_iter().flat_map(|(file, tests)| harness::trials(file, tests));
+    let on_devices = [
+        ("device", device::ON_DEVICES),
+        ("equivalence", equivalence::OVER_NCCL),
+        ("elastic", elastic::OVER_NCCL),
+        ("nccl", nccl::TESTS),
+    ];
+    let on_devices = on_devices.into_iter().flat_map(|(file, tests)| harness::trials(file, tests));
+    let on_devices = on_devices.map(|trial| {
         let needs = common::device() == tch::Device::Cpu;
-        trial(test).with_kind("needs PHALANX_TEST_DEVICE=cuda").with_ignored_flag(needs)
+        trial.with_kind("needs PHALANX_TEST_DEVICE=cuda").with_ignored_flag(needs)
     });
-    let on_stand_in = nccl::ON_STAND_IN.iter().map(|test| {
+    let on_stand_in = harness::trials("nccl", nccl::ON_STAND_IN).into_iter().map(|trial| {
         let needs =
             std::env::var_os("PHALANX_CUDA_LIBRARY").is_none() || common::device() == tch::Device::Cpu;
-        trial(("nccl", test)).with_kind("needs the stand-in for NCCL").with_ignored_flag(needs)
+        trial.with_kind("needs the stand-in for NCCL").with_ignored_flag(needs)
     });
-    let trials = tests.map(trial).chain(on_devices).chain(on_stand_in);
+    let trials = tests.chain(on_devices).chain(on_stand_in);
     // One after the other: each starts several processes.
     let arguments = Arguments { test_threads: Some(1), ..Arguments::from_args() };
     libtest_mimic::run(&arguments, trials.collect()).exit()
@@ -74,21 +70,13 @@ fn main() {
 /// A job of this program in a role.
 fn job(role: &str, workers: u32, folder: &Path) -> Job {
     Job::new(std::env::current_exe().unwrap(), WorldSize::new(workers).unwrap())
-        .variable(ROLE, role)
+        .variable(harness::ROLE, role)
         .variable(FOLDER, folder.to_str().unwrap())
         .variable("OMP_NUM_THREADS", "1")
         .grace(Duration::from_secs(2))
 }
 
 /// Runs the job; gives up when it takes too long.
-fn run(job: &Job, mut note: impl FnMut(&Event<'_>)) -> Report {
-    let start = Instant::now();
-    job.run(&mut |event: Event<'_>| {
-        note(&event);
-        match start.elapsed() < LIMIT {
-            true => ControlFlow::Continue(()),
-            false => ControlFlow::Break(()),
-        }
-    })
-    .unwrap()
+fn run(job: &Job, note: impl FnMut(&Event<'_>)) -> Report {
+    harness::run_job(job, LIMIT, note)
 }

@@ -162,7 +162,7 @@ pub fn prepare() {
         ("NCCL_P2P_DISABLE", "1"),
         ("NCCL_SHM_DISABLE", "1"),
     ];
-    let other = std::env::var(crate::ROLE).is_ok_and(|role| role.ends_with(OTHER_MODELS));
+    let other = std::env::var(crate::harness::ROLE).is_ok_and(|role| role.ends_with(OTHER_MODELS));
     let other = other.then_some(("STANDIN_CUDA_NAME", host.as_str()));
     let own = std::env::var(NO_WAIT).map(|path| format!("{path} {rank}")).ok();
     let own = own.as_ref().map(|own| (NO_WAIT, own.as_str()));

@@ -1,14 +1,18 @@
 //! The benchmarks with real ranks, and plots.
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
+#[path = "../../../phalanx-core/tests/support/environment.rs"]
+mod environment;
 #[path = "../../../phalanx-nccl/tests/jobs/stand_in.rs"]
 mod stand_in;
 
 use std::collections::HashSet;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::Output;
 
 use serde_json::Value;
+
+use crate::environment::command;
 
 const COLLECTIVES: [&str; 13] = [
     "all_reduce",
@@ -71,7 +75,7 @@ fn what_nccl_has_computes_what_it_should_on_devices() {
     let folder = tempfile::tempdir().unwrap();
     let libraries = stand_in::build(folder.path());
     let on_devices = |options: &[&str]| {
-        let mut command = Command::new(PROGRAM);
+        let mut command = command(PROGRAM);
         command.args(options).args(["--device", "cuda", "--json=-"]).args(QUICK);
         command.envs(libraries.iter().map(|(name, path)| (name, path))).output().unwrap()
     };
@@ -106,7 +110,7 @@ fn what_nccl_has_computes_what_it_should_on_devices() {
         assert!(!output.status.success() && text.contains(remedy), "{options:?}: {text}");
     }
     // Without the libraries it is said which one is missing, and what to do.
-    let missing = Command::new(PROGRAM)
+    let missing = command(PROGRAM)
         .args(["all_reduce", "--device", "cuda", "--nproc-per-node", "1"])
         .env("PHALANX_CUDA_LIBRARY", "/nowhere/libcuda.so.1")
         .output()
@@ -171,9 +175,9 @@ fn ranks_that_are_to_fail_take_the_variables_of_this_command() {
     let folder = tempfile::tempdir().unwrap();
     let key = folder.path().join("key");
     phalanx::JobKey::generate().unwrap().write_new(&key).unwrap();
-    let mut command = Command::new(PROGRAM);
+    let mut command = command(PROGRAM);
     command.args(["faults", "--worlds", "2", "--kills", "1", "--freezes", "0", "--json"]);
-    command.env_remove("RANK").env("PHALANX_TRANSPORT", "tcp").env("PHALANX_JOB_KEY_FILE", &key);
+    command.env("PHALANX_TRANSPORT", "tcp").env("PHALANX_JOB_KEY_FILE", &key);
     let rows = rows(&command.output().unwrap());
     assert_eq!((rows.len(), &rows[0]["transport"]), (1, &Value::from("tcp")));
 }
@@ -252,7 +256,7 @@ fn algorithms_are_timed_apart_and_the_table_is_one_that_groups_take() {
             "{rows:?}"
         );
     }
-    let mut command = Command::new(PROGRAM);
+    let mut command = command(PROGRAM);
     command.args(["all_reduce", "--nproc-per-node", "3"]).args(QUICK).env("PHALANX_TUNING", &table);
     assert!(command.output().unwrap().status.success());
 }
@@ -363,9 +367,7 @@ fn phalanx(arguments: &[&str]) -> Output {
 }
 
 fn start(program: &Path, arguments: &[&str]) -> Output {
-    let mut command = Command::new(program);
-    command.args(arguments).env_remove("RANK").env_remove("PHALANX_TRANSPORT");
-    command.output().unwrap()
+    command(program).args(arguments).output().unwrap()
 }
 
 fn rows(output: &Output) -> Vec<Value> {

@@ -13,7 +13,7 @@ use phalanx::{Communicator as _, Result};
 
 use super::Ddp;
 #[cfg(feature = "nccl")]
-use crate::nccl::{DeviceHook, Hook};
+use crate::nccl::{DeviceHook, Hook, OwnHook};
 use crate::sink::{Deliveries, Sink};
 
 impl<M: Module> Ddp<M> {
@@ -91,7 +91,8 @@ impl<M: Module> Ddp<M> {
             });
         };
         sink.call(|reducer| {
-            let hook = Hook::own(on_device, Box::new(hook));
+            let own = OwnHook::new(on_device.clone(), Box::new(hook));
+            let hook = Hook::own(on_device, Box::new(own))?;
             self.loaded_hook.register(reducer, Box::new(hook))
         })?;
         self.check_devices()

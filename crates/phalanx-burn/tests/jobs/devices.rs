@@ -12,7 +12,7 @@ use phalanx::{ProcessGroup, Result};
 use phalanx_burn::{Ddp, DdpOptions, SyncBatchNorm};
 
 use crate::common::{Waves, device, distance, floats, is_in_memory, samples};
-use crate::workers::start;
+use crate::ranks::start;
 
 /// Where workers leave their parameters.
 pub const FOLDER: &str = "PHALANX_TEST_FOLDER";

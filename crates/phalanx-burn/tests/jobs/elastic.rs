@@ -5,9 +5,8 @@ mod retry;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use burn::module::Module;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
@@ -23,6 +22,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde::{Deserialize, Serialize};
 
 use crate::common::{device, samples};
+use crate::harness::run_job;
 
 /// Where a worker keeps what the test looks at; says that this process is a worker.
 const FOLDER: &str = "PHALANX_TEST_FOLDER";
@@ -55,7 +55,7 @@ pub const TESTS: &[(&str, fn())] = &[
 
 /// What this program does as a worker.
 pub fn play() {
-    crate::watchdog::abort_after(LIMIT);
+    crate::harness::abort_after(LIMIT);
     let folder = PathBuf::from(std::env::var_os(FOLDER).unwrap());
     let outcome = match (std::env::var(retry::VIEW), std::env::var(by_name::BY_NAME)) {
         (Ok(view), _) => retry::work(&folder, &view),
@@ -319,23 +319,15 @@ fn files(folder: &Path) -> Vec<Vec<u8>> {
 
 fn job(workers: u32, folder: &Path) -> Job {
     Job::new(std::env::current_exe().unwrap(), WorldSize::new(workers).unwrap())
-        .variable(crate::ROLE, "elastic")
+        .variable(crate::harness::ROLE, "elastic")
         .variable(FOLDER, folder.to_str().unwrap())
         .variable("RAYON_NUM_THREADS", "1")
         .grace(Duration::from_secs(2))
 }
 
 /// Runs the job; gives up when it takes too long.
-fn run(job: &Job, mut note: impl FnMut(&Event<'_>)) -> Report {
-    let start = Instant::now();
-    job.run(&mut |event: Event<'_>| {
-        note(&event);
-        match start.elapsed() < LIMIT {
-            true => ControlFlow::Continue(()),
-            false => ControlFlow::Break(()),
-        }
-    })
-    .unwrap()
+fn run(job: &Job, note: impl FnMut(&Event<'_>)) -> Report {
+    run_job(job, LIMIT, note)
 }
 
 /// Runs the job, and kills the worker at each place when its commit is reached; the last victim first. It ends when a later round has

@@ -6,42 +6,33 @@
 mod common;
 mod devices;
 mod elastic;
+#[path = "../../../phalanx-core/tests/support/environment.rs"]
+mod environment;
+#[path = "../../../phalanx-core/tests/support/harness.rs"]
+mod harness;
 mod meshes;
 #[cfg(feature = "nccl")]
 mod nccl;
+#[path = "../../../phalanx-core/tests/support/ranks.rs"]
+mod ranks;
 mod sharded;
 mod stages;
-#[path = "../../../phalanx-core/tests/support/watchdog.rs"]
-mod watchdog;
-mod workers;
 
-use libtest_mimic::{Arguments, Trial};
-
-/// The variable that makes this program a worker: of which file.
-const ROLE: &str = "PHALANX_TEST_ROLE";
+use libtest_mimic::Arguments;
 
 fn main() {
-    match std::env::var(ROLE).as_deref() {
-        Ok("devices") => return devices::play(),
+    match harness::role().as_deref() {
+        Some("devices") => return devices::play(),
         #[cfg(feature = "nccl")]
-        Ok("nccl") => return nccl::play(),
-        Ok("elastic") => return elastic::play(),
-        Ok("stages") => return stages::play(),
-        Ok("sharded") => return sharded::play(),
-        Ok("meshes") => return meshes::play(),
-        Ok("launcher") => return meshes::launch(),
-        Ok(other) => panic!("no role {other}"),
-        Err(_) => {}
+        Some("nccl") => return nccl::play(),
+        Some("elastic") => return elastic::play(),
+        Some("stages") => return stages::play(),
+        Some("sharded") => return sharded::play(),
+        Some("meshes") => return meshes::play(),
+        Some("launcher") => return meshes::launch(),
+        Some(other) => panic!("no role {other}"),
+        None => {}
     }
-    let trials = |file: &'static str, tests: &[(&'static str, fn())]| -> Vec<Trial> {
-        let trial = |&(name, test): &(&'static str, fn())| {
-            Trial::test(format!("{file}::{name}"), move || {
-                test();
-                Ok(())
-            })
-        };
-        tests.iter().map(trial).collect()
-    };
     // One after the other: each starts several processes.
     let arguments = Arguments { test_threads: Some(1), ..Arguments::from_args() };
     let files = [
@@ -51,7 +42,7 @@ fn main() {
         ("sharded", sharded::TESTS),
         ("meshes", meshes::TESTS),
     ];
-    let all = files.into_iter().flat_map(|(file, tests)| trials(file, tests));
+    let all = files.into_iter().flat_map(|(file, tests)| harness::trials(file, tests));
     #[cfg(feature = "nccl")]
     let all = all.chain(nccl::trials());
     let all = all.collect();

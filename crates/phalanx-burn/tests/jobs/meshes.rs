@@ -20,7 +20,7 @@ use phalanx_burn::parallel::{ShardedState, StateNames};
 use rustix::process::{Signal, getpid, kill_process};
 
 use crate::common::{device, distance, floats, samples};
-use crate::workers::{Worker, start};
+use crate::ranks::{Worker, start};
 
 /// Where the checkpoints are, and the step before which the second replica dies; of those there are `UNTIL`.
 const FOLDER: &str = "PHALANX_TEST_FOLDER";
@@ -209,7 +209,7 @@ pub fn launch() {
     // The nodes that are there begin, and do not wait long for others.
     let cluster = cluster.local_addr("127.0.0.1").last_call(Duration::from_millis(200));
     let job = Job::new(std::env::current_exe().unwrap(), WorldSize::new(PARTS as u32).unwrap())
-        .variable(crate::ROLE, "meshes")
+        .variable(crate::harness::ROLE, "meshes")
         .max_restarts(5)
         .cluster(cluster);
     let report = job.run(&mut |event: Event<'_>| {
@@ -237,7 +237,7 @@ fn it_grows_and_shrinks_with_the_nodes_of_launchers() {
     let folder = tempfile::tempdir().unwrap();
     let node = || {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.env(crate::ROLE, "launcher").env(FOLDER, folder.path());
+        command.env(crate::harness::ROLE, "launcher").env(FOLDER, folder.path());
         command.env(UNTIL, STEPS.to_string()).env(STEP_BY_STEP, "1").env("PHALANX_TRANSPORT", "tcp");
         Worker::spawn(command)
     };

@@ -29,7 +29,7 @@ use self::own_hooks::{Halves, Largest, own_hook_differs, own_hook_panics, own_ho
 use self::survivors::{outlive, survivors_go_on};
 use crate::common::{Waves, device, distance, floats, samples};
 use crate::devices::{FOLDER, STEPS, check_overlap};
-use crate::workers::{Worker, start_each};
+use crate::ranks::{Worker, start_each};
 
 #[path = "../../../phalanx-nccl/tests/jobs/stand_in.rs"]
 mod stand_in;
@@ -180,7 +180,9 @@ fn begin(
             own
         }
     };
-    start_each("nccl", ranks as u32, &variables, own)
+    start_each("nccl", ranks as u32, |rank, command| {
+        command.envs(variables.iter().copied()).envs(own(rank));
+    })
 }
 
 /// What this program does as a rank.

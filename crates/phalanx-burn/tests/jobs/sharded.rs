@@ -14,7 +14,7 @@ use phalanx_burn::parallel::fsdp::{Fsdp, FullySharded, ShardingGroup, ShardingOp
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::common::{Waves, device, floats, plain};
-use crate::workers::start;
+use crate::ranks::start;
 
 /// What a worker does: `whole`, `sharded`, `trace`, `replicas`, `random`, `resumed`.
 const SCENARIO: &str = "PHALANX_TEST_SCENARIO";

@@ -86,6 +86,36 @@ fn a_state_is_not_copied_while_the_copy_of_the_one_before_is_written() {
 }
 
 #[test]
+fn a_slow_disk_of_rank_0_is_a_time_out_on_every_rank() {
+    let root = tempfile::tempdir().unwrap();
+    let (release, held) = std::sync::mpsc::channel::<()>();
+    let (release, held) = (Mutex::new(Some(release)), Mutex::new(Some(held)));
+    run(2, Fabric::InProcess, |group| {
+        let checkpoints = Checkpoints::open(root.path(), &group).unwrap();
+        // On rank 0 alone.
+        let fill = |snapshot: &mut Snapshot| {
+            let lent = Held(std::thread::current().id(), Mutex::new(held.lock().take().unwrap()));
+            snapshot.tensor_bytes("lent", DType::F32, &[1], lent)
+        };
+        checkpoints.save(1, fill).unwrap();
+        let checkpoints = checkpoints.with_timeout(Duration::from_millis(20));
+        let errors = [
+            checkpoints.save_sharded(2, |_| Ok(())).unwrap_err(),
+            checkpoints.newest().map(drop).unwrap_err(),
+        ];
+        for error in errors {
+            assert!(
+                error.is_timeout() && error.to_string().contains("step 1 is still being written"),
+                "{error}"
+            );
+        }
+        assert!(group.failure().is_none());
+        drop(release.lock().take());
+        checkpoints.with_timeout(Duration::from_secs(60)).finish().unwrap();
+    });
+}
+
+#[test]
 fn a_rank_that_panics_while_it_collects_its_part_is_an_error_on_the_others() {
     let root = tempfile::tempdir().unwrap();
     run(2, Fabric::InProcess, |group| {

@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use crate::support::{LIMIT, exit_code, is_gone, output, phalanx, send, start, text, wait_until_gone};
+use crate::support::{
+    LIMIT, exit_code, is_gone, output, phalanx, send, start, text, wait_until_gone, within,
+};
 
 #[test]
 fn what_a_worker_leaves_behind_is_ended() {
@@ -80,12 +82,7 @@ fn first_process(before: &str, command: &Command) -> Command {
     let mut outer = Command::new("unshare");
     outer.args(["--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c"]);
     outer.arg(format!("{before}\nexec \"$@\"")).arg("sh");
-    outer.arg(command.get_program()).args(command.get_args());
-    command.get_envs().for_each(|(name, _)| {
-        outer.env_remove(name);
-    });
-    outer.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    outer
+    within(outer, command)
 }
 
 /// There, everybody who loses his parent becomes a child of the launcher, also what `docker exec` has started.

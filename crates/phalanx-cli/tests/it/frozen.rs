@@ -1,13 +1,13 @@
 //! `phalanx run` when a worker is stopped, and others have ended well.
 
 use std::os::unix::process::CommandExt;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
 use crate::support::stand_in::Hosts;
-use crate::support::{exit_code, free_port, node, output, phalanx, send, start, text};
+use crate::support::{exit_code, free_port, node, output, phalanx, send, start, text, within};
 
 /// Longer than a worker may be stopped.
 const NAMED_LIMIT: Duration = Duration::from_secs(7);
@@ -104,13 +104,7 @@ fn a_job_that_ctrl_z_stops_goes_on() {
 #[test]
 fn ctrl_z_stops_no_job_that_no_shell_could_continue() {
     let alone = phalanx(&[], "echo pid $$; exec sleep 2");
-    let mut command = Command::new("setsid");
-    command.arg(alone.get_program()).args(alone.get_args());
-    alone.get_envs().for_each(|(name, _)| {
-        command.env_remove(name);
-    });
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let (mut child, _out, _) = start(command, 1);
+    let (mut child, _out, _) = start(within(Command::new("setsid"), &alone), 1);
     send(&child, Signal::TSTP);
     assert_eq!(exit_code(&mut child), Some(0));
 }

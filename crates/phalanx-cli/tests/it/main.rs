@@ -1,6 +1,8 @@
 //! The command as a user starts it: `cargo test -p phalanx-cli --test it -- nodes::` runs one file.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests are tests")]
 
+#[path = "../../../phalanx-core/tests/support/environment.rs"]
+mod environment;
 #[path = "../support/mod.rs"]
 mod support;
 

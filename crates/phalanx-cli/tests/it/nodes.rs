@@ -9,7 +9,9 @@ use phalanx::store::TcpStore;
 use rustix::pipe::fcntl_getpipe_size;
 use rustix::process::Signal;
 
-use crate::support::{LIMIT, SUM, exit_code, free_port, limit, node, phalanx, send, sorted_lines, text};
+use crate::support::{
+    LIMIT, SUM, command, exit_code, free_port, limit, node, phalanx, send, sorted_lines, text, within,
+};
 
 /// Exit code, standard output and standard error of a launcher that has been started.
 fn end(mut child: Child) -> (Option<i32>, String, String) {
@@ -408,16 +410,8 @@ impl Namespaces {
     /// `command` inside one of them.
     fn inside(&self, side: &str, command: &Command) -> Command {
         let mut inside = Command::new("ip");
-        inside.args(["netns", "exec", &format!("{}{side}", self.0)]).arg(command.get_program());
-        for (name, value) in command.get_envs() {
-            match value {
-                Some(value) => inside.env(name, value),
-                None => inside.env_remove(name),
-            };
-        }
-        inside.args(command.get_args()).stdin(std::process::Stdio::null());
-        inside.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
-        inside
+        inside.args(["netns", "exec", &format!("{}{side}", self.0)]);
+        within(inside, command)
     }
 }
 
@@ -516,8 +510,8 @@ fn hosts_of_one_name_without_a_default_route_meet_in_a_file() {
     // Ranks that find each other in a file, and where they are by themselves.
     let path = format!("file://{}", folder.path().join("ranks").display());
     let rank = |side: &str, rank: &str, interface: Option<&str>| {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_phalanx"));
-        command.args(["doctor", "--measure", "1"]);
+        let mut command = command("doctor");
+        command.args(["--measure", "1"]);
         command.env("RANK", rank).env("WORLD_SIZE", "2").env("PHALANX_RENDEZVOUS", &path);
         command.envs(interface.map(|name| ("GLOO_SOCKET_IFNAME", name)));
         hosts.inside(side, &command).spawn().unwrap()

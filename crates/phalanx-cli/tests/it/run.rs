@@ -9,9 +9,10 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 
+use crate::environment;
 use crate::support::{
-    bare, exit_code, free_port, is_gone, limit, node, output, phalanx, send, sorted_lines, start, text,
-    wait_until_gone, write_program,
+    bare, command, exit_code, free_port, is_gone, limit, node, output, phalanx, send, sorted_lines, start,
+    text, wait_until_gone, within, write_program,
 };
 
 #[test]
@@ -39,10 +40,9 @@ fn launch_passes_the_local_rank_as_an_option() {
     };
     let (program, python) = (script("train"), script("python3"));
     let launch = |options: &[&str], program: &Path| {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_phalanx"));
-        command.arg("launch").args(options).arg(program).args(["--lr", "1"]);
+        let mut command = command("launch");
+        command.args(options).arg(program).args(["--lr", "1"]);
         command.env("PYTHON_EXEC", &python).env("PET_NNODES", "");
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let output = output(command);
         assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
         sorted_lines(&output.stdout)
@@ -65,8 +65,8 @@ fn a_list_of_hosts_with_blanks_starts_none_of_them() {
 
 #[test]
 fn horovods_build_is_checked_without_a_program() {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_phalanx"));
-    command.args(["horovodrun", "--check-build"]).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut command = command("horovodrun");
+    command.arg("--check-build");
     let output = output(command);
     assert!(output.status.success() && text(&output.stdout).contains("[X] shared memory"), "{output:?}");
 }
@@ -226,15 +226,7 @@ fn the_limit_of_descriptors_is_raised_for_the_workers_of_other_nodes_too() {
 fn limited(command: &Command, kind: &str, descriptors: u32) -> Command {
     let mut shell = Command::new("sh");
     shell.args(["-c", &format!("ulimit {kind} -n {descriptors}; exec \"$0\" \"$@\"")]);
-    shell.arg(command.get_program()).args(command.get_args());
-    for (name, value) in command.get_envs() {
-        match value {
-            Some(value) => shell.env(name, value),
-            None => shell.env_remove(name),
-        };
-    }
-    shell.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    shell
+    within(shell, command)
 }
 
 #[test]
@@ -324,7 +316,7 @@ fn a_file_that_becomes_too_large_is_an_error_of_the_worker_and_not_its_end() {
     let folder = tempfile::tempdir().unwrap();
     let large = folder.path().join("large");
     let script = format!("head -c 100000 /dev/zero > {}; echo $? $PYTHONUNBUFFERED", large.display());
-    let mut shell = Command::new("sh");
+    let mut shell = environment::command("sh");
     shell.args(["-c", "ulimit -f 8; exec \"$0\" run --nproc-per-node 1 -- sh -c \"$1\""]);
     shell.arg(env!("CARGO_BIN_EXE_phalanx")).arg(script).env_remove("PYTHONUNBUFFERED").env("LC_ALL", "C");
     let output = shell.stdin(Stdio::null()).output().unwrap();
@@ -450,7 +442,7 @@ fn an_option_that_a_variable_gives_is_named_where_it_excludes_another() {
 #[test]
 fn pods_that_each_train_by_themselves_are_told() {
     let mut command = phalanx(&[], "echo $RANK of $WORLD_SIZE");
-    command.env("RANK", "1").env("WORLD_SIZE", "2").env_remove("TORCHELASTIC_RUN_ID");
+    command.env("RANK", "1").env("WORLD_SIZE", "2");
     let output = output(command);
     let err = text(&output.stderr);
     assert_eq!(text(&output.stdout), "[0] 0 of 1\n", "{err}");
@@ -486,7 +478,7 @@ fn horovodrun_is_run_with_horovods_variables() {
     let script = "echo $RANK $HOROVOD_RANK/$HOROVOD_SIZE $HOROVOD_LOCAL_RANK/$HOROVOD_LOCAL_SIZE \
                   $HOROVOD_CROSS_RANK/$HOROVOD_CROSS_SIZE $HOROVOD_FUSION_THRESHOLD";
     let under = |program: &Path, before: &[&str]| {
-        let mut command = Command::new(program);
+        let mut command = environment::command(program);
         command.args(before).args([
             "-np",
             "2",
@@ -510,7 +502,7 @@ fn horovodrun_is_run_with_horovods_variables() {
         );
     }
     let refused = {
-        let mut command = Command::new(&link);
+        let mut command = environment::command(&link);
         command.args(["-np", "2", "--mpi", "true"]).stdout(Stdio::piped()).stderr(Stdio::piped());
         output(command)
     };
@@ -518,8 +510,8 @@ fn horovodrun_is_run_with_horovods_variables() {
     assert!(text(&refused.stderr).contains("--mpi has no meaning here"), "{}", text(&refused.stderr));
     // As horovodrun: no world of one for who has forgotten it.
     let refused = {
-        let mut command = Command::new(&link);
-        command.arg("true").env_remove("SLURM_JOB_ID").stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut command = environment::command(&link);
+        command.arg("true").stdout(Stdio::piped()).stderr(Stdio::piped());
         output(command)
     };
     assert_eq!(refused.status.code(), Some(2));

@@ -5,10 +5,14 @@
 mod checkpoints;
 mod culprits;
 mod elastic_hosts;
+#[path = "../../../phalanx-core/tests/support/environment.rs"]
+mod environment;
+#[path = "../../../phalanx-core/tests/support/harness.rs"]
+mod harness;
 #[path = "../support/mod.rs"]
 mod support;
 
-use libtest_mimic::{Arguments, Trial};
+use libtest_mimic::Arguments;
 
 /// The variable that makes this program a worker: of which file.
 const ROLE: &str = "TEST_ROLE";
@@ -21,20 +25,14 @@ fn main() {
         Ok(other) => panic!("no role {other}"),
         Err(_) => {}
     }
-    let trials = |file: &'static str, tests: &'static [(&str, fn())]| {
-        tests.iter().map(move |&(name, test)| {
-            Trial::test(format!("{file}::{name}"), move || {
-                test();
-                Ok(())
-            })
-        })
-    };
-    let privileged = trials("elastic_hosts", elastic_hosts::PRIVILEGED)
+    let privileged = harness::trials("elastic_hosts", elastic_hosts::PRIVILEGED)
+        .into_iter()
         .map(|test| test.with_ignored_flag(true).with_kind("needs root: .ci/full"));
-    let all = trials("checkpoints", checkpoints::TESTS)
-        .chain(trials("culprits", culprits::TESTS))
-        .chain(trials("elastic_hosts", elastic_hosts::TESTS))
-        .chain(privileged)
-        .collect();
-    libtest_mimic::run(&Arguments::from_args(), all).exit()
+    let files = [
+        ("checkpoints", checkpoints::TESTS),
+        ("culprits", culprits::TESTS),
+        ("elastic_hosts", elastic_hosts::TESTS),
+    ];
+    let all = files.into_iter().flat_map(|(file, tests)| harness::trials(file, tests)).chain(privileged);
+    libtest_mimic::run(&Arguments::from_args(), all.collect()).exit()
 }

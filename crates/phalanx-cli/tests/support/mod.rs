@@ -15,23 +15,10 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_send_signal};
 
+use crate::environment;
+
 /// Nothing takes longer, or it hangs; what the tests start sleeps for longer.
 pub const LIMIT: Duration = Duration::from_secs(40);
-
-/// The beginnings of variables that change what the command does: those of its own, of launchers, and of Slurm and Kubernetes, within which the tests
-/// may run.
-const CHANGING: [&str; 10] = [
-    "PET_",
-    "PHALANX_",
-    "OMP_",
-    "RAYON_",
-    "RANK",
-    "WORLD_SIZE",
-    "TORCHELASTIC_",
-    "SLURM",
-    "KUBERNETES_",
-    "GLOO_",
-];
 
 /// A program for a shell whose ranks check a sum, as `phalanx doctor` does; once or for ever.
 pub const SUM: &str = concat!(env!("CARGO_BIN_EXE_phalanx"), " doctor --measure 1 > /dev/null");
@@ -73,16 +60,25 @@ pub fn bare() -> Command {
 
 /// Another subcommand, in the same way.
 pub fn command(subcommand: &str) -> Command {
-    let mut command = Command::new("env");
+    let mut command = environment::command("env");
     command.args(["--default-signal=INT,TERM,HUP,QUIT", env!("CARGO_BIN_EXE_phalanx")]);
-    for (name, _) in std::env::vars_os() {
-        let text = name.to_string_lossy();
-        if CHANGING.iter().any(|prefix| text.starts_with(prefix)) {
-            command.env_remove(name);
-        }
-    }
+    // The launcher sets them for its workers where nobody has.
+    command.env_remove("OMP_NUM_THREADS").env_remove("RAYON_NUM_THREADS");
     command.arg(subcommand).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     command
+}
+
+/// `inner`, in its environment, behind the words of `outer`, which runs it.
+pub fn within(mut outer: Command, inner: &Command) -> Command {
+    outer.arg(inner.get_program()).args(inner.get_args());
+    for (name, value) in inner.get_envs() {
+        match value {
+            Some(value) => outer.env(name, value),
+            None => outer.env_remove(name),
+        };
+    }
+    outer.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    outer
 }
 
 /// Runs it to its end, or kills it when it takes too long. Calls `then` when it says `words` on its standard error.

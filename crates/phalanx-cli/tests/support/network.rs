@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
-use super::{LIMIT, bare, text};
+use super::{LIMIT, bare, text, within};
 
 pub const HERE: &str = "10.98.0.1";
 pub const THERE: &str = "10.98.0.2";
@@ -106,24 +106,14 @@ impl Network {
         );
         let config = self.path(&format!("config-{key}-{known}"));
         std::fs::write(&config, settings).unwrap();
-        let run = bare();
-        let mut command = Command::new("ip");
-        command
-            .args(["netns", "exec", &format!("{}a", self.name)])
-            .arg(run.get_program())
-            .args(run.get_args());
-        for (name, value) in run.get_envs() {
-            match value {
-                Some(value) => command.env(name, value),
-                None => command.env_remove(name),
-            };
-        }
+        let mut inside = Command::new("ip");
+        inside.args(["netns", "exec", &format!("{}a", self.name)]);
+        let mut command = within(inside, &bare());
         command.env("PHALANX_RSH", format!("ssh -F {config}"));
         if !options.contains(&"--ssh-port") {
             command.args(["--ssh-port", "2222"]);
         }
         command.args(["-H", hosts]).args(options).args(["--", "sh", "-c", script]);
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         command
     }
 }

@@ -14,6 +14,8 @@ use crate::rank::Rank;
 pub struct RemoteError {
     rank: u32,
     host: String,
+    /// Whether it is a time-out. A program may go on after one, as where a disk is slow, and all ranks decide alike.
+    is_timeout: bool,
     cause: String,
     remedy: Option<String>,
 }
@@ -24,6 +26,7 @@ impl RemoteError {
         Self {
             rank: error.rank().unwrap_or(me).get(),
             host: error.host().map_or_else(host::name, str::to_owned),
+            is_timeout: error.is_timeout(),
             cause: error.full_cause(),
             remedy: error.remedy().map(str::to_owned),
         }
@@ -37,7 +40,8 @@ impl RemoteError {
     #[doc(hidden)]
     pub fn error(self) -> Error {
         let rank = Rank::new(self.rank);
-        let error = Error::aborted(self.cause).at(rank, self.host).with_peer(rank);
+        let error = if self.is_timeout { Error::timeout(self.cause) } else { Error::aborted(self.cause) };
+        let error = error.at(rank, self.host).with_peer(rank);
         self.remedy.into_iter().fold(error, Error::with_remedy)
     }
 }

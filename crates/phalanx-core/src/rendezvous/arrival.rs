@@ -236,7 +236,11 @@ fn judge(
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
     let mut is_decided = false;
     let mut go_on = || {
-        is_decided = roll_call.check(&["verdict"], deadline.at_most(ANSWER_TIMEOUT)).unwrap_or(false);
+        is_decided = match roll_call.check(&["verdict"], deadline.at_most(ANSWER_TIMEOUT)) {
+            // The program makes its check once: in this question as well as in the wait.
+            Err(error) if error.is_aborted() => return Err(error),
+            answer => answer.unwrap_or(false),
+        };
         if is_decided { Err(Error::aborted("another rank has ended the start")) } else { Ok(()) }
     };
     match roll_call.compare_set_and_get(changes, &keys, deadline, signed_in, &mut go_on) {
@@ -467,8 +471,9 @@ mod tests {
     use super::*;
     use phalanx_proto::rendezvous::{VERSION, read_outcome};
 
+    use crate::interrupt::interruptible;
     use crate::rank::Rank;
-    use crate::store::MemoryStore;
+    use crate::store::{MemoryStore, pressed_beside_a_wait, slow_beside_a_wait};
 
     #[test]
     fn at_the_deadline_the_verdict_that_stands_holds() {
@@ -599,6 +604,13 @@ mod tests {
         assert!(told.is_aborted() && told.peer() == Some(Rank::new(1)), "{told}");
         assert!(told.to_string().contains("Ctrl-C"), "{told}");
         assert!(store.check(&["phalanx/0/group/mesh/failure"], soon).unwrap());
+    }
+
+    #[test]
+    fn rank_0_may_be_interrupted_while_it_asks_whether_the_start_has_ended() {
+        let store: SharedStore = Arc::new(slow_beside_a_wait());
+        let error = interruptible(pressed_beside_a_wait, || start(&store, 0, 20)).err().unwrap();
+        assert!(error.is_aborted() && error.to_string().contains("somebody pressed Ctrl-C"), "{error}");
     }
 
     #[test]

@@ -96,39 +96,58 @@ fn welcome_all(store: &FileStore, config: &RankConfig, deadline: Deadline) -> Re
 /// Another rank: finds the file of this job.
 fn greet(path: &Path, config: &RankConfig, deadline: Deadline) -> Result<Arc<FileStore>> {
     let number = nonce()?;
-    let (hello, welcome) = (hello_key(config.rank), welcome_key(&number));
     loop {
         let store = Arc::new(FileStore::open(path, deadline)?);
-        let say =
-            || store.set(&hello, number.as_bytes(), deadline).map_err(|error| tell(&store, config, error));
-        say()?;
-        loop {
-            match store.wait(&[&welcome], deadline.at_most(POLL_INTERVAL)) {
-                Ok(()) => return Ok(store),
-                Err(error) if !error.is_timeout() => return Err(tell(&store, config, error)),
-                Err(_) if deadline.has_passed() => {
-                    return Err(Error::timeout(format!(
-                        "rank 0 has not answered in the file {}",
-                        path.display()
-                    ))
-                    .with_peer(Rank::MAIN)
-                    .in_operation("rendezvous", None)
-                    .with_remedy(format!(
-                        "does rank 0 run, with the same path? If it does, another process with rank {} came \
-                             first; a file of an earlier job does no harm",
-                        config.rank
-                    )));
-                }
-                // Rank 0 may have left after it has answered: then it has told why.
-                Err(_) if !store.is_current() => match store.check(&[&welcome], deadline)? {
-                    true => return Ok(store),
-                    false => break,
-                },
-                // Another process has come as the same rank. Rank 0 answers both, and then all hear of it.
-                Err(_) => {
-                    if store.get(&hello, deadline)? != number.as_bytes() {
-                        say()?;
-                    }
+        match is_welcome(&store, path, config, &number, deadline) {
+            Ok(true) => return Ok(store),
+            Ok(false) => {}
+            // An earlier job's that rank 0 has replaced: a network file system may not have it any more.
+            Err(error)
+                if !(error.is_aborted()
+                    || error.is_timeout()
+                    || deadline.has_passed()
+                    || store.is_current()) =>
+            {
+                std::thread::sleep(POLL_INTERVAL);
+            }
+            Err(error) => return Err(tell(&store, config, error)),
+        }
+    }
+}
+
+/// Says hello in `store`, the file at `path`, and waits for the answer. `false` if the path names another file by then.
+fn is_welcome(
+    store: &FileStore,
+    path: &Path,
+    config: &RankConfig,
+    number: &str,
+    deadline: Deadline,
+) -> Result<bool> {
+    let (hello, welcome) = (hello_key(config.rank), welcome_key(number));
+    store.set(&hello, number.as_bytes(), deadline)?;
+    loop {
+        match store.wait(&[&welcome], deadline.at_most(POLL_INTERVAL)) {
+            Ok(()) => return Ok(true),
+            Err(error) if !error.is_timeout() => return Err(error),
+            Err(_) if deadline.has_passed() => {
+                return Err(Error::timeout(format!(
+                    "rank 0 has not answered in the file {}",
+                    path.display()
+                ))
+                .with_peer(Rank::MAIN)
+                .in_operation("rendezvous", None)
+                .with_remedy(format!(
+                    "does rank 0 run, with the same path? If it does, another process with rank {} came \
+                     first; a file of an earlier job does no harm",
+                    config.rank
+                )));
+            }
+            // Rank 0 may have left after it has answered: then it has told why.
+            Err(_) if !store.is_current() => return store.check(&[&welcome], deadline),
+            // Another process has come as the same rank. Rank 0 answers both, and then all hear of it.
+            Err(_) => {
+                if store.get(&hello, deadline)? != number.as_bytes() {
+                    store.set(&hello, number.as_bytes(), deadline)?;
                 }
             }
         }
@@ -144,4 +163,33 @@ fn tell(file: &Arc<FileStore>, config: &RankConfig, error: Error) -> Error {
 /// Where the start is in the file: it is that of one start.
 fn first_start(config: &RankConfig) -> String {
     format!("{}/0", config.scope)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use super::*;
+    use crate::world_size::WorldSize;
+
+    /// As on a network file system, which may not have it any more.
+    #[test]
+    fn a_rank_goes_on_where_the_file_of_an_earlier_job_cannot_be_read_after_it_was_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("ranks");
+        let soon = Deadline::after(Duration::from_secs(20));
+        let world = WorldSize::new(2).unwrap();
+        let config = RankConfig::given("the file", Some(Rank::new(1)), Some(world)).unwrap();
+        let earlier = FileStore::create(&path).unwrap();
+        let file = File::options().write(true).open(&path).unwrap();
+        std::thread::scope(|scope| {
+            let greets = scope.spawn(|| greet(&path, &config, soon));
+            earlier.wait(&[&hello_key(config.rank)], soon).unwrap();
+            let new = FileStore::create(&path).unwrap();
+            file.set_len(0).unwrap();
+            let number = String::from_utf8(new.get(&hello_key(config.rank), soon).unwrap()).unwrap();
+            new.set(&welcome_key(&number), b"", soon).unwrap();
+            assert!(greets.join().unwrap().unwrap().is_current());
+        });
+    }
 }

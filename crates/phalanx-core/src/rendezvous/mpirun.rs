@@ -16,6 +16,7 @@ pub(super) fn check(address: &str, config: &RankConfig, deadline: Deadline) -> R
     let found = addresses_to_serve(&host_port(address, 0), deadline).map_err(|error| error.without_remedy());
     let here = host::name();
     let cause = match found {
+        Err(error) if error.is_aborted() => return Err(error),
         Err(error) => format!("{} ({address}, where mpirun runs)", error.cause()),
         Ok(found) if !found.iter().any(|found| is_own(found.ip())) => {
             format!("mpirun runs on {address}, and rank 0 on {here}: nothing tells the other ranks so")

@@ -21,6 +21,7 @@ use crate::deadline::Deadline;
 use crate::env;
 use crate::error::{Error, Result};
 use crate::interfaces::{is_every_hosts, outward};
+use crate::interrupt;
 use crate::notice::Reminders;
 use crate::poll::poll;
 use crate::store::{host_port, resolve};
@@ -144,7 +145,9 @@ fn own_address(
         None if is_one_host => Ipv4Addr::LOCALHOST.into(),
         None => {
             let look_up = |host: &str| resolve(&host_port(host, 0), Deadline::after(LOOK_UP_TIMEOUT));
-            let named = host.and_then(|host| look_up(host).ok()).unwrap_or_default();
+            // Its failure is no error, so that of this thread's check is left for the next wait.
+            let named =
+                interrupt::undisturbed(|| host.and_then(|host| look_up(host).ok())).unwrap_or_default();
             let ip = outward(env::interface(), named.into_iter().map(|address| address.ip()).collect())?;
             if is_every_hosts(ip) {
                 return Err(Error::environment(format!(

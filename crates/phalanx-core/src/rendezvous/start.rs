@@ -99,8 +99,7 @@ fn begin(starts: &PrefixStore, config: &RankConfig, deadline: Deadline) -> Resul
     let until = Deadline::after(deadline.remaining().saturating_sub(reserve(deadline)));
     let mut is_replaced = false;
     let mut go_on = || {
-        let current = starts.get(START, until.at_most(ANSWER_TIMEOUT));
-        is_replaced = current.is_ok_and(|current| current != text.as_bytes());
+        is_replaced = has_changed(starts, &text, until)?;
         if is_replaced { Err(Error::aborted("there is another start")) } else { Ok(()) }
     };
     let missing = || missing(starts, &others, &hellos, until.at_most(ANSWER_TIMEOUT));
@@ -172,8 +171,7 @@ fn is_welcome(
     let (text, welcome) = (start.to_text(), start.key(WELCOME));
     let mut is_over = false;
     let mut go_on = || {
-        let current = starts.get(START, deadline.at_most(ANSWER_TIMEOUT));
-        is_over = current.is_ok_and(|current| current != text.as_bytes());
+        is_over = has_changed(starts, &text, deadline)?;
         if is_over { Err(Error::aborted("there is another start")) } else { Ok(()) }
     };
     let outcome =
@@ -191,6 +189,17 @@ fn is_welcome(
     let index = usize::try_from(rank.get()).unwrap_or(usize::MAX);
     Ok(index.checked_sub(1).and_then(|index| numbers.split(|byte| *byte == b'\n').nth(index))
         == Some(own.as_bytes()))
+}
+
+/// Whether another start than `known` stands in the store, as far as that says so.
+///
+/// # Errors
+/// If the program of this rank has ended the wait.
+fn has_changed(starts: &PrefixStore, known: &str, deadline: Deadline) -> Result<bool> {
+    match starts.get(START, deadline.at_most(ANSWER_TIMEOUT)) {
+        Err(error) if error.is_aborted() => Err(error),
+        current => Ok(current.is_ok_and(|current| current != known.as_bytes())),
+    }
 }
 
 /// The start after `earlier`.
@@ -221,7 +230,8 @@ mod tests {
     use std::thread;
 
     use super::*;
-    use crate::store::{MemoryStore, checking};
+    use crate::interrupt::interruptible;
+    use crate::store::{MemoryStore, checking, pressed_beside_a_wait, slow_beside_a_wait};
     use crate::world_size::WorldSize;
 
     fn config(rank: u32, size: u32, restarts: u64) -> RankConfig {
@@ -301,6 +311,21 @@ mod tests {
         let silent = PrefixStore::new("phalanx", Arc::new(checking()));
         let said = missing(&silent, &others, &hellos, soon());
         assert!(said.starts_with("rank 0 waits for the others: not all have arrived"), "{said}");
+    }
+
+    #[test]
+    fn a_rank_may_be_interrupted_while_it_asks_whether_there_is_another_start() {
+        let store: SharedStore = Arc::new(slow_beside_a_wait());
+        let begun = Start { number: "0".repeat(32), generation: Generation(0) };
+        let starts = PrefixStore::new("phalanx", Arc::clone(&store));
+        starts.set(START, begun.to_text().as_bytes(), soon()).unwrap();
+        for rank in [1, 0] {
+            let agree =
+                || interruptible(pressed_beside_a_wait, || agree(&store, &config(rank, 2, 0), soon()));
+            // Each thread is interrupted once.
+            let error = thread::scope(|scope| scope.spawn(agree).join().unwrap().unwrap_err());
+            assert!(error.is_aborted() && error.to_string().contains("somebody pressed Ctrl-C"), "{error}");
+        }
     }
 
     #[test]

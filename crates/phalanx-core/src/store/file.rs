@@ -28,6 +28,8 @@ use crate::random;
 
 /// The pause between two reads of the file grows from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(20));
+/// What NFS says of a file that another has just replaced.
+const REPLACED: &str = "has been replaced while it was opened";
 /// How long the removal of a store waits for its lock.
 const REMOVE_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -78,10 +80,13 @@ impl FileStore {
         let mut backoff = Backoff::new(PAUSES, deadline);
         loop {
             let why = match OpenOptions::new().read(true).write(true).open(&path) {
-                Ok(file) => match Log::open(file).map_err(|error| unusable(&path, "read", error))? {
-                    Some(log) => return Ok(Self::new(path, log, false)),
-                    None => "holds no store of this version",
+                Ok(file) => match Log::open(file) {
+                    Ok(Some(log)) => return Ok(Self::new(path, log, false)),
+                    Ok(None) => "holds no store of this version",
+                    Err(error) if is_stale(&error) => REPLACED,
+                    Err(error) => return Err(unusable(&path, "read", error)),
                 },
+                Err(error) if is_stale(&error) => REPLACED,
                 Err(error) if error.kind() == io::ErrorKind::NotFound => "does not exist",
                 Err(error) => return Err(unusable(&path, "open", error)),
             };
@@ -120,23 +125,39 @@ impl FileStore {
                 Err(error) if error.is_timeout() && !deadline.has_passed() => continue,
                 store => store?,
             };
-            match store.grows(silence, deadline) {
-                Ok(true) => return Ok(store),
-                Ok(false) => {}
+            let length = match store.unchanged_length(silence, deadline) {
+                Ok(None) => return Ok(store),
+                Ok(Some(length)) => length,
                 // Another file has just taken its place.
                 Err(error) if is_stale(&error) => continue,
+                Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                    return Err(in_doubt(&path, silence));
+                }
                 Err(error) => return Err(unusable(&path, "read", error)),
-            }
+            };
             let call = Call::new(&store.name, "open", &[], deadline)?;
             let mut backoff = Backoff::new(PAUSES, deadline);
             let log = store.log.lock();
             // Of the processes that find it unused, one replaces it. For the others the path then names another file.
-            while !log.try_lock().map_err(|error| call.failed(error))? {
-                if !backoff.pause() {
-                    return Err(call.locked_out());
+            let is_locked = loop {
+                match log.try_lock() {
+                    Ok(true) => break true,
+                    Ok(false) if backoff.pause() => {}
+                    Ok(false) => return Err(call.locked_out()),
+                    // On NFS one of them may just have done so.
+                    Err(error) if is_stale(&error) && !deadline.has_passed() => break false,
+                    Err(error) => return Err(call.failed(error)),
                 }
+            };
+            if !is_locked {
+                continue;
             }
-            let created = is_named(&log.file, &path).then(|| create_in_place(&path));
+            let created = match is_unused(&log, length, &path) {
+                Ok(true) => Some(create_in_place(&path)),
+                Ok(false) => None,
+                Err(error) if is_stale(&error) => None,
+                Err(error) => Some(Err(error)),
+            };
             if let Some(Ok(_)) = created {
                 remove_next(&log, &path);
             }
@@ -148,17 +169,26 @@ impl FileStore {
         }
     }
 
-    /// Whether a process writes to it within `silence`.
-    fn grows(&self, silence: Duration, deadline: Deadline) -> io::Result<bool> {
-        let length = || self.log.lock().file.metadata().map(|metadata| metadata.len());
+    /// Its length, if no process writes to it within `silence`.
+    ///
+    /// # Errors
+    /// That the time is up, if `deadline` comes before.
+    fn unchanged_length(&self, silence: Duration, deadline: Deadline) -> io::Result<Option<u64>> {
+        let length = || self.log.lock().length();
         let first = length()?;
-        let mut backoff = Backoff::new(PAUSES, deadline.at_most(silence));
+        let until = Deadline::after(silence);
+        let mut backoff = Backoff::new(PAUSES, deadline.min(until));
         while backoff.pause() {
             if length()? != first {
-                return Ok(true);
+                return Ok(None);
             }
         }
-        Ok(length()? != first)
+        let is_unchanged = length()? == first;
+        match until.has_passed() {
+            true => Ok(is_unchanged.then_some(first)),
+            false if is_unchanged => Err(io::ErrorKind::TimedOut.into()),
+            false => Ok(None),
+        }
     }
 
     /// Whether this store is still the one that its path names.
@@ -416,6 +446,13 @@ fn remove_next(log: &Log, path: &Path) {
     }
 }
 
+/// Whether a store whose lock this process has just taken still has this `length`, and is at `path`. For some seconds a network file system may
+/// show a host what it has seen before, but not to who has locked a file, or opens one: by what it had seen, it could replace a store that others
+/// use.
+fn is_unused(log: &Log, length: u64, path: &Path) -> io::Result<bool> {
+    Ok(log.length()? == length && log.is_at(path)?)
+}
+
 /// Whether `path` still names `file`.
 fn is_named(file: &File, path: &Path) -> bool {
     let identity = |metadata: std::fs::Metadata| (metadata.dev(), metadata.ino());
@@ -427,6 +464,17 @@ fn no_store(path: &Path) -> Error {
     Error::mismatch(format!("the file {} is no store of this version", path.display()))
         .in_operation("store open", None)
         .with_remedy("name another file, or remove this one if no job uses it")
+}
+
+fn in_doubt(path: &Path, silence: Duration) -> Error {
+    let seconds = silence.as_secs_f64();
+    let cause = format!(
+        "the file {} is there, and the time was up before it was known whether others use it",
+        path.display()
+    );
+    Error::timeout(cause).in_operation("store open", None).with_remedy(format!(
+        "raise the time-out above the {seconds:.0} s for which others may be silent, or remove the file if no job uses it"
+    ))
 }
 
 fn unusable(path: &Path, verb: &str, error: io::Error) -> Error {
@@ -482,6 +530,35 @@ mod tests {
             let all = FileStore::open(&path, soon()).unwrap();
             assert_eq!(all.add("beats", 0, soon()).unwrap(), beats);
         });
+    }
+
+    /// On a network file system a host may see late what another has written.
+    #[test]
+    fn a_store_that_is_seen_to_be_used_when_it_is_locked_is_not_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("store");
+        let store = FileStore::create(&path).unwrap();
+        let length = || store.log.lock().length().unwrap();
+        let is_unused = |length| is_unused(&store.log.lock(), length, &path).unwrap();
+        let before = length();
+        assert!(is_unused(before));
+        store.set("used", b"", soon()).unwrap();
+        assert!(!is_unused(before) && is_unused(length()));
+        // Another process has replaced it.
+        let _other = FileStore::create(&path).unwrap();
+        assert!(!is_unused(length()));
+    }
+
+    #[test]
+    fn who_has_less_time_than_the_others_may_be_silent_does_not_take_their_store_for_an_unused_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("store");
+        let store = FileStore::create(&path).unwrap();
+        let (silence, brief) = (Duration::from_secs(60), Deadline::after(Duration::from_millis(20)));
+        let error = FileStore::open_or_create(&path, silence, brief).unwrap_err();
+        assert!(error.is_timeout() && error.remedy().is_some(), "{error}");
+        assert!(error.to_string().contains("whether others use it"), "{error}");
+        assert!(store.is_current());
     }
 
     #[test]

@@ -44,7 +44,7 @@ pub use tcp::{
 pub use tcp::{TcpStore, TcpStoreServer};
 #[doc(hidden)]
 #[cfg(test)]
-pub(crate) use watched::{Request, Watched, checking};
+pub(crate) use watched::{Request, Watched, checking, pressed_beside_a_wait, slow_beside_a_wait};
 
 pub use crate::wire::store::{MAX_KEY, MAX_VALUE};
 

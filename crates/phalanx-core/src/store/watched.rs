@@ -1,5 +1,7 @@
 //! A store for tests that look at each request, let it wait, or answer it with an error.
 
+use std::cell::Cell;
+
 use super::{MemoryStore, Store};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -33,6 +35,45 @@ pub(crate) fn checking() -> Watched<impl Fn(Request) -> Result<()> + Send + Sync
         std::thread::sleep(2 * INTERRUPT_INTERVAL);
         interrupt::check()?;
         Err(Error::timeout("it is slow"))
+    })
+}
+
+thread_local! {
+    /// How far this thread is in a [`slow_beside_a_wait`].
+    static PROGRESS: Cell<Progress> = const { Cell::new(Progress::None) };
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Progress {
+    None,
+    Waits,
+    Asks,
+    IsInterrupted,
+}
+
+/// A check that fails once: while this thread asks [`slow_beside_a_wait`] something beside its first wait.
+pub(crate) fn pressed_beside_a_wait() -> Result<()> {
+    if PROGRESS.get() != Progress::Asks {
+        return Ok(());
+    }
+    PROGRESS.set(Progress::IsInterrupted);
+    Err(Error::aborted("somebody pressed Ctrl-C"))
+}
+
+/// A store that takes long for the first question that a thread asks beside a wait, and makes the check of the program meanwhile.
+pub(crate) fn slow_beside_a_wait() -> Watched<impl Fn(Request) -> Result<()> + Send + Sync> {
+    Watched::new(|request| {
+        if request == Request::SetAndGet && PROGRESS.get() == Progress::None {
+            PROGRESS.set(Progress::Waits);
+        }
+        if request == Request::Simple && PROGRESS.get() == Progress::Waits {
+            PROGRESS.set(Progress::Asks);
+            for _ in 0..100 {
+                interrupt::check()?;
+                std::thread::sleep(INTERRUPT_INTERVAL / 10);
+            }
+        }
+        Ok(())
     })
 }
 

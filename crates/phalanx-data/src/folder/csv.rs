@@ -138,17 +138,7 @@ fn records(path: &Path, file: &File, options: CsvOptions) -> Result<(Option<Stri
     let allowance = Rc::new(Cell::new(MAX_RECORD));
     let source = Bounded { file, allowance: allowance.clone() };
     let mut reader = ReaderBuilder::new().delimiter(options.delimiter).has_headers(false).from_reader(source);
-    let failed = |at: u64, error: csv::Error| {
-        let at = error.position().map_or(at, Position::byte);
-        let cause = match error.kind() {
-            ErrorKind::UnequalLengths { expected_len, len, .. } => {
-                format!("it has {len} fields, the first record has {expected_len}")
-            }
-            ErrorKind::Io(error) => error.to_string(),
-            _ => error.to_string(),
-        };
-        bad_line(path, file, at, cause)
-    };
+    let failed = |at: u64, error: csv::Error| unread(path, file, at, &error);
     let (mut headers, mut records, mut record) = (None, Vec::new(), csv::ByteRecord::new());
     loop {
         allowance.set(MAX_RECORD);
@@ -191,6 +181,21 @@ fn records(path: &Path, file: &File, options: CsvOptions) -> Result<(Option<Stri
         return Err(bad_line(path, file, last.0, "its last quote is not closed: is the file cut off?"));
     }
     Ok((headers, records))
+}
+
+/// Why no record was read behind this byte.
+fn unread(path: &Path, file: &File, at: u64, error: &csv::Error) -> Error {
+    let at = error.position().map_or(at, Position::byte);
+    let cause = match error.kind() {
+        ErrorKind::UnequalLengths { expected_len, len, .. } => {
+            format!("it has {len} fields, the first record has {expected_len}")
+        }
+        // The system's, and not that of a record that is too long.
+        ErrorKind::Io(error) if error.raw_os_error().is_some() => return io_error(path, error),
+        ErrorKind::Io(error) => error.to_string(),
+        _ => error.to_string(),
+    };
+    bad_line(path, file, at, cause)
 }
 
 /// Whether a record ends before its quote is closed, by the rules of the reader: a quote is one at the beginning of a field, and two
@@ -341,7 +346,18 @@ impl<T> fmt::Debug for CsvDataset<T> {
 
 #[cfg(test)]
 mod tests {
-    use super::ends_in_quotes;
+    use super::*;
+
+    #[test]
+    fn a_record_that_the_system_does_not_read_is_not_taken_for_a_bad_one() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let said = |error: io::Error| unread(file.path(), file.as_file(), 0, &csv::Error::from(error));
+        // EIO, as of a disk that fails.
+        let error = said(io::Error::from_raw_os_error(5));
+        assert!(error.io_kind().is_some() && !error.to_string().contains("mend the record"), "{error}");
+        let error = said(io::Error::other("a record is too long"));
+        assert!(error.is_invalid_argument() && error.to_string().contains("mend the record"), "{error}");
+    }
 
     #[test]
     fn a_quote_is_open_until_it_is_closed() {

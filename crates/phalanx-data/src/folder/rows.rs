@@ -157,9 +157,12 @@ impl Part {
                 }
                 Order::ColumnMajor => gather(file, column, (row, self.rows), array.as_bytes_mut()),
             };
-            read.map_err(|error| {
-                let place = format_args!("row {row} of the array {:?}", column.name);
-                bad(&self.path, place, error, "was it changed while it was read?")
+            read.map_err(|error| match error.kind() {
+                io::ErrorKind::UnexpectedEof => {
+                    let place = format_args!("row {row} of the array {:?}", column.name);
+                    bad(&self.path, place, error, "was it changed while it was read?")
+                }
+                _ => io_error(&self.path, &error),
             })?;
             // Any other byte is no truth value.
             if column.dtype == ElementType::Bool && array.as_bytes().iter().any(|byte| *byte > 1) {
@@ -239,6 +242,23 @@ fn same(first: &Part, path: &Path, columns: &[Column]) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_row_that_the_system_does_not_read_is_not_taken_for_a_changed_one() {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        io::Write::write_all(&mut file, b"header12345678").unwrap();
+        for order in [Order::RowMajor, Order::ColumnMajor] {
+            let (name, shape) = ("array".to_owned(), vec![2]);
+            let column = Column { name, dtype: ElementType::U8, shape, start: 6, order };
+            let mut rows = Rows::default();
+            let about = file.as_file().metadata().unwrap();
+            rows.add(file.path().to_owned(), &about, vec![column], 4).unwrap();
+            assert_eq!(rows.row(3).unwrap()[0].1.as_bytes().len(), 2);
+            let unreadable = File::options().write(true).open(file.path()).unwrap();
+            let error = rows.parts[0].read(3, &unreadable).unwrap_err();
+            assert!(error.io_kind().is_some() && !error.to_string().contains("changed"), "{error}");
+        }
+    }
 
     #[test]
     fn rows_of_no_element_are_as_many_as_their_file_says_within_a_limit() {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::io::Read;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use phalanx::Result;
@@ -70,14 +70,18 @@ fn add(rows: &mut Rows, path: PathBuf) -> Result<()> {
     let length = about.len();
     let torn =
         |cause: String| bad(&path, "its header", cause, "is it a safetensors file, and whole? Copy it again");
+    let unread = |error: io::Error| match error.kind() {
+        io::ErrorKind::UnexpectedEof => torn(error.to_string()),
+        _ => io_error(&path, &error),
+    };
     let mut prefix = [0; PREFIX as usize];
-    file.read_exact(&mut prefix).map_err(|error| torn(error.to_string()))?;
+    file.read_exact(&mut prefix).map_err(unread)?;
     let header = u64::from_le_bytes(prefix);
     if header > MAX_HEADER || header + PREFIX > length {
         return Err(torn(format!("it would have {header} bytes, the file has {length}")));
     }
     let mut text = vec![0; header as usize];
-    file.read_exact(&mut text).map_err(|error| torn(error.to_string()))?;
+    file.read_exact(&mut text).map_err(unread)?;
     let metadata: Metadata = without_panic(&path, "its header", || {
         serde_json::from_slice(&text).map_err(|error| torn(error.to_string()))
     })?;

@@ -161,7 +161,8 @@ impl<D: Dataset + 'static, B: Send + 'static> Batches<D, B> {
     /// Call it after each step of an elastic job, on every rank alike, with what the
     /// [step](phalanx::elastic::Context::step) says, before the next batch is asked for. The samples of the ranks `missing` come
     /// again, and from here on this rank is `rank` of `world_size`. Batches that were loaded ahead for the old world are loaded anew. A batch
-    /// in whose place this rank got an error counts as the others' do: the step was made without it.
+    /// in whose place this rank got an error counts as the others' do: the step was made without it. A step that adds up the gradients of several
+    /// small batches divides one batch of the loader into them: of a dead rank the samples of the last batch alone come again.
     ///
     /// ```no_run
     /// # use phalanx::elastic::{Context, Plain};

@@ -1,7 +1,6 @@
 //! A loader in elastic jobs, of which a worker dies in the middle of an epoch.
 
 use std::fs;
-use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -11,7 +10,7 @@ use phalanx::sampler::ElasticSampler;
 use phalanx::{ReduceOp, Result, WorldSize};
 use phalanx_data::{DataLoader, InMemory, Position};
 
-use crate::ROLE;
+use crate::harness::{ROLE, run_job};
 
 pub const TESTS: &[(&str, fn())] = &[
     ("the_samples_of_a_rank_that_dies_in_a_step_come_again", || check(STEP)),
@@ -23,19 +22,19 @@ pub const STEP: &str = "elastic-step";
 pub const COMMIT: &str = "elastic-commit";
 const FOLDER: &str = "PHALANX_TEST_FOLDER";
 const ITEMS: usize = 100;
+/// No job takes longer, or it hangs.
+const LIMIT: Duration = Duration::from_secs(120);
 
 fn check(role: &str) {
     let folder = tempfile::tempdir().unwrap();
     let job = Job::new(std::env::current_exe().unwrap(), WorldSize::new(3).unwrap());
     let job = job.variable(ROLE, role).variable(FOLDER, folder.path()).grace(Duration::from_secs(5));
     let mut said = String::new();
-    let report = job.min_workers(WorldSize::new(2).unwrap()).run(&mut |event: Event<'_>| {
+    let report = run_job(&job.min_workers(WorldSize::new(2).unwrap()), LIMIT, |event| {
         if let Event::Line { text, .. } = event {
             said += &format!("{}\n", String::from_utf8_lossy(text));
         }
-        ControlFlow::Continue(())
     });
-    let report = report.unwrap();
     assert!(matches!(report.outcome, Outcome::Succeeded), "{:?}\n{said}", report.outcome);
     assert!(said.contains("goes on with 2"), "nobody has died: {said}");
     let ends: Vec<String> = fs::read_dir(folder.path())
@@ -47,7 +46,7 @@ fn check(role: &str) {
 
 /// Counts how often each item of one epoch has been in a step.
 pub fn train(role: &str) -> Result<()> {
-    crate::watchdog::abort_after(Duration::from_secs(120));
+    crate::harness::abort_after(LIMIT);
     let loader =
         DataLoader::builder((0..ITEMS).collect::<InMemory<_>>()).sampler(ElasticSampler::new(ITEMS).seed(7));
     let loader = loader.batch_size(3).num_workers(2).build()?;

@@ -8,7 +8,7 @@ use phalanx_data::lmdb::{LmdbDataset, LmdbWriter};
 use phalanx_data::{DataLoader, Dataset};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use crate::ROLE;
+use crate::harness::ROLE;
 
 pub const TESTS: &[(&str, fn())] = &[
     ("lmdb_opened_in_the_constructor_and_pickled", lmdb_opened_in_the_constructor_and_pickled),

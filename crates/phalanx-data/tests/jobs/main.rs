@@ -3,19 +3,18 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "it is a test, though it has no harness")]
 
 mod elastic;
+#[path = "../../../phalanx-core/tests/support/environment.rs"]
+mod environment;
+#[path = "../../../phalanx-core/tests/support/harness.rs"]
+mod harness;
 mod lmdb;
 #[cfg(target_env = "gnu")]
 mod memory;
-#[path = "../../../phalanx-core/tests/support/watchdog.rs"]
-mod watchdog;
 
-use libtest_mimic::{Arguments, Trial};
-
-/// What this program is to be, if a test has started it.
-pub const ROLE: &str = "PHALANX_TEST_ROLE";
+use libtest_mimic::Arguments;
 
 fn main() {
-    if let Ok(role) = std::env::var(ROLE) {
+    if let Some(role) = harness::role() {
         match role.as_str() {
             elastic::STEP | elastic::COMMIT => elastic::train(&role).unwrap(),
             #[cfg(target_env = "gnu")]
@@ -24,16 +23,9 @@ fn main() {
         }
         return;
     }
-    let trials = |file: &'static str, tests: &'static [(&'static str, fn())]| {
-        tests.iter().map(move |&(name, test)| {
-            Trial::test(format!("{file}::{name}"), move || {
-                test();
-                Ok(())
-            })
-        })
-    };
-    let all = trials("lmdb", lmdb::TESTS).chain(trials("elastic", elastic::TESTS));
+    let all = harness::trials("lmdb", lmdb::TESTS).into_iter();
+    let all = all.chain(harness::trials("elastic", elastic::TESTS));
     #[cfg(target_env = "gnu")]
-    let all = all.chain(trials("memory", memory::TESTS));
+    let all = all.chain(harness::trials("memory", memory::TESTS));
     libtest_mimic::run(&Arguments::from_args(), all.collect()).exit();
 }

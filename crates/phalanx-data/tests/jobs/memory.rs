@@ -4,7 +4,7 @@ use std::process::Command;
 
 use phalanx_data::{DataLoader, Dataset, InMemory};
 
-use crate::ROLE;
+use crate::harness::ROLE;
 
 pub const STACK: &str = "stack";
 

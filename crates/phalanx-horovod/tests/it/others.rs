@@ -296,6 +296,30 @@ fn parameters_come_in_any_order() {
     });
 }
 
+/// Ranks whose parameters have other lengths divide them into other batches.
+#[test]
+fn parameters_behind_one_that_differs_are_not_left_in_flight() {
+    let options = Options {
+        fusion_threshold: 100,
+        stall_shutdown_time: Some(Duration::from_secs(20)),
+        ..Options::default()
+    };
+    ranks(2, Fabric::InProcess, &options, |hvd| {
+        let rank = hvd.rank().index();
+        let broadcast = |first: usize| {
+            let mut parameters =
+                [("a", first), ("b", 20), ("c", 20)].map(|(name, length)| (name, vec![rank as f32; length]));
+            let named = parameters.iter_mut().map(|(name, values)| (*name, values.as_mut_slice()));
+            hvd.broadcast_parameters(named, Rank::new(1)).map(|()| parameters)
+        };
+        // Rank 0 submits a and b together, and rank 1 each by itself.
+        let error = broadcast(5 * (rank + 1)).unwrap_err();
+        assert!(error.is_mismatch() && error.to_string().contains("broadcast.a"), "{error}");
+        let parameters = broadcast(5).unwrap();
+        assert!(parameters.iter().all(|(_, values)| values.iter().all(|value| *value == 1.0)));
+    });
+}
+
 #[test]
 fn the_timeline_has_the_negotiation_and_the_operation_of_every_name() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,8 +1,7 @@
 //! An elastic job: one worker dies, the handles fail while all live, two workers fail by themselves, and the rest goes on.
 
-use std::ops::ControlFlow;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use phalanx::elastic::Plain;
 use phalanx::launch::{Event, Job, Outcome};
@@ -10,7 +9,7 @@ use phalanx::{Error, Rank, WorldSize};
 use phalanx_horovod::elastic::{self, ObjectState, State};
 use phalanx_horovod::{Horovod, Op};
 
-use crate::ROLE;
+use crate::harness::{ROLE, run_job};
 
 /// The folder in which a mishap notes that it has happened.
 const MISHAPS: &str = "PHALANX_TEST_HOROVOD_MISHAPS";
@@ -24,7 +23,7 @@ type Training = Plain<(u64, Vec<f32>)>;
 
 /// What a worker does.
 pub fn work() {
-    crate::watchdog::abort_after(LIMIT);
+    crate::harness::abort_after(LIMIT);
     let mut state = ObjectState::new(Plain((0, vec![0.0; 8])));
     state.register_reset_callbacks([Box::new(|state: &mut Training, hvd: &Horovod| {
         println!("reset {} at {}", hvd.size(), state.0.0);
@@ -99,8 +98,8 @@ pub fn the_others_go_on() {
         .min_workers(WorldSize::new(2).unwrap())
         .max_restarts(3)
         .grace(Duration::from_secs(2));
-    let (mut lines, mut errors, started) = (Vec::new(), String::new(), Instant::now());
-    let report = job.run(&mut |event: Event<'_>| {
+    let (mut lines, mut errors) = (Vec::new(), String::new());
+    let report = run_job(&job, LIMIT, |event| {
         if let Event::Line { stream, text, .. } = event {
             let text = String::from_utf8_lossy(text).into_owned();
             match stream {
@@ -108,9 +107,7 @@ pub fn the_others_go_on() {
                 phalanx::launch::Stream::Stderr => errors += &format!("{text}\n"),
             }
         }
-        if started.elapsed() > LIMIT { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     });
-    let report = report.unwrap();
     assert!(matches!(report.outcome, Outcome::Succeeded), "{:?} {lines:?} {errors}", report.outcome);
     assert_eq!(report.replacements, 3, "{lines:?} {errors}");
     let count = |what: &str| lines.iter().filter(|line| line.starts_with(what)).count();

@@ -3,20 +3,23 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "it is a test, though it has no harness")]
 
 mod elastic;
-#[path = "../../../phalanx-core/tests/support/watchdog.rs"]
-mod watchdog;
+#[path = "../../../phalanx-core/tests/support/environment.rs"]
+mod environment;
+#[path = "../../../phalanx-core/tests/support/harness.rs"]
+mod harness;
+#[path = "../../../phalanx-core/tests/support/ranks.rs"]
+mod ranks;
 
 use std::path::Path;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::Output;
 use std::time::{Duration, Instant};
 
-use libtest_mimic::{Arguments, Trial};
-use phalanx::store::TcpStoreServer;
+use libtest_mimic::Arguments;
 use phalanx_horovod::{Horovod, Op};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// Set for a worker: what it does.
-const ROLE: &str = "PHALANX_TEST_HOROVOD_ROLE";
+use crate::ranks::Worker;
+
 const WORLD: usize = 3;
 /// No job takes longer, or it hangs.
 const LIMIT: Duration = Duration::from_secs(120);
@@ -32,23 +35,17 @@ const TESTS: &[(&str, fn())] = &[
 ];
 
 fn main() {
-    match std::env::var(ROLE).as_deref() {
-        Ok("elastic") => return elastic::work(),
-        Ok(role) => return work(role),
-        Err(_) => {}
+    match harness::role().as_deref() {
+        Some("elastic") => return elastic::work(),
+        Some(role) => return work(role),
+        None => {}
     }
-    let trials = TESTS.iter().map(|(name, test)| {
-        let test = *test;
-        Trial::test(*name, move || {
-            test();
-            Ok(())
-        })
-    });
+    let trials = TESTS.iter().map(|(name, test)| harness::trial(*name, *test));
     libtest_mimic::run(&Arguments::from_args(), trials.collect()).exit()
 }
 
 fn work(role: &str) {
-    watchdog::abort_after(LIMIT);
+    harness::abort_after(LIMIT);
     let hvd = match phalanx_horovod::init() {
         Ok(hvd) => hvd,
         Err(error) => return println!("init: {error}"),
@@ -150,19 +147,9 @@ fn world(role: &str, variables: &[(&str, &str)]) -> Vec<Output> {
     world_of(WORLD, role, variables)
 }
 
-fn world_of(ranks: usize, role: &str, variables: &[(&str, &str)]) -> Vec<Output> {
-    let server = TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();
-    let port = server.local_addr().port();
-    let start = |rank: usize| -> Child {
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        command.env(ROLE, role).env("RANK", rank.to_string()).env("WORLD_SIZE", ranks.to_string());
-        command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
-        command.env("TORCHELASTIC_USE_AGENT_STORE", "True");
-        command.envs(variables.iter().copied()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        command.spawn().unwrap()
-    };
-    let workers: Vec<Child> = (0..ranks).map(start).collect();
-    workers.into_iter().map(|worker| worker.wait_with_output().unwrap()).collect()
+fn world_of(count: usize, role: &str, variables: &[(&str, &str)]) -> Vec<Output> {
+    let (_server, mut workers) = ranks::start(role, count as u32, variables);
+    workers.iter_mut().map(Worker::output).collect()
 }
 
 fn a_process_dies() {

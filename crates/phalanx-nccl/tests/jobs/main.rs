@@ -5,9 +5,15 @@
 
 mod collectives;
 mod devices;
+#[path = "../../../phalanx-core/tests/support/environment.rs"]
+mod environment;
 mod faults;
+#[path = "../../../phalanx-core/tests/support/harness.rs"]
+mod harness;
 mod init;
 mod overlap;
+#[path = "../../../phalanx-core/tests/support/ranks.rs"]
+mod ranks;
 mod shrink;
 mod stand_in;
 mod world;
@@ -43,7 +49,7 @@ pub fn is_shared() -> bool {
 }
 
 fn main() {
-    if let Ok(role) = std::env::var(world::ROLE) {
+    if let Some(role) = harness::role() {
         return play(&role);
     }
     let folder = tempfile::tempdir().unwrap();

@@ -1,33 +1,21 @@
 //! Processes that are the ranks of a job.
 
-use std::io::Read;
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
-
 use phalanx::store::{Store, TcpStore, TcpStoreServer};
 use phalanx::{Deadline, ProcessGroup, Result};
 
-/// Set for a rank: what it does.
-pub const ROLE: &str = "PHALANX_TEST_NCCL_ROLE";
+use crate::ranks::{LIMIT, Worker, start_each};
+
 /// What leaves NCCL nothing but sockets.
 const NCCL_SOCKETS: [&str; 3] = ["NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"];
-/// No test takes so long, even on a slow machine; what does hangs.
-const HANG_LIMIT: Duration = Duration::from_secs(150);
 
 /// The ranks, until they are waited for, and the store at which they meet.
-pub struct World(Vec<Child>, #[allow(dead_code, reason = "it serves until it is dropped")] TcpStoreServer);
+pub struct World(Vec<Worker>, #[allow(dead_code, reason = "it serves until it is dropped")] TcpStoreServer);
 
 impl World {
     /// Starts `ranks` processes in this role. `variables` are for all, or for one rank.
     pub fn start(role: &str, ranks: u32, variables: &[(&str, &str)], of_rank: &[(u32, &str, &str)]) -> Self {
-        let server = TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();
-        let port = server.local_addr().port();
-        let start = |rank: u32| {
-            let mut command = Command::new(std::env::current_exe().unwrap());
-            command.env(ROLE, role).env("RANK", rank.to_string()).env("WORLD_SIZE", ranks.to_string());
+        let (server, ranks) = start_each(role, ranks, |rank, command| {
             command.env("LOCAL_RANK", rank.to_string()).env("LOCAL_WORLD_SIZE", ranks.to_string());
-            command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
-            command.env("TORCHELASTIC_USE_AGENT_STORE", "True");
             if crate::is_real() {
                 // Its own threads otherwise have the names of ours that have started them.
                 command.env("NCCL_SET_THREAD_NAME", "1");
@@ -39,34 +27,25 @@ impl World {
             }
             command.envs(variables.iter().copied());
             command.envs(of_rank.iter().filter(|(of, ..)| *of == rank).map(|(_, name, value)| (name, value)));
-            command.stdout(Stdio::piped()).stderr(Stdio::inherit()).spawn().unwrap()
-        };
-        Self((0..ranks).map(start).collect(), server)
+        });
+        Self(ranks, server)
     }
 
     /// The process id of a rank.
     pub fn pid(&self, rank: usize) -> u32 {
-        self.0[rank].id()
+        self.0[rank].child.id()
     }
 
     /// Kills a rank, which may be stopped.
     pub fn kill(&mut self, rank: usize) {
-        self.0[rank].kill().unwrap();
+        self.0[rank].child.kill().unwrap();
     }
 
     /// What rank `rank` prints, when it has ended.
     pub fn output(&mut self, rank: usize) -> String {
-        let deadline = Instant::now() + HANG_LIMIT;
-        while self.0[rank].try_wait().unwrap().is_none() {
-            if Instant::now() > deadline {
-                self.0.iter_mut().for_each(|rank| drop(rank.kill()));
-                panic!("rank {rank} hangs");
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        let mut text = String::new();
-        self.0[rank].stdout.take().unwrap().read_to_string(&mut text).unwrap();
-        text
+        let output = self.0[rank].output();
+        eprint!("{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
     }
 
     /// What all print, when they have ended.
@@ -75,19 +54,9 @@ impl World {
     }
 }
 
-impl Drop for World {
-    fn drop(&mut self) {
-        for rank in &mut self.0 {
-            // Those that have ended are only waited for.
-            let _ = rank.kill();
-            let _ = rank.wait();
-        }
-    }
-}
-
 /// Waits until all ranks have come here, in the test's store: no failure of the group ends that, and who fails next ends no call before it.
 pub fn meet(group: &ProcessGroup) -> Result<()> {
-    let soon = Deadline::after(HANG_LIMIT);
+    let soon = Deadline::after(LIMIT);
     let store = TcpStore::connect(format!("127.0.0.1:{}", std::env::var("MASTER_PORT").unwrap()), soon)?;
     store.set(&format!("test/{}", group.rank()), b"here", soon)?;
     group.world_size().ranks().try_for_each(|rank| store.get(&format!("test/{rank}"), soon).map(drop))

@@ -288,6 +288,9 @@ impl ElasticSampler {
     /// because they have not counted. Every rank must call it with the same ranks, after the step and before the next
     /// batch, as `Step::missing` says. With no ranks it does nothing.
     ///
+    /// A step that adds up the gradients of several small batches takes the samples of all of them with one [`next_batch`](Self::next_batch), and
+    /// divides these: what earlier calls gave a dead rank does not come again.
+    ///
     /// ```
     /// # use phalanx::sampler::ElasticSampler;
     /// # use phalanx::{Rank, WorldSize};

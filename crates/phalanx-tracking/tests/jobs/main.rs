@@ -2,27 +2,29 @@
 //! `cargo test -p phalanx-tracking --test jobs -- killed` runs one test.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "it is a test, though it has no harness")]
 
+#[path = "../../../phalanx-core/tests/support/environment.rs"]
+mod environment;
+#[path = "../../../phalanx-core/tests/support/harness.rs"]
+mod harness;
 #[path = "../support/mod.rs"]
 mod support;
-#[path = "../../../phalanx-core/tests/support/watchdog.rs"]
-mod watchdog;
 mod workers;
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
-use std::ops::ControlFlow;
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use libtest_mimic::{Arguments, Trial};
+use libtest_mimic::Arguments;
 use phalanx::WorldSize;
 use phalanx::launch::{Event, Job, Outcome, Stream};
 use phalanx_tracking::{RunState, RunStatus};
 
+use crate::harness::{ROLE, run_job};
 use crate::support::{csv_steps, event_files, events, json_lines, json_steps, scalars};
-use crate::workers::{FOLDER, ROLE, STEPS};
+use crate::workers::{FOLDER, STEPS};
 
 /// Nothing takes longer, or it hangs.
 const LIMIT: Duration = Duration::from_secs(120);
@@ -39,15 +41,10 @@ const TESTS: &[(&str, fn())] = &[
 const PRIVILEGED: &[(&str, fn())] = &[("a_small_disk_fills_up_and_the_training_goes_on", a_small_disk)];
 
 fn main() {
-    if let Ok(role) = std::env::var(ROLE) {
+    if let Some(role) = harness::role() {
         return workers::play(&role);
     }
-    let trial = |&(name, test): &(&'static str, fn())| {
-        Trial::test(name, move || {
-            test();
-            Ok(())
-        })
-    };
+    let trial = |(name, test): &(&str, fn())| harness::trial(*name, *test);
     let privileged = PRIVILEGED.iter().map(trial);
     let privileged = privileged.map(|trial| trial.with_ignored_flag(true).with_kind("needs root: .ci/full"));
     libtest_mimic::run(&Arguments::from_args(), TESTS.iter().map(trial).chain(privileged).collect()).exit()
@@ -69,15 +66,12 @@ fn job(role: &str, folder: &Path, workers: u32) -> Job {
 /// Runs a job to its good end; gives what each rank has written to standard error.
 fn succeed(job: Job, workers: usize) -> Vec<String> {
     let mut said = vec![String::new(); workers];
-    let report = job
-        .run(&mut |event: Event<'_>| {
-            if let Event::Line { rank, stream: Stream::Stderr, text } = event {
-                said[rank.index()].push_str(&String::from_utf8_lossy(text));
-                said[rank.index()].push('\n');
-            }
-            ControlFlow::Continue(())
-        })
-        .unwrap();
+    let report = run_job(&job, LIMIT, |event| {
+        if let Event::Line { rank, stream: Stream::Stderr, text } = event {
+            said[rank.index()].push_str(&String::from_utf8_lossy(text));
+            said[rank.index()].push('\n');
+        }
+    });
     assert!(matches!(report.outcome, Outcome::Succeeded), "{:?}\n{said:?}", report.outcome);
     said
 }

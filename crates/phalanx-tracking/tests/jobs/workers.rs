@@ -8,8 +8,6 @@ use phalanx::env::LaunchEnv;
 use phalanx::{ProcessGroup, ReduceOp, Result};
 use phalanx_tracking::{Console, Run, RunOptions, logs};
 
-/// The variable that makes this program a worker, and says which.
-pub const ROLE: &str = "PHALANX_TEST_ROLE";
 pub const FOLDER: &str = "PHALANX_TEST_FOLDER";
 /// The step at which the training goes on.
 pub const RESUME: &str = "PHALANX_TEST_RESUME";
@@ -18,7 +16,7 @@ pub const SLOW: &str = "PHALANX_TEST_SLOW";
 pub const STEPS: u64 = 100;
 
 pub fn play(role: &str) {
-    crate::watchdog::abort_after(crate::LIMIT);
+    crate::harness::abort_after(crate::LIMIT);
     let folder = PathBuf::from(std::env::var_os(FOLDER).unwrap());
     let outcome = match role {
         "train" => train(&folder),

@@ -257,6 +257,36 @@ fn no_steps_between_meetings_make_no_sense() {
 }
 
 #[test]
+fn a_moving_rate_by_which_workers_move_apart_is_refused() {
+    // As many as can still meet, and one more.
+    for (world, is_possible) in [(3, true), (4, false)] {
+        run(world, Fabric::InProcess, |group| {
+            let mut parameters = [1.0; 3];
+            let method = LocalMethod::Elastic { moving_rate: 0.5 };
+            let mut local = match LocalUpdates::new(&group, method, 1, &mut parameters) {
+                Ok(local) => local,
+                Err(error) => {
+                    assert!(!is_possible && error.is_invalid_argument(), "{error}");
+                    assert!(error.to_string().contains("4 workers"), "{error}");
+                    assert!(error.remedy().is_some_and(|remedy| remedy.contains("from 0 to 0.4")), "{error}");
+                    return;
+                }
+            };
+            assert!(is_possible);
+            parameters.fill(group.rank().get() as f32);
+            for _ in 0..100 {
+                local.step(&mut parameters).unwrap();
+            }
+            assert!(parameters.iter().all(|p| p.abs() < 10.0), "{parameters:?}");
+        });
+    }
+    // One that is negative moves them away from each other.
+    let group = phalanx::ProcessGroup::alone().unwrap();
+    let method = LocalMethod::Elastic { moving_rate: -0.1 };
+    assert!(LocalUpdates::new(&group, method, 1, &mut [1.0; 3]).unwrap_err().is_invalid_argument());
+}
+
+#[test]
 fn a_rate_of_one_rank_that_is_no_number_is_refused_on_every_rank() {
     run(2, Fabric::InProcess, |group| {
         let is_main = group.rank().is_main();

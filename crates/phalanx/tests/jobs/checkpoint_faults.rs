@@ -3,9 +3,8 @@
 
 use std::collections::BTreeSet;
 use std::fs::File;
-use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use phalanx::checkpoint::Checkpoints;
 use phalanx::elastic::{self, Context, Options, Plain};
@@ -13,7 +12,7 @@ use phalanx::launch::{Event, Job, Outcome, Stream};
 use phalanx::{ProcessGroup, ReduceOp, WorldSize};
 use rustix::process::{Pid, Resource, Rlimit, Signal, getpid, kill_process, setrlimit};
 
-use crate::support::ROLE;
+use crate::harness::{ROLE, run_job};
 
 const FOLDER: &str = "PHALANX_TEST_FOLDER";
 const LIMIT: Duration = Duration::from_secs(60);
@@ -36,7 +35,7 @@ pub const TESTS: &[(&str, fn())] = &[
 
 /// What this program does as a worker.
 pub fn play(fault: &str) {
-    crate::watchdog::abort_after(LIMIT);
+    crate::harness::abort_after(LIMIT);
     if let Err(error) = work(fault) {
         eprintln!("{error}");
         std::process::exit(1);
@@ -159,42 +158,38 @@ fn run(fault: &str, workers: u32, is_elastic: bool, folder: &Path) -> Seen {
     if is_elastic {
         job = job.min_workers(WorldSize::ONE).variable(WORKERS, workers.to_string());
     }
-    let (mut seen, start) = (Seen::default(), Instant::now());
+    let mut seen = Seen::default();
     let mut victim = None;
-    let report = job.run(&mut |event: Event<'_>| {
-        match event {
-            Event::Lost { .. } => seen.lost += 1,
-            Event::Line { stream: Stream::Stderr, text, .. } => {
-                seen.stderr += &format!("{}\n", String::from_utf8_lossy(text));
-            }
-            Event::Line { text, .. } => {
-                let line = std::str::from_utf8(text).unwrap();
-                let mut words = line.split(' ').skip(1).map(|word| word.to_owned());
-                let mut next = || words.next().unwrap();
-                if line.starts_with("begins") {
-                    let (rank, pid, step) = (next(), next().parse().unwrap(), next().parse().unwrap());
-                    if rank == "0" && victim.is_none() {
-                        victim = Some(pid);
-                    }
-                    seen.begins.push((pid, step));
-                } else if line.starts_with("step") {
-                    seen.furthest = next().parse::<u64>().unwrap().max(seen.furthest);
-                    if fault == "stop"
-                        && is_elastic
-                        && seen.furthest >= DUE + 30
-                        && let Some(victim) = victim
-                    {
-                        let _ = kill_process(Pid::from_raw(victim as i32).unwrap(), Signal::CONT);
-                    }
-                } else {
-                    seen.done.insert(line.to_owned());
-                }
-            }
-            _ => {}
+    let report = run_job(&job, LIMIT, |event| match event {
+        Event::Lost { .. } => seen.lost += 1,
+        Event::Line { stream: Stream::Stderr, text, .. } => {
+            seen.stderr += &format!("{}\n", String::from_utf8_lossy(text));
         }
-        if start.elapsed() > LIMIT { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        Event::Line { text, .. } => {
+            let line = std::str::from_utf8(text).unwrap();
+            let mut words = line.split(' ').skip(1).map(|word| word.to_owned());
+            let mut next = || words.next().unwrap();
+            if line.starts_with("begins") {
+                let (rank, pid, step) = (next(), next().parse().unwrap(), next().parse().unwrap());
+                if rank == "0" && victim.is_none() {
+                    victim = Some(pid);
+                }
+                seen.begins.push((pid, step));
+            } else if line.starts_with("step") {
+                seen.furthest = next().parse::<u64>().unwrap().max(seen.furthest);
+                if fault == "stop"
+                    && is_elastic
+                    && seen.furthest >= DUE + 30
+                    && let Some(victim) = victim
+                {
+                    let _ = kill_process(Pid::from_raw(victim as i32).unwrap(), Signal::CONT);
+                }
+            } else {
+                seen.done.insert(line.to_owned());
+            }
+        }
+        _ => {}
     });
-    let report = report.unwrap();
     assert!(
         matches!(report.outcome, Outcome::Succeeded),
         "{fault} of {workers}: {:?} {seen:?}",

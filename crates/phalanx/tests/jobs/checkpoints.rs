@@ -11,7 +11,7 @@ use phalanx::checkpoint::{Checkpoints, Saved, Snapshot};
 use phalanx::testing::{Fabric, run};
 use phalanx::{DType, Error, ProcessGroup};
 
-use crate::support::ROLE;
+use crate::harness::ROLE;
 
 const FOLDER: &str = "PHALANX_TEST_FOLDER";
 const LIMIT: Duration = Duration::from_secs(30);

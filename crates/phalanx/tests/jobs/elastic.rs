@@ -1,9 +1,8 @@
 //! Elastic jobs with real processes, which are killed and stopped. This program starts itself as the workers.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::ControlFlow;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use phalanx::elastic::{self, Context, Options, Parts, State};
 use phalanx::launch::{Event, Job, Outcome, Report};
@@ -11,7 +10,7 @@ use phalanx::sampler::ElasticSampler;
 use phalanx::{Error, ProcessGroup, ReduceOp, WorldSize};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::support::ROLE;
+use crate::harness::{ROLE, run_job};
 
 /// A state to begin with, as hexadecimal digits.
 const RESUME: &str = "PHALANX_TEST_RESUME";
@@ -36,6 +35,7 @@ pub const TESTS: &[(&str, fn())] = &[
         "an_error_of_its_own_ends_one_worker_of_a_sub_group",
         an_error_of_its_own_ends_one_worker_of_a_sub_group,
     ),
+    ("an_abort_an_exit_code_and_a_panic_end_one_worker", an_abort_an_exit_code_and_a_panic_end_one_worker),
     ("a_save_that_failed_is_never_taken_for_a_commit", a_save_that_failed_is_never_taken_for_a_commit),
     ("too_few_workers_end_the_job_with_the_first_failure", too_few_workers_end_the_job),
     ("the_reset_limit_ends_the_job", the_reset_limit_ends_the_job),
@@ -45,7 +45,7 @@ pub const TESTS: &[(&str, fn())] = &[
 
 /// What this program does as a worker.
 pub fn play(scenario: &str) {
-    crate::watchdog::abort_after(LIMIT);
+    crate::harness::abort_after(LIMIT);
     if let Err(error) = work(scenario) {
         eprintln!("{error}");
         std::process::exit(1);
@@ -144,6 +144,9 @@ fn train(
                     return Err(Error::invalid_argument("a sample that cannot be read"));
                 }
                 ("torn", 50) => return Err(torn(context, group)),
+                ("aborts", 48) => std::process::abort(),
+                ("exits", 48) => std::process::exit(3),
+                ("panics", 48) => panic!("a sample that cannot be read"),
                 _ => {}
             }
         }
@@ -270,7 +273,7 @@ impl Seen {
         let (_, world, _, state) = self.rounds.last_key_value().unwrap().1;
         let (mut other, workers) = (Self::default(), WorldSize::new(*world).unwrap());
         let job = job("train", workers.get()).variable(RESUME, state);
-        let report = run(&job, |event, _| other.note(event));
+        let report = run_job(&job, LIMIT, |event| other.note(event));
         assert!(matches!(report.outcome, Outcome::Succeeded), "{}", other.stderr);
         assert_eq!(other.done, self.done, "the same steps, without failures, lead elsewhere");
     }
@@ -286,21 +289,11 @@ fn elastic(scenario: &str, workers: u32, min: u32, replacements: u32) -> Job {
     job(scenario, workers).min_workers(WorldSize::new(min).unwrap()).max_restarts(replacements)
 }
 
-/// Runs the job; gives up when it takes too long.
-fn run(job: &Job, mut note: impl FnMut(&Event<'_>, Instant)) -> Report {
-    let start = Instant::now();
-    job.run(&mut |event: Event<'_>| {
-        note(&event, start);
-        if start.elapsed() > LIMIT { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-    })
-    .unwrap()
-}
-
 /// Runs the job, and has `act` look at what has been seen after each event, and say whether the workers may go on to the end.
 fn watch(job: Job, mut act: impl FnMut(&mut Seen) -> bool) -> (Report, Seen) {
     let (mut seen, folder) = (Seen::default(), tempfile::tempdir().unwrap());
     let enough = folder.path().join("enough");
-    let report = run(&job.variable(ENOUGH, &enough), |event, _| {
+    let report = run_job(&job.variable(ENOUGH, &enough), LIMIT, |event| {
         seen.note(event);
         if matches!(event, Event::Line { .. }) && act(&mut seen) {
             std::fs::write(&enough, "").unwrap();
@@ -413,21 +406,31 @@ fn a_frozen_worker_is_left_behind() {
 }
 
 fn an_error_of_its_own_ends_one_worker() {
-    one_worker_ends("unlucky");
+    says_why(&one_worker_ends("unlucky"));
 }
 
 /// Which it leaves before the others learn that it is gone.
 fn an_error_of_its_own_ends_one_worker_of_a_sub_group() {
-    one_worker_ends("part");
+    says_why(&one_worker_ends("part"));
 }
 
-fn one_worker_ends(scenario: &str) {
+fn an_abort_an_exit_code_and_a_panic_end_one_worker() {
+    one_worker_ends("aborts");
+    one_worker_ends("exits");
+    says_why(&one_worker_ends("panics"));
+}
+
+fn one_worker_ends(scenario: &str) -> Seen {
     let (report, seen) = watch(elastic(scenario, 3, 2, 1), |seen| seen.all_are_in([1, 2, 1]));
     succeeded(&report, &seen);
     assert_eq!(seen.lost.len(), 1);
-    assert!(seen.stderr.contains("a sample that cannot be read"), "{}", seen.stderr);
     assert!(seen.pids[&1].len() == 2 && seen.pids[&0].len() == 1, "{:?}", seen.pids);
     seen.check();
+    seen
+}
+
+fn says_why(seen: &Seen) {
+    assert!(seen.stderr.contains("a sample that cannot be read"), "{}", seen.stderr);
 }
 
 fn a_save_that_failed_is_never_taken_for_a_commit() {

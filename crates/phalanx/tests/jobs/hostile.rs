@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use phalanx::store::{Store, TcpStore, TcpStoreServer};
 use phalanx::{Deadline, JobKey, ReduceOp};
 
-use crate::support::ROLE;
+use crate::harness::ROLE;
 use messages::Insider;
 use mutate::Random;
 use process::{Process, Use};

@@ -4,9 +4,11 @@
 
 #[path = "../../../phalanx-core/tests/support/certificates.rs"]
 mod certificates;
+#[path = "../../../phalanx-core/tests/support/environment.rs"]
+mod environment;
+#[path = "../../../phalanx-core/tests/support/harness.rs"]
+mod harness;
 mod support;
-#[path = "../../../phalanx-core/tests/support/watchdog.rs"]
-mod watchdog;
 
 mod checkpoint_faults;
 mod checkpoints;
@@ -26,7 +28,7 @@ mod waits;
 use support::Tests;
 
 fn main() {
-    if let Ok(role) = std::env::var(support::ROLE) {
+    if let Some(role) = harness::role() {
         return play(&role);
     }
     let mut tests = Tests::default();

@@ -13,7 +13,7 @@ use phalanx::{
 };
 
 use crate::certificates::Authority;
-use crate::support::ROLE;
+use crate::harness::ROLE;
 use crate::support::world::{FreePort, LIMIT, World, end_with, idle, in_time, train};
 
 /// The promise: survivors know within 1 s that somebody died. Here the ends of their processes are in it, too.
@@ -539,10 +539,7 @@ fn by_hand(rank: u32, address: &str, port: u16, expected: &str, wrapper: &str) -
     let mut command = Command::new("sh");
     command.args(["-c", &format!("{wrapper} exec \"$0\"")]).arg(std::env::current_exe().unwrap());
     command.env(ROLE, "processes::idle").env("RANK", rank.to_string()).env("WORLD_SIZE", "3");
-    command
-        .env("MASTER_ADDR", address)
-        .env("MASTER_PORT", port.to_string())
-        .env_remove("KUBERNETES_SERVICE_HOST");
+    command.env("MASTER_ADDR", address).env("MASTER_PORT", port.to_string());
     let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     let stderr = BufReader::new(child.stderr.take().unwrap());
     let (found, ended) = std::thread::scope(|scope| {

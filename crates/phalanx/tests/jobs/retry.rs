@@ -2,8 +2,7 @@
 //! comes to in which the dead rank's part is missing. This program starts itself as the workers.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::ControlFlow;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use phalanx::elastic::{self, Context, Options, Parts, State};
 use phalanx::launch::{Event, Job, Outcome, Stream};
@@ -11,7 +10,7 @@ use phalanx::sampler::ElasticSampler;
 use phalanx::{ProcessGroup, Rank, ReduceOp, Result, WorldSize};
 use rustix::process::{Signal, getpid, kill_process};
 
-use crate::support::ROLE;
+use crate::harness::{ROLE, run_job};
 
 /// No job takes longer, or it hangs.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -34,7 +33,7 @@ pub const TESTS: &[(&str, fn())] = &[
 
 /// What this program does as a worker. `deaths` says which worker dies where, as `place:step:point` with commas between; each once.
 pub fn play(deaths: &str) {
-    crate::watchdog::abort_after(LIMIT);
+    crate::harness::abort_after(LIMIT);
     if let Err(error) = work(deaths) {
         eprintln!("{error}");
         std::process::exit(1);
@@ -290,26 +289,20 @@ fn next_batches(sampler: &mut ElasticSampler, world: WorldSize) -> Option<Vec<Ve
 
 /// Runs `workers` of whom those die that `deaths` says.
 fn run(workers: u32, min: u32, replacements: u32, deaths: &str) -> Seen {
-    let (mut seen, start) = (Seen::default(), Instant::now());
+    let mut seen = Seen::default();
     let job = Job::new(std::env::current_exe().unwrap(), WorldSize::new(workers).unwrap())
         .variable(ROLE, format!("retry::{deaths}"))
         .grace(Duration::from_secs(2))
         .min_workers(WorldSize::new(min).unwrap())
         .max_restarts(replacements);
-    let report = job.run(&mut |event: Event<'_>| {
-        match event {
-            Event::Line { stream: Stream::Stderr, text, .. } => {
-                seen.stderr += &format!("{}\n", String::from_utf8_lossy(text));
-            }
-            Event::Line { text, .. } => seen.line(std::str::from_utf8(text).unwrap()),
-            _ => {}
+    let report = run_job(&job, LIMIT, |event| match event {
+        Event::Line { stream: Stream::Stderr, text, .. } => {
+            seen.stderr += &format!("{}\n", String::from_utf8_lossy(text));
         }
-        match start.elapsed() < LIMIT {
-            true => ControlFlow::Continue(()),
-            false => ControlFlow::Break(()),
-        }
+        Event::Line { text, .. } => seen.line(std::str::from_utf8(text).unwrap()),
+        _ => {}
     });
-    let outcome = report.unwrap().outcome;
+    let outcome = report.outcome;
     assert!(matches!(outcome, Outcome::Succeeded), "{outcome:?} {seen:?}");
     seen
 }

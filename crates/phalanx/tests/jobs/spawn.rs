@@ -10,7 +10,7 @@ use phalanx::WorldSize;
 use phalanx::launch::{Event, Job, Outcome};
 use rustix::process::{Pid, Signal, getpid, kill_process};
 
-use crate::support::ROLE;
+use crate::harness::ROLE;
 use crate::support::world::without_reminders;
 
 const LIMIT: Duration = Duration::from_secs(20);
@@ -40,6 +40,7 @@ pub const TESTS: &[(&str, fn())] = &[
     ("misuse_is_refused", misuse_is_refused),
     ("under_a_launcher_the_worker_runs_in_place", under_a_launcher_the_worker_runs_in_place),
     ("an_unknown_launcher_is_said", an_unknown_launcher_is_said),
+    ("tests_that_a_launcher_has_started_are_no_ranks", tests_that_a_launcher_has_started_are_no_ranks),
     ("a_deleted_program_still_spawns", a_deleted_program_still_spawns),
     (
         "an_observer_that_asks_late_for_the_end_starts_nobody_again",
@@ -425,6 +426,14 @@ fn an_unknown_launcher_is_said() {
     }
 }
 
+/// As in an interactive step of Slurm.
+fn tests_that_a_launcher_has_started_are_no_ranks() {
+    let mut tests = Command::new(std::env::current_exe().unwrap());
+    tests.args(["--exact", "spawn::success"]).env("SLURM_PROCID", "1").env("SLURM_STEP_NUM_TASKS", "2");
+    let (status, out, err) = run(&mut tests);
+    assert!(status.success() && out.contains("1 passed"), "{out}{err}");
+}
+
 fn a_deleted_program_still_spawns() {
     let folder = tempfile::tempdir().unwrap();
     let copy = folder.path().join("program");
@@ -447,9 +456,6 @@ fn program(scenario: &str) -> Command {
 
 fn prepare(command: &mut Command, scenario: &str) {
     command.env(ROLE, format!("spawn::{scenario}")).stdin(Stdio::null());
-    for name in ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"] {
-        command.env_remove(name);
-    }
 }
 
 /// Runs it to its end: exit status, standard output, standard error.

@@ -19,7 +19,7 @@ use rustix::thread::set_thread_res_uid;
 
 use self::descriptors::raise_descriptors;
 use crate::certificates::Authority;
-use crate::support::ROLE;
+use crate::harness::ROLE;
 use crate::support::world::{in_time, without_reminders};
 
 /// Set for ranks: the file whose presence ends the training.

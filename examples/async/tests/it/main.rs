@@ -1,20 +1,24 @@
 //! The comparison, short and with real ranks.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests are tests")]
 
-use std::process::Command;
+#[path = "../../../../crates/phalanx-core/tests/support/environment.rs"]
+mod environment;
+
+use crate::environment::command;
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_async_digits");
 
 #[test]
 fn who_does_not_wait_takes_more_steps_and_every_way_is_in_table_record_and_plot() {
     let folder = tempfile::tempdir().unwrap();
     let (json, plot) = (folder.path().join("async.json"), folder.path().join("async.png"));
-    let output = Command::new(env!("CARGO_BIN_EXE_async_digits"))
+    let output = command(PROGRAM)
         .args(["--ranks", "2", "--slow", "8", "--compute-ms", "40", "--batch-size", "8"])
         .args(["--seconds", "3", "--ways", "ddp,ssp4,asp,dc-asgd,local-sgd,diloco", "--every", "2"])
         .arg("--json")
         .arg(&json)
         .arg("--plot")
         .arg(&plot)
-        .env_remove("RANK")
         .output()
         .unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
@@ -48,7 +52,7 @@ fn who_does_not_wait_takes_more_steps_and_every_way_is_in_table_record_and_plot(
 
 #[test]
 fn the_encoder_is_trained_in_the_same_ways() {
-    let output = Command::new(env!("CARGO_BIN_EXE_async_digits"))
+    let output = command(PROGRAM)
         .args([
             "--model",
             "encoder",
@@ -62,7 +66,6 @@ fn the_encoder_is_trained_in_the_same_ways() {
             "1",
         ])
         .args(["--ways", "ddp,ssp4,local-sgd", "--every", "2"])
-        .env_remove("RANK")
         .output()
         .unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
@@ -77,10 +80,9 @@ fn the_encoder_is_trained_in_the_same_ways() {
 
 #[test]
 fn a_training_that_diverges_is_named() {
-    let output = Command::new(env!("CARGO_BIN_EXE_async_digits"))
+    let output = command(PROGRAM)
         .args(["--ranks", "2", "--compute-ms", "10", "--batch-size", "8", "--seconds", "1.5"])
         .args(["--ways", "asp", "--lr", "1e12"])
-        .env_remove("RANK")
         .output()
         .unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
@@ -90,8 +92,7 @@ fn a_training_that_diverges_is_named() {
 
 #[test]
 fn steps_without_images_are_refused() {
-    let output =
-        Command::new(env!("CARGO_BIN_EXE_async_digits")).args(["--batch-size", "0"]).output().unwrap();
+    let output = command(PROGRAM).args(["--batch-size", "0"]).output().unwrap();
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.code() == Some(2) && text.contains("--batch-size"), "{text}");
 }
@@ -105,11 +106,7 @@ fn times_that_no_clock_has_are_refused() {
         ("--slow", "1e300"),
         ("--compute-ms", "18446744073709551615"),
     ] {
-        let output = Command::new(env!("CARGO_BIN_EXE_async_digits"))
-            .args([option, value])
-            .env_remove("RANK")
-            .output()
-            .unwrap();
+        let output = command(PROGRAM).args([option, value]).output().unwrap();
         let text = String::from_utf8_lossy(&output.stderr);
         assert!(!output.status.success() && text.contains(option), "{value}: {text}");
         assert!(!text.contains("panicked"), "{value}: {text}");

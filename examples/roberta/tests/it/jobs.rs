@@ -12,10 +12,11 @@ use phalanx::WorldSize;
 use phalanx::launch::{Event, Job, Outcome, Stream};
 use roberta::{Classifier, weights};
 
+use crate::environment;
 use crate::fixtures::{Corpus, Record};
 
 fn fine_tune(corpus: &Corpus, out: &str) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_roberta"));
+    let mut command = environment::command(env!("CARGO_BIN_EXE_roberta"));
     command
         .args([
             "fine-tune",
@@ -155,7 +156,7 @@ fn bad_input_is_an_error_that_names_it() {
 fn what_a_command_makes_is_named_where_it_is_missing_and_nowhere_else() {
     let empty = tempfile::tempdir().unwrap();
     let said = |arguments: &[&str]| {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_roberta"));
+        let mut command = environment::command(env!("CARGO_BIN_EXE_roberta"));
         command.args(arguments).args(["--ranks", "1", "--out", "runs"]).current_dir(empty.path());
         let (output, errors) =
             output(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()));
@@ -262,7 +263,7 @@ fn bad_input_of_one_rank_is_a_clear_error_on_every_rank() {
 }
 
 fn compare(corpus: &Corpus, arguments: &str) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_roberta"));
+    let mut command = environment::command(env!("CARGO_BIN_EXE_roberta"));
     command.args(["compare", "--ranks", "2", "--max-tokens", "16"]).args(arguments.split(' '));
     command.arg("--model").arg(corpus.folder.path()).arg("--data").arg(corpus.folder.path());
     // The stacks of a thread for each processor would be most of what a process has here.
@@ -365,7 +366,7 @@ fn the_largest_batch_is_tried_with_memory_that_is_really_refused() {
 fn pre_training_draws_how_perplexity_falls() {
     let corpus = corpus(40);
     let plot = corpus.path("perplexity.png");
-    let mut command = Command::new(env!("CARGO_BIN_EXE_roberta"));
+    let mut command = environment::command(env!("CARGO_BIN_EXE_roberta"));
     let arguments = "pretrain --ranks 2 --epochs 3 --batch-size 4 --lr 0.005 --max-tokens 32 --characters 60";
     command.args(arguments.split(' ')).arg("--data").arg(corpus.folder.path());
     command

@@ -12,7 +12,7 @@ use phalanx_nccl::DeviceGroup;
 use super::{IDLE, Net, RANKS, ROWS, WHAT, WIDTH, calls, error, is_real, reference, sgd, stand_in};
 use crate::common::{device, distance, floats, samples};
 use crate::devices::STEPS;
-use crate::workers::start;
+use crate::ranks::start;
 
 /// Runs one process that has both devices.
 pub(super) fn devices_of_one_process() {

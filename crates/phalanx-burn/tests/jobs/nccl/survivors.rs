@@ -1,6 +1,5 @@
 //! A worker of an elastic job dies, and the others go on.
 
-use std::ops::ControlFlow;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -15,6 +14,7 @@ use rustix::process::{Signal, getpid, kill_process};
 use super::{HOST_IS_DEVICE, Net, ROWS, WHAT, is_real, options, sgd, stand_in};
 use crate::common::{distance, floats};
 use crate::devices::{FOLDER, STEPS};
+use crate::harness::run_job;
 
 /// The step in which a worker of an elastic job dies.
 const DIES_AT: u64 = 3;
@@ -32,7 +32,7 @@ fn first_row(step: u64, rank: Rank, world: WorldSize) -> usize {
 
 /// What a worker of an elastic job does: rank 1 dies in the middle of a step, and nothing was committed.
 pub(super) fn outlive() -> Result<()> {
-    crate::watchdog::abort_after(LIMIT);
+    crate::harness::abort_after(LIMIT);
     let cuda = phalanx_nccl::Device::open(0)?;
     let state: Training = TrainState::new(Net::new(), sgd(), Vec::new())?;
     let mut state = state.with_options(options())?.with_nccl_on(&cuda);
@@ -85,7 +85,7 @@ pub(super) fn survivors_go_on(workers: u32) {
     let mut job = Job::new("sh", world)
         .arguments(["-c", script, &program])
         .min_workers(WorldSize::new(workers - 1).unwrap())
-        .variable(crate::ROLE, "nccl")
+        .variable(crate::harness::ROLE, "nccl")
         .variable(WHAT, "outlive")
         .variable(FOLDER, folder.path().to_str().unwrap());
     let own = [HOST_IS_DEVICE, ("STANDIN_CUDA_DEVICES", "1"), ("NCCL_SOCKET_IFNAME", "lo")];
@@ -101,13 +101,12 @@ pub(super) fn survivors_go_on(workers: u32) {
         job = job.variable(name, path.to_str().unwrap());
     }
     let mut said = String::new();
-    let report = job.run(&mut |event: Event<'_>| {
+    let report = run_job(&job, LIMIT, |event| {
         if let Event::Line { text, .. } = event {
             said += &format!("{}\n", String::from_utf8_lossy(text));
         }
-        ControlFlow::Continue(())
     });
-    assert!(matches!(report.unwrap().outcome, Outcome::Succeeded), "{said}");
+    assert!(matches!(report.outcome, Outcome::Succeeded), "{said}");
     let left = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().path());
     let left = left.filter(|path| path.extension().is_some_and(|extension| extension == "json"));
     let trained: Vec<Trained> =

@@ -41,6 +41,7 @@
 
 mod averager;
 mod compressed;
+mod elsewhere;
 mod linear;
 mod loaded;
 mod local_sgd;
@@ -56,6 +57,7 @@ use std::sync::Arc;
 
 pub use self::averager::{PeriodicModelAverager, Replica};
 pub use self::compressed::Compressed;
+pub use self::elsewhere::{ElsewhereBuckets, ElsewhereHook, Sent};
 pub use self::loaded::{LoadedHook, absent_hook, check_hook};
 pub use self::local_sgd::{AveragedAmong, PostLocalSgd};
 pub(super) use self::metered::Metered;

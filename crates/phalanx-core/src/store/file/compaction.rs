@@ -173,7 +173,7 @@ impl Log {
     }
 
     /// Whether the path names this file. Unlike a look at its metadata, opening it asks a network file system's server.
-    fn is_at(&self, path: &Path) -> io::Result<bool> {
+    pub(super) fn is_at(&self, path: &Path) -> io::Result<bool> {
         Ok(open_at(path)?.is_some_and(|named| named.identity == self.identity))
     }
 

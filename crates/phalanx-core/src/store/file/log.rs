@@ -112,6 +112,11 @@ impl Log {
         Ok((magic == MAGIC).then(|| Self::new(file, identity)))
     }
 
+    /// The length of the file, as this host sees it.
+    pub fn length(&self) -> io::Result<u64> {
+        self.file.metadata().map(|metadata| metadata.len())
+    }
+
     /// Takes the file's lock, unless another process has it.
     pub fn try_lock(&self) -> io::Result<bool> {
         match flock(&self.file, FlockOperation::NonBlockingLockExclusive) {
@@ -131,7 +136,7 @@ impl Log {
         if self.is_continued {
             return Ok(());
         }
-        let length = self.file.metadata()?.len();
+        let length = self.length()?;
         if length < self.end {
             let why = format!(
                 "the file has {length} bytes, and had {}: something else than a store has cut it",

@@ -6,9 +6,11 @@ mod wait;
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{IpAddr, Shutdown, SocketAddr, TcpStream};
+use std::os::fd::AsFd;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
+use socket2::{SockRef, TcpKeepalive};
 
 #[cfg(test)]
 pub(super) use self::connect::CLOSING_RETRY_LIMIT;
@@ -32,6 +34,9 @@ const REST_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long the kernel may get no acknowledgement before it gives a connection up, on either side. It is the kernel's own limit: how
 /// long an outage may last is for heartbeats and deadlines to say.
 pub(super) const ACKNOWLEDGEMENT_TIMEOUT: Duration = Duration::from_secs(15 * 60);
+/// After this silence the kernel checks whether the other side's host is still alive. Firewalls and address translation so do not forget a
+/// connection on which nothing passes.
+const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(30);
 
 /// A connection after the greeting of a store.
 #[derive(Debug)]
@@ -96,6 +101,13 @@ impl ClientCredentials {
             tls: credentials.tls.clone(),
         }
     }
+}
+
+/// Lets the kernel notice that the other side's host has vanished, also while this side only waits. PyTorch's server does not. If a socket
+/// refuses the option, it still works.
+pub(super) fn keep_alive(stream: &impl AsFd) {
+    let probes = TcpKeepalive::new().with_time(KEEP_ALIVE_INTERVAL).with_interval(KEEP_ALIVE_INTERVAL);
+    let _ = SockRef::from(stream).set_tcp_keepalive(&probes);
 }
 
 impl Link {

@@ -6,6 +6,7 @@ use std::time::Duration;
 use super::client_connection::ClientCredentials;
 use super::resolve::NO_ADDRESS_REMEDY;
 use crate::error::Error;
+use crate::interrupt;
 use crate::tls::Refusal;
 use crate::wire::tls;
 
@@ -27,6 +28,8 @@ pub(super) enum ConnectError {
     NoAddress(io::Error),
     /// This process has no descriptor, or no thread, left.
     OutOfResources(Error),
+    /// This thread's check has ended the wait.
+    Interrupted(Error),
 }
 
 /// The error for an answer to the greeting that is not a store's.
@@ -38,6 +41,9 @@ pub(super) fn unexpected_answer(answer: &[u8]) -> ConnectError {
 }
 
 pub(super) fn no_answer(error: io::Error) -> ConnectError {
+    if let Some(cause) = interrupt::cause(&error) {
+        return ConnectError::Interrupted(cause);
+    }
     match error.kind() {
         io::ErrorKind::TimedOut => ConnectError::NoAnswer,
         _ if Refusal::remedy(&error).is_some() => ConnectError::Tls(error),

@@ -2,15 +2,19 @@
 
 use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
-use std::sync::mpsc;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
 use crate::deadline::{Backoff, Deadline};
 use crate::error::{no_more_files, no_more_processes};
+use crate::interrupt;
 use crate::notice::while_waiting;
 
 /// How long to try again when a name has no address: the resolver may just be starting.
 const RESOLVE_RETRY_LIMIT: Duration = Duration::from_secs(10);
+/// How long one look-up may take. The system asks each name server for 5 s, and for a short name that in each domain of its list. One that is
+/// given up sooner begins anew each time, and never has its answer.
+const LOOK_UP_LIMIT: Duration = Duration::from_secs(60);
 /// The pause between two attempts grows from the first to the second.
 pub(super) const PAUSES: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(250));
 
@@ -27,10 +31,10 @@ pub(super) fn resolve_patiently(address: &str, deadline: Deadline) -> io::Result
         format!("this process waits for an address of the name in {address}, where it is to serve the store")
     };
     let until = deadline.at_most(naming());
-    while_waiting(what, || repeat_look_up(until, || resolve(address, until)))
+    while_waiting(what, || repeat_look_up(until, || resolve(address, deadline)))
 }
 
-/// Looks up again until there is an address, or `deadline` has passed.
+/// Looks up again until there is an address, or `deadline` has passed, or this thread's check has ended the wait.
 fn repeat_look_up(
     deadline: Deadline,
     mut look_up: impl FnMut() -> io::Result<Vec<SocketAddr>>,
@@ -40,6 +44,7 @@ fn repeat_look_up(
         match look_up() {
             Err(error)
                 if !backoff.is_last()
+                    && interrupt::cause(&error).is_none()
                     && no_more_processes(&error).is_none()
                     && no_more_files(&error).is_none() =>
             {
@@ -64,8 +69,17 @@ pub(in crate::store) fn resolve_in_order(address: &str, deadline: Deadline) -> i
     if let Ok(address) = address.parse() {
         return Ok(vec![address]);
     }
-    let (name, deadline) = (address.to_owned(), deadline.at_most(RESOLVE_RETRY_LIMIT));
-    within(deadline, move || Ok(name.to_socket_addrs()?.collect()))
+    let (name, deadline) = (address.to_owned(), deadline.at_most(LOOK_UP_LIMIT));
+    within(deadline, move || {
+        // The system knows an address of one link, fe80::1%eth0, and not with the brackets that keep it apart from the port.
+        match name.strip_prefix('[').and_then(|rest| rest.rsplit_once("]:")) {
+            Some((host, port)) => {
+                let port = port.parse::<u16>().map_err(|_| io::ErrorKind::InvalidInput)?;
+                Ok((host, port).to_socket_addrs()?.collect())
+            }
+            None => Ok(name.to_socket_addrs()?.collect()),
+        }
+    })
 }
 
 /// The system's resolver has no deadline, and may take half a minute. So it runs in a thread, for which this waits only
@@ -79,9 +93,20 @@ fn within<T: Send + 'static>(
     let (answer, answered) = mpsc::channel();
     let run = move || drop(answer.send(look_up()));
     std::thread::Builder::new().name("phalanx-resolve".into()).spawn(run)?;
-    answered
-        .recv_timeout(deadline.remaining().max(MIN_RESOLVE_TIMEOUT))
-        .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "the system is still looking up the name"))?
+    let until = deadline.max(Deadline::after(MIN_RESOLVE_TIMEOUT));
+    loop {
+        match answered.recv_timeout(interrupt::at_most(until.remaining())) {
+            Ok(outcome) => return outcome,
+            Err(RecvTimeoutError::Timeout) if !until.has_passed() => interrupt::check_io()?,
+            Err(RecvTimeoutError::Timeout) => {
+                let why = "the system is still looking up the name";
+                return Err(io::Error::new(io::ErrorKind::TimedOut, why));
+            }
+            Err(RecvTimeoutError::Disconnected) => {
+                return Err(io::Error::other("the look-up of the name panicked"));
+            }
+        }
+    }
 }
 
 /// How long to try again when a name has no address. In Kubernetes a pod's name gets one when the pod has been
@@ -104,6 +129,8 @@ mod tests {
     use std::time::Instant;
 
     use super::*;
+    use crate::error::Error;
+    use crate::interrupt::interruptible;
 
     #[test]
     fn a_resolver_that_hangs_costs_no_more_than_the_deadline() {
@@ -117,6 +144,19 @@ mod tests {
         // An address that needs no lookup needs no time.
         let past = Deadline::after(Duration::ZERO);
         assert_eq!(resolve("[::1]:80", past).unwrap(), ["[::1]:80".parse().unwrap()]);
+    }
+
+    #[test]
+    fn an_address_of_one_link_has_its_interface() {
+        let soon = Deadline::after(Duration::from_secs(20));
+        // The loopback is the first interface of each network namespace.
+        assert_eq!(resolve("[fe80::1%lo]:80", soon).unwrap(), ["[fe80::1%1]:80".parse().unwrap()]);
+    }
+
+    #[test]
+    fn a_look_up_may_outlast_name_servers_that_do_not_answer() {
+        // Two of them, each asked for a name in three domains.
+        const { assert!(LOOK_UP_LIMIT.as_secs() > 2 * 3 * 5) }
     }
 
     #[test]
@@ -135,6 +175,26 @@ mod tests {
         // Waiting gives this process no descriptors.
         let error = repeat_look_up(soon, || Err(io::Error::from_raw_os_error(24))).unwrap_err();
         assert_eq!(error.raw_os_error(), Some(24));
+    }
+
+    #[test]
+    fn a_thread_that_waits_for_a_resolver_may_end_that() {
+        let (_never, answered) = mpsc::channel::<()>();
+        let soon = Deadline::after(Duration::from_secs(20));
+        let hang = move || answered.recv().map_err(io::Error::other);
+        let mut looked = 0;
+        let ended = interruptible(
+            || Err(Error::aborted("enough")),
+            || {
+                let error = within(soon, hang).unwrap_err();
+                repeat_look_up(soon, || {
+                    looked += 1;
+                    Err(interrupt::as_io(interrupt::cause(&error).unwrap()))
+                })
+            },
+        );
+        let cause = ended.as_ref().err().and_then(interrupt::cause);
+        assert!(cause.is_some_and(|cause| cause.is_aborted()) && looked == 1, "{ended:?}");
     }
 
     #[test]

@@ -13,14 +13,14 @@ use std::time::Duration;
 
 use phalanx_sys::tcp;
 use rustix::process::{Resource, getrlimit};
-use socket2::{Domain, Protocol, Socket, TcpKeepalive, Type};
+use socket2::{Domain, Protocol, Socket, Type};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio::task::{AbortHandle, JoinSet, LocalSet};
 use tokio::time::{Instant, sleep, sleep_until};
 
 use super::access::{Access, Admission, KeylessClients};
-use super::client_connection::ACKNOWLEDGEMENT_TIMEOUT;
+use super::client_connection::{ACKNOWLEDGEMENT_TIMEOUT, keep_alive};
 use super::resolve::{NO_ADDRESS_REMEDY, resolve_patiently};
 use super::server_connection::{Shared, serve};
 use super::server_stream::Stream;
@@ -29,6 +29,7 @@ use crate::deadline::Deadline;
 use crate::error::{Error, LOOPBACK_IS_DOWN, Result, no_more_files};
 use crate::host::is_localhost;
 use crate::interfaces::is_every_hosts;
+use crate::interrupt;
 use crate::key::JobKey;
 use crate::notice::Aside;
 
@@ -48,8 +49,6 @@ const MAX_PENDING: usize = 2 * MAX_RANKS as usize;
 const PENDING_SHARE: u64 = 4;
 /// The pause in accepting when the process has run out of descriptors.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(20);
-/// After this silence the kernel checks whether a client's host is still alive.
-const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(30);
 
 /// Serves a store to [`TcpStore`](super::TcpStore)s and to PyTorch's clients.
 ///
@@ -73,6 +72,7 @@ pub struct TcpStoreServer {
     address: SocketAddr,
     orders: mpsc::UnboundedSender<Order>,
     thread: Option<JoinHandle<()>>,
+    process: u32,
 }
 
 /// An order of the owner to the thread.
@@ -144,7 +144,7 @@ impl TcpStoreServer {
                 LocalSet::new().block_on(&runtime, run(listener, access, inbox));
             })
             .map_err(|error| Error::not_started("cannot start the store's thread", error))?;
-        Ok(Self { address, orders, thread: Some(thread) })
+        Ok(Self { address, orders, thread: Some(thread), process: std::process::id() })
     }
 
     /// Binds to the first address of this host among the [`addresses_to_serve`].
@@ -191,7 +191,17 @@ impl TcpStoreServer {
         }
     }
 
+    /// Whether this process serves, and is not one that was forked from that.
+    pub(crate) fn is_own(&self) -> bool {
+        self.process == std::process::id()
+    }
+
     fn finish(&mut self, order: Order) {
+        if !self.is_own() {
+            // The parent goes on to serve.
+            std::mem::forget(self.thread.take());
+            return;
+        }
         // A thread that has ended has stopped serving, which is the goal.
         let _ = self.orders.send(order);
         if let Some(thread) = self.thread.take() {
@@ -210,8 +220,10 @@ impl Drop for TcpStoreServer {
 /// loopback. A name that has no address yet is waited for, as clients do.
 pub fn addresses_to_serve(address: &str, deadline: Deadline) -> Result<Vec<SocketAddr>> {
     let mut targets = resolve_patiently(address, deadline).map_err(|error| {
-        Error::io(format!("cannot find the address of {address}, where the store is to be served"), error)
-            .with_remedy(NO_ADDRESS_REMEDY)
+        interrupt::cause(&error).unwrap_or_else(|| {
+            Error::io(format!("cannot find the address of {address}, where the store is to be served"), error)
+                .with_remedy(NO_ADDRESS_REMEDY)
+        })
     })?;
     targets.sort_by_key(|target| is_every_hosts(target.ip()));
     Ok(targets)
@@ -254,6 +266,14 @@ fn bind_error(address: SocketAddr, error: std::io::Error) -> Error {
         }
         ErrorKind::AddrNotAvailable => {
             format!("{} is no address of this host: is MASTER_ADDR that of the host of rank 0?", address.ip())
+        }
+        // Ranks and launchers tell it to each other without its interface.
+        ErrorKind::InvalidInput if matches!(address, SocketAddr::V6(v6) if v6.ip().is_unicast_link_local()) =>
+        {
+            format!(
+                "{} is an address of one link, at which ranks cannot meet: give another address of this host",
+                address.ip()
+            )
         }
         ErrorKind::PermissionDenied => {
             format!("port {} needs privileges: set MASTER_PORT to 1024 or more", address.port())
@@ -423,8 +443,7 @@ async fn at(moment: Option<Instant>) {
 /// Small answers are sent at once; a vanished host is noticed. If a socket refuses an option, it still works.
 fn tune(stream: &TcpStream) {
     let _ = stream.set_nodelay(true);
-    let keep_alive = TcpKeepalive::new().with_time(KEEP_ALIVE_INTERVAL).with_interval(KEEP_ALIVE_INTERVAL);
-    let _ = socket2::SockRef::from(stream).set_tcp_keepalive(&keep_alive);
+    keep_alive(stream);
     let _ = tcp::recover_soon(stream, ACKNOWLEDGEMENT_TIMEOUT);
 }
 
@@ -432,6 +451,18 @@ fn tune(stream: &TcpStream) {
 mod tests {
     use super::*;
     use crate::notice::tests::are_told_aside;
+    use crate::store::TcpStore;
+
+    #[test]
+    fn a_server_goes_on_when_a_process_that_was_forked_from_its_own_drops_it() {
+        let mut server = TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
+        let (address, orders) = (server.local_addr(), server.orders.clone());
+        // Of no process.
+        server.process = 0;
+        drop(server);
+        TcpStore::connect(address, Deadline::after(Duration::from_secs(20))).unwrap();
+        let _ = orders.send(Order::Stop);
+    }
 
     #[test]
     fn the_oldest_pending_client_gives_way_and_an_admitted_one_stays() {
@@ -479,6 +510,13 @@ mod tests {
             }
             assert_eq!(queue.clients.borrow().len(), 2 * MAX_RANKS as usize, "one was closed for another");
         });
+    }
+
+    #[test]
+    fn an_address_of_one_link_is_no_place_to_meet() {
+        // EINVAL.
+        let error = bind_error("[fe80::1]:0".parse().unwrap(), std::io::Error::from_raw_os_error(22));
+        assert!(error.remedy().unwrap().contains("fe80::1 is an address of one link"), "{error}");
     }
 
     #[test]

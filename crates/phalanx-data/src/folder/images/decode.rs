@@ -13,6 +13,9 @@ use image::{ColorType, DynamicImage, ImageDecoder, ImageError, ImageFormat, Limi
 
 use super::{MAX_BYTES, MAX_SIDE, jpeg, tiff};
 
+/// In front of EXIF in a JPEG.
+pub(super) const EXIF_MARK: &[u8] = b"Exif\0\0";
+
 /// Why there is no picture.
 pub(super) enum Cause {
     /// Its bytes are no picture, or not all of one.
@@ -90,6 +93,9 @@ pub(super) fn decode(bytes: &[u8], options: Options) -> Result<DynamicImage, Cau
             let pages = tiff::pages(bytes).map_err(|cause| Cause::Damaged(cause.into()))?;
             if pages > 1 {
                 several(&format!("{pages} pages"))?;
+            }
+            if tiff::is_cut_off_jpeg(bytes) {
+                return Err(Cause::Damaged("it is cut off: a part of its pixels is missing".into()));
             }
             let (mut image, orientation) = read(TiffDecoder::new(&mut file)?)?;
             if tiff::is_premultiplied(bytes) {
@@ -189,8 +195,21 @@ fn read(mut decoder: impl ImageDecoder) -> Result<(DynamicImage, Orientation), C
     let (width, height) = decoder.dimensions();
     check_size(width, height, decoder.color_type().bytes_per_pixel())?;
     decoder.set_limits(limits())?;
-    let orientation = decoder.orientation()?;
+    let orientation = match decoder.exif_metadata()? {
+        Some(exif) => orientation(&exif),
+        // A TIFF has it among its own entries.
+        None => decoder.orientation()?,
+    };
     Ok((DynamicImage::from_decoder(decoder)?, orientation))
+}
+
+/// How EXIF says that a picture is to be turned. In front of it may be the mark that it has in a JPEG, also twice: some programs write that
+/// into other formats, and Pillow passes over it.
+pub(super) fn orientation(mut exif: &[u8]) -> Orientation {
+    while let Some(rest) = exif.strip_prefix(EXIF_MARK) {
+        exif = rest;
+    }
+    Orientation::from_exif_chunk(exif).unwrap_or(Orientation::NoTransforms)
 }
 
 /// Divides colours that were multiplied by their opacity. Those of which nothing is seen are black, as in Pillow.
@@ -310,6 +329,26 @@ mod tests {
             assert_eq!(read(most, of), Ok(vec![0x80; 3]), "{most} {of}");
         }
         assert!(read(65535, "").unwrap_err().contains("TUPLTYPE"));
+    }
+
+    /// As `Image.save` of Pillow before 9.3 wrote it if it was given the EXIF of a JPEG.
+    #[test]
+    fn the_mark_of_a_jpeg_s_exif_in_a_webp_is_passed_over() {
+        let file = include_bytes!("../../../tests/files/images/turned.webp");
+        let at = file.windows(4).position(|four| four == b"EXIF").unwrap();
+        let exif = &file[at + 8..at + 8 + number_at(file, at + 4).unwrap() as usize];
+        let marked = |times: usize| {
+            let exif = [EXIF_MARK.repeat(times), exif.to_vec()].concat();
+            let mut file = [&file[..at + 4], &(exif.len() as u32).to_le_bytes(), &exif].concat();
+            let length = file.len() as u32 - 8;
+            file[4..8].copy_from_slice(&length.to_le_bytes());
+            match decode(&file, Options { apply_orientation: true, ..Options::default() }) {
+                Ok(image) => (image.width(), image.height()),
+                Err(cause) => panic!("{}", cause.text()),
+            }
+        };
+        // It is 20 pixels wide and 13 high as it is stored.
+        assert_eq!([0, 1, 2].map(marked), [(13, 20); 3]);
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! JPEG, read strictly: a file whose picture is not whole is an error, where decoders fill the rest with grey.
 //!
 //! image's own use of zune-jpeg fills what is missing of a picture that is cut off. In strict mode that is an error.
-//! The decoder does not ask whether the end marker is there; `whole` does. It takes some files for others than libjpeg does, which Pillow and
-//! browsers use; `as_libjpeg` knows them.
+//! The decoder does not ask whether the end marker is there; `whole` does. Nor does it ask whether the picture is complete in front of it: for that
+//! there is `ONES`. It takes some files for others than libjpeg does, which Pillow and browsers use; `as_libjpeg` knows them.
 
 use std::borrow::Cow;
 
@@ -15,20 +15,27 @@ use zune_jpeg::zune_core::colorspace::ColorSpace;
 use zune_jpeg::zune_core::options::DecoderOptions;
 
 use super::MAX_SIDE;
-use super::decode::{Cause, check_size};
+use super::decode::{Cause, EXIF_MARK, check_size, orientation};
 
 const START_OF_IMAGE: u8 = 0xd8;
 const END_OF_IMAGE: u8 = 0xd9;
 const START_OF_SCAN: u8 = 0xda;
 const APP0: u8 = 0xe0;
+const APP1: u8 = 0xe1;
 const APP14: u8 = 0xee;
 /// The most scans. Each may pass over all of the picture with few bytes, so that a small file of many takes hours.
 const MAX_SCANS: usize = 500;
+/// Sixteen bytes of ones, as scans have them. Behind the data of a scan the decoder goes on with zeros, which are codes: a picture whose end is missing
+/// would be filled with something. No code is all ones, so behind these such a picture is an error. The decoder looks eight bytes ahead.
+const ONES: [[u8; 2]; 16] = [[0xff, 0]; 16];
 
 /// The picture, and how it is to be turned.
 pub(super) fn decode(bytes: &[u8]) -> Result<(DynamicImage, Orientation), Cause> {
-    whole(bytes).map_err(|cause| Cause::Damaged(cause.to_owned()))?;
-    let bytes = as_libjpeg(bytes)?;
+    let end = whole(bytes).map_err(|cause| Cause::Damaged(cause.to_owned()))?;
+    let mut bytes = as_libjpeg(bytes)?;
+    if let Some(end) = end {
+        bytes = Cow::Owned([&bytes[..end], ONES.as_flattened(), &bytes[end..]].concat());
+    }
     let side = MAX_SIDE as usize;
     let options = DecoderOptions::default().set_strict_mode(true).set_max_width(side).set_max_height(side);
     let mut decoder = JpegDecoder::new_with_options(ZCursor::new(&*bytes), options);
@@ -42,14 +49,14 @@ pub(super) fn decode(bytes: &[u8]) -> Result<(DynamicImage, Orientation), Cause>
     let wanted = if is_gray { ColorSpace::Luma } else { ColorSpace::RGB };
     decoder.set_options(options.jpeg_set_out_colorspace(wanted));
     let pixels = decoder.decode().map_err(cause)?;
-    let orientation = decoder.exif().and_then(|exif| Orientation::from_exif_chunk(exif));
+    let orientation = exif(&bytes).map_or(Orientation::NoTransforms, orientation);
     let image = if is_gray {
         GrayImage::from_raw(width, height, pixels).map(DynamicImage::from)
     } else {
         RgbImage::from_raw(width, height, pixels).map(DynamicImage::from)
     };
     let image = image.ok_or_else(|| Cause::Damaged("it has fewer pixels than it announces".into()))?;
-    Ok((image, orientation.unwrap_or(Orientation::NoTransforms)))
+    Ok((image, orientation))
 }
 
 fn cause(error: DecodeErrors) -> Cause {
@@ -62,20 +69,26 @@ fn cause(error: DecodeErrors) -> Cause {
 }
 
 /// Whether all segments and scans are there, up to the end marker. What follows it is no part of the picture: cameras put previews and
-/// films there.
-fn whole(bytes: &[u8]) -> Result<(), &'static str> {
+/// films there. Gives where the data of the last scan end. None if something is between them and the end marker, or they are those of the first scan
+/// of a progressive picture, behind which the decoder has to see the marker.
+fn whole(bytes: &[u8]) -> Result<Option<usize>, &'static str> {
     const CUT_OFF: &str = "it is cut off: its end marker is missing";
     let (mut at, mut scans) = (2, 0);
+    let (mut is_sequential, mut is_in_scan) = (false, false);
     loop {
         let (marker, behind) = next_marker(bytes, at).ok_or(CUT_OFF)?;
         at = behind;
         match marker {
-            END_OF_IMAGE if scans > 0 => return Ok(()),
+            END_OF_IMAGE if scans > 0 => {
+                return Ok((is_in_scan && (is_sequential || scans > 1)).then_some(at - 2));
+            }
             END_OF_IMAGE => return Err("it ends before its first scan"),
             START_OF_IMAGE => return Err("it is cut off: another JPEG begins inside of it"),
             marker if stands_alone(marker) => {}
             marker => {
-                scans += usize::from(marker == START_OF_SCAN);
+                is_in_scan = marker == START_OF_SCAN;
+                is_sequential |= matches!(marker, 0xc0 | 0xc1);
+                scans += usize::from(is_in_scan);
                 if scans > MAX_SCANS {
                     return Err("it has more scans than any picture");
                 }
@@ -107,6 +120,25 @@ fn stands_alone(marker: u8) -> bool {
 fn segment(bytes: &[u8], at: usize) -> Option<&[u8]> {
     let length = bytes.get(at..)?.first_chunk::<2>()?;
     bytes.get(at + 2..at + usize::from(u16::from_be_bytes(*length)))
+}
+
+/// The first EXIF, with its mark. If there are two, the decoder gives the last one.
+fn exif(bytes: &[u8]) -> Option<&[u8]> {
+    let mut at = 2;
+    loop {
+        let (marker, behind) = next_marker(bytes, at)?;
+        at = behind;
+        if stands_alone(marker) {
+            continue;
+        }
+        let content = segment(bytes, behind)?;
+        match marker {
+            START_OF_SCAN => return None,
+            APP1 if content.starts_with(EXIF_MARK) => return Some(content),
+            // Tables, frames, other programs' data, comments.
+            0..=u8::MAX => at += 2 + content.len(),
+        }
+    }
 }
 
 /// The file as the decoder makes of it what libjpeg does.
@@ -250,6 +282,51 @@ mod tests {
         }
     }
 
+    /// Of two Pillow takes the first: longer EXIF than a segment holds goes on in the next one.
+    #[test]
+    fn a_picture_is_turned_as_its_first_exif_says() {
+        let file = include_bytes!("../../../tests/files/images/444.jpg");
+        let turned = |values: &[u16]| {
+            let segments = values.iter().flat_map(|value| {
+                let entry = [&[0x01_u8, 0x12, 0, 3, 0, 0, 0, 1][..], &value.to_be_bytes(), &[0, 0]].concat();
+                let exif = [EXIF_MARK, b"MM\0\x2a\0\0\0\x08\0\x01", &entry, &[0; 4]].concat();
+                [&[0xff, APP1][..], &(exif.len() as u16 + 2).to_be_bytes(), &exif].concat()
+            });
+            let segments: Vec<u8> = segments.collect();
+            decode(&with(file, None, &segments)).map(|(_, orientation)| orientation).ok()
+        };
+        assert_eq!(turned(&[]), Some(Orientation::NoTransforms));
+        assert_eq!(turned(&[6]), Some(Orientation::Rotate90));
+        assert_eq!(turned(&[6, 3]), Some(Orientation::Rotate90));
+        assert_eq!(turned(&[3, 6]), Some(Orientation::Rotate180));
+    }
+
+    /// libjpeg warns of them, and Pillow shows what is missing in grey.
+    #[test]
+    fn a_picture_that_ends_before_its_end_marker_is_an_error() {
+        let files: [&[u8]; 5] = [
+            include_bytes!("../../../tests/files/images/420.jpg"),
+            include_bytes!("../../../tests/files/images/444.jpg"),
+            include_bytes!("../../../tests/files/images/cmyk.jpg"),
+            include_bytes!("../../../tests/files/images/gray.jpg"),
+            include_bytes!("../../../tests/files/images/restarts.jpg"),
+        ];
+        for file in files {
+            assert!(decode(file).is_ok());
+            let (begin, end) = (file.windows(2).rposition(|two| two == b"\xff\xda").unwrap(), file.len() - 2);
+            // Behind the segment that begins the scan; in its last bytes may be nothing but filling.
+            for cut in begin + 16..end - 4 {
+                assert!(decode(&[&file[..cut], &file[end..]].concat()).is_err(), "{cut} of {}", file.len());
+            }
+        }
+        // Of the ten scans of a progressive one the first is whole, and of the second two bytes are there.
+        let file = include_bytes!("../../../tests/files/images/progressive.jpg");
+        let mut scans = file.windows(2).enumerate().filter(|(_, two)| *two == b"\xff\xda");
+        let (second, _) = scans.nth(1).unwrap();
+        assert!(decode(file).is_ok());
+        assert!(decode(&[&file[..second + 12], &file[file.len() - 2..]].concat()).is_err());
+    }
+
     #[test]
     fn a_file_is_whole_up_to_its_own_end_marker() {
         // Start, a segment with another end marker in it (a preview), a scan with a stuffed byte and a restart, the end.
@@ -258,14 +335,15 @@ mod tests {
             &[0xff, 0xff, 0xda, 0, 3, 9, 1, 0xff, 0, 2, 0xff, 0xd0, 3, 0xff, 0xd9],
         ]
         .concat();
-        assert_eq!(whole(&whole_file), Ok(()));
-        assert_eq!(whole(&[&whole_file[..], b"film"].concat()), Ok(()));
-        assert_eq!(whole(&[&whole_file[..], &whole_file].concat()), Ok(()));
+        assert_eq!(whole(&whole_file), Ok(None));
+        assert_eq!(whole(&[&whole_file[..], b"film"].concat()), Ok(None));
+        assert_eq!(whole(&[&whole_file[..], &whole_file].concat()), Ok(None));
         let of = |scans: usize| {
             let scans = [0xff, START_OF_SCAN, 0, 3, 9, 1].repeat(scans);
             [&[0xff, START_OF_IMAGE][..], &scans, &[0xff, END_OF_IMAGE]].concat()
         };
-        assert_eq!((whole(&of(MAX_SCANS)), whole(&of(MAX_SCANS + 1)).is_err()), (Ok(()), true));
+        let end = Some(2 + 6 * MAX_SCANS);
+        assert_eq!((whole(&of(MAX_SCANS)), whole(&of(MAX_SCANS + 1)).is_err()), (Ok(end), true));
         for end in 2..whole_file.len() {
             assert!(whole(&whole_file[..end]).is_err(), "{end}");
             let joined = [&whole_file[..end], &whole_file].concat();

@@ -90,7 +90,7 @@ impl ImageFolder {
 
     /// Whether images are turned as the camera noted it (EXIF). False by default, as in torchvision, whose loader shows such a photo as the
     /// sensor took it; Pillow's `ImageOps.exif_transpose` and OpenCV's `imread` turn it. The orientation of a TIFF is always applied, as
-    /// Pillow does.
+    /// Pillow does. A note in XMP alone, or behind the pixels of a PNG, is not read; Pillow reads it.
     #[doc(alias = "exif_transpose")]
     pub fn apply_orientation(mut self, apply: bool) -> Self {
         self.options.apply_orientation = apply;

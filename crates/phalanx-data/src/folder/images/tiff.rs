@@ -8,6 +8,11 @@ const IS_REDUCED: u64 = 1;
 /// The tag that says what samples there are besides the colours, and that of an opacity by which the colours were multiplied.
 const EXTRA_SAMPLES: u64 = 338;
 const IS_ASSOCIATED: u64 = 1;
+/// The tag of how the pixels are compressed, and the number of JPEG.
+const COMPRESSION: u64 = 259;
+const IS_JPEG: u64 = 7;
+/// The tags of where the strips or tiles are, and of their lengths.
+const PARTS: [(u64, u64); 2] = [(273, 279), (324, 325)];
 /// The most pages, and the most entries of all of them together.
 const MAX_PAGES: usize = 1 << 16;
 const MAX_ENTRIES: u64 = 1 << 20;
@@ -47,6 +52,11 @@ pub(super) fn is_premultiplied(bytes: &[u8]) -> bool {
         reader.number(place, 2)
     });
     samples == Some(IS_ASSOCIATED)
+}
+
+/// Whether the first page is JPEG of which the file lacks a part. The decoder fills that with grey; in other compressions it is an error there.
+pub(super) fn is_cut_off_jpeg(bytes: &[u8]) -> bool {
+    Reader::of(bytes).and_then(|reader| reader.has_jpeg_outside()).unwrap_or(false)
 }
 
 /// A page: where its entries begin, how many they are, and where the next page is.
@@ -94,6 +104,38 @@ impl<'a> Reader<'a> {
         kind & IS_REDUCED != 0
     }
 
+    /// Whether the first page is JPEG, and a strip or tile of it leads out of the file.
+    fn has_jpeg_outside(&self) -> Option<bool> {
+        let page = self.page(self.number(self.first, self.offset)?)?;
+        let compression = self.find(&page, COMPRESSION)?;
+        if self.number(compression + 4 + self.offset, 2)? != IS_JPEG {
+            return Some(false);
+        }
+        let parts = PARTS.iter().filter_map(|(places, lengths)| {
+            Some(self.numbers(&page, *places)?.zip(self.numbers(&page, *lengths)?))
+        });
+        let all = self.bytes.len() as u64;
+        Some(parts.flatten().any(|(place, length)| place.checked_add(length).is_none_or(|end| end > all)))
+    }
+
+    /// The numbers of the entry with this tag.
+    fn numbers(&self, page: &Page, tag: u64) -> Option<impl Iterator<Item = u64>> {
+        let at = self.find(page, tag)?;
+        // By its type: SHORT, LONG, LONG8.
+        let each = match self.number(at + 2, 2)? {
+            3 => 2,
+            4 => 4,
+            16 => 8,
+            _ => return None,
+        };
+        let (count, own) = (self.number(at + 4, self.offset)?, at + 4 + self.offset);
+        let length = count.checked_mul(each)?;
+        // More than have room in the entry are elsewhere.
+        let first = if length <= self.offset { own } else { self.number(own, self.offset)? };
+        let is_inside = first.checked_add(length)? <= self.bytes.len() as u64;
+        is_inside.then(|| (0..count).map_while(move |index| self.number(first + index * each, each)))
+    }
+
     /// Where the entry with this tag begins.
     fn find(&self, page: &Page, tag: u64) -> Option<u64> {
         let mut entries = (0..page.entries).map(|entry| page.first + entry * self.entry);
@@ -125,6 +167,31 @@ mod tests {
             bytes.extend(next.to_le_bytes());
         }
         bytes
+    }
+
+    #[test]
+    fn a_tiff_whose_jpeg_was_cut_off_is_an_error() {
+        use super::super::decode::{Options, decode};
+
+        let read = |file: &[u8]| match decode(file, Options::default()) {
+            Ok(image) => Ok(image.into_rgb8().into_raw()),
+            Err(cause) => Err(cause.text().to_owned()),
+        };
+        let file = include_bytes!("../../../tests/files/images/jpeg.tif");
+        // Its pixels stand behind all else here, so that nothing else is cut off.
+        let reader = Reader::of(file).unwrap();
+        let page = reader.page(reader.number(4, 4).unwrap()).unwrap();
+        let value = |tag: u64| reader.find(&page, tag).unwrap() as usize + 8;
+        let number = |tag: u64| reader.number(value(tag) as u64, 4).unwrap() as usize;
+        let (place, length) = (number(273), number(279));
+        let mut moved = [&file[..], &file[place..place + length]].concat();
+        moved[value(273)..value(273) + 4].copy_from_slice(&(file.len() as u32).to_le_bytes());
+        assert!(read(file).is_ok());
+        assert_eq!(read(&moved), read(file));
+        for missing in [1, length / 2, length - 2] {
+            let error = read(&moved[..moved.len() - missing]).unwrap_err();
+            assert!(error.contains("cut off"), "{error}");
+        }
     }
 
     #[test]

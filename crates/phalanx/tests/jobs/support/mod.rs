@@ -8,9 +8,6 @@ use std::sync::RwLock;
 
 use libtest_mimic::{Arguments, Trial};
 
-/// The variable that makes this program something else than the tests: a file and what it is to do, as in `elastic::train`.
-pub const ROLE: &str = "PHALANX_TEST_ROLE";
-
 /// Why a test is shown as ignored.
 const PRIVILEGED: &str = "needs root: .ci/full";
 
@@ -47,24 +44,6 @@ impl Tests {
 
 /// Set in the process of one test.
 const ALONE: &str = "PHALANX_TEST_ALONE";
-/// The beginnings of variables that launchers set. The tests may run in a worker of one, such as an interactive step of Slurm, where `spawn`
-/// would start nobody.
-const LAUNCHERS: [&str; 14] = [
-    "FLUX_",
-    "GLOO_",
-    "HOROVOD_",
-    "JSM_",
-    "KUBERNETES_",
-    "MASTER_",
-    "MPI_",
-    "MV2_",
-    "OMPI_",
-    "PALS_",
-    "PMI",
-    "RANK",
-    "SLURM",
-    "WORLD_SIZE",
-];
 /// What loads the machine, or is to take no longer than on an idle one: nothing else runs beside it.
 const DEMANDING: [&str; 3] =
     ["strangers::", "hostile::", "frozen::nobody_is_accused_on_a_machine_that_is_busy"];
@@ -82,11 +61,6 @@ fn trial(file: &str, (name, test): (&str, fn()), has_the_machine: bool) -> Trial
         let _beside = (!is_demanding).then(|| BESIDE_OTHERS.read().unwrap());
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", &name, "--include-ignored"]).env(ALONE, "1");
-        for (variable, _) in std::env::vars_os() {
-            if LAUNCHERS.iter().any(|begin| variable.to_string_lossy().starts_with(begin)) {
-                command.env_remove(variable);
-            }
-        }
         if std::env::args().any(|argument| argument == "--nocapture") {
             command.arg("--nocapture").stdout(Stdio::inherit()).stderr(Stdio::inherit());
         }

@@ -55,7 +55,7 @@ impl Place<'_> {
         (rank, world): (u32, u32),
         variables: &[(&str, &str)],
     ) -> Child {
-        command.env(super::ROLE, scenario).envs(variables.iter().copied());
+        command.env(crate::harness::ROLE, scenario).envs(variables.iter().copied());
         command.env("RANK", rank.to_string()).env("WORLD_SIZE", world.to_string());
         command.env("MASTER_ADDR", self.address).env("MASTER_PORT", self.port.to_string());
         command.env("TORCHELASTIC_USE_AGENT_STORE", if self.served_by_rank_0 { "False" } else { "True" });

@@ -13,7 +13,7 @@ use super::super::connect_error::{
     wrong_key,
 };
 use super::super::resolve::{PAUSES, is_in_kubernetes, naming, resolve};
-use super::{ACKNOWLEDGEMENT_TIMEOUT, ClientCredentials, Link, Owed, is_own, retry};
+use super::{ACKNOWLEDGEMENT_TIMEOUT, ClientCredentials, Link, Owed, is_own, keep_alive, retry};
 use crate::deadline::{Backoff, Deadline};
 use crate::error::{Error, Result, no_more_files, no_more_processes};
 use crate::host::{loopback_is_down, loopback_remedy};
@@ -95,7 +95,9 @@ impl Link {
             }
             let last = match attempt {
                 Ok(link) => return Ok(link),
-                Err(ConnectError::OutOfResources(error)) => return Err(error),
+                Err(ConnectError::OutOfResources(error) | ConnectError::Interrupted(error)) => {
+                    return Err(error);
+                }
                 Err(ConnectError::NoAddress(error)) => {
                     let since = *no_address_since.get_or_insert_with(Instant::now);
                     if since.elapsed() >= naming() || backoff.is_last() {
@@ -137,6 +139,7 @@ impl Link {
                     Some(error)
                 }
             };
+            interrupt::check()?;
             if !(patience.goes_on)() {
                 return Err(Error::aborted(format!("the store at {address} is no longer needed")));
             }
@@ -161,6 +164,7 @@ impl Link {
                     return Err(io::Error::new(InvalidData, "it does not know the job's key"));
                 }
                 Err(ConnectError::Tls(error)) => return Err(error),
+                Err(ConnectError::Interrupted(error)) => return Err(interrupt::as_io(error)),
                 // It gave way to others, or was too slow for them. One that is gone refuses the next.
                 Err(ConnectError::Closed)
                     if began.elapsed() < closing(credentials.tls.is_some(), false)
@@ -199,12 +203,17 @@ impl Link {
         deadline: Deadline,
     ) -> Result<Self, ConnectError> {
         let mut failure = ConnectError::NotListening(io::ErrorKind::AddrNotAvailable.into());
-        let name = |error: io::Error| match no_more_processes(&error).or(no_more_files(&error)) {
-            Some(_) => ConnectError::OutOfResources(Error::not_started(
-                format!("the name in {address} cannot be looked up"),
-                error,
-            )),
-            None => ConnectError::NoAddress(error),
+        let name = |error: io::Error| {
+            if let Some(cause) = interrupt::cause(&error) {
+                return ConnectError::Interrupted(cause);
+            }
+            match no_more_processes(&error).or(no_more_files(&error)) {
+                Some(_) => ConnectError::OutOfResources(Error::not_started(
+                    format!("the name in {address} cannot be looked up"),
+                    error,
+                )),
+                None => ConnectError::NoAddress(error),
+            }
         };
         for target in resolve(address, deadline).map_err(name)? {
             // An attempt that begins at the very end still has the time for a store on this host.
@@ -240,6 +249,7 @@ impl Link {
     ) -> Result<Self, ConnectError> {
         stream.set_nodelay(true).map_err(ConnectError::NotListening)?;
         tcp::recover_soon(&stream, ACKNOWLEDGEMENT_TIMEOUT).map_err(ConnectError::NotListening)?;
+        keep_alive(&stream);
         let deadline = deadline.at_most(GREETING_TIMEOUT);
         let mut link = Self::over(stream, deadline);
         let mut secret = credentials.secret.clone();
@@ -283,13 +293,13 @@ impl Link {
     fn encrypt(&mut self, tls: &Tls) -> io::Result<Box<Session>> {
         let mut session = Box::new(tls.client()?);
         loop {
-            let left = Some(self.left()?);
-            self.stream.set_read_timeout(left)?;
-            self.stream.set_write_timeout(left)?;
+            let left = self.left()?;
+            self.stream.set_read_timeout(Some(interrupt::at_most(left)))?;
+            self.stream.set_write_timeout(Some(left))?;
             match session.handshake(&mut self.stream) {
                 Ok(true) => return Ok(session),
                 Ok(false) => {}
-                Err(error) => retry(error)?,
+                Err(error) => retry(error).and_then(|()| interrupt::check_io())?,
             }
         }
     }
@@ -330,11 +340,14 @@ mod tests {
     use std::net::TcpListener;
     use std::thread;
 
+    use rustix::net::sockopt::{socket_keepalive, tcp_keepidle};
+
+    use super::super::KEEP_ALIVE_INTERVAL;
     use super::*;
     use crate::credentials::Credentials;
 
     #[test]
-    fn a_further_connection_that_gave_way_to_others_is_made_again() {
+    fn a_further_connection_that_gave_way_to_others_is_made_again_and_kept_alive() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap().to_string();
         let server = thread::spawn(move || {
@@ -346,8 +359,11 @@ mod tests {
         });
         let credentials = ClientCredentials::new(&Credentials::default());
         let soon = Deadline::after(Duration::from_secs(20));
-        assert!(Link::reconnect(&address, &credentials, soon).is_ok());
+        let link = Link::reconnect(&address, &credentials, soon).unwrap();
         server.join().unwrap();
+        // Nothing between the hosts forgets it while it is idle, whoever's the server is.
+        assert!(socket_keepalive(&link.stream).unwrap());
+        assert_eq!(tcp_keepidle(&link.stream).unwrap(), KEEP_ALIVE_INTERVAL);
     }
 
     #[test]

@@ -156,6 +156,34 @@ fn a_thread_that_waits_for_a_store_without_an_answer_may_end_that() {
 }
 
 #[test]
+fn a_thread_that_waits_for_a_store_to_come_may_end_that() {
+    fn pressed() -> Result<()> {
+        Err(Error::aborted("somebody pressed Ctrl-C"))
+    }
+    // At an address of its own, so that no other test is given the port meanwhile.
+    let gone = TcpStoreServer::bind("127.0.6.2:0".parse().unwrap()).unwrap().local_addr();
+    let mut streams = Vec::new();
+    let silent = foreign(move |stream| streams.push(stream));
+    for address in [gone, silent] {
+        let error = interruptible(pressed, || TcpStore::connect(address, soon())).unwrap_err();
+        assert!(error.is_aborted() && error.to_string().contains("somebody pressed Ctrl-C"), "{error}");
+    }
+    // Also a further connection of a client that had one.
+    let mut streams = Vec::new();
+    let silent_then = foreign(move |mut stream| {
+        let mut hello = [0; 10];
+        if streams.is_empty() && stream.read_exact(&mut hello).is_ok() {
+            let _ = stream.write_all(&hello[6..]);
+        }
+        streams.push(stream);
+    });
+    let store = TcpStore::connect(silent_then, soon()).unwrap();
+    store.close_idle();
+    let error = interruptible(pressed, || store.num_keys(soon())).unwrap_err();
+    assert!(error.is_aborted() && error.to_string().contains("somebody pressed Ctrl-C"), "{error}");
+}
+
+#[test]
 fn a_server_that_closes_connections_before_and_after_it_is_started_again_is_waited_for() {
     let listener = listen(([127, 0, 8, 1], 0).into()).unwrap();
     let address = listener.local_addr().unwrap();

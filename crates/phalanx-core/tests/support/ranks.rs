@@ -1,37 +1,40 @@
 //! Ranks that are processes of this program.
+#![allow(dead_code, clippy::unwrap_used, clippy::panic, reason = "not every test needs everything")]
 
 use std::io::{BufRead, BufReader};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use phalanx::store::TcpStoreServer;
-use rustix::process::{Pid, Signal, kill_process};
+
+use crate::harness::ROLE;
 
 /// The longest that a test waits for a worker.
-const LIMIT: Duration = Duration::from_secs(120);
+pub const LIMIT: Duration = Duration::from_secs(150);
 
 /// Ranks that play `role`, and the store at which they meet.
 pub fn start(role: &str, ranks: u32, variables: &[(&str, &str)]) -> (TcpStoreServer, Vec<Worker>) {
-    start_each(role, ranks, variables, |_| Vec::new())
+    start_each(role, ranks, |_, command| {
+        command.envs(variables.iter().copied());
+    })
 }
 
-/// As [`start`], with variables of each rank's own.
+/// As [`start`], where `prepare` says what each rank has of its own.
 pub fn start_each(
     role: &str,
     ranks: u32,
-    variables: &[(&str, &str)],
-    own: impl Fn(u32) -> Vec<(&'static str, String)>,
+    prepare: impl Fn(u32, &mut Command),
 ) -> (TcpStoreServer, Vec<Worker>) {
     let server = TcpStoreServer::bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let port = server.local_addr().port().to_string();
     let worker = |rank: u32| {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.env(super::ROLE, role).envs(variables.iter().copied());
-        command.env("RANK", rank.to_string()).env("WORLD_SIZE", ranks.to_string());
+        command.env(ROLE, role).env("RANK", rank.to_string()).env("WORLD_SIZE", ranks.to_string());
         command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port);
-        command.env("TORCHELASTIC_USE_AGENT_STORE", "True").envs(own(rank));
+        command.env("TORCHELASTIC_USE_AGENT_STORE", "True");
+        prepare(rank, &mut command);
         Worker::spawn(command)
     };
     let ranks = (0..ranks).map(worker).collect();
@@ -40,7 +43,7 @@ pub fn start_each(
 
 /// A worker, which ends with this. What it says is read while it runs.
 pub struct Worker {
-    child: Child,
+    pub child: Child,
     lines: Receiver<String>,
     errors: Option<JoinHandle<String>>,
 }
@@ -78,13 +81,27 @@ impl Worker {
         (self.child.wait().unwrap().success(), text)
     }
 
-    /// Waits for its end; gives what it has said.
+    /// Waits for its end; gives all, but for the lines that were awaited.
+    pub fn output(&mut self) -> Output {
+        let stderr = self.end("a job").into_bytes();
+        let stdout = self.lines.iter().map(|line| line + "\n").collect::<String>().into_bytes();
+        Output { status: self.child.wait().unwrap(), stdout, stderr }
+    }
+
+    /// Waits for its end; gives what it has said on its standard error.
     pub fn end(&mut self, what: &str) -> String {
         let deadline = Instant::now() + LIMIT;
         while self.child.try_wait().unwrap().is_none() {
-            assert!(Instant::now() < deadline, "{what}: a rank hangs");
+            if Instant::now() > deadline {
+                self.child.kill().unwrap();
+                panic!("{what}: a rank hangs: {}", self.said());
+            }
             std::thread::sleep(Duration::from_millis(10));
         }
+        self.said()
+    }
+
+    fn said(&mut self) -> String {
         self.errors.take().unwrap().join().unwrap()
     }
 }
@@ -92,7 +109,7 @@ impl Worker {
 impl Drop for Worker {
     fn drop(&mut self) {
         // It may be stopped, or have ended.
-        let _ = kill_process(Pid::from_child(&self.child), Signal::KILL);
+        let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
