@@ -24,7 +24,7 @@ use self::weights::Accumulated;
 use crate::nccl::{Hook, OnDevice};
 use crate::shim;
 use crate::sink::Sink;
-use crate::tensors::{self, Inventory, Shared, torch};
+use crate::tensors::{self, Inventory, Named, Shared, torch};
 
 /// The options of [`Ddp::with_options`]. The defaults are PyTorch's.
 #[derive(Clone, Debug)]
@@ -110,6 +110,8 @@ pub struct Ddp {
     accumulated: Accumulated,
     /// Whether the last backward pass has ended with an error.
     has_torn: bool,
+    /// Whether it has been in a round of an elastic job.
+    has_entered: bool,
     /// Which states of the variables were loaded from checkpoints since they came into this group, on all ranks together. None in an elastic job, which
     /// may have one rank alone load them, and makes the others' the same then.
     loads: Option<LoadedStates>,
@@ -148,7 +150,7 @@ impl Ddp {
         nccl: Option<phalanx_nccl::Communicator>,
         options: &DdpOptions,
     ) -> Result<Self> {
-        let (inventory, sink) = prepare(&variables, &group, nccl.as_ref(), false, options)?;
+        let (inventory, sink) = prepare(&variables, &[], &group, nccl.as_ref(), false, options)?;
         let ddp = Self {
             variables,
             inventory,
@@ -160,6 +162,7 @@ impl Ddp {
             has_begun: false,
             buffers_stale: false,
             has_torn: false,
+            has_entered: false,
             loads: Some(LoadedStates::default()),
             broadcast_buffers: options.broadcast_buffers,
             loaded_hook: LoadedHook::default(),
@@ -522,16 +525,17 @@ fn settle(device: Device) {
 }
 
 /// Lists the variables, which the ranks of `group` compare, and hooks the parameters. An error ends the group: the others
-/// may be waiting for that. `waits`: the end of backward waits for `nccl`.
+/// may be waiting for that. `before`: the parameters of the last round, if there was one. `waits`: the end of backward waits for `nccl`.
 fn prepare(
     variables: &Shared,
+    before: &[Named],
     group: &JoinGroup,
     nccl: Option<&phalanx_nccl::Communicator>,
     waits: bool,
     options: &DdpOptions,
 ) -> Result<(Inventory, Option<Arc<Sink>>)> {
     let prepared = || {
-        let inventory = Inventory::of(variables)?;
+        let inventory = Inventory::with_frozen(variables, before)?;
         if group.world_size() == WorldSize::ONE {
             return Ok((inventory, None));
         }

@@ -180,7 +180,9 @@ impl<T> TrainState<T> {
             }
         })?;
         let (absent, loaded) = (self.ddp.loaded_hook.absent().map(str::to_owned), self.ddp.describe_load());
+        let names = self.ddp.owned_names();
         self.ddp = self.ddp.again(handle, nccl, &self.options)?;
+        let hook = hook.map(|hook| self.ddp.renumbered(hook, &names));
         let own_remains = self.ddp.world_size() == ranks;
         self.ddp.load_hook(hook.map(|hook| if own_remains { hook } else { hook.without_own() }))?;
         self.ddp.loaded_hook.mark_removed(registered);

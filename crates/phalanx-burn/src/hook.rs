@@ -20,6 +20,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 #[cfg(feature = "cube")]
@@ -112,6 +113,14 @@ pub(crate) fn leaf(tensor: DispatchTensor) -> Option<NodeId> {
 #[derive(Clone, Debug, Default)]
 pub struct Leaf(Arc<OnceLock<NodeId>>);
 
+/// A forward pass, whose output [`GradientHook::visited`] gives. It keeps nothing of the graph.
+#[derive(Clone, Debug)]
+pub struct Visit {
+    pub pass: u64,
+    /// The first pass to whose output backward has come.
+    pub first: Arc<AtomicU64>,
+}
+
 /// The operations, in the form of Burn's extension API. `pub` because the macro implements it for a public type;
 /// the module is private.
 #[backend_extension(Autodiff, Flex, Cube: cfg(feature = "cube"), LibTorch: cfg(feature = "tch"))]
@@ -136,6 +145,12 @@ pub trait GradientHook: Backend {
     /// Identity whose backward does nothing: one more level of depth.
     fn step_down(token: FloatTensor<Self>) -> FloatTensor<Self> {
         token
+    }
+
+    /// Identity whose backward notes that it has come here, and passes the gradient on.
+    fn visited(tensor: FloatTensor<Self>, visit: Visit) -> FloatTensor<Self> {
+        let _ = visit;
+        tensor
     }
 }
 
@@ -173,6 +188,14 @@ impl<B: Backend + HostAccess, C: CheckpointStrategy> GradientHook for Autodiff<B
             OpsKind::UnTracked(prep) => prep.finish(primitive),
         }
     }
+
+    fn visited(tensor: FloatTensor<Self>, visit: Visit) -> FloatTensor<Self> {
+        let (primitive, node) = tensor.into_parts();
+        match Visited.prepare::<C>([node]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish(visit, primitive),
+            OpsKind::UnTracked(prep) => prep.finish(primitive),
+        }
+    }
 }
 
 /// Backward of [`GradientHook::gradient_hook`].
@@ -199,6 +222,24 @@ impl<B: Backend> Backward<B, 1> for StepDown {
     type State = ();
 
     fn backward(self, _: Ops<(), 1>, _: &mut Gradients, _: &mut Checkpointer) {}
+}
+
+/// Backward of [`GradientHook::visited`].
+#[derive(Debug)]
+struct Visited;
+
+impl<B: Backend> Backward<B, 1> for Visited {
+    type State = Visit;
+
+    fn backward(self, ops: Ops<Visit, 1>, gradients: &mut Gradients, _: &mut Checkpointer) {
+        let gradient = gradients.consume::<B>(&ops.node);
+        let Visit { pass, first } = ops.state;
+        first.fetch_min(pass, Ordering::Relaxed);
+        let [parent] = ops.parents;
+        if let Some(parent) = parent {
+            gradients.register::<B>(parent.id, gradient);
+        }
+    }
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use phalanx::launch::Stream;
 use rustix::event::{PollFd, PollFlags, poll};
@@ -21,6 +21,8 @@ use crate::render::{self, Format};
 const ENOUGH: usize = 1 << 20;
 /// The columns of a terminal that does not say how many it has.
 const USUAL_WIDTH: u16 = 80;
+/// The shortest time between two notes of output that is lost.
+const NOTE_INTERVAL: Duration = Duration::from_secs(600);
 /// To the beginning of the line, and clears it.
 const CLEAR: &str = "\r\x1b[K";
 
@@ -120,7 +122,9 @@ fn write_whole(stream: &mut (impl Write + AsFd), mut bytes: &[u8]) -> io::Result
 fn write_all(messages: &Receiver<Message>, state: &OutputState, format: Format) {
     let (mut out, mut err) = (io::stdout(), io::stderr());
     let mut status = StatusLine::new();
-    let mut has_failed = false;
+    let mut lost = LostOutput::default();
+    // A program reads it at once or never: no event follows the last one.
+    let is_json = format == Format::Json;
     loop {
         // The line is drawn when nothing else is to be written.
         let message = match messages.try_recv() {
@@ -147,20 +151,54 @@ fn write_all(messages: &Receiver<Message>, state: &OutputState, format: Format) 
         };
         state.waiting.fetch_sub(bytes.len(), Ordering::Relaxed);
         match written {
-            Ok(()) => {}
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe && stream == Stream::Stdout => {
                 state.reader_gone.store(true, Ordering::Relaxed);
             }
             // A full disk must not cost the training.
-            Err(error) if !has_failed => {
-                has_failed = true;
-                let text = format!("the workers' output cannot be written and is lost: {error}");
-                let _ = err.write_all(&render::note(&text, format));
+            written => lost.note(&written),
+        }
+        lost.tell(Instant::now(), is_json, |text| write_whole(&mut err, &render::note(text, format)));
+    }
+    status.erase(&mut err);
+    if !is_json {
+        lost.tell(Instant::now(), true, |text| write_whole(&mut err, &render::note(text, format)));
+    }
+}
+
+/// Output that could not be written. A person hears of it when there is room for a word about it: standard error may be on the same full
+/// disk, and what follows later would hide the gap.
+#[derive(Debug, Default)]
+struct LostOutput {
+    /// Whether the last lines were lost.
+    is_failing: bool,
+    /// What is to be said.
+    untold: Option<String>,
+    told_at: Option<Instant>,
+}
+
+impl LostOutput {
+    /// Lines were written, or not.
+    fn note(&mut self, written: &io::Result<()>) {
+        match written {
+            Ok(()) => self.is_failing = false,
+            Err(error) if !self.is_failing => {
+                self.is_failing = true;
+                self.untold = Some(format!("the workers' output cannot be written and is lost: {error}"));
             }
             Err(_) => {}
         }
     }
-    status.erase(&mut err);
+
+    /// Says by `write` what is to be said: at most once in a while, unless it is to be said `at_once`.
+    fn tell(&mut self, now: Instant, at_once: bool, write: impl FnOnce(&str) -> io::Result<()>) {
+        let is_quiet = self.told_at.is_none_or(|at| now.saturating_duration_since(at) >= NOTE_INTERVAL);
+        if let Some(text) = &self.untold
+            && (is_quiet || at_once)
+            && write(text).is_ok()
+        {
+            (self.untold, self.told_at) = (None, Some(now));
+        }
+    }
 }
 
 /// The last line of the terminal.
@@ -211,6 +249,32 @@ mod tests {
     #[test]
     fn a_terminal_that_does_not_know_its_width_has_the_usual_one() {
         assert_eq!([0, 1, 20].map(width), [USUAL_WIDTH, 1, 20]);
+    }
+
+    #[test]
+    fn of_lost_output_a_person_hears_when_there_is_room_for_it() {
+        let (mut lost, start) = (LostOutput::default(), Instant::now());
+        let full = || -> io::Result<()> { Err(io::ErrorKind::StorageFull.into()) };
+        let is_told = |lost: &mut LostOutput, now: Instant, at_once: bool| {
+            let mut is_told = false;
+            lost.tell(now, at_once, |text| {
+                is_told = text.contains("is lost");
+                Ok(())
+            });
+            is_told
+        };
+        assert!(!is_told(&mut lost, start, false));
+        // Standard error is on the same disk.
+        lost.note(&full());
+        lost.tell(start, false, |_| full());
+        lost.note(&Ok(()));
+        assert!(is_told(&mut lost, start, false) && !is_told(&mut lost, start, true));
+        // Of a disk that has room now and then a person hears now and then.
+        lost.note(&full());
+        assert!(!is_told(&mut lost, start, false) && is_told(&mut lost, start + NOTE_INTERVAL, false));
+        lost.note(&Ok(()));
+        lost.note(&full());
+        assert!(is_told(&mut lost, start + NOTE_INTERVAL, true));
     }
 
     #[test]

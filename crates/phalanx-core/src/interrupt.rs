@@ -81,6 +81,14 @@ pub(crate) fn is_checking() -> bool {
     RUNS.get()
 }
 
+/// The error of a call in this thread's check that could wait for the one in which the check is made.
+pub(crate) fn refused() -> Error {
+    Error::invalid_argument(
+        "the check of `interruptible` calls a collective of a group that is in another call",
+    )
+    .with_remedy("let the check set a flag, and make the call when the other one has returned")
+}
+
 /// Makes the check in a wait whose errors are the system's; [`cause`] gives its error back.
 pub(crate) fn check_io() -> io::Result<()> {
     check().map_err(as_io)

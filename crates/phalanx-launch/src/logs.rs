@@ -7,6 +7,7 @@
 //! still the one at its path, and goes on in a new one if not. Otherwise what follows would go into a file that nobody finds, and that keeps
 //! its place on the disk.
 
+use std::cell::Cell;
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, ErrorKind, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
@@ -19,12 +20,15 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::event::Stream;
+use super::failures::Failures;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::random;
 
 /// How many bytes may wait to be written before the workers' output is left in their pipes.
 const ENOUGH: usize = 8 << 20;
+/// How long so many may wait before a person hears of it: workers that write wait, too, and the others for them.
+const STALL_LIMIT: Duration = Duration::from_secs(10);
 /// How much of a job's name is in its folder's, in bytes.
 const NAME_LIMIT: usize = 200;
 /// How long the last bytes may take to be written when the job is over.
@@ -151,7 +155,7 @@ impl Logs {
         make(&self.folder)?;
         // Not a folder that another user has made there: the parent folder may be writable by all.
         DirBuilder::new().mode(0o700).create(&folder).map_err(|error| cannot_make(&folder, error))?;
-        Ok(JobLogs { logs: self.clone(), folder, writer: Writer::start()? })
+        Ok(JobLogs { logs: self.clone(), folder, writer: Writer::start()?, have_begun: Cell::new(false) })
     }
 }
 
@@ -161,6 +165,8 @@ pub(super) struct JobLogs {
     logs: Logs,
     folder: PathBuf,
     writer: Writer,
+    /// Whether all workers have been started: from then on the job does not end for want of a log.
+    have_begun: Cell<bool>,
 }
 
 /// The files of one worker in one attempt.
@@ -190,6 +196,15 @@ impl Sink {
 impl JobLogs {
     pub(super) fn folder(&self) -> &Path {
         &self.folder
+    }
+
+    /// All workers have been started.
+    pub(super) fn begin(&self) {
+        self.have_begun.set(true);
+    }
+
+    pub(super) fn have_begun(&self) -> bool {
+        self.have_begun.get()
     }
 
     /// Makes the files of one worker. If nodes come and go, workers start again within one attempt: their logs are
@@ -223,9 +238,23 @@ impl JobLogs {
         self.writer.state.lock().waiting < ENOUGH
     }
 
-    /// The error since the last call, if there was one.
+    /// What a person should hear now. In weeks a disk may fill up more than once.
     pub(super) fn take_failure(&self) -> Option<String> {
-        self.writer.state.lock().failure.take()
+        let now = Instant::now();
+        let LogState { waiting, full_since, stalls, failures, failure } = &mut *self.writer.state.lock();
+        if *waiting < ENOUGH {
+            *full_since = None;
+            stalls.end();
+        } else if now.saturating_duration_since(*full_since.get_or_insert(now)) >= STALL_LIMIT
+            && stalls.is_worth_telling(now)
+        {
+            return Some(format!(
+                "the disk has taken nothing of the logs in {} for {:.0} s: workers that write wait for it",
+                self.folder.display(),
+                STALL_LIMIT.as_secs_f64()
+            ));
+        }
+        failure.take_if(|_| failures.is_worth_telling(now))
     }
 
     /// Waits until everything is written, but not longer than the disk's time limit, and as long as `goes_on` says so. Returns what is
@@ -242,7 +271,7 @@ impl JobLogs {
             }
         };
         let mut state = state.lock();
-        let late = (!is_written && !state.has_failed).then(|| {
+        let late = (!is_written && !state.failures.is_told()).then(|| {
             let left = state.waiting;
             format!("the workers' logs are incomplete: their disk has not yet taken the last {left} bytes")
         });
@@ -307,10 +336,16 @@ fn open(path: &Path) -> io::Result<File> {
 
 /// Whether another file than `file`, or none, is at `path`.
 fn has_been_moved(file: &File, path: &Path) -> bool {
-    match (file.metadata(), fs::metadata(path)) {
-        (Ok(own), Ok(there)) => (own.dev(), own.ino()) != (there.dev(), there.ino()),
+    let id = |about: fs::Metadata| (about.dev(), about.ino());
+    is_other(file.metadata().map(id), fs::metadata(path).map(id))
+}
+
+/// Whether `own` is not the file that is `there`. One of which nothing can be said takes nothing more: a file server does not know it any more.
+fn is_other(own: io::Result<(u64, u64)>, there: io::Result<(u64, u64)>) -> bool {
+    match (own, there) {
+        (Ok(own), Ok(there)) => own != there,
         (Ok(_), Err(error)) => error.kind() == ErrorKind::NotFound,
-        (Err(_), _) => false,
+        (Err(_), _) => true,
     }
 }
 
@@ -325,7 +360,11 @@ struct Writer {
 #[derive(Debug, Default)]
 struct LogState {
     waiting: usize,
-    has_failed: bool,
+    /// Since when too much waits.
+    full_since: Option<Instant>,
+    stalls: Failures,
+    failures: Failures,
+    /// The first failure of a row of which nobody has heard yet.
     failure: Option<String>,
 }
 
@@ -356,14 +395,16 @@ fn write_all(chunks: &Receiver<(Arc<LogFile>, Vec<u8>)>, state: &Mutex<LogState>
         let written = file.write(&bytes, Instant::now());
         let mut state = state.lock();
         state.waiting = state.waiting.saturating_sub(bytes.len());
-        // A full disk must not end the training.
-        if let Err(error) = written
-            && !state.has_failed
-        {
-            state.has_failed = true;
-            let path = file.path.display();
-            state.failure =
-                Some(format!("the workers' logs cannot be written and are incomplete: {path}: {error}"));
+        match written {
+            Ok(()) => state.failures.end(),
+            // A full disk must not end the training.
+            Err(error) if !state.failures.is_told() => {
+                let path = file.path.display();
+                state.failure.get_or_insert_with(|| {
+                    format!("the workers' logs cannot be written and are incomplete: {path}: {error}")
+                });
+            }
+            Err(_) => {}
         }
     }
 }
@@ -481,6 +522,16 @@ mod tests {
     }
 
     #[test]
+    fn what_a_file_server_has_forgotten_is_made_anew() {
+        let stale = || Err(rustix::io::Errno::STALE.into());
+        let missing = || Err(ErrorKind::NotFound.into());
+        assert!(is_other(stale(), Ok((1, 2))) && is_other(stale(), missing()) && is_other(stale(), stale()));
+        assert!(is_other(Ok((1, 2)), Ok((1, 3))) && is_other(Ok((1, 2)), missing()));
+        // The folder cannot be looked at for a moment.
+        assert!(!is_other(Ok((1, 2)), Ok((1, 2))) && !is_other(Ok((1, 2)), stale()));
+    }
+
+    #[test]
     fn a_pipe_in_the_place_of_a_log_holds_nobody_up() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("stdout.log");
@@ -507,6 +558,48 @@ mod tests {
         // Also if nobody looks any more.
         let logs = Logs::new(folder.path()).open("x").unwrap();
         logs.writer.open(Path::new("/dev/full")).unwrap().push(b"lost");
+        assert!(logs.finish(|| true).unwrap().contains("incomplete"));
+    }
+
+    #[test]
+    fn a_disk_for_which_workers_wait_is_reported() {
+        let folder = tempfile::tempdir().unwrap();
+        let logs = Logs::new(folder.path()).open("x").unwrap();
+        let log = logs.writer.open(&folder.path().join("stdout.log")).unwrap();
+        // As long as this is held, the thread cannot write.
+        let file = Arc::clone(&log.file);
+        let held = file.open.lock();
+        log.push(&b"x".repeat(ENOUGH));
+        assert!(!logs.is_ready() && logs.take_failure().is_none());
+        let full_since = logs.writer.state.lock().full_since;
+        logs.writer.state.lock().full_since = full_since.and_then(|since| since.checked_sub(STALL_LIMIT));
+        assert!(logs.take_failure().unwrap().contains("workers that write wait"));
+        assert!(logs.take_failure().is_none());
+        drop(held);
+        drop(log);
+        assert_eq!(logs.finish(|| true), None);
+    }
+
+    #[test]
+    fn a_disk_that_fills_up_again_is_reported_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let logs = Logs::new(folder.path()).open("x").unwrap();
+        let path = folder.path().join("stdout.log");
+        let [full, roomy] =
+            [Path::new("/dev/full"), path.as_path()].map(|path| logs.writer.open(path).unwrap());
+        let write = |log: &Log| {
+            log.push(b"a line");
+            while logs.writer.state.lock().waiting > 0 {
+                std::thread::yield_now();
+            }
+        };
+        write(&full);
+        assert!(logs.take_failure().is_some());
+        write(&roomy);
+        write(&full);
+        // A person has just heard of the first time, and hears of this one later, or at the end.
+        assert!(logs.take_failure().is_none());
+        drop((full, roomy));
         assert!(logs.finish(|| true).unwrap().contains("incomplete"));
     }
 

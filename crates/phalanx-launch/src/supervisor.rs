@@ -86,6 +86,7 @@ pub(super) fn run(
         empty_since: None,
     };
     supervisor.start_workers()?;
+    logs.into_iter().for_each(JobLogs::begin);
     supervisor.watch()?;
     let replacements = supervisor.replacements.as_ref().map_or(0, |replacements| replacements.count().0);
     let late_signal = supervisor.policy.late_signal();
@@ -148,7 +149,16 @@ impl Supervisor<'_, '_> {
     }
 
     fn start_worker(&mut self, local: u32) -> Result<Worker> {
-        let logs = self.logs.map(|logs| logs.worker(self.placement.restarts, local)).transpose()?;
+        let logs = match self.logs.map(|logs| logs.worker(self.placement.restarts, local)) {
+            // At the first start a person sees it at once. Later a full disk must not end the training.
+            Some(Err(error)) if self.logs.is_some_and(JobLogs::have_begun) => {
+                let rank = self.placement.rank(local);
+                let text = format!("the output of rank {rank} is shown and not kept: {error}");
+                self.tell(Event::Warning { text: &text });
+                None
+            }
+            logs => logs.transpose()?,
+        };
         let tag = self.processes.next_tag();
         Worker::start(self.job, self.placement, local, tag, logs, &self.guard)
     }

@@ -22,6 +22,7 @@ use super::lines::{Lines, character_end};
 use super::logs::{Sink, WorkerLogs};
 use super::placement::Placement;
 use super::program::Program;
+use super::reap::reap;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::host;
@@ -271,15 +272,7 @@ impl Worker {
     /// `deadline`, not longer.
     pub(super) fn reap(&mut self, deadline: Deadline) {
         self.signal(rustix::process::Signal::KILL);
-        loop {
-            match self.child.try_wait() {
-                Ok(None) if !deadline.has_passed() => std::thread::sleep(Duration::from_millis(1)),
-                outcome => {
-                    self.reaped |= !matches!(outcome, Ok(None));
-                    return;
-                }
-            }
-        }
+        self.reaped |= !matches!(reap(&mut self.child, deadline), Ok(None));
     }
 
     pub(super) fn failure(&self, node: u32) -> Failure {

@@ -1,5 +1,7 @@
 //! How buckets are averaged: the hook, and its state in checkpoints.
 
+use std::collections::HashMap;
+
 use phalanx::reducer::hooks::{self, BuiltInHook, CommHook, HookState};
 use phalanx::reducer::{HookedReducer, verify_state_on};
 use phalanx::{Caller, Communicator as _, Error, Result};
@@ -124,6 +126,26 @@ impl Ddp {
     /// Lets the hook continue from `state`, which [`check_hook`](Self::check_hook) has accepted, or the one that will be registered.
     pub(crate) fn load_hook(&mut self, state: Option<HookState>) -> Result<()> {
         self.loaded_hook.load(self.sink.as_deref().map(Sink::hooked), state)
+    }
+
+    /// A hook's `state`, in which parameters have their numbers among `names`, with the numbers of here: some may have been frozen or unfrozen since.
+    pub(crate) fn renumbered(&self, state: HookState, names: &[String]) -> HookState {
+        let here = self.parameter_names();
+        if here == names {
+            return state;
+        }
+        let places: HashMap<&str, usize> = here.into_iter().zip(0..).collect();
+        state.renumbered(|number| places.get(names.get(number)?.as_str()).copied())
+    }
+
+    /// The same for the state that waits for a hook.
+    pub(super) fn renumber_hook(&mut self, names: &[String]) -> Result<()> {
+        if self.parameter_names() == names {
+            return Ok(());
+        }
+        let state = self.loaded_hook.state::<Deliveries>(None)?;
+        let state = state.map(|state| self.renumbered(state, names));
+        self.loaded_hook.load::<Deliveries>(None, state)
     }
 
     /// The group is left: the hook that is registered next continues from what its hook keeps. After a failure the last commit has that, and a device may

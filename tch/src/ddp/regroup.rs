@@ -137,8 +137,15 @@ impl Ddp {
             }
             _ => None,
         };
-        // Made again: parameters may have been frozen since.
-        (self.inventory, self.sink) = prepare(&self.variables, &self.group, nccl.as_ref(), true, options)?;
+        // Made again for the first round: parameters may have been frozen since. In later ones they are those of the first, as on a rank that begins
+        // now: a program may have frozen some in its loop, and unfreezes them again.
+        let before: &[Named] = if self.has_entered { &self.inventory.parameters } else { &[] };
+        let names = self.owned_names();
+        (self.inventory, self.sink) =
+            prepare(&self.variables, before, &self.group, nccl.as_ref(), true, options)?;
+        self.has_entered = true;
+        let renumbered = self.renumber_hook(&names);
+        self.or_end(renumbered)?;
         (self.buffers_stale, self.broadcast_buffers) = (false, options.broadcast_buffers);
         (self.accumulated, self.loads) = (Accumulated::default(), None);
         // Those that are there belong to a step that was not finished.
@@ -230,6 +237,11 @@ impl Ddp {
     /// The names of the parameters that the reducer, and so a communication hook, knows by number.
     pub(crate) fn parameter_names(&self) -> Vec<&str> {
         self.inventory.parameters.iter().map(|one| one.spec.name.as_str()).collect()
+    }
+
+    /// The same, to be compared with those of another time.
+    pub(crate) fn owned_names(&self) -> Vec<String> {
+        self.parameter_names().into_iter().map(str::to_owned).collect()
     }
 
     /// Every variable, by name.
@@ -596,5 +608,27 @@ mod tests {
     #[ignore = "needs two CUDA devices, such as those of the stand-in: tch/check.sh"]
     fn over_nccl_a_new_round_begins_without_gradients() {
         begun_anew(cuda);
+    }
+
+    #[test]
+    fn parameters_that_are_frozen_when_a_round_begins_are_averaged_when_they_are_unfrozen() {
+        thread::scope(|scope| {
+            for (rank, (first, second)) in groups(2).into_iter().zip(groups(2)).enumerate() {
+                scope.spawn(move || {
+                    let mut pair = Pair::new(Device::Cpu);
+                    let mut ddp = pair.ddp(&first, ReducerOptions::default());
+                    // The other rank is as one that starts in the second round.
+                    if rank == 0 {
+                        pair.store.freeze();
+                    }
+                    ddp.leave(&ProcessGroup::alone().unwrap());
+                    ddp.enter(&second, &DdpOptions::default()).unwrap();
+                    pair.store.unfreeze();
+                    let loss = ddp.forward(|| pair.loss(rank as f64 + 1.0, true)).unwrap();
+                    ddp.backward(&loss).unwrap();
+                    assert_eq!(pair.gradients(), [Some(1.5), Some(15.0)]);
+                });
+            }
+        });
     }
 }

@@ -42,7 +42,7 @@ impl Named {
 /// The tensors of a `VarStore`.
 #[derive(Debug)]
 pub(crate) struct Inventory {
-    /// The parameters that need a gradient, in the order in which they were made.
+    /// The parameters that need a gradient, or did and are frozen, in the order in which they were made.
     pub parameters: Vec<Named>,
     /// Every tensor, by name: also frozen parameters, buffers, and tensors that are no floats.
     pub state: Vec<Named>,
@@ -60,6 +60,12 @@ pub(crate) fn shared(store: &VarStore) -> Shared {
 impl Inventory {
     /// Lists the tensors of a `VarStore`; refuses one that cannot be trained here.
     pub fn of(variables: &Shared) -> Result<Self> {
+        Self::with_frozen(variables, &[])
+    }
+
+    /// The same. Those of the parameters `before` that are frozen now are parameters, too: they may be unfrozen again.
+    pub fn with_frozen(variables: &Shared, before: &[Named]) -> Result<Self> {
+        let before = identities(before);
         let variables = variables.lock().unwrap_or_else(PoisonError::into_inner);
         let mut state = variables.named_variables.iter().collect::<Vec<_>>();
         state.sort_unstable_by_key(|(name, _)| name.as_str());
@@ -75,7 +81,8 @@ impl Inventory {
         for variable in &variables.trainable_variables {
             let identity = shim::identity(&variable.tensor);
             // One that is used in several places is listed once.
-            if trainable.insert(identity) && variable.tensor.requires_grad() {
+            let is_trained = variable.tensor.requires_grad() || before.contains(&identity);
+            if trainable.insert(identity) && is_trained {
                 let Some(name) = names.get(&identity) else {
                     return Err(unnamed(&variable.tensor, &state));
                 };

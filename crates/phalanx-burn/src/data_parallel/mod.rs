@@ -8,7 +8,10 @@ mod towers;
 mod transfers;
 
 use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
+use burn::backend::Dispatch;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
 use burn::optim::{GradientsParams, ModuleOptimizer};
@@ -21,6 +24,7 @@ pub use self::scatter::{Destination, Scatter};
 pub use self::towers::TowerGradients;
 pub use self::transfers::{Transfer, Transfers};
 use crate::gradients::{Synced, SyncedGradients};
+use crate::hook::{GradientHook, Visit};
 
 /// PyTorch's `DataParallel`: in each step the batch is scattered over devices, the model is copied to each, and the
 /// outputs are gathered on the main device, where the loss is computed and the optimizer runs.
@@ -70,7 +74,12 @@ use crate::gradients::{Synced, SyncedGradients};
 #[doc(alias = "nn.DataParallel")]
 pub struct DataParallel<M, const D: usize> {
     replicas: Replicas<M>,
+    /// That of the last forward pass, until its backward pass.
     pending: Option<Pending<M, D>>,
+    /// The number of forward passes.
+    passes: u64,
+    /// The first of them to whose output the last backward pass came.
+    first: Arc<AtomicU64>,
 }
 
 /// What a forward pass keeps for its backward pass.
@@ -87,7 +96,11 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
     /// If there is no device, or one is without autodiff; if the module is a part of a larger one: it has
     /// [units](crate::parallel::fsdp::FullySharded), or [divided](crate::parallel::tensor) layers.
     pub fn new(module: M, devices: Vec<Device>) -> Result<Self> {
-        Ok(Self { replicas: Replicas::new(module, devices)?, pending: None })
+        Ok(Self::of(Replicas::new(module, devices)?))
+    }
+
+    fn of(replicas: Replicas<M>) -> Self {
+        Self { replicas, pending: None, passes: 0, first: Arc::default() }
     }
 
     /// As [`new`](Self::new), for CUDA devices: NCCL broadcasts the parameters from the main device's memory, and adds the gradients up there. Inputs,
@@ -124,7 +137,7 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
         devices: Vec<Device>,
         groups: Vec<phalanx_nccl::DeviceGroup>,
     ) -> Result<Self> {
-        Ok(Self { replicas: Replicas::new(module, devices)?.over(groups)?, pending: None })
+        Ok(Self::of(Replicas::new(module, devices)?.over(groups)?))
     }
 
     /// Calls `scope` around the work of each replica, in that replica's thread, with the replica's number: for example
@@ -136,7 +149,7 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
     }
 
     /// Runs `pass` on each replica with its part of `input`, in parallel, and returns the outputs of all samples, in
-    /// order.
+    /// order. Gradients end at `input`: layers that compute it are not trained.
     ///
     /// # Errors
     /// If `input` has no samples, or the system refuses a thread; over NCCL also if parameters, inputs or outputs cannot be copied.
@@ -151,8 +164,11 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
         let outputs = parts.iter().map(|(_, output)| output.clone().inner()).collect();
         let gathered = self.replicas.gather(outputs)?.require_grad();
         self.replicas.settle();
-        self.pending = Some(Pending { gathered: gathered.clone(), parts });
-        Ok(gathered)
+        self.passes += 1;
+        let visit = Visit { pass: self.passes, first: self.first.clone() };
+        let output = Dispatch::visited(gathered.clone().into_dispatch(), visit);
+        self.pending = Some(Pending { gathered, parts });
+        Ok(Tensor::from_dispatch(output))
     }
 
     /// Runs backward on all replicas from `loss`, which was computed from the result of [`forward`](Self::forward), and
@@ -161,8 +177,8 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
     /// The loss must be one number of rank 1, as Burn's losses are: reshape it if it has another rank.
     ///
     /// # Errors
-    /// If there was no forward pass before, if `loss` does not depend on its output, or that on a parameter that needs a gradient, or if the system
-    /// refuses a thread; over NCCL also if it cannot add the gradients up, or those of outputs cannot be copied.
+    /// If there was no forward pass before, if `loss` does not depend on its output, or also on that of an earlier one, or the output not on a
+    /// parameter that needs a gradient, or if the system refuses a thread; over NCCL also if it cannot add the gradients up, or those of outputs cannot be copied.
     pub fn backward(&mut self, loss: &Tensor<1>) -> Result<SyncedGradients> {
         let Some(Pending { gathered, parts }) = self.pending.take() else {
             return Err(Error::invalid_argument("there was no forward pass to run backward from")
@@ -174,10 +190,17 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
             )
             .with_remedy("compute it from the model that the closure gets"));
         }
+        self.first.store(u64::MAX, Ordering::Relaxed);
         let gradient = loss.is_tracked().then(|| {
             let mut gradients = loss.backward();
             gathered.grad_remove(&mut gradients).map(|gradient| (gradient, gradients))
         });
+        if self.first.load(Ordering::Relaxed) < self.passes {
+            return Err(Error::invalid_argument(
+                "the loss depends on the output of an earlier forward pass, whose replicas are gone: its gradient would be lost",
+            )
+            .with_remedy("give both inputs to one DataParallel::forward, as a pair; or detach() the earlier output"));
+        }
         let Some((gradient, gradients)) = gradient.flatten() else {
             return Err(Error::invalid_argument(
                 "the loss does not depend on the output of the forward pass",

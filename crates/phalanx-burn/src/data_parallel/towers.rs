@@ -74,7 +74,8 @@ impl<M: Module> TowerGradients<M> {
     }
 
     /// Runs `loss`, a mean over samples, forward and backward on each replica with its part of `input`. Returns the
-    /// mean over all samples, and its gradients, also if the parts have different sizes.
+    /// mean over all samples, and its gradients, also if the parts have different sizes. Gradients end at `input`: layers that compute it are not
+    /// trained.
     ///
     /// # Errors
     /// If `input` has no samples, or a loss does not depend on any parameter that needs a gradient, or the system refuses

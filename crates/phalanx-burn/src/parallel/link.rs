@@ -61,7 +61,7 @@ use crate::tensor_bytes::{self, TensorBytes};
 ///
 /// Clip with [`parallel::clip_grad_norm`](super::clip_grad_norm), and give it the group of the links as `pipeline`. Neither
 /// [`Ddp::clip_grad_norm`](crate::Ddp::clip_grad_norm) nor [`clip_grad_norm`](crate::clip_grad_norm) sees a link: each rank would take the norm
-/// of its layers.
+/// of its layers. Nor does [`Fsdp::clip_grad_norm`](super::fsdp::Fsdp::clip_grad_norm): do not clip units in a chain.
 ///
 /// Links are for chains, in which tensors go from each rank to the next. Backward sends a gradient and waits until it is taken, and each
 /// rank's order is that of its own graph: with a connection that skips ranks, or an output that returns to an earlier rank, ranks may

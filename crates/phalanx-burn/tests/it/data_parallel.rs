@@ -232,6 +232,39 @@ fn a_scope_is_entered_for_each_replica() {
     assert!(entered.lock().iter().all(|times| *times >= 3), "{entered:?}");
 }
 
+/// As of a network with two inputs, whose weights would get the gradients of the second output alone.
+#[test]
+fn a_loss_of_the_outputs_of_two_forward_passes_is_refused() {
+    let mut parallel = DataParallel::new(Mlp::new(&WIDTHS), vec![device(); 2]).unwrap();
+    let [(x, _), (other, _)] = [batch(0), batch(1)];
+    for with_second in [true, false] {
+        let first = parallel.forward(x.clone(), Mlp::forward).unwrap();
+        let second = parallel.forward(other.clone(), Mlp::forward).unwrap();
+        let loss = if with_second { (first - second).powi_scalar(2).mean() } else { first.mean() };
+        let error = parallel.backward(&loss).unwrap_err();
+        assert!(
+            error.is_invalid_argument() && error.to_string().contains("an earlier forward pass"),
+            "{error}"
+        );
+    }
+    // One that is out of the graph is none of the loss.
+    let first = parallel.forward(x.clone(), Mlp::forward).unwrap();
+    let second = parallel.forward(other.clone(), Mlp::forward).unwrap();
+    let gradients = parallel.backward(&(second - first.detach()).powi_scalar(2).mean()).unwrap();
+    assert!(!gradients.is_empty());
+    // Both inputs in one pass, as the error advises.
+    let expected = {
+        let model = parallel.model();
+        let loss = (model.forward(x.clone()) - model.forward(other.clone())).powi_scalar(2).mean();
+        model.layers[0].weight.val().grad(&loss.backward()).unwrap().into_data()
+    };
+    let apart = |model: &Mlp, (x, other)| model.forward(x) - model.forward(other);
+    let output = parallel.forward((x, other), apart).unwrap();
+    let gradients = parallel.backward(&output.powi_scalar(2).mean()).unwrap();
+    let ours = gradients.get::<2>(parallel.model().layers[0].weight.id).unwrap().into_data();
+    ours.assert_approx_eq::<f32>(&expected, burn::tensor::Tolerance::absolute(1e-5));
+}
+
 #[test]
 fn misuse_is_an_error_that_says_so() {
     let model = || Mlp::new(&WIDTHS);

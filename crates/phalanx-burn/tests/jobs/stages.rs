@@ -41,7 +41,11 @@ pub const TESTS: &[(&str, fn())] = &[
             check("pipeline", "kill", transport, DEATH_LIMIT);
         }
     }),
-    ("a_frozen_stage_of_a_pipeline_is_named_by_all", || check("pipeline", "stop", "tcp", SILENCE_LIMIT)),
+    ("a_frozen_stage_of_a_pipeline_is_named_by_all", || {
+        for transport in ["tcp", "shm"] {
+            check("pipeline", "stop", transport, SILENCE_LIMIT);
+        }
+    }),
     ("a_dead_stage_is_named_through_links", || check("link", "kill", "tcp", DEATH_LIMIT)),
     ("a_dead_part_of_a_layer_is_named_by_all", || {
         for transport in ["tcp", "shm"] {
@@ -54,7 +58,12 @@ pub const TESTS: &[(&str, fn())] = &[
             check("sharded backward", "kill", transport, DEATH_LIMIT);
         }
     }),
-    ("a_frozen_rank_of_a_sharded_model_is_named_by_all", || check("sharded", "stop", "tcp", SILENCE_LIMIT)),
+    ("a_frozen_rank_of_a_sharded_model_is_named_by_all", || {
+        for transport in ["tcp", "shm"] {
+            check("sharded", "stop", transport, SILENCE_LIMIT);
+            check("sharded backward", "stop", transport, SILENCE_LIMIT);
+        }
+    }),
     ("a_trace_shows_the_bubbles", a_trace_shows_the_bubbles),
     ("dropout_drops_the_same_when_it_is_repeated", dropout_drops_the_same_when_it_is_repeated),
     (

@@ -150,6 +150,20 @@ fn logs_have_torchruns_layout() {
 }
 
 #[test]
+fn a_restart_whose_logs_cannot_be_made_shows_what_they_would_keep() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = "echo life $TORCHELASTIC_RESTART_COUNT; [ $TORCHELASTIC_RESTART_COUNT = 1 ] && exit 0; \
+                  job=$(echo logs/*); rm -r \"$job\" && touch \"$job\"; exit 3";
+    let mut command = phalanx(&["--max-restarts", "1", "--log-dir", "logs", "--redirects", "3"], script);
+    command.current_dir(folder.path());
+    let output = output(command);
+    let err = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{err}");
+    assert_eq!(text(&output.stdout), "[0] life 1\n", "{err}");
+    assert!(err.contains("the output of rank 0 is shown and not kept: cannot make "), "{err}");
+}
+
+#[test]
 fn with_json_every_line_is_an_object() {
     let script = "echo 'a \"b\"'; echo why >&2; exit 3";
     let output = output(phalanx(&["--log-format", "json", "--max-restarts", "1"], script));

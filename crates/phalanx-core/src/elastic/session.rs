@@ -296,6 +296,10 @@ impl Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
+        if self.me.process != std::process::id() {
+            // It was forked from the worker's process, which is still there.
+            return;
+        }
         self.replica().close();
         // The group ends with the loop, and does not wait for the threads.
         let phase = std::mem::replace(&mut *self.current.phase.lock(), Phase::Waiting);

@@ -11,6 +11,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
+use parking_lot::MutexGuard;
+
 use super::connect::keys_of;
 use super::{Backend, GroupConfig, Identity, ProcessGroup};
 use crate::caller::Caller;
@@ -181,7 +183,7 @@ impl ProcessGroup {
     #[doc(alias("split_group", "MPI_Comm_split"))]
     pub fn split(&self, color: Option<u32>, key: i64) -> Result<Option<Self>> {
         let own = color.map_or(NO_COLOR, i64::from);
-        let mut number = self.inner.children.lock();
+        let mut number = self.next_child()?;
         self.begin()?;
         let records = self.in_call(Caller::Split).exchange_records([own, key])?;
         *number += 1;
@@ -215,7 +217,7 @@ impl ProcessGroup {
     /// The same of these `members`, in ascending order; None on the others, who must call it too. Members need not know that all do: one
     /// that has not called it when this group fails does not come.
     fn aside_among(&self, members: &[Rank], caller: Caller, timeout: Duration) -> Result<Option<Self>> {
-        let mut number = self.inner.children.lock();
+        let mut number = self.next_child()?;
         self.begin()?;
         *number += 1;
         let name = format!("group/{}", *number - 1);
@@ -241,7 +243,7 @@ impl ProcessGroup {
         caller: Caller,
         connected: impl Fn(Rank, Result<Self>) -> Result<()> + Sync,
     ) -> Result<()> {
-        let mut number = self.inner.children.lock();
+        let mut number = self.next_child()?;
         self.begin()?;
         let mut own = Vec::new();
         for pair in pairs {
@@ -317,6 +319,16 @@ impl ProcessGroup {
         self.world_size().ranks().find(|rank| self.inner.config.global(*rank) == global)
     }
 
+    /// The number of the next sub-group. Who has it makes one, and no other thread does meanwhile.
+    fn next_child(&self) -> Result<MutexGuard<'_, u64>> {
+        let children = &self.inner.children;
+        if interrupt::is_checking() {
+            // This thread has it, if the check is made in such a call.
+            return children.try_lock().ok_or_else(interrupt::refused);
+        }
+        Ok(children.lock())
+    }
+
     /// An error if a sorted list is not one of members.
     fn check_list(&self, sorted: &[Rank]) -> Result<()> {
         if sorted.is_empty() {
@@ -332,7 +344,7 @@ impl ProcessGroup {
 
     /// The name of a new sub-group of these `ranks`, after a comparison of all ranks' lists.
     fn agree_on(&self, ranks: &[Rank]) -> Result<String> {
-        let mut number = self.inner.children.lock();
+        let mut number = self.next_child()?;
         self.begin()?;
         let group = self.in_call(Caller::NewGroup);
         let records = group.exchange_records([ranks.len() as i64, digest(ranks)])?;

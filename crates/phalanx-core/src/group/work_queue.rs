@@ -36,6 +36,8 @@ pub(super) struct WorkQueue {
     name: String,
     local: LocalRank,
     worker: Mutex<Option<JoinHandle<()>>>,
+    /// The process that has made it, and not one that was forked from that.
+    process: u32,
 }
 
 struct QueueShared {
@@ -67,7 +69,8 @@ impl WorkQueue {
         };
         let shared =
             Arc::new(QueueShared { state: Mutex::new(state), changed: Condvar::new(), due: Condvar::new() });
-        Self { health, shared, name: format!("phalanx-comm-{rank}"), local, worker: Mutex::new(None) }
+        let (name, worker) = (format!("phalanx-comm-{rank}"), Mutex::new(None));
+        Self { health, shared, name, local, worker, process: std::process::id() }
     }
 
     /// Runs `operation` here, after all operations called before it. If `timeout` ends first, the group fails.
@@ -150,10 +153,7 @@ impl QueueState {
     /// check has returned. A check that waited for its turn, for room in the queue or for its result would wait for ever.
     fn refuse_in_check(&self) -> Result<()> {
         if self.serving != self.next_ticket && interrupt::is_checking() {
-            return Err(Error::invalid_argument(
-                "the check of `interruptible` calls a collective of a group that is in another call",
-            )
-            .with_remedy("let the check set a flag, and make the call when the other one has returned"));
+            return Err(interrupt::refused());
         }
         Ok(())
     }
@@ -162,6 +162,11 @@ impl QueueState {
 impl Drop for WorkQueue {
     /// Lets the worker finish the queued operations: the peers wait for them, and each has a deadline.
     fn drop(&mut self) {
+        if self.process != std::process::id() {
+            // The worker is the parent's, and may have held the lock when this process was forked.
+            std::mem::forget(self.worker.get_mut().take());
+            return;
+        }
         self.shared.state.lock().closed = true;
         self.shared.due.notify_one();
         if let Some(worker) = self.worker.get_mut().take()
@@ -221,5 +226,41 @@ impl QueueShared {
                 let _ = self.with_engine(state, task);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use super::super::{Connected, connect_in_process};
+    use super::*;
+    use crate::rank::Generation;
+    use crate::world_size::WorldSize;
+
+    const LIMIT: Duration = Duration::from_secs(20);
+
+    #[test]
+    fn a_process_that_was_forked_from_a_rank_s_does_not_wait_for_its_operations() {
+        let connected = connect_in_process(WorldSize::ONE).pop().unwrap();
+        let Connected { transport, health, partition, domain, .. } = connected;
+        let (rank, generation, world) = (Rank::MAIN, Generation::default(), WorldSize::ONE);
+        let engine = Engine::new(rank, world, generation, transport, (partition, domain), health);
+        let mut queue = WorkQueue::new(rank, engine, LocalRank { rank: 0, world_size: 1 });
+        let (end, ends) = mpsc::channel::<()>();
+        let operation: Task = Box::new(move |_| {
+            let _ = ends.recv();
+        });
+        queue.submit(&Timeout::new(LIMIT), operation).unwrap();
+        // Of no process.
+        queue.process = 0;
+        let (left, leaves) = mpsc::channel();
+        std::thread::spawn(move || {
+            drop(queue);
+            left.send(()).unwrap();
+        });
+        leaves.recv_timeout(LIMIT).unwrap();
+        drop(end);
     }
 }

@@ -146,7 +146,8 @@ impl JoinGroup {
     /// and return together.
     ///
     /// # Errors
-    /// If `body` fails, which ends the group; if a collective fails; if it is called inside itself; if the ranks' [`JoinOptions`] differ. With
+    /// If `body` fails. This ends the group, as a panic of it does, unless the error [`is_regrouping`](Error::is_regrouping), as that of an elastic
+    /// job's [`commit`](crate::elastic::Context::commit). If a collective fails; if it is called inside itself; if the ranks' [`JoinOptions`] differ. With
     /// [`throw_on_early_termination`](JoinOptions::throw_on_early_termination), on every rank when the first has no
     /// data: the error names that rank, and the group remains usable.
     pub fn join<T>(&self, options: JoinOptions, body: impl FnOnce() -> Result<T>) -> Result<Joined<T>> {
@@ -181,6 +182,7 @@ impl JoinGroup {
             let (elsewhere, uneven_joins) = (elsewhere.clone(), state.uneven_joins);
             *state = JoinState { running: Some(options), elsewhere, uneven_joins, ..JoinState::default() };
         }
+        let _panic = NotedPanic(self);
         let value = {
             let _end = End(&self.state);
             body()
@@ -300,9 +302,12 @@ impl JoinGroup {
         Ok(())
     }
 
-    /// Ends the group with this rank's error: the others must not wait for what it will not do.
+    /// Ends the group with this rank's error: the others must not wait for what it will not do. That workers form a new group is no failure, and
+    /// all ranks hear it in the same call.
     fn ended_by(&self, error: Error) -> Error {
-        self.abort(error.clone());
+        if !error.is_regrouping() {
+            self.abort(error.clone());
+        }
         error
     }
 
@@ -455,6 +460,17 @@ impl Drop for End<'_> {
     fn drop(&mut self) {
         let mut state = self.0.lock();
         (state.running, state.elsewhere) = (None, None);
+    }
+}
+
+/// Ends the group if this rank leaves a `join` by a panic, which a program may catch: the others wait for what it will not do.
+struct NotedPanic<'a>(&'a JoinGroup);
+
+impl Drop for NotedPanic<'_> {
+    fn drop(&mut self) {
+        if let Some(group) = self.0.process_group() {
+            group.note_panic();
+        }
     }
 }
 

@@ -459,8 +459,9 @@ impl Drop for KeepAlive {
             Held::Nothing | Held::File { .. } => {}
             Held::Client { client, .. } => client.close_idle(),
             Held::Host { client, server, rounds } => {
-                // A rank that panics does not wait: the sooner the others notice, the better.
-                let waits = !std::thread::panicking();
+                // A rank that panics does not wait: the sooner the others notice, the better. A process that was forked from rank 0's is not rank 0.
+                let is_own = server.as_ref().is_some_and(TcpStoreServer::is_own);
+                let waits = is_own && !std::thread::panicking();
                 if let Some(rounds) = rounds.take().filter(|_| waits) {
                     // Ranks that are to meet this one again may be here already. If they cannot be told, they lose their connection.
                     let _ = rounds.end(&**client, Deadline::after(FAREWELL_TIMEOUT));

@@ -137,6 +137,8 @@ struct Record {
     /// One moment on both clocks.
     origin: (Instant, SystemTime),
     limit: usize,
+    /// The process that writes, and not one that was forked from that, which has a copy of the events.
+    process: u32,
     /// How many events have come since the beginning.
     noted: Arc<AtomicUsize>,
     log: Mutex<Log>,
@@ -221,8 +223,8 @@ impl Trace {
 
     fn with_limit(path: PathBuf, rank: Rank, limit: usize) -> Self {
         let origin = (Instant::now(), SystemTime::now());
-        let (noted, log) = (Arc::default(), Mutex::default());
-        Self { record: Some(Arc::new(Record { path, rank, origin, limit, noted, log })) }
+        let (process, noted, log) = (std::process::id(), Arc::default(), Mutex::default());
+        Self { record: Some(Arc::new(Record { path, rank, origin, limit, process, noted, log })) }
     }
 
     /// Whether the trace is enabled. Call it before you compute costly names or arguments.
@@ -338,6 +340,9 @@ impl Record {
 
     /// Adds the pending events to the file. Those that could not be added stay.
     fn write(&self, is_last: bool) -> std::io::Result<()> {
+        if self.process != std::process::id() {
+            return Ok(());
+        }
         let (events, left_out) = {
             let mut log = self.log.lock();
             // Not with each flush: the file of a long job, whose trace is full, would grow for ever.

@@ -100,6 +100,17 @@ fn noted(trace: Trace) -> Trace {
 }
 
 #[test]
+fn a_process_that_was_forked_does_not_write_the_events_of_its_parent_once_more() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("step.json");
+    let mut trace = Trace::to_file(&path, Rank::MAIN);
+    // Of no process.
+    Arc::get_mut(trace.record.as_mut().unwrap()).unwrap().process = 0;
+    drop(noted(trace));
+    assert!(!path.exists());
+}
+
+#[test]
 fn what_is_no_file_is_neither_removed_nor_written() {
     let folder = tempfile::tempdir().unwrap();
     // As with PHALANX_TRACE=/dev/null, which root can remove.

@@ -13,8 +13,10 @@ use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 
 use super::frame;
 use super::protocol::{FromLauncher, ToLauncher};
+use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::lines::Lines;
+use crate::reap::{KILL_TIMEOUT, reap};
 
 /// The interval of heartbeats to a launcher.
 pub(super) const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(5);
@@ -200,8 +202,7 @@ impl Drop for Connection {
     fn drop(&mut self) {
         if self.ended.is_none() {
             self.kill();
-            // It was killed, so this wait is short.
-            let _ = self.child.wait();
+            let _ = reap(&mut self.child, Deadline::after(KILL_TIMEOUT));
         }
     }
 }
@@ -265,7 +266,6 @@ mod tests {
     use std::sync::mpsc::sync_channel;
 
     use super::*;
-    use crate::deadline::Deadline;
     use crate::poll::wake_pipe;
 
     #[test]

@@ -80,6 +80,9 @@ const SSH_ERRORS: [(&str, &str, &str); 14] = [
 
 /// What ssh says of its connection where another program, for a jump host another ssh, makes it, and that one has failed.
 const OF_A_PROXY: &str = "unknown port 65535";
+/// What ssh says of a server that closes the connection before it has said what it is. Where another program makes the connection, ssh says it
+/// of that program, too.
+const CLOSED_EARLY: &str = "_exchange_identification: ";
 /// How a line begins that tells what a jump host, which was reached, has met.
 const FROM_A_JUMP_HOST: &str = "channel ";
 
@@ -161,6 +164,17 @@ impl LostConnection<'_> {
                     .with_remedy(remedy.replace("HOST", host)),
             };
         }
+        if !self.was_up && !self.is_srun && !is_of_shell && self.is_turned_away() {
+            let (who, whose) = match self.line_with(OF_A_PROXY) {
+                Some(_) => ("its jump host (ProxyJump) closes", "JUMP_HOST"),
+                None => ("it closes", *host),
+            };
+            let cause = format!("{host}: {who} the connection before ssh begins");
+            return self.error_saying(cause, self.line_with(CLOSED_EARLY)).with_remedy(format!(
+                "if `ssh {whose} true` works, sshd there turns away some of many connections that begin at the same moment: raise MaxStartups \
+                 in its sshd_config"
+            ));
+        }
         match self.code {
             // The shell's exit codes for a program that does not exist, or cannot be executed.
             Some(code @ (126 | 127)) if !self.was_up => {
@@ -182,6 +196,12 @@ impl LostConnection<'_> {
                     false => format!("does `{shell} {host} phalanx --version` work?"),
                 }),
         }
+    }
+
+    /// Whether a server has closed the connection before ssh began.
+    fn is_turned_away(&self) -> bool {
+        let said = self.lines().filter(|line| line.contains(CLOSED_EARLY)).count();
+        said > usize::from(self.line_with(OF_A_PROXY).is_some())
     }
 
     /// The lines of ssh or srun.
@@ -305,6 +325,22 @@ mod tests {
             );
             assert!(error.contains(said.lines().next().unwrap()) && !error.contains("UNKNOWN"), "{error}");
         }
+    }
+
+    #[test]
+    fn a_server_that_turns_many_connections_away_is_told_from_a_program_that_is_missing() {
+        let closed = "kex_exchange_identification: read: Connection reset by peer\nConnection reset by 192.0.2.9 port 22";
+        let end = "kex_exchange_identification: Connection closed by remote host\nConnection closed by UNKNOWN port 65535";
+        let error = |said: &str| broken(255, said, false).error().to_string();
+        let (direct, jump) = (error(closed), error(&format!("{closed}\n{end}")));
+        assert!(direct.contains("node7: it closes") && direct.contains("`ssh node7 true` works"), "{direct}");
+        assert!(
+            jump.contains("jump host (ProxyJump) closes") && jump.contains("ssh JUMP_HOST true"),
+            "{jump}"
+        );
+        assert!([&direct, &jump].iter().all(|error| error.contains("MaxStartups")));
+        let missing = error(&format!("/bin/sh: 1: nc: not found\n{end}"));
+        assert!(!missing.contains("MaxStartups"), "{missing}");
     }
 
     #[test]

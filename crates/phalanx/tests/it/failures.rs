@@ -179,6 +179,37 @@ fn a_check_that_calls_the_group_in_which_its_thread_waits_is_refused() {
     }
 }
 
+#[test]
+fn a_check_that_makes_a_group_where_its_thread_makes_one_is_refused() {
+    static WAITING: Mutex<Option<ProcessGroup>> = Mutex::new(None);
+    static REFUSED: Mutex<Option<Error>> = Mutex::new(None);
+    const BOTH: [Rank; 2] = [Rank::MAIN, Rank::new(1)];
+    fn makes_one() -> phalanx::Result<()> {
+        if let Some(group) = WAITING.lock().unwrap().take() {
+            *REFUSED.lock().unwrap() = group.new_group(&BOTH).err();
+        }
+        Ok(())
+    }
+    run(2, Fabric::InProcess, |group| {
+        if group.rank().is_main() {
+            *WAITING.lock().unwrap() = Some(group.clone());
+            interruptible(makes_one, || group.new_group(&BOTH)).unwrap();
+            return;
+        }
+        let start = Instant::now();
+        let error = loop {
+            if let Some(error) = REFUSED.lock().unwrap().take() {
+                break error;
+            }
+            assert!(start.elapsed() < WAIT_LIMIT, "the check waits");
+            std::thread::sleep(Duration::from_millis(1));
+        };
+        assert!(error.is_invalid_argument() && error.to_string().contains("set a flag"), "{error}");
+        // The call in which the check was made goes on.
+        group.new_group(&BOTH).unwrap();
+    });
+}
+
 /// A group that has no memory for buffers.
 struct Poor(ProcessGroup);
 
@@ -366,7 +397,8 @@ fn a_missing_call_times_out_with_the_name_of_the_missing_rank() {
         let errors = run(2, fabric, |group| {
             let hasty = group.with_timeout(Duration::from_millis(200));
             if group.rank().is_main() {
-                return Some(hasty.all_reduce(&mut [0f32], ReduceOp::Sum).unwrap_err());
+                let call = |hasty: &ProcessGroup| hasty.all_reduce(&mut [0f32], ReduceOp::Sum).unwrap_err();
+                return Some(within(WAIT_LIMIT, &hasty, call));
             }
             while group.failure().is_none() {
                 std::thread::yield_now();

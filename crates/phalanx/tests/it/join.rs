@@ -1,5 +1,6 @@
 //! Ranks with unequal amounts of data.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use phalanx::join::{JoinGroup, JoinOptions};
@@ -216,6 +217,40 @@ fn a_failure_of_one_rank_s_body_reaches_all() {
             .to_string()
     });
     assert!(errors.iter().all(|error| error.contains("the disk is full")), "{errors:?}");
+}
+
+#[test]
+fn a_panic_of_one_rank_s_body_that_its_program_catches_reaches_all() {
+    let errors = run(2, Fabric::InProcess, |group| {
+        let joining = JoinGroup::new(group.clone());
+        let joined = catch_unwind(AssertUnwindSafe(|| {
+            joining.join(JoinOptions::default(), || {
+                assert!(!group.rank().is_main(), "a test");
+                joining.step()
+            })
+        }));
+        assert_eq!(joined.is_err(), group.rank().is_main());
+        group.barrier().unwrap_err().to_string()
+    });
+    assert!(errors.iter().all(|error| error.contains("rank 0 panicked")), "{errors:?}");
+}
+
+#[test]
+fn that_workers_form_a_new_group_ends_the_join_and_not_the_group() {
+    run(2, Fabric::InProcess, |group| {
+        let joining = JoinGroup::new(group.clone());
+        let error = joining
+            .join(JoinOptions::default(), || {
+                joining.step()?;
+                // As a commit of an elastic job, on all ranks.
+                group.barrier()?;
+                Err::<(), _>(Error::regrouping("workers have come, and all form a new group"))
+            })
+            .unwrap_err();
+        assert!(error.is_regrouping(), "{error}");
+        assert!(group.failure().is_none(), "{:?}", group.failure());
+        assert_eq!(combine(&joining, 1i64, ReduceOp::Sum).unwrap(), 2);
+    });
 }
 
 #[test]

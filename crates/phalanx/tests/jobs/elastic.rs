@@ -35,6 +35,7 @@ pub const TESTS: &[(&str, fn())] = &[
         "an_error_of_its_own_ends_one_worker_of_a_sub_group",
         an_error_of_its_own_ends_one_worker_of_a_sub_group,
     ),
+    ("an_abort_an_exit_code_and_a_panic_end_one_worker", an_abort_an_exit_code_and_a_panic_end_one_worker),
     ("a_save_that_failed_is_never_taken_for_a_commit", a_save_that_failed_is_never_taken_for_a_commit),
     ("too_few_workers_end_the_job_with_the_first_failure", too_few_workers_end_the_job),
     ("the_reset_limit_ends_the_job", the_reset_limit_ends_the_job),
@@ -143,6 +144,9 @@ fn train(
                     return Err(Error::invalid_argument("a sample that cannot be read"));
                 }
                 ("torn", 50) => return Err(torn(context, group)),
+                ("aborts", 48) => std::process::abort(),
+                ("exits", 48) => std::process::exit(3),
+                ("panics", 48) => panic!("a sample that cannot be read"),
                 _ => {}
             }
         }
@@ -402,21 +406,31 @@ fn a_frozen_worker_is_left_behind() {
 }
 
 fn an_error_of_its_own_ends_one_worker() {
-    one_worker_ends("unlucky");
+    says_why(&one_worker_ends("unlucky"));
 }
 
 /// Which it leaves before the others learn that it is gone.
 fn an_error_of_its_own_ends_one_worker_of_a_sub_group() {
-    one_worker_ends("part");
+    says_why(&one_worker_ends("part"));
 }
 
-fn one_worker_ends(scenario: &str) {
+fn an_abort_an_exit_code_and_a_panic_end_one_worker() {
+    one_worker_ends("aborts");
+    one_worker_ends("exits");
+    says_why(&one_worker_ends("panics"));
+}
+
+fn one_worker_ends(scenario: &str) -> Seen {
     let (report, seen) = watch(elastic(scenario, 3, 2, 1), |seen| seen.all_are_in([1, 2, 1]));
     succeeded(&report, &seen);
     assert_eq!(seen.lost.len(), 1);
-    assert!(seen.stderr.contains("a sample that cannot be read"), "{}", seen.stderr);
     assert!(seen.pids[&1].len() == 2 && seen.pids[&0].len() == 1, "{:?}", seen.pids);
     seen.check();
+    seen
+}
+
+fn says_why(seen: &Seen) {
+    assert!(seen.stderr.contains("a sample that cannot be read"), "{}", seen.stderr);
 }
 
 fn a_save_that_failed_is_never_taken_for_a_commit() {

@@ -112,6 +112,32 @@ fn a_hook_that_is_registered_again_after_a_change_of_the_group_goes_on() {
 }
 
 #[test]
+fn a_hook_goes_on_for_the_same_parameters_when_another_is_frozen() {
+    let start = floats(&Training::new(Rule::sgd(0.9)).model.store);
+    let factors = |training: &Training| {
+        let mut parts = Parts::default();
+        training.state.save(&mut parts).unwrap();
+        let of = |name: &str| Some(parts.elements(&format!("hook.factors.{name}")).ok()?.into_owned());
+        ["0.weight", "1.weight"].map(of)
+    };
+    run(2, |group| {
+        let mut training = compressed(&start, &group);
+        training.train(0..8);
+        let before = factors(&training);
+        assert!(before.iter().all(Option::is_some));
+        let _frozen = training.model.layers[0].ws.set_requires_grad(false);
+        // The parameters behind it get other numbers.
+        let state = training.state.with_options(DdpOptions::default()).unwrap();
+        training = Training { state, ..training };
+        let [of_frozen, after] = factors(&training);
+        assert!(of_frozen.is_none() && after == before[1]);
+        training.state.ddp.register_comm_hook(power_sgd()).unwrap();
+        training.train(8..12);
+        assert!(training.state.ddp.replicas_identical().unwrap());
+    });
+}
+
+#[test]
 fn training_without_a_hook_that_was_registered_before_the_group_changed_is_refused() {
     let start = floats(&Training::new(Rule::sgd(0.9)).model.store);
     let refused = |training: &mut Training| {

@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Fsdp;
 use super::layout::FlatLayout;
+use super::units::whole_name;
 use crate::optimizer::{Key, OptimizerState, unknown};
 use crate::parameters::{self, Parameter, Select};
 use crate::state::model::{self, Entry};
@@ -56,8 +57,8 @@ fn rest_of(name: &str) -> String {
 impl<M: Module> Fsdp<M> {
     /// Adds this rank's shards and their part of the state of `optimizer` to a sharded checkpoint, under names that begin with `name`:
     /// every rank calls it in [`save_sharded`](phalanx::checkpoint::Checkpoints::save_sharded). Nothing is gathered. Each unit is one
-    /// tensor of one dimension, with all its parameters in their order, and so is each tensor of the state of a parameter. Rank 0 adds what
-    /// is in no unit. What is frozen inside a unit that is trained is not saved, but compared:
+    /// tensor of one dimension, with all its parameters in their order, and so is each tensor of the state of a parameter, also of one that is frozen
+    /// by now. Rank 0 adds what is in no unit. What is frozen inside a unit that is trained is not saved, but compared:
     /// [`FullySharded::new`](super::FullySharded::new) must get it.
     ///
     /// ```
@@ -84,8 +85,9 @@ impl<M: Module> Fsdp<M> {
     /// [`backward_no_sync`](Self::backward_no_sync) would be missing; or as [`Snapshot::slice`].
     pub fn save(&self, optimizer: &ModuleOptimizer, snapshot: &mut Snapshot, name: &str) -> Result<()> {
         self.ddp.check_nothing_held()?;
-        let state = OptimizerState::of(optimizer, self.ddp.parameters())?;
-        state.check_types(optimizer, self.ddp.parameters())?;
+        let all = self.all_pieces()?;
+        let state = OptimizerState::of(optimizer, &all)?;
+        state.check_types(optimizer, &all)?;
         let OptimizerState { tensors, scalars, paths: _ } = state;
         // Replicas have the same.
         if self.exchanges.replicas.rank() != Rank::MAIN {
@@ -94,9 +96,7 @@ impl<M: Module> Fsdp<M> {
         self.ddp.settle_buffers();
         let rank = self.exchanges.rank();
         if rank == 0 {
-            let tensors = tensors.iter().map(|(key, layout, _)| Ok((self.saved_key(key)?, layout.dtype)));
-            let scalars = scalars.into_iter().map(|(key, scalar)| Ok((self.saved_key(&key)?, scalar)));
-            let (tensors, scalars) = (tensors.collect::<Result<_>>()?, scalars.collect::<Result<_>>()?);
+            let tensors = tensors.iter().map(|(key, layout, _)| (key.clone(), layout.dtype)).collect();
             snapshot.value(&state_of(name), &StateIndex { tensors, scalars })?;
             let (tensors, scalars, paths) = Default::default();
             let index = Index { tensors, scalars, paths, units: self.entries()?, frozen: self.frozen()? };
@@ -123,7 +123,7 @@ impl<M: Module> Fsdp<M> {
             add(snapshot, &format!("{name}.{shard}"), unit.dtype, (unit.elements, own), row)?;
         }
         tensors.into_iter().try_for_each(|(key, layout, elements)| {
-            let (unit, index) = self.trained(key.index)?;
+            let (unit, index) = self.place(key.index)?;
             if layout.shape != [unit.piece_elements(index, rank)] {
                 return Err(Error::invalid_argument(format!(
                     "the optimizer keeps `{}` of shape {:?} for a shard of {} elements: its state cannot be divided",
@@ -166,15 +166,13 @@ impl<M: Module> Fsdp<M> {
         }
         let is_of_each = saved.part_names().any(|part| part == state_of(name));
         let index = if is_of_each { saved.value(&state_of(name))? } else { StateIndex { tensors, scalars } };
-        // What has a state may be frozen here.
-        let has_state = !index.tensors.is_empty() || !index.scalars.is_empty();
-        let begun = Begun::after(saved.step()).unless(has_state);
+        let all = self.all_pieces()?;
         let state = match is_of_each {
-            true => self.state(saved, name, index)?,
-            false => self.state_of_units(saved, name, index)?,
+            true => self.state(saved, name, index, &all)?,
+            false => self.state_of_units(saved, name, index, &all)?,
         };
-        fit::check(optimizer, (self.model(), self.ddp.parameters()), &state.index(), begun)?;
-        let loaded = state.load(optimizer, self.ddp.parameters())?;
+        fit::check(optimizer, (self.model(), &all), &state.index(), Begun::after(saved.step()))?;
+        let loaded = state.load(optimizer, &all)?;
         let places = self.pieces();
         let mut pieces = Vec::new();
         for piece in 0..places.len() {
@@ -208,16 +206,12 @@ impl<M: Module> Fsdp<M> {
         saved: &Saved,
         name: &str,
         StateIndex { tensors, scalars }: StateIndex,
+        all: &[Parameter],
     ) -> Result<OptimizerState> {
         let rank = self.exchanges.rank();
-        let mut trained_scalars = Vec::new();
-        for (key, scalar) in scalars {
-            trained_scalars.extend(self.loaded_key(&key)?.map(|key| (key, scalar)));
-        }
-        let mut state = self.without_tensors(trained_scalars);
+        let mut state = without_tensors(scalars, all);
         for (key, dtype) in tensors {
-            let Some(key) = self.loaded_key(&key)? else { continue };
-            let (unit, index) = self.trained(key.index)?;
+            let (unit, index) = self.place(key.index)?;
             let elements = read(saved, &self.field(name, &key)?, dtype, part(&unit, index, rank))?;
             state.tensors.push(tensor(key, dtype, elements, unit.piece_elements(index, rank)));
         }
@@ -230,6 +224,7 @@ impl<M: Module> Fsdp<M> {
         saved: &Saved,
         name: &str,
         StateIndex { tensors, scalars }: StateIndex,
+        all: &[Parameter],
     ) -> Result<OptimizerState> {
         let rank = self.exchanges.rank();
         let (mut pieces, mut tensors_of) = (Vec::new(), Vec::new());
@@ -255,15 +250,7 @@ impl<M: Module> Fsdp<M> {
                 tensors_of.push(tensor(key, dtype, elements, unit.piece_elements(index, rank)));
             }
         }
-        Ok(OptimizerState { tensors: tensors_of, ..self.without_tensors(pieces) })
-    }
-
-    fn without_tensors(&self, scalars: Vec<(Key, Scalar)>) -> OptimizerState {
-        let known: HashSet<usize> = scalars.iter().map(|(key, _)| key.index).collect();
-        let parameters = self.ddp.parameters().iter().enumerate();
-        let paths = parameters.filter(|(index, _)| known.contains(index));
-        let paths = paths.map(|(index, parameter)| (index, parameter.name.clone())).collect();
-        OptimizerState { tensors: Vec::new(), scalars, paths }
+        Ok(OptimizerState { tensors: tensors_of, ..without_tensors(pieces, all) })
     }
 
     /// The parameters of all units, with the names of their units before them.
@@ -314,41 +301,37 @@ impl<M: Module> Fsdp<M> {
         Err(unknown(piece))
     }
 
-    /// The same for a parameter of the optimizer by its number.
-    fn trained(&self, parameter: usize) -> Result<(Arc<FlatLayout>, usize)> {
-        for (number, _) in &self.order {
-            let unit = self.layout(*number)?;
-            if let Some(&first) = self.parameters.get(number)
-                && let Some(index) =
-                    parameter.checked_sub(first).filter(|index| *index < unit.parameters.len())
-            {
-                return Ok((unit, index));
+    /// The name of the shard of a piece by its number, and the parameter that it is of.
+    fn parameter(&self, piece: usize) -> Result<(&str, Parameter)> {
+        let (unit, index) = self.place(piece)?;
+        let shard = self.order.iter().find(|(number, _)| *number == unit.unit);
+        let (Some((_, shard)), Some(parameter)) = (shard, unit.parameters.get(index)) else {
+            return Err(unknown(piece));
+        };
+        Ok((shard.as_str(), parameter.clone()))
+    }
+
+    /// The pieces of all units by their numbers, under the names that an optimizer sees. It may have a state of one that is frozen by now.
+    fn all_pieces(&self) -> Result<Vec<Parameter>> {
+        let places = self.pieces();
+        let mut all: Vec<Parameter> = Vec::with_capacity(places.len());
+        for tensor in self.ddp.state() {
+            // Of several places, the first.
+            if places.get(&tensor.id) == Some(&all.len()) {
+                let (shard, parameter) = self.parameter(all.len())?;
+                all.push(Parameter { name: whole_name(shard, &parameter), ..tensor.clone() });
             }
         }
-        Err(unknown(parameter))
+        Ok(all)
     }
 
-    /// `key`, whose index is a parameter of the optimizer, with the number of that among the parameters of all units.
-    fn saved_key(&self, key: &Key) -> Result<Key> {
-        let (trained, index) = self.trained(key.index)?;
-        let mut before = 0;
-        for (number, _) in self.order.iter().take_while(|(number, _)| *number != trained.unit) {
-            before += self.layout(*number)?.parameters.len();
-        }
-        Ok(Key { index: before + index, field: key.field.clone() })
-    }
-
-    /// The reverse; none if the parameter is frozen here, and so has no state.
-    fn loaded_key(&self, key: &Key) -> Result<Option<Key>> {
-        let (unit, index) = self.place(key.index)?;
-        let first = self.parameters.get(&unit.unit);
-        Ok(first.map(|first| Key { index: first + index, field: key.field.clone() }))
-    }
-
-    /// The number of the first parameter of a unit that is trained, by its place in the model's order.
+    /// The number of the first piece of a unit, by the unit's place in the model's order.
     fn unit(&self, place: usize) -> Result<(usize, Arc<FlatLayout>)> {
+        let mut first = 0;
+        for (number, _) in self.order.iter().take(place) {
+            first += self.layout(*number)?.parameters.len();
+        }
         let (number, _) = self.order.get(place).ok_or_else(|| unknown(place))?;
-        let first = self.parameters.get(number).copied().ok_or_else(|| unknown(place))?;
         Ok((first, self.layout(*number)?))
     }
 
@@ -358,13 +341,17 @@ impl<M: Module> Fsdp<M> {
 
     /// What a field of a parameter's state is called.
     fn field(&self, name: &str, key: &Key) -> Result<String> {
-        let (unit, index) = self.trained(key.index)?;
-        let shard = self.order.iter().find(|(number, _)| *number == unit.unit);
-        let (Some((_, shard)), Some(parameter)) = (shard, unit.parameters.get(index)) else {
-            return Err(unknown(key.index));
-        };
+        let (shard, parameter) = self.parameter(key.index)?;
         Ok(format!("{name}.{shard}.{}.{}", parameter.name, key.field))
     }
+}
+
+/// A state of `all` pieces that has these numbers alone.
+fn without_tensors(scalars: Vec<(Key, Scalar)>, all: &[Parameter]) -> OptimizerState {
+    let known: HashSet<usize> = scalars.iter().map(|(key, _)| key.index).collect();
+    let paths = all.iter().enumerate().filter(|(index, _)| known.contains(index));
+    let paths = paths.map(|(index, piece)| (index, piece.name.clone())).collect();
+    OptimizerState { tensors: Vec::new(), scalars, paths }
 }
 
 /// The elements of a parameter, and those that `rank` has.

@@ -258,8 +258,10 @@ impl<M: Module + 'static> FullySharded<M> {
         let Unit { exchanges, layout, .. } = &*self.unit;
         exchanges.check()?;
         let shard = (layout.clone(), self.constants());
+        // It may have been frozen or unfrozen since it was made.
+        let is_trained = self.shard.iter().any(|piece| piece.is_require_grad());
         self.unit
-            .whole(&shard, None, Vec::new(), Role::Apart)
+            .whole(&shard, None, Vec::new(), Role::Apart(is_trained))
             .inspect_err(|error| exchanges.fail(error.clone()))
     }
 }

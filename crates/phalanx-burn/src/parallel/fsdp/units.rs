@@ -57,7 +57,7 @@ impl Units {
                 .with_remedy("freeze parameters before FullySharded::new, or freeze the whole unit"));
             }
         }
-        refuse_shared(&order, state, exchanges)?;
+        refuse_shared(&order, &is_unit_trained, state, exchanges)?;
         let rest =
             inventory.compared().into_iter().filter(|tensor| !known.contains_key(&tensor.id)).collect();
         let numbers = known.into_iter().filter(|(_, unit)| seen.contains(unit)).collect();
@@ -72,7 +72,12 @@ impl Units {
 }
 
 /// An error if a parameter that is trained stands in two units, or in one and outside of units: each would train it for itself.
-fn refuse_shared(order: &[(usize, String)], state: &[Parameter], exchanges: &Exchanges) -> Result<()> {
+fn refuse_shared(
+    order: &[(usize, String)],
+    is_unit_trained: &HashMap<usize, bool>,
+    state: &[Parameter],
+    exchanges: &Exchanges,
+) -> Result<()> {
     let mut places: HashMap<ParamId, (String, bool)> = HashMap::new();
     let mut note = |id: ParamId, place: String, is_trained: bool| {
         match places.get(&id) {
@@ -92,8 +97,10 @@ fn refuse_shared(order: &[(usize, String)], state: &[Parameter], exchanges: &Exc
     };
     for (number, name) in order {
         let Some(unit) = exchanges.unit(*number) else { continue };
+        // It may have been frozen or unfrozen since it was made.
+        let is_trained = is_unit_trained.get(number) == Some(&true);
         for parameter in &unit.parameters {
-            note(parameter.id, whole_name(name, parameter), unit.is_trained)?;
+            note(parameter.id, whole_name(name, parameter), is_trained)?;
         }
     }
     state.iter().try_for_each(|tensor| note(tensor.id, tensor.name.clone(), false))

@@ -24,8 +24,8 @@ pub(super) enum Role {
     Leaf(Arc<Collector>),
     /// Results of the anchor, which comes from the shard; their gradients go to the collector.
     Behind(Box<Tensor<1>>, Arc<Collector>),
-    /// Parameters as any others, in memory of their own.
-    Apart,
+    /// Parameters as any others, in memory of their own, and whether they need a gradient.
+    Apart(bool),
 }
 
 /// Gives a hollow module its parameters.
@@ -57,7 +57,7 @@ impl<'a> Whole<'a> {
         let tensor = match self.parts.get_mut(index).and_then(Option::take) {
             Some(part) => {
                 let data: TensorData = match self.role {
-                    Role::Apart => tensor_bytes::tensor_data(part.as_bytes(), shape, dtype),
+                    Role::Apart(_) => tensor_bytes::tensor_data(part.as_bytes(), shape, dtype),
                     Role::Constant | Role::Leaf(_) | Role::Behind(..) => {
                         view::tensor_data((part, self.counted.clone()), shape, dtype)
                     }
@@ -79,8 +79,8 @@ impl<'a> Whole<'a> {
                 let anchor = Tensor::clone(anchor).into_dispatch();
                 Tensor::from_dispatch(Dispatch::attached(tensor.into_dispatch(), anchor, target(collector)))
             }
-            Role::Apart if self.device.is_autodiff() && self.layout.is_trained => tensor.require_grad(),
-            Role::Apart => tensor,
+            Role::Apart(is_trained) if *is_trained && self.device.is_autodiff() => tensor.require_grad(),
+            Role::Apart(_) => tensor,
         }
     }
 }
@@ -100,7 +100,12 @@ impl ModuleMapper for Whole<'_> {
                 tensor
             }
         };
-        Param::from_mapped_value(id, tensor, mapper)
+        let param = Param::from_mapped_value(id, tensor, mapper);
+        match self.role {
+            // Also what `Module::train` gives back.
+            Role::Apart(is_trained) if self.device.is_autodiff() => param.set_require_grad(is_trained),
+            Role::Apart(_) | Role::Constant | Role::Leaf(_) | Role::Behind(..) => param,
+        }
     }
 }
 

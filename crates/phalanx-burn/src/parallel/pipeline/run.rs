@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use burn::backend::Dispatch;
-use burn::module::Module;
+use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{Device, Tensor, TensorData};
 use phalanx::pipeline::{Action, Pass, Plan};
 use phalanx::trace::{Trace, Track};
@@ -113,16 +113,21 @@ impl<'a, S: Stage<D>, const D: usize> Run<'a, S, D> {
         // If backward follows at once, there is nothing to save.
         let follows = next.is_some_and(|next| (next.stage, next.microbatch) == (stage, microbatch));
         let again = self.pipeline.recomputation.is_some() && !follows;
-        let kept = if again { data.clone() } else { None };
-        let (root, hidden) = self.pass(action, data)?;
-        match hidden {
-            Some(hidden) => {
+        let (held, output) = match again {
+            true => (Held::Input(data.clone()), self.first_pass(action, data)?),
+            false => {
+                let (root, hidden) = self.pass(action, data)?;
+                let output = hidden.map_or_else(|| StageOutput::Loss(root.loss.clone()), StageOutput::Hidden);
+                (Held::Graph(Box::new(root)), output)
+            }
+        };
+        match output {
+            StageOutput::Hidden(hidden) => {
                 let (inputs, arrived) = (&mut self.pipeline.inputs, &self.inbox.arrived);
                 self.outbox.pass_on(action, hidden, &self.plan, inputs, arrived)?;
             }
-            None => self.loss += root.loss.clone().detach().number()?,
+            StageOutput::Loss(loss) => self.loss += loss.detach().number()?,
         }
-        let held = if again { Held::Input(kept) } else { Held::Graph(Box::new(root)) };
         self.held.insert((stage, microbatch), held);
         self.worked("forward", action, began);
         Ok(())
@@ -160,12 +165,36 @@ impl<'a, S: Stage<D>, const D: usize> Run<'a, S, D> {
         Ok(gradients)
     }
 
-    /// The forward pass of a stage, also if it is repeated: from where backward runs, and what the next stage takes.
-    fn pass(&mut self, action: Action, data: Option<TensorData>) -> Result<(Root, Option<Tensor<D>>)> {
-        let Action { stage, microbatch, .. } = action;
+    /// Lets a pass draw the same when it is repeated.
+    fn seed_device(&self, Action { stage, microbatch, .. }: Action) {
         if let Some(seed) = self.seed {
             self.device.seed(mixed([seed, stage as u64, microbatch as u64]));
         }
+    }
+
+    /// The forward pass of a stage that will be repeated. It has no graph: Burn would keep that, with all activations, until the next backward pass
+    /// of the stage, although nobody has it any more.
+    fn first_pass(&mut self, action: Action, data: Option<TensorData>) -> Result<StageOutput<D>> {
+        let Action { stage, microbatch, .. } = action;
+        self.seed_device(action);
+        let input = data.map(|data| {
+            let dtype = data.dtype();
+            Tensor::<D>::from_data(data, (&self.device, dtype))
+        });
+        let (place, batch) = (stage / self.plan.ranks(), &self.batches[microbatch]);
+        let output = self.ddp.forward_with(|stages, _, _| {
+            Module::map(stages[place].clone(), &mut WithoutGraph).forward(input, batch)
+        })?;
+        Ok(match output.checked(stage, self.plan.stages())? {
+            StageOutput::Loss(loss) => StageOutput::Loss(loss / self.plan.microbatches() as f64),
+            hidden @ StageOutput::Hidden(_) => hidden,
+        })
+    }
+
+    /// The forward pass of a stage, also if it is repeated: from where backward runs, and what the next stage takes.
+    fn pass(&mut self, action: Action, data: Option<TensorData>) -> Result<(Root, Option<Tensor<D>>)> {
+        let Action { stage, microbatch, .. } = action;
+        self.seed_device(action);
         let input = data.map(|data| self.input(stage, microbatch, data));
         let (place, batch) = (stage / self.plan.ranks(), &self.batches[microbatch]);
         let output = self.ddp.forward(|stages| stages[place].forward(input, batch))?;
@@ -250,5 +279,14 @@ impl<'a, S: Stage<D>, const D: usize> Run<'a, S, D> {
         let sum = |place: usize| all.iter().skip(place).step_by(own.len()).sum::<f64>();
         let longest = all.iter().skip(2).step_by(own.len()).copied().fold(0.0, f64::max);
         Ok((sum(0), 1.0 - sum(1) / (longest * self.plan.ranks() as f64)))
+    }
+}
+
+/// Takes parameters out of the graph.
+struct WithoutGraph;
+
+impl ModuleMapper for WithoutGraph {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|tensor| tensor.set_require_grad(false))
     }
 }

@@ -1,6 +1,6 @@
 //! A pipeline's loss and gradients are those of one process.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
@@ -563,6 +563,41 @@ fn a_stage_that_computes_without_its_input_is_an_error_on_every_rank() {
     let mut ddp = Ddp::new(vec![stage(false), stage(true)], &alone()).unwrap();
     let error = pipeline.train(&mut ddp, &[false, true]).unwrap_err().to_string();
     assert!(error.contains(cause), "{error}");
+}
+
+/// Notes of each pass of a micro-batch whether it has a graph.
+#[derive(Module, Debug)]
+struct Noting {
+    layer: Linear,
+}
+
+impl Stage<2> for Noting {
+    type Batch = RefCell<Vec<bool>>;
+
+    fn forward(&self, _: Option<Tensor<2>>, has_graph: &Self::Batch) -> StageOutput<2> {
+        let x = self.layer.forward(Tensor::ones([1, 2], &device()));
+        has_graph.borrow_mut().push(x.is_tracked());
+        StageOutput::Loss(x.sum())
+    }
+}
+
+/// Burn keeps a graph that was given up, with all activations, until a backward pass.
+#[test]
+fn a_pass_that_is_repeated_has_no_graph_the_first_time() {
+    for world in [1, 2] {
+        run(world, |data| {
+            let mut pipeline = Pipeline::new(&alone(), Schedule::GPipe, 4).unwrap().with_recomputation(1);
+            let layer = LinearConfig::new(2, 2).with_bias(false).init(&device());
+            let mut ddp = Ddp::new(vec![Noting { layer }], &data).unwrap();
+            let batches = vec![RefCell::new(Vec::new()); 4];
+            let step = pipeline.train(&mut ddp, &batches).unwrap();
+            // Backward may follow the last pass at once.
+            for has_graph in &batches[..2] {
+                assert_eq!(*has_graph.borrow(), [false, true], "world of {world}");
+            }
+            assert_eq!(gradients_for(ddp.model(), &step.gradients), [[1.0; 4]]);
+        });
+    }
 }
 
 /// Gives one row more each time that it computes a micro-batch.

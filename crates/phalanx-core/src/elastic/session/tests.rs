@@ -126,6 +126,19 @@ fn a_death_that_a_worker_has_read_is_not_told_again() {
 }
 
 #[test]
+fn a_process_that_was_forked_from_a_worker_s_does_not_tell_its_end() {
+    let store: SharedStore = Arc::new(MemoryStore::new());
+    // The first two entries are theirs.
+    let [first, mut second] = [0, 1].map(|slot| session(&store, slot));
+    // Of no process.
+    second.me.process = 0;
+    drop(second);
+    assert!(!store.check(&["log/2"], limit()).unwrap());
+    drop(first);
+    assert!(store.check(&["log/2"], limit()).unwrap());
+}
+
+#[test]
 fn that_a_round_cannot_be_used_is_told_once_however_many_entries_follow() {
     let store: SharedStore = Arc::new(MemoryStore::new());
     let current = CurrentRound::new(Arc::clone(&store), "here");
@@ -151,7 +164,7 @@ fn session(store: &SharedStore, slot: u32) -> Session {
     let mut session = Session {
         participant,
         current,
-        me: worker(WorkerId(0), slot, 1),
+        me: worker(WorkerId(0), slot, std::process::id()),
         interface: Ipv4Addr::LOCALHOST.into(),
         credentials: Credentials::default(),
         settings: Settings { min: 2, max: 2, reset_limit: None },

@@ -48,6 +48,8 @@ pub(super) struct Messages {
     shared: Arc<Shared>,
     local: LocalRank,
     worker: Mutex<Option<JoinHandle<()>>>,
+    /// The process that has made it, and not one that was forked from that.
+    process: u32,
 }
 
 /// What callers and the worker share.
@@ -103,7 +105,8 @@ impl Messages {
             poke: OnceLock::new(),
             _goodbye: goodbye,
         };
-        Self { shared: Arc::new(shared), local, worker: Mutex::new(None) }
+        let (shared, worker) = (Arc::new(shared), Mutex::new(None));
+        Self { shared, local, worker, process: std::process::id() }
     }
 
     /// Sends a message of these `parts` from the caller's thread and memory; returns when all of it has been sent.
@@ -200,6 +203,11 @@ impl Messages {
 impl Drop for Messages {
     /// Lets the worker finish its operations: the peers wait for them, and every message has a deadline.
     fn drop(&mut self) {
+        if self.process != std::process::id() {
+            // The worker is the parent's, and may have held the lock when this process was forked.
+            std::mem::forget(self.worker.get_mut().take());
+            return;
+        }
         self.shared.queue.lock().closed = true;
         self.shared.wake_worker();
         if let Some(worker) = self.worker.get_mut().take()

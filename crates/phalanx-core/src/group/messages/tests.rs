@@ -4,11 +4,12 @@ use std::time::{Duration, Instant};
 use super::*;
 use crate::credentials::Credentials;
 use crate::dtype::DType;
-use crate::group::ProcessGroup;
 use crate::group::connect::TransportOptions;
+use crate::group::{Connected, ProcessGroup, connect_in_process};
 use crate::interrupt::interruptible;
 use crate::testing::{self, Fabric, groups_of};
 use crate::transport::TransportKind;
+use crate::world_size::WorldSize;
 
 const LIMIT: Duration = Duration::from_secs(20);
 const SHORT_TIMEOUT: Duration = Duration::from_millis(200);
@@ -40,6 +41,25 @@ fn a_rank_polls_memory_for_longer_than_a_sleeping_peer_takes_to_wake() {
     assert!(began.elapsed() > Duration::from_micros(150), "{:?}", began.elapsed());
     // Once it has slept, it polls no more in this wait.
     assert!(!polls.go_on(&polling, true));
+}
+
+#[test]
+fn a_process_that_was_forked_from_a_rank_s_does_not_wait_for_its_messages() {
+    let mut ranks = connect_in_process(WorldSize::new(2).unwrap());
+    let _other = ranks.pop();
+    let Connected { messages, health, .. } = ranks.pop().unwrap();
+    let (local, trace) = (LocalRank { rank: 0, world_size: 1 }, Trace::disabled());
+    let mut messages = Messages::new(Rank::MAIN, Generation::default(), messages, health, local, trace);
+    let received = P2pOp::recv(Buffer::zeroed(DType::U8, 1), Rank::new(1));
+    drop(messages.start(vec![received], Deadline::after(10 * LIMIT)).unwrap());
+    // Of no process.
+    messages.process = 0;
+    let (left, leaves) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        drop(messages);
+        left.send(()).unwrap();
+    });
+    leaves.recv_timeout(LIMIT).unwrap();
 }
 
 #[test]

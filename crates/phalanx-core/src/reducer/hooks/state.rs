@@ -148,6 +148,18 @@ impl HookState {
         self
     }
 
+    /// The state where parameters have other numbers by now, since some were frozen or unfrozen: `number` gives the new one of each. None means that its
+    /// gradient is no longer averaged, and what is kept for it goes.
+    #[must_use]
+    pub fn renumbered(mut self, number: impl Fn(usize) -> Option<usize>) -> Self {
+        self.tensors.retain_mut(|tensor| {
+            let new = number(tensor.parameter);
+            tensor.parameter = new.unwrap_or(tensor.parameter);
+            new.is_some()
+        });
+        self
+    }
+
     /// For hooks that keep nothing.
     ///
     /// # Errors
@@ -172,5 +184,14 @@ mod tests {
         let state = HookState::default().number("step", 7).common("factors", 1, vec![0.5; 3]);
         let state = state.own("losses", 1, vec![f32::MAX; 4]).of("a hook".to_owned());
         assert_eq!(state.copied().unwrap(), state);
+    }
+
+    #[test]
+    fn what_is_kept_follows_its_parameter_to_another_number() {
+        let step = || HookState::default().number("step", 7);
+        let state = step().common("factors", 0, vec![1.0]).common("factors", 2, vec![2.0]);
+        let state = state.own("losses", 2, vec![3.0]);
+        let expected = step().common("factors", 1, vec![2.0]).own("losses", 1, vec![3.0]);
+        assert_eq!(state.renumbered(|number| number.checked_sub(1)), expected);
     }
 }

@@ -72,6 +72,7 @@ pub struct TcpStoreServer {
     address: SocketAddr,
     orders: mpsc::UnboundedSender<Order>,
     thread: Option<JoinHandle<()>>,
+    process: u32,
 }
 
 /// An order of the owner to the thread.
@@ -143,7 +144,7 @@ impl TcpStoreServer {
                 LocalSet::new().block_on(&runtime, run(listener, access, inbox));
             })
             .map_err(|error| Error::not_started("cannot start the store's thread", error))?;
-        Ok(Self { address, orders, thread: Some(thread) })
+        Ok(Self { address, orders, thread: Some(thread), process: std::process::id() })
     }
 
     /// Binds to the first address of this host among the [`addresses_to_serve`].
@@ -190,7 +191,17 @@ impl TcpStoreServer {
         }
     }
 
+    /// Whether this process serves, and is not one that was forked from that.
+    pub(crate) fn is_own(&self) -> bool {
+        self.process == std::process::id()
+    }
+
     fn finish(&mut self, order: Order) {
+        if !self.is_own() {
+            // The parent goes on to serve.
+            std::mem::forget(self.thread.take());
+            return;
+        }
         // A thread that has ended has stopped serving, which is the goal.
         let _ = self.orders.send(order);
         if let Some(thread) = self.thread.take() {
@@ -440,6 +451,18 @@ fn tune(stream: &TcpStream) {
 mod tests {
     use super::*;
     use crate::notice::tests::are_told_aside;
+    use crate::store::TcpStore;
+
+    #[test]
+    fn a_server_goes_on_when_a_process_that_was_forked_from_its_own_drops_it() {
+        let mut server = TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
+        let (address, orders) = (server.local_addr(), server.orders.clone());
+        // Of no process.
+        server.process = 0;
+        drop(server);
+        TcpStore::connect(address, Deadline::after(Duration::from_secs(20))).unwrap();
+        let _ = orders.send(Order::Stop);
+    }
 
     #[test]
     fn the_oldest_pending_client_gives_way_and_an_admitted_one_stays() {

@@ -56,7 +56,24 @@ pub(super) fn give_up(heartbeat: Heartbeat) -> Option<Duration> {
 
 #[cfg(test)]
 mod tests {
+    use std::net::{TcpListener, TcpStream};
+
+    use rustix::net::sockopt::{socket_keepalive, tcp_keepcnt, tcp_keepidle, tcp_keepintvl};
+
     use super::*;
+
+    /// Linux's default is two hours, which firewalls do not wait for.
+    #[test]
+    fn a_connection_on_which_nothing_passes_is_probed_each_minute() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let connection = Connection::new(TcpStream::connect(listener.local_addr().unwrap()).unwrap());
+        keep_known(&connection, Heartbeat::default()).unwrap();
+        let stream = connection.socket();
+        assert!(socket_keepalive(stream).unwrap());
+        assert_eq!(tcp_keepidle(stream).unwrap(), IDLE_INTERVAL);
+        assert_eq!(tcp_keepintvl(stream).unwrap(), IDLE_INTERVAL);
+        assert_eq!(tcp_keepcnt(stream).unwrap(), IDLE_PROBES);
+    }
 
     #[test]
     fn the_kernel_gives_up_later_than_the_heartbeats() {

@@ -17,8 +17,10 @@ use rustix::io::retry_on_intr;
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 
 use super::HostDiscovery;
+use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::poll::poll_readable;
+use crate::reap::{KILL_TIMEOUT, reap};
 use crate::remote::hosts::HostList;
 
 /// How often it is asked.
@@ -33,6 +35,8 @@ const MAX_LAST_WORDS: usize = 1024;
 const LAST_WORDS_READS: usize = 32;
 /// How often to check whether the script has ended where the kernel cannot tell, before 5.3.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// Of a script that does not end.
+const STUCK: &str = "it was killed and has not ended: does the disk answer on which it works?";
 
 /// The thread that runs the script. When this is dropped, the thread and the script end.
 pub(super) struct Discovery {
@@ -68,17 +72,23 @@ impl Drop for Discovery {
         let _ = self.end.write_all(&[0]);
         // The thread may be waiting to hand over an answer.
         let _ = self.answers.try_recv();
-        if let Some(thread) = self.thread.take() {
+        let deadline = Deadline::after(2 * KILL_TIMEOUT);
+        // One that looks for the script on a disk that does not answer ends with this process.
+        while self.thread.as_ref().is_some_and(|thread| !thread.is_finished()) && !deadline.has_passed() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        if let Some(thread) = self.thread.take_if(|thread| thread.is_finished()) {
             let _ = thread.join();
         }
     }
 }
 
 fn ask(from: &HostDiscovery, answers: &SyncSender<Result<HostList>>, wake: &PipeWriter, ends: &PipeReader) {
+    let mut stuck = None;
     while !has_byte(ends) {
         let next = Instant::now() + INTERVAL;
         let answer = without_panic(|| {
-            let text = answer(&from.script, ends)?;
+            let text = answer(&from.script, ends, &mut stuck)?;
             HostList::discovered(&text, from.slots).map_err(|error| error.to_string())
         });
         let answer = answer.map_err(|why| {
@@ -117,8 +127,15 @@ fn command(script: &Path) -> Command {
     command
 }
 
-/// The output of the script, or why it is not known.
-fn answer(script: &Path, ends: &PipeReader) -> Result<String, String> {
+/// The output of the script, or why it is not known. `stuck` is an earlier one that was killed and has not ended: another would be stuck as
+/// well, and each second one more.
+fn answer(script: &Path, ends: &PipeReader, stuck: &mut Option<Child>) -> Result<String, String> {
+    if let Some(mut earlier) = stuck.take()
+        && matches!(earlier.try_wait(), Ok(None))
+    {
+        *stuck = Some(earlier);
+        return Err(STUCK.to_owned());
+    }
     let mut command = command(script);
     // Ctrl-C must reach only this command. The processes that the script starts end with it.
     command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -131,7 +148,11 @@ fn answer(script: &Path, ends: &PipeReader) -> Result<String, String> {
     });
     // Before it is reaped, its number is valid.
     let _ = kill_process_group(Pid::from_child(&child), Signal::KILL);
-    let status = child.wait().map_err(|error| error.to_string())?;
+    let ended = reap(&mut child, Deadline::after(KILL_TIMEOUT)).map_err(|error| error.to_string())?;
+    let Some(status) = ended else {
+        *stuck = Some(child);
+        return Err(STUCK.to_owned());
+    };
     // All that it has started has ended, or left its group.
     said.take();
     let said = said.last_line().map(|line| format!(", and said: {line}")).unwrap_or_default();
@@ -263,7 +284,7 @@ mod tests {
         let (ends, _end) = io::pipe().unwrap();
         // Another test's child may hold the file open for writing for a moment.
         loop {
-            match answer(script, &ends) {
+            match answer(script, &ends, &mut None) {
                 Err(why) if why.contains("Text file busy") => std::thread::sleep(POLL_INTERVAL),
                 answer => return answer,
             }
@@ -289,6 +310,18 @@ mod tests {
         // Nor does an output that it closes early.
         assert_eq!(asked("exec 2>&-; sleep 0.1; echo a").unwrap(), "a\n");
         assert_eq!(asked("echo a; exec >&-; sleep 0.1; exit 0").unwrap(), "a\n");
+    }
+
+    #[test]
+    fn none_is_started_beside_one_that_was_killed_and_has_not_ended() {
+        let (ends, _end) = io::pipe().unwrap();
+        let mut stuck = Some(Command::new("sleep").arg("600").spawn().unwrap());
+        assert_eq!(answer(Path::new("echo a"), &ends, &mut stuck), Err(STUCK.to_owned()));
+        let earlier = stuck.as_mut().unwrap();
+        earlier.kill().unwrap();
+        earlier.wait().unwrap();
+        assert_eq!(answer(Path::new("echo a"), &ends, &mut stuck).unwrap(), "a\n");
+        assert!(stuck.is_none());
     }
 
     #[test]

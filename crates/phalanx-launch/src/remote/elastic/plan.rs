@@ -14,6 +14,7 @@ use crate::elastic::Publisher;
 use crate::error::{Error, Result};
 use crate::event::Event;
 use crate::exit::{Exit, Failure, Outcome, Report, Signal};
+use crate::failures::Failures;
 use crate::host;
 use crate::host_manager::{Action, HostDecision, HostManager, Limits};
 use crate::interfaces;
@@ -30,13 +31,12 @@ use crate::world_size::WorldSize;
 
 /// So many unusable answers of the discovery script, one a second, before any list of hosts end the job.
 const MAX_FAILURES_BEFORE_LIST: u32 = 5;
-/// The shortest time between two warnings of unusable answers.
-const WARNING_INTERVAL: Duration = Duration::from_secs(600);
 /// How long the system may take to look up the address at which the store is served.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub(in crate::remote) struct ElasticPlan {
     discovery: Option<Discovery>,
+    /// Unusable answers of the script, which is asked each second.
     discovery_failures: Failures,
     /// How many answers were unusable before the first list; None once there was one.
     failures_before_list: Option<u32>,
@@ -61,30 +61,6 @@ pub(in crate::remote) struct ElasticPlan {
     workers: u32,
     /// How many hosts have had a launcher, however often.
     nodes: u32,
-}
-
-/// Which unusable answers of the discovery script a person hears of: one of each row, but not of each of many short rows. A script is asked
-/// each second, for weeks.
-#[derive(Debug, Default)]
-struct Failures {
-    /// Whether a person has heard of the row that lasts.
-    is_told: bool,
-    told_at: Option<Instant>,
-}
-
-impl Failures {
-    fn is_worth_telling(&mut self, now: Instant) -> bool {
-        let is_quiet = self.told_at.is_none_or(|at| now.saturating_duration_since(at) >= WARNING_INTERVAL);
-        let tells = !self.is_told && is_quiet;
-        if tells {
-            (self.is_told, self.told_at) = (true, Some(now));
-        }
-        tells
-    }
-
-    fn end(&mut self) {
-        self.is_told = false;
-    }
 }
 
 /// The store of the workers.
@@ -142,12 +118,22 @@ impl ElasticPlan {
         self.forget_recovered(now);
         let actions = self.host_manager.decide(now);
         self.enough_since = self.enough_since.or(Some(now)).filter(|_| self.host_manager.had_enough());
+        let mut not_started = Vec::new();
         for action in actions {
             match action {
                 Action::Launch { host, first, slots } => {
                     let named = Host::named(self.host_manager.name(host), slots);
-                    launchers.launch(host, named, first)?;
-                    self.nodes = self.nodes.max(u32::try_from(host).unwrap_or(u32::MAX).saturating_add(1));
+                    match launchers.launch(host, named, first) {
+                        Ok(()) => {
+                            let count = u32::try_from(host).unwrap_or(u32::MAX).saturating_add(1);
+                            self.nodes = self.nodes.max(count);
+                        }
+                        // This machine may lack processes or memory for a moment, and the others train.
+                        Err(error) if launchers.peers.iter().any(|peer| peer.was_told_to_start) => {
+                            not_started.push((host, error));
+                        }
+                        Err(error) => return Err(error),
+                    }
                 }
                 Action::Replace { host, slot } => instruct(launchers, host, Instruction::Replace(slot)),
                 Action::LeaveEmpty { host, slot } => instruct(launchers, host, Instruction::LeaveEmpty(slot)),
@@ -173,7 +159,28 @@ impl ElasticPlan {
                 }
             }
         }
-        Ok(())
+        if not_started.is_empty() {
+            return Ok(());
+        }
+        for (host, error) in not_started {
+            let cause = format!("{}: {error}", self.host_manager.name(host));
+            self.lose_host(launchers, host, Error::environment(cause));
+        }
+        // Fewer workers are expected now. None of these hosts is started again before its time.
+        self.decide(launchers)
+    }
+
+    /// A host has been lost, or could not be started; the others go on.
+    fn lose_host(&mut self, launchers: &mut Launchers<'_>, host: usize, error: Error) {
+        let now = Instant::now();
+        self.forget_recovered(now);
+        let text = match self.host_manager.lost(host, now) {
+            Some(pause) => format!("{error}; it is left out for {}", seconds(pause)),
+            None => format!("{error}; no restart is left for it"),
+        };
+        launchers.control.tell(Event::Warning { text: &text });
+        self.trouble.get_or_insert(error);
+        self.enough_since = None;
     }
 
     /// Forgets the failures from which the job has [recovered](RECOVERY_INTERVAL).
@@ -468,15 +475,7 @@ impl Plan for ElasticPlan {
         if leaves || launchers.end.is_some() {
             return self.host_manager.ended(host);
         }
-        let now = Instant::now();
-        self.forget_recovered(now);
-        let text = match self.host_manager.lost(host, now) {
-            Some(pause) => format!("{error}; it is left out for {}", seconds(pause)),
-            None => format!("{error}; no restart is left for it"),
-        };
-        launchers.control.tell(Event::Warning { text: &text });
-        self.trouble.get_or_insert(error);
-        self.enough_since = None;
+        self.lose_host(launchers, host, error);
     }
 
     /// Whether no worker is left, and none is expected.

@@ -519,6 +519,83 @@ fn layers_that_are_unfrozen_one_by_one_go_on_from_checkpoints() {
     });
 }
 
+#[test]
+fn a_unit_that_is_unfrozen_is_trained_and_gathered_as_one() {
+    let [expected, ours] = [false, true].map(|in_place| {
+        let trained = run(2, |group| {
+            let mut whole = layers();
+            if !in_place {
+                whole[0] = whole[0].clone().set_require_grad(true);
+            }
+            let sharding = ShardingGroup::new(&group).unwrap();
+            let mut model = Adapted::of(whole, &sharding).unwrap();
+            if in_place {
+                model.base = model.base.set_require_grad(true);
+            }
+            let mut fsdp = Fsdp::new(model, &sharding).unwrap();
+            let [mut optimizer, ..] = optimizers();
+            for step in 0..2 {
+                let loss = fsdp.forward(|model| model.loss(batch(step, 0, 0))).unwrap();
+                let gradients = fsdp.backward(&loss).unwrap();
+                fsdp.step(&mut optimizer, 0.02, gradients).unwrap();
+            }
+            let base = fsdp.model().base.gather().unwrap();
+            assert!(base.weight.is_require_grad() && base.valid().train().weight.is_require_grad());
+            let weights = fsdp.model().floats();
+            // And frozen again.
+            let base = fsdp.into_model().base.no_grad();
+            let base = base.gather().unwrap();
+            assert!(!base.weight.is_require_grad() && !base.valid().train().weight.is_require_grad());
+            weights
+        });
+        trained[0].clone()
+    });
+    assert_eq!(ours, expected);
+}
+
+#[test]
+fn units_that_share_a_parameter_are_refused_once_one_is_unfrozen() {
+    let refused = run(2, |group| {
+        let sharding = ShardingGroup::new(&group).unwrap();
+        let [base, first, _, last] = layers();
+        let mut model = Adapted::of([base.clone(), first, base, last], &sharding).unwrap();
+        model.base = model.base.set_require_grad(true);
+        Fsdp::new(model, &sharding).unwrap_err().to_string()
+    });
+    for error in refused {
+        assert!(error.contains("one parameter stands at `base.weight` and at `frozen.weight`"), "{error}");
+    }
+}
+
+/// With its moments it goes on where it was, once it is trained again.
+#[test]
+fn what_is_frozen_by_now_keeps_its_moments() {
+    let folder = tempfile::tempdir().unwrap();
+    run(2, |group| {
+        let sharding = ShardingGroup::new(&group).unwrap();
+        let mut fsdp = Fsdp::new(Adapted::new(&sharding).unwrap(), &sharding).unwrap();
+        let [mut optimizer, ..] = optimizers();
+        let loss = fsdp.forward(|model| model.loss(batch(0, 0, 0))).unwrap();
+        let gradients = fsdp.backward(&loss).unwrap();
+        fsdp.step(&mut optimizer, 0.02, gradients).unwrap();
+        let mut model = fsdp.into_model();
+        model.first = model.first.no_grad();
+        let fsdp = Fsdp::new(model, &sharding).unwrap();
+        let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+        checkpoints.save_sharded(1, |snapshot| fsdp.save(&optimizer, snapshot, "model")).unwrap();
+        checkpoints.finish().unwrap();
+
+        let mut frozen = layers();
+        frozen[1] = frozen[1].clone().no_grad();
+        let sharding = ShardingGroup::new(&group).unwrap();
+        let mut again = Fsdp::new(Adapted::of(frozen, &sharding).unwrap(), &sharding).unwrap();
+        let [mut loaded, ..] = optimizers();
+        again.load(&mut loaded, &checkpoints.newest().unwrap().unwrap(), "model").unwrap();
+        assert_eq!(loaded.to_record().len(), optimizer.to_record().len());
+        assert_eq!(again.model().floats(), fsdp.model().floats());
+    });
+}
+
 /// A norm with running statistics, outside of the units.
 #[derive(Module, Debug)]
 struct Normed {

@@ -1,9 +1,11 @@
 //! An elastic job whose hosts never answer by themselves.
 
+use std::ffi::OsString;
+
 use super::*;
 use crate::rank::Rank;
-use crate::remote::HostDiscovery;
 use crate::remote::driver::{Driver, tests::silent_job};
+use crate::remote::{HostDiscovery, RemoteShell};
 
 #[test]
 fn a_signal_does_not_hide_that_all_workers_had_ended_well() {
@@ -107,19 +109,40 @@ fn of_each_worker_of_a_host_that_is_lost_it_is_said_that_it_is_gone() {
     assert_eq!(told, [(0, 70, Exit::Code(0)), (1, 71, Exit::Lost)]);
 }
 
+/// As where this machine has no room for one more process.
 #[test]
-fn a_script_that_fails_now_and_then_is_told_of_now_and_then() {
-    let (mut failures, start) = (Failures::default(), Instant::now());
-    // Every third answer is unusable, for some time; and then all are.
-    let told = (0..7200).filter(|second| {
-        let now = start + Duration::from_secs(*second);
-        if *second < 1300 && second % 3 > 0 {
-            failures.end();
-            return false;
+fn a_host_that_cannot_be_started_while_others_train_is_left_out_for_a_while() {
+    let (folder, job) = silent_job("node1,node2");
+    let connect = folder.path().join("connect");
+    std::os::unix::fs::symlink("/bin/sh", &connect).unwrap();
+    let shell = format!("{} {}", connect.display(), folder.path().join("shell").display());
+    let job = job.shell(RemoteShell::default().program(&OsString::from(shell)));
+    let job = job.bind(IpAddr::from([127, 0, 0, 1]));
+    let elastic = ElasticHosts::new(WorldSize::ONE);
+    let mut told = Vec::new();
+    let mut observer = |event: Event<'_>| {
+        if let Event::Warning { text } = event {
+            told.push(text.to_owned());
         }
-        failures.is_worth_telling(now)
+        std::ops::ControlFlow::Continue(())
+    };
+    let driver = Driver::start(&job, &mut observer, |launchers| {
+        let mut plan = elastic.plan(launchers)?;
+        plan.list(&"node1".parse()?);
+        plan.act(launchers)?;
+        launchers.peers[0].was_told_to_start = true;
+        let (rank, local_rank, pid) = (Rank::new(0), 0, 7);
+        plan.handle_event(launchers, 0, &RemoteEvent::Started { rank, local_rank, pid });
+        std::fs::remove_file(&connect).unwrap();
+        plan.list(&"node1,node2".parse()?);
+        plan.act(launchers)?;
+        assert!(launchers.peers.len() == 1 && launchers.end.is_none() && plan.workers == 1);
+        assert!(plan.host_manager.wake_at().is_some(), "it is not tried again");
+        Ok(Box::new(plan) as _)
     });
-    assert_eq!(told.collect::<Vec<u64>>(), [0, 600, 1200, 1800]);
+    drop(driver.unwrap());
+    let is_told = |text: &String| text.starts_with("node2: cannot start ") && text.ends_with("out for 5 s");
+    assert!(told.len() == 1 && told.iter().all(is_told), "{told:?}");
 }
 
 #[test]
