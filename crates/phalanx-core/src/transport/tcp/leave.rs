@@ -103,7 +103,7 @@ impl Connections {
     /// `peer` has left, and waits until this rank sends nothing more. It can still compare its calls with this rank's `latest` one.
     pub(super) fn answer_goodbye(&self, peer: Rank, latest: Option<Header>) {
         if let Some(latest) = latest {
-            self.tell(&Control::Latest(latest), |other| other == peer);
+            self.tell_one(peer, &Control::Latest(latest));
         }
         if let Some(Some(control)) = self.control.get(peer.index()) {
             control.finish_sending();
