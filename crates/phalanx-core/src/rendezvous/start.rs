@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::RankConfig;
-use super::arrival::{nonce, reserve};
+use super::arrival::{nonce, reserve, while_reported};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::interrupt;
@@ -161,7 +161,7 @@ fn find(starts: &PrefixStore, config: &RankConfig, deadline: Deadline) -> Result
         true => format!("rank {rank} waits for rank 0: the store has an earlier start only ({REMEDY})"),
         false => format!("rank {rank} waits for the others: not all have come to the store"),
     };
-    while_waiting(waits, || {
+    while_reported(config, waits, || {
         let own = nonce()?;
         let mut start = current(starts, deadline)?;
         while !is_welcome(starts, &start, config, &own, deadline)? {
