@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from torch._C import _distributed_c10d as c10d
 
 from phalanx_torch import _native, _uncompiled, _versions
-from phalanx_torch._errors import Error
+from phalanx_torch._errors import Error, listed
 from phalanx_torch.process_group import ProcessGroup, _call_hooks, _limit
 from phalanx_torch.work import Ended, Work, ended
 
@@ -185,7 +185,7 @@ class ReconfigurableGroup(ProcessGroup):
             # Whoever comes now does not wait for this rank; and if all have come now, it goes on.
             if bytes(store.compare_set("verdict", "", f"left/{rank}")).decode() == f"left/{rank}":
                 raise Error(
-                    f"reconfigure: of {len(handles)} ranks {missing} have not come with this uuid within {timeout.total_seconds():g} s",
+                    f"reconfigure: of {len(handles)} ranks {listed(missing)} have not come with this uuid within {timeout.total_seconds():g} s",
                     "timeout",
                     missing[0] if len(missing) == 1 else None,
                 )

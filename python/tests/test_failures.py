@@ -21,7 +21,7 @@ from conftest import SINCE_2_15, blind_watcher, free_port, needs_async_op, proce
 
 import phalanx_torch
 from phalanx_torch import process_group
-from phalanx_torch._errors import described
+from phalanx_torch._errors import described, listed
 from phalanx_torch.process_group import ProcessGroup
 
 Error = phalanx_torch.Error
@@ -758,6 +758,12 @@ def test_an_exception_is_told_to_others_whatever_its_text_is():
         (WithoutText(), "WithoutText: (its text cannot be made)"),
     ):
         assert described(error) == text
+
+
+def test_an_error_about_thousands_of_ranks_names_the_first():
+    assert listed([]) == "[]"
+    assert listed([3, 7]) == "[3, 7]"
+    assert listed(range(4000)) == listed(range(16))[:-1] + ", ..]"
 
 
 RAISES = """

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, overload
 import torch
 
 from phalanx_torch import _native
-from phalanx_torch._errors import Error
+from phalanx_torch._errors import Error, listed
 from phalanx_torch._functional import stored, waited
 from phalanx_torch._integers import average_of, shares
 from phalanx_torch.horovod._job import HorovodInternalError, ProcessSet, _handles, _internal, global_process_set
@@ -515,7 +515,7 @@ class _Allgather(torch.autograd.Function):
         gathered, counted = [gradient.shape[0] for gradient in gradients], counts[:, 1:].sum(0).tolist()
         if counted != gathered:
             raise ValueError(
-                f"allgather: {gathered} rows were gathered, and the ranks in its backward pass, {counts[:, 0].tolist()}, brought {counted}: which are this "
+                f"allgather: {gathered} rows were gathered, and the ranks in its backward pass, {listed(counts[:, 0].tolist())}, brought {counted}: which are this "
                 "rank's is not known. Call backward() on every rank whose rows were gathered, before it calls join()"
             )
         reduced = _applied(_Allreduce, True, None, Average, 1.0, 1.0, process_set, *gradients)

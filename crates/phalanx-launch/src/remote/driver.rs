@@ -27,6 +27,7 @@ use crate::error::{Error, Result};
 use crate::event::{Event, Observer};
 use crate::exit::{Report, Signal};
 use crate::key::JobKey;
+use crate::names::listed;
 
 /// How much longer than the other launchers the one with the store waits for all: those that cannot connect to it know why, and it does not.
 const SERVER_GRACE: Duration = Duration::from_secs(2);
@@ -281,7 +282,7 @@ impl Launchers<'_> {
         let waited = self.job.start_timeout.as_secs_f64();
         let first = names.first().copied().unwrap_or_default();
         let said = missing.iter().find_map(|peer| peer.stderr.back());
-        Error::timeout(format!("{} {what} within {waited} s", names.join(", ")))
+        Error::timeout(format!("{} {what} within {waited} s", listed(&names)))
             .adding(said.map_or_else(String::new, |said| format!(": {said}")))
             .with_remedy(format!("{} --start-timeout waits longer", remedy.replace("HOST", first)))
     }
