@@ -903,6 +903,20 @@ def _summed_once(rank):
     optimizer.step()
     assert weight.item() == -7.0
 
+    def closure():
+        optimizer.zero_grad()
+        loss = (weight * (rank + 1.0)).sum()
+        loss.backward()
+        optimizer.synchronize()
+        return loss
+
+    with pytest.raises(AssertionError, match="once more"):
+        optimizer.step(closure)
+    assert weight.item() == -7.0
+    with optimizer.skip_synchronize():
+        optimizer.step(closure)
+    assert weight.item() == -10.0
+
 
 def test_sums_of_all_ranks_are_not_added_up_once_more():
     run(2, _summed_once)

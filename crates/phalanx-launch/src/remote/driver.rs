@@ -63,7 +63,7 @@ pub(super) struct Launchers<'a> {
     environment: ToLauncher,
     /// The launchers that run, start, or are about to end.
     pub(super) peers: Vec<Peer>,
-    /// How many were started.
+    /// How many were started, or could not be.
     pub(super) started_peers: usize,
     pub(super) inbox: Inbox,
     pub(super) control: Control<'a>,
@@ -204,8 +204,9 @@ impl Launchers<'_> {
             self.peers.iter().map(|peer| u64::from(peer.slots)).sum::<u64>() + u64::from(host.slots());
         descriptors::allow(self.peers.len() + 1, ranks);
         let (command, remedy) = (self.job.command(&host)?, self.job.shell.remedy_if_missing());
-        let connection = Connection::start(command, remedy, self.inbox.incoming_sender(id))?;
+        // Also of one that fails half-way: what its threads still say must not count as said by the next one.
         self.started_peers += 1;
+        let connection = Connection::start(command, remedy, self.inbox.incoming_sender(id))?;
         connection.send(self.environment.clone());
         self.peers.push(Peer {
             id,
