@@ -218,6 +218,37 @@ def table_of_bandwidth(part: Part) -> str:
     return "\n".join([*lines, *(f"| {size} | {rate:.2f} |" for size, rate in bandwidth(part))])
 
 
+def joined_tables(part: Part) -> str:
+    """The tables of several collectives as one. As they were printed, if they do not have the same columns."""
+    titles: set[str] = set()
+    rows: list[str] = []
+    rest: list[str] = []
+    collective = ""
+    for line in part.output.splitlines():
+        shown = line
+        if head := re.match(r"(\w+), (\w+, \d+ ranks, .*)", line):
+            collective, shown = head[1], head[2]
+        if shown.startswith("| size |"):
+            titles.add(shown)
+        elif shown.startswith("| "):
+            rows.append(f"| `{collective}` {shown}")
+        elif shown and not shown.startswith("|") and ": median " not in shown and shown not in rest:
+            rest.append(shown)
+    if len(titles) != 1:
+        return text(part.output)
+    title = titles.pop()
+    return "\n".join([*text("\n".join(rest)).splitlines(), "", f"| collective {title}", f"|---{'|---:' * (title.count('|') - 1)}|", *rows])
+
+
+def table_of_calls(part: Part) -> str:
+    """The remote calls of bench/peers/rpc.py."""
+    lines = ["| transport | size | time | p99 | calls/s | MB/s |", "|---|---:|---:|---:|---:|---:|"]
+    for row in lines_of_json(part.output):
+        numbers = f"{row['time_us']:.1f} | {row['p99_us']:.1f} | {row['calls_per_s']:.0f} | {row['mb_per_s']:.1f}"
+        lines.append(f"| {row['transport']} | {readable(row['bytes'])} | {numbers} |")
+    return "\n".join(lines)
+
+
 # Loader, metadata beside NCCL, builds, faults
 
 
@@ -361,8 +392,8 @@ def shown(command: str) -> str:
     return re.sub(r"(?:;|(?<= &&)) (?!do |done|\[|\})", "\n", command)
 
 
-# What parts print that is no table yet.
-TABLES = {"scaling": table_of_steps, "tls": table_of_bandwidth}
+# Parts whose output is shown in another form than it was printed.
+TABLES = {"scaling": table_of_steps, "tls": table_of_bandwidth, "collectives": joined_tables, "rpc-torch": table_of_calls}
 
 
 def block(part: Part) -> str:
@@ -370,7 +401,7 @@ def block(part: Part) -> str:
     head = f"Machine: {about['machine']}. {about['date']}, commit {about['commit']}. Part `{about['part']}`:"
     command = f"```sh\n{shown(about['command'])}\n```"
     table = TABLES.get(about["part"])
-    return f"{head}\n\n{command}\n\n{table(part) if table else text(part.output)}"
+    return f"{head}\n{command}\n{table(part) if table else text(part.output)}"
 
 
 def rewritten(page: str, folder: Path) -> tuple[str, list[str]]:
@@ -383,7 +414,7 @@ def rewritten(page: str, folder: Path) -> tuple[str, list[str]]:
         except Missing:
             return found[0]
         done.append(found[1])
-        return f"<!-- bench/all {found[1]} -->\n\n{block(part)}\n\n<!-- end -->"
+        return f"<!-- bench/all {found[1]} -->\n{block(part)}\n\n<!-- end -->"
 
     return BLOCK.sub(replace, page), done
 

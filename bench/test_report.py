@@ -113,7 +113,29 @@ class Folder(unittest.TestCase):
         self.part("tls", "".join(json.dumps(row) + "\n" for row in rows))
         page = "<!-- bench/all tls -->\nold\n<!-- end -->\n"
         written, _ = report.rewritten(page, self.folder)
-        self.assertIn("```\n\n| size | GB/s |\n|---:|---:|\n| 1 MiB | 1.05 |\n| 4 MiB | 4.19 |\n\n<!-- end -->", written)
+        self.assertIn("```\n| size | GB/s |\n|---:|---:|\n| 1 MiB | 1.05 |\n| 4 MiB | 4.19 |\n\n<!-- end -->", written)
+
+    def test_the_tables_of_several_collectives_are_one(self) -> None:
+        def printed(collective: str, *peers: str) -> str:
+            titles, cells = (" | ".join(words) for words in (("size", "Phalanx, shm", *peers), ("4 KiB", "0.3", *("0.7" for _ in peers))))
+            line = f"{collective}, f32, 2 ranks, one; µs, medians of interleaved rounds: 2"
+            return f"{line}\n\n| {titles} |\n|{'---:|' * (2 + len(peers))}\n| {cells} |\n\n" + "".join(
+                f"{peer} / shm: median 2.02, from 2.02 to 2.02\n" for peer in peers
+            )
+
+        output = printed("broadcast", "Intel MPI") + printed("all_gather", "Intel MPI") + "Open MPI 5: not timed: no mpirun\n"
+        shown = report.joined_tables(report.Part({}, output))
+        head = "```text\nf32, 2 ranks, one; µs, medians of interleaved rounds: 2\nOpen MPI 5: not timed: no mpirun\n```\n\n"
+        table = "| collective | size | Phalanx, shm | Intel MPI |\n|---|---:|---:|---:|\n"
+        self.assertEqual(shown, f"{head}{table}| `broadcast` | 4 KiB | 0.3 | 0.7 |\n| `all_gather` | 4 KiB | 0.3 | 0.7 |")
+        # No figure may come below another library's name.
+        output = printed("broadcast", "Intel MPI") + printed("all_gather", "Open MPI 5")
+        self.assertEqual(report.joined_tables(report.Part({}, output)), report.text(output))
+
+    def test_remote_calls_of_pytorch_are_a_table(self) -> None:
+        row = {"transport": "shm", "bytes": 4096, "time_us": 506.454, "p99_us": 621.4, "calls_per_s": 3589.95, "mb_per_s": 29.4088}
+        shown = report.table_of_calls(report.Part({}, json.dumps(row) + "\n"))
+        self.assertTrue(shown.endswith("|---:|\n| shm | 4 KiB | 506.5 | 621.4 | 3590 | 29.4 |"), shown)
 
     def test_a_long_command_is_shown_in_lines(self) -> None:
         command = 'a && for c in x y; do [ $c = x ] && [ -e $c ] || b $c; done; run() { b "$@"; }; run 1'

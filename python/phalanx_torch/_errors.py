@@ -2,6 +2,7 @@
 
 import functools
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from phalanx_torch import _native
@@ -49,6 +50,12 @@ def described(error: BaseException) -> str:
     except Exception:
         text = "(its text cannot be made)"
     return f"{type(error).__name__}: {text}".encode(errors="backslashreplace").decode()
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """The first of these ranks, for an error: a job may have thousands."""
+    shown = ", ".join(str(rank) for rank in ranks[:16])
+    return f"[{shown}, ..]" if len(ranks) > 16 else f"[{shown}]"
 
 
 @functools.cache

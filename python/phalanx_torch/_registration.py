@@ -67,26 +67,40 @@ def register_with_torch() -> None:
     """Registers the backend now, or else when the program imports PyTorch, if it ever does: that takes seconds."""
     if "torch" in sys.modules:
         register()
-    else:
+    elif not any(map(_registers, sys.meta_path)):
         sys.meta_path.insert(0, _AtImport())
+
+
+def _registers(finder: object) -> bool:
+    registers: bool = getattr(finder, "registers_phalanx", False)
+    return registers
 
 
 class _AtImport(importlib.abc.MetaPathFinder):
     """Registers the backend at the end of ``import torch``, also where PyTorch does not look for backends itself."""
+
+    registers_phalanx = True
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        spec: importlib.machinery.ModuleSpec | None = None
+        for finder in list(sys.meta_path):
+            find = None if _registers(finder) else getattr(finder, "find_spec", None)
+            spec = None if find is None else find(name, path, target)
+            if spec is not None:
+                break
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
 
+        # Not before: programs ask whether there is a PyTorch, and do not import it, by the same way.
         def execute_and_register(module: types.ModuleType) -> None:
             execute(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
             register()
 
         # The loader of this one import.

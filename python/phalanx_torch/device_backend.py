@@ -1,5 +1,6 @@
 """The part of a group that has another backend for other devices: ``"cpu:phalanx,cuda:nccl"``."""
 
+import datetime
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -84,6 +85,11 @@ class DeviceBackend(C10DBackend):
     supports_coalescing = property(lambda self: False)  # pyright: ignore[reportIncompatibleMethodOverride]
     supports_splitting = property(lambda self: False)  # pyright: ignore[reportIncompatibleMethodOverride]
 
+    @property
+    def options(self) -> Any:
+        """As of the group alone. PyTorch's own property asks for this one, and would find itself."""
+        return self._group.options
+
     def take_name(self, name: str) -> None:
         """Lets the part, and what is split from its group, answer that its backend is ``name``."""
         self._group.take_name(name)
@@ -92,7 +98,9 @@ class DeviceBackend(C10DBackend):
         return self._group.allreduce(tensors, opts)
 
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
-        self._group.monitored_barrier(opts.timeout, wait_all_ranks)
+        # Of a call that names none it is below 0.
+        timeout = opts.timeout if opts.timeout >= datetime.timedelta(0) else None
+        self._group.monitored_barrier(timeout, wait_all_ranks)
 
 
 def _passed_on(name: str) -> Callable[..., Any]:

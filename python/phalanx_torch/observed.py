@@ -197,7 +197,7 @@ def _is_followed(tensor: Any) -> bool:
 def call(group: "ProcessGroup", name: str, *arguments: Any) -> dist.Work:
     """Makes the group's call ``name``, and lets those who watch see it."""
     kind = _KINDS[name]
-    if _place.depth == _CALLED and _takes_bytes():
+    if _place.depth == _CALLED and takes_memory():
         _check_memory(kind, arguments)
     if _place.depth == _CALLED and group._watched_backend() is not None and not _is_marked(kind, arguments):
         return _dispatched(group, kind, arguments)
@@ -247,9 +247,9 @@ def bytes_of(data: bytes = b"") -> torch.Tensor:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _takes_bytes() -> bool:
-    """Whether the dispatch modes of this thread let a call with :func:`bytes_of` be made. ``FakeTensorMode`` takes no tensor with memory, and ``make_fx``
-    would write it into its graph; the objects are exchanged all the same."""
+def takes_memory() -> bool:
+    """Whether the dispatch modes of this thread let a call with tensors that have memory be made, such as :func:`bytes_of`. ``FakeTensorMode`` takes none,
+    and ``make_fx`` would write them into its graph; objects are exchanged all the same."""
     return _mode(_keys.FAKE) is None and _mode(_keys.PROXY) is None
 
 
@@ -282,7 +282,7 @@ def call_objects(
                 tensor.set_(filled)
         return works.ended(list(seen.came), group._sequence)
 
-    if _place.depth == _CALLED and (whole is not None or group._watched_backend() is not None) and _takes_bytes():
+    if _place.depth == _CALLED and (whole is not None or group._watched_backend() is not None) and takes_memory():
         _dispatched(group, kind, seen.arguments, exchange, whole)
     else:
         _recorded(group, kind, seen.arguments, exchange)

@@ -24,7 +24,7 @@ from phalanx_torch import _coalescing, _ddp, _exit, _layout, _native, _traces, _
 from phalanx_torch import work as works
 from phalanx_torch._ddp import calling_back
 from phalanx_torch._errors import Error, described
-from phalanx_torch._functional import dense, stored, waited
+from phalanx_torch._functional import dense, is_awaited, stored, waited
 from phalanx_torch._integers import average_of, shares
 from phalanx_torch.observed import is_of_graph, is_watched, modes, profiler, split_sizes
 from phalanx_torch.sparse import all_reduce_sparse
@@ -201,6 +201,8 @@ def _check_pair(what: str, index: int, output: torch.Tensor, input: torch.Tensor
             raise ValueError(f"{what}: the tensor at index {index} is of layout {tensor.layout}; to_dense() makes one that can be exchanged")
         if tensor.device.type != "cpu":
             raise TypeError(f"{what}: the tensor at index {index} is on {tensor.device}; phalanx moves tensors on the CPU")
+        if observed.takes_memory() and not is_awaited(tensor):
+            stored(tensor)
 
 
 def _check_pairs(
@@ -854,6 +856,24 @@ class ProcessGroup(dist.ProcessGroup):
         known = [reference() for reference in list(self._copies)]
         return _Earlier([work for work in known if work is not None and not work.has_copied])
 
+    def _several(
+        self, what: str, call: Callable[..., dist.Work], pairs: Iterable[tuple[Any, Any]], opts: Any
+    ) -> list[dist.Work]:
+        """The works of several calls as one. The group fails if this rank makes only some of them: the other ranks would wait in the rest."""
+        works: list[dist.Work] = []
+        before = self._sequence
+        try:
+            for output, input in pairs:
+                works.append(call(output, input, opts))
+        except BaseException as error:
+            # Of a first call that is refused nothing has been sent.
+            is_refused = isinstance(error, (Error, TypeError, ValueError))
+            has_begun = bool(works) or self._sequence != before and not is_refused
+            if has_begun and self._native.failure() is None:
+                self._native.abort(f"{what}: rank {self.rank()} could not make all of its calls: {described(error)}")
+            raise
+        return works
+
     def _all(self, works: Sequence[dist.Work], tensors: Any) -> dist.Work:
         return works[0] if len(works) == 1 else Works(works, tensors)
 
@@ -1016,7 +1036,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         _check_pairs("all_gather_single_coalesced", outputs, inputs, self.size(), is_gathered=True)
-        works = [self.all_gather_single(output, input, opts) for output, input in zip(outputs, inputs)]
+        works = self._several("all_gather_single_coalesced", self.all_gather_single, zip(outputs, inputs), opts)
         return self._all(works, list(outputs))
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -1039,8 +1059,8 @@ class ProcessGroup(dist.ProcessGroup):
                     )
                 _check_pair("all_gather_coalesced", index, output, input)
         columns = [[outputs[index] for outputs in output_lists] for index in range(len(input_list))]
-        works = [self.allgather([column], [input], opts) for column, input in zip(columns, input_list)]
-        return Works(works, output_lists)
+        pairs = (([column], [input]) for column, input in zip(columns, input_list))
+        return Works(self._several("all_gather_coalesced", self.allgather, pairs, opts), output_lists)
 
     def gather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: datetime.timedelta | None = None, *, root: int | None = None
@@ -1175,9 +1195,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         _check_pairs("reduce_scatter_single_coalesced", outputs, inputs, self.size(), is_gathered=False)
-        works = [
-            self.reduce_scatter_single(output, input, opts) for output, input in zip(outputs, inputs)
-        ]
+        works = self._several("reduce_scatter_single_coalesced", self.reduce_scatter_single, zip(outputs, inputs), opts)
         return self._all(works, list(outputs))
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced

@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 from torch._C import _distributed_c10d as c10d
 
 from phalanx_torch import _native, _uncompiled, _versions
-from phalanx_torch._errors import Error
-from phalanx_torch.process_group import ProcessGroup, _call_hooks
+from phalanx_torch._errors import Error, listed
+from phalanx_torch.process_group import ProcessGroup, _call_hooks, _limit
 from phalanx_torch.work import Ended, Work, ended
 
 # The store keeps what this process has written in so many calls of `reconfigure`, the last ones. A process that comes late to one of them, with
@@ -71,6 +71,7 @@ class ReconfigurableGroup(ProcessGroup):
     supports_reconfigure = True
 
     def _first(self, store: c10d.Store, rank: int, size: int) -> Any:
+        _limit("the group", self._timeout)
         self._rank, self._size = rank, size
         self._handle = f"phalanx/{uuid.uuid4().hex}"
         self._uuids: set[int] = set()
@@ -97,6 +98,10 @@ class ReconfigurableGroup(ProcessGroup):
 
         Waits until they have met. Ends the last group of this process first, with what its ranks still wait for.
         """
+        if opts.hints:
+            raise ValueError(f"phalanx: reconfigure takes no hints, and these are {', '.join(sorted(opts.hints))}: leave them out")
+        timeout = opts.timeout or self._timeout
+        _limit("reconfigure", timeout)
         handles = list(opts.handles) if isinstance(opts.handles, list) else sorted(opts.handles)
         if opts.uuid in self._uuids:
             raise RuntimeError(
@@ -107,7 +112,6 @@ class ReconfigurableGroup(ProcessGroup):
                 "phalanx: reconfigure: handles has each process once, and this one among them; its own is that of get_reconfigure_handle"
             )
         self._uuids.add(opts.uuid)
-        timeout = opts.timeout or self._timeout
         # The watcher may not have looked since the last group failed.
         _call_hooks(self)
         rank, last, self._native = handles.index(self._handle), self._native, _NoRanks()
@@ -127,7 +131,7 @@ class ReconfigurableGroup(ProcessGroup):
         _versions.compare(native)
         native.set_timeout(self._timeout.total_seconds())
         self._native, self._rank, self._size = native, rank, len(handles)
-        self._sequence = self._barriers = 0
+        self._set_sequence_number_for_group()
         while len(self._meetings) > _KEPT:
             self._clear(*self._meetings.popleft())
         return ended([], 0)
@@ -181,7 +185,7 @@ class ReconfigurableGroup(ProcessGroup):
             # Whoever comes now does not wait for this rank; and if all have come now, it goes on.
             if bytes(store.compare_set("verdict", "", f"left/{rank}")).decode() == f"left/{rank}":
                 raise Error(
-                    f"reconfigure: of {len(handles)} ranks {missing} have not come with this uuid within {timeout.total_seconds():g} s",
+                    f"reconfigure: of {len(handles)} ranks {listed(missing)} have not come with this uuid within {timeout.total_seconds():g} s",
                     "timeout",
                     missing[0] if len(missing) == 1 else None,
                 )

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from phalanx_torch import _ddp
+from phalanx_torch._errors import described
 from phalanx_torch.work import Work
 
 if TYPE_CHECKING:
@@ -29,10 +30,16 @@ def all_reduce_sparse(group: "ProcessGroup", tensor: torch.Tensor, op: "Op", how
     if (all_sizes[:, 1:] != sizes[1:]).any():
         raise ValueError(f"all_reduce: the sparse tensors have different shapes: {all_sizes[:, 1:].tolist()}")
     counts = all_sizes[:, 0].tolist()
-    all_indices = [indices.new_empty(count, indices.size(0)) for count in counts]
-    native.all_gather(all_indices, indices.t().contiguous(), how)
-    all_values = [values.new_empty(count, *values.shape[1:]) for count in counts]
-    native.all_gather(all_values, values, how)
+    try:
+        all_indices = [indices.new_empty(count, indices.size(0)) for count in counts]
+        native.all_gather(all_indices, indices.t().contiguous(), how)
+        all_values = [values.new_empty(count, *values.shape[1:]) for count in counts]
+        native.all_gather(all_values, values, how)
+    except BaseException as error:
+        # Of memory that is not there, or Ctrl-C: the other ranks would wait in the rest.
+        if native.failure() is None:
+            native.abort(f"all_reduce of a sparse tensor: rank {group.rank()} could not go on: {described(error)}")
+        raise
     total = torch.sparse_coo_tensor(
         torch.cat(all_indices).t(), torch.cat(all_values), tensor.shape, device="cpu", check_invariants=True
     ).coalesce()

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use phalanx::{Error, INTERRUPT_INTERVAL};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::errors::raised;
@@ -73,11 +74,26 @@ impl Pending {
 
 /// An operation in flight.
 #[pyclass(frozen, module = "phalanx_torch._native")]
-pub struct Work(Arc<Pending>);
+pub struct Work {
+    pending: Arc<Pending>,
+    /// A forked process has none of its parent's threads, and would wait for ever.
+    process: u32,
+}
 
 impl Work {
     pub fn new(pending: Arc<Pending>) -> Self {
-        Self(pending)
+        Self { pending, process: std::process::id() }
+    }
+
+    /// An error in a process that was forked from the one of the operation, which has not ended.
+    fn check_here(&self) -> PyResult<()> {
+        match self.process == std::process::id() {
+            true => Ok(()),
+            false => Err(PyValueError::new_err(
+                "this operation belongs to the process from which this one was forked, and had not ended there: wait for it \
+                 in that process, or before the fork",
+            )),
+        }
     }
 }
 
@@ -87,11 +103,14 @@ impl Work {
     #[pyo3(signature = (timeout=None))]
     pub fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
         let timeout = timeout.map(Duration::try_from_secs_f64).transpose();
-        let timeout = timeout.map_err(|error| pyo3::exceptions::PyValueError::new_err(error.to_string()))?;
+        let timeout = timeout.map_err(|error| PyValueError::new_err(error.to_string()))?;
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
-        let outcome = match self.0.outcome() {
+        let outcome = match self.pending.outcome() {
             Some(outcome) => Some(outcome),
-            None => interrupt::waiting(py, || self.0.wait(deadline))?,
+            None => {
+                self.check_here()?;
+                interrupt::waiting(py, || self.pending.wait(deadline))?
+            }
         };
         match outcome {
             Some(Ok(_)) => Ok(true),
@@ -102,18 +121,18 @@ impl Work {
 
     /// Whether it has ended.
     fn is_completed(&self) -> bool {
-        self.0.outcome().is_some()
+        self.pending.outcome().is_some()
     }
 
     /// The error with which it ended, if it did.
     fn error<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
-        let error = self.0.outcome()?.err()?;
+        let error = self.pending.outcome()?.err()?;
         Some(raised(py, &error).into_value(py).into_bound(py).into_any())
     }
 
     /// The rank from which it received; None before the end, or if it received nothing.
     pub fn source(&self) -> Option<u32> {
-        self.0.outcome()?.ok()?
+        self.pending.outcome()?.ok()?
     }
 
     /// Calls `callback` when the operation has ended, on a thread for callbacks. Returns False, and does not call it,
@@ -121,12 +140,16 @@ impl Work {
     /// such thread and none can be started.
     #[pyo3(signature = (callback, always = false))]
     fn when_done(&self, py: Python<'_>, callback: Py<PyAny>, always: bool) -> PyResult<bool> {
-        if !always && self.0.state.lock().outcome.is_some() {
+        let has_ended = self.pending.state.lock().outcome.is_some();
+        if has_ended && !always {
             return Ok(false);
+        }
+        if !has_ended {
+            self.check_here()?;
         }
         let threads = Callbacks::here(py);
         threads.start_first().map_err(|error| raised(py, &error))?;
-        let mut state = self.0.state.lock();
+        let mut state = self.pending.state.lock();
         if state.outcome.is_none() {
             state.callbacks.push((threads, callback));
             return Ok(true);

@@ -127,6 +127,8 @@ def beside_another(rank, folder):
     dist.all_gather_object(objects, {"rank": rank})
     assert objects == [{"rank": 0}, {"rank": 1}]
     dist.barrier()
+    group.monitored_barrier()
+    assert group._get_backend(torch.device("cpu")).options._timeout == datetime.timedelta(seconds=30)
     half = dist.new_group([rank for rank in range(2)])
     assert type(half) is dist.ProcessGroup
     dist.all_reduce(tensor.fill_(1.0), group=half)

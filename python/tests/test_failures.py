@@ -21,7 +21,7 @@ from conftest import SINCE_2_15, blind_watcher, free_port, needs_async_op, proce
 
 import phalanx_torch
 from phalanx_torch import process_group
-from phalanx_torch._errors import described
+from phalanx_torch._errors import described, listed
 from phalanx_torch.process_group import ProcessGroup
 
 Error = phalanx_torch.Error
@@ -252,6 +252,47 @@ def test_tensors_of_other_lengths_with_the_same_sum_are_not_combined(ranks, monk
     ranks(2, parts_differ, *PARTED[call])
 
 
+class Lacking:
+    """A native part that has no memory for a call after so many of the same name."""
+
+    def __init__(self, native, name, made):
+        self._native, self._name, self._left = native, name, made
+
+    def __getattr__(self, name):
+        if name == self._name:
+            self._left -= 1
+            if self._left < 0:
+                raise MemoryError("of a later call")
+        return getattr(self._native, name)
+
+
+def of_lengths(*lengths):
+    return [torch.ones(length) for length in lengths]
+
+
+# What the native part is called for, and how often that succeeds before it fails.
+HALF_MADE = {
+    "sparse": ("all_gather", 0, lambda group: group.allreduce([torch.eye(2).to_sparse()])),
+    "all_gather": ("all_gather", 1, lambda group: group.allgather_coalesced([of_lengths(2, 3), of_lengths(2, 3)], of_lengths(2, 3))),
+    "all_gather_single": ("all_gather_single", 1, lambda group: group.all_gather_single_coalesced(of_lengths(4, 6), of_lengths(2, 3))),
+    "reduce_scatter": ("reduce_scatter_single", 1, lambda group: group.reduce_scatter_single_coalesced(of_lengths(2, 3), of_lengths(4, 6))),
+}
+
+
+def half_made(rank, name, made, call):
+    group = dist.group.WORLD
+    if rank == 1:
+        group._native = Lacking(group._native, name, made)
+    with pytest.raises(MemoryError if rank == 1 else Error, match="of a later call"):
+        call(group).wait()
+    assert group.failure().kind == "aborted" and "rank 1 could not" in str(group.failure())
+
+
+@pytest.mark.parametrize("call", list(HALF_MADE))
+def test_a_rank_that_makes_a_part_of_a_call_tells_the_others(ranks, call):
+    ranks(2, half_made, *HALF_MADE[call])
+
+
 def dies(rank):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -470,6 +511,40 @@ def test_a_forked_process_is_told_and_can_end(ranks):
     ranks(2, forks)
 
 
+def forks_with_works(rank):
+    store = dist.group.WORLD.get_group_store()
+    if rank == 1:
+        dist.all_reduce(torch.ones(1))
+        store.wait(["forked"])
+        dist.send(torch.ones(1), 0)
+        return
+    received = torch.zeros(1)
+    pending, ended = dist.irecv(received, 1), dist.all_reduce(torch.ones(1), async_op=True)
+    ended.wait()
+    child = os.fork()
+    if child == 0:
+        code = 0
+        try:
+            # If it waits after all.
+            signal.alarm(30)
+            code += ended.wait()
+            for call in (pending.wait, pending.get_future):
+                try:
+                    call()
+                except ValueError as error:
+                    code += "from which this one was forked" in str(error)
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    store.set("forked", "")
+    pending.wait()
+    assert received.item() == 1.0
+
+
+def test_a_forked_process_does_not_wait_for_its_parents_operations(ranks):
+    ranks(2, forks_with_works)
+
+
 def forks_while_hooks_are_called(rank):
     calls, held, go_on = [], threading.Event(), threading.Event()
     dist.group.WORLD.register_abort_hook(1, lambda: calls.append(1))
@@ -683,6 +758,12 @@ def test_an_exception_is_told_to_others_whatever_its_text_is():
         (WithoutText(), "WithoutText: (its text cannot be made)"),
     ):
         assert described(error) == text
+
+
+def test_an_error_about_thousands_of_ranks_names_the_first():
+    assert listed([]) == "[]"
+    assert listed([3, 7]) == "[3, 7]"
+    assert listed(range(4000)) == listed(range(16))[:-1] + ", ..]"
 
 
 RAISES = """

@@ -285,7 +285,11 @@ def _errors(rank):
         (lambda: hvd.alltoall(torch.ones(3)), "3 rows cannot be divided by 2"),
         (lambda: hvd.alltoall(torch.ones(3), splits=[1, 1]), "do not divide 3 rows"),
         (lambda: hvd.alltoall(torch.ones(2), splits=[0.5, 1.5]), "integers"),
-        (lambda: hvd.allgather(torch.tensor(1.0)), "scalar"),
+        *[
+            (lambda c=call, d=dtype: c(torch.tensor(1, dtype=d)), "a scalar has no rows")
+            for call in (hvd.allgather, hvd.alltoall)
+            for dtype in (torch.float32, torch.int16, torch.complex64)
+        ],
         *[(lambda d=dtype: hvd.reducescatter(torch.tensor(1, dtype=d)), "a scalar has no rows") for dtype in (torch.int64, torch.float32)],
         (lambda: hvd.grouped_reducescatter([torch.ones(2), torch.tensor(1.0)]), "a scalar has no rows"),
         (lambda: hvd.add_process_set([0, 2]), "2 ranks"),
@@ -898,6 +902,20 @@ def _summed_once(rank):
         weight.sum().backward()
     optimizer.step()
     assert weight.item() == -7.0
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (weight * (rank + 1.0)).sum()
+        loss.backward()
+        optimizer.synchronize()
+        return loss
+
+    with pytest.raises(AssertionError, match="once more"):
+        optimizer.step(closure)
+    assert weight.item() == -7.0
+    with optimizer.skip_synchronize():
+        optimizer.step(closure)
+    assert weight.item() == -10.0
 
 
 def test_sums_of_all_ranks_are_not_added_up_once_more():

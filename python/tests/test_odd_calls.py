@@ -134,6 +134,7 @@ def test_lists_of_different_lengths_are_compared_at_the_place_of_the_rank(ranks)
 def halves(rank):
     group, before = dist.group.WORLD, dist.group.WORLD._get_sequence_number_for_group()
     pairs = [torch.zeros(4), torch.zeros(6)], [ones(2), ones(3)]
+    zeros = torch._efficientzerotensor(3)
     for call, kind, match in (
         (lambda: group.all_gather_single_coalesced(pairs[0], pairs[1][:1]), ValueError, "2 outputs and 1 inputs"),
         (lambda: group.reduce_scatter_single_coalesced(pairs[1][:1], pairs[0]), ValueError, "1 outputs and 2 inputs"),
@@ -142,6 +143,9 @@ def halves(rank):
         (lambda: group.all_gather_single_coalesced([torch.zeros(4), torch.zeros(6).int()], pairs[1]), TypeError, "at index 1 is of torch.int32"),
         (lambda: group.reduce_scatter_single_coalesced([ones(2), ones(3).int()], pairs[0]), TypeError, "at index 1 is of torch.int32"),
         (lambda: group.all_gather_single_coalesced([torch.zeros(4), torch.zeros(6)], [ones(2), ones(3).to_sparse()]), ValueError, "at index 1 is of layout"),
+        (lambda: group.all_gather_single_coalesced(pairs[0], [ones(2), zeros]), TypeError, "is all zeros, and has no memory"),
+        (lambda: group.reduce_scatter_single_coalesced([ones(2), zeros], pairs[0]), TypeError, "is all zeros, and has no memory"),
+        (lambda: group.allgather_coalesced([several(2, 3)] * WORLD, [ones(2), zeros]), TypeError, "is all zeros, and has no memory"),
         (lambda: group.allgather_coalesced([[]] * WORLD, []), ValueError, "requires non-empty input tensor list"),
         (lambda: group.allgather_coalesced([several(2, 3)] * WORLD, [ones(2), ones(3).int()]), TypeError, "at index 1 is of torch.float32"),
     ):

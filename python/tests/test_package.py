@@ -98,6 +98,22 @@ print("done")
     assert run(program, TORCH_DEVICE_BACKEND_AUTOLOAD=autoload) == "done"
 
 
+def test_the_backend_is_there_when_a_program_asks_first_whether_there_is_a_torch():
+    program = """
+import importlib.util, sys, phalanx_torch
+# As transformers and accelerate do it.
+assert importlib.util.find_spec("torch") is not None and importlib.util.find_spec("torch") is not None
+assert "torch" not in sys.modules
+del sys.modules["phalanx_torch"]
+import phalanx_torch
+import torch.distributed as dist
+assert "phalanx" in dist.Backend.backend_list
+assert not [finder for finder in sys.meta_path if type(finder).__module__ == "phalanx_torch._registration"]
+print("done")
+"""
+    assert run(program, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "done"
+
+
 class OwnError(phalanx_torch.Error):
     pass
 

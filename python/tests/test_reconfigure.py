@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -122,12 +123,33 @@ def test_groups_merge_and_part(tmp_path):
     processes(4, _merged, f"{tmp_path}/store")
 
 
+def _without_more_data(number, path):
+    store = _begin(path, number, 2)
+    handles = _handles(store, "all", [0, 1], number)
+    dist._reconfigure(1, handles).wait()
+    assert _sum() == 3.0
+    dist._reconfigure(2, handles).wait()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*without having exchanged any data")
+        dist.destroy_process_group()
+
+
+def test_a_job_that_ends_after_a_change_of_its_ranks_is_not_said_to_have_exchanged_nothing(tmp_path):
+    processes(2, _without_more_data, f"{tmp_path}/store")
+
+
 def _refused(number, path):
     store = _begin(path, number, 2)
     own = dist._get_reconfigure_handle()
     dist._reconfigure(10 + number, [own]).wait()
     with pytest.raises(RuntimeError, match="already used"):
         dist._reconfigure(10 + number, [own])
+    with pytest.raises(ValueError, match="takes no hints, and these are fast, one"):
+        dist._reconfigure(20, [own], hints={"one": "1", "fast": "1"})
+    with pytest.raises(ValueError, match="reconfigure: a time-out of -1.0 s is below 0"):
+        dist._reconfigure(20, [own], timeout=datetime.timedelta(seconds=-1))
+    with pytest.raises(ValueError, match="the group: a time-out of -1.0 s is below 0"):
+        reconfigure.ReconfigurableGroup(store, number, 2, datetime.timedelta(seconds=-1))
     for handles in ([], [own, own], ["another"]):
         with pytest.raises(ValueError, match="each process once, and this one"):
             dist._reconfigure(20, handles)

@@ -4,19 +4,24 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 /// What this process holds of each process that it starts, at most: its pipes, the files of its errors, itself, and its connection to the store.
 const PER_PROCESS: u64 = 6;
-/// What the store needs for each rank, which may have as many connections; of these it makes two at once, and before they are authenticated they
-/// may take a quarter of the limit. A rank holds less of each other one: three connections.
-const PER_RANK: u64 = 8;
+/// A rank has three connections with each other one in a group of all, and a program may have several: Horovod's functions make two beside the first,
+/// and so do frameworks. This is enough for eight. The store needs less for each rank, which may have eight connections with it; of these it makes two
+/// at once, and before they are authenticated they may take a quarter of the limit.
+const PER_RANK: u64 = 3 * 8;
 /// What else this process, or a rank, holds.
 const OWN: u64 = 64;
 
 /// Raises this process's limit, if it is too low for so many `processes` that it starts in a job of so many `ranks`, as far as the hard limit
 /// allows. Those processes inherit it: ranks need it, too. What the hard limit does not allow fails, by name, where it is needed.
 pub(super) fn allow(processes: usize, ranks: u64) {
-    let needed = PER_PROCESS.saturating_mul(processes as u64).saturating_add(PER_RANK.saturating_mul(ranks));
-    if let Some(limit) = raised(&getrlimit(Resource::Nofile), needed.saturating_add(OWN)) {
+    if let Some(limit) = raised(&getrlimit(Resource::Nofile), needed(processes, ranks)) {
         let _ = setrlimit(Resource::Nofile, limit);
     }
+}
+
+fn needed(processes: usize, ranks: u64) -> u64 {
+    let all = PER_PROCESS.saturating_mul(processes as u64).saturating_add(PER_RANK.saturating_mul(ranks));
+    all.saturating_add(OWN)
 }
 
 /// The limit in place of this one; none if it stays.
@@ -29,6 +34,14 @@ fn raised(limit: &Rlimit, needed: u64) -> Option<Rlimit> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ranks_of_many_hosts_may_have_more_groups_than_the_first() {
+        // Three connections with each other rank in the program's group, and in the two of Horovod's functions.
+        let of_horovod = |ranks: u64| 3 * 3 * (ranks - 1) + OWN;
+        assert!([32, 128, 4000].into_iter().all(|ranks| needed(8, ranks) > of_horovod(ranks)));
+        assert_eq!(needed(0, u64::MAX), u64::MAX);
+    }
 
     #[test]
     fn a_limit_is_raised_as_far_as_it_is_needed_and_allowed() {

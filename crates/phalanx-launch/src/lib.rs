@@ -55,6 +55,7 @@ mod job_processes;
 mod key_file;
 mod lines;
 mod logs;
+mod names;
 mod nodes;
 mod own_address;
 mod placement;

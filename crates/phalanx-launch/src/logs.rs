@@ -249,9 +249,10 @@ impl JobLogs {
             && stalls.is_worth_telling(now)
         {
             return Some(format!(
-                "the disk has taken nothing of the logs in {} for {:.0} s: workers that write wait for it",
+                "{} MiB of output and more have waited for the disk of the logs in {} for {} s: workers that write wait for it",
+                ENOUGH >> 20,
                 self.folder.display(),
-                STALL_LIMIT.as_secs_f64()
+                STALL_LIMIT.as_secs()
             ));
         }
         failure.take_if(|_| failures.is_worth_telling(now))

@@ -153,7 +153,7 @@ impl Supervisor<'_, '_> {
             // At the first start a person sees it at once. Later a full disk must not end the training.
             Some(Err(error)) if self.logs.is_some_and(JobLogs::have_begun) => {
                 let rank = self.placement.rank(local);
-                let text = format!("the output of rank {rank} is shown and not kept: {error}");
+                let text = format!("the output of rank {rank} is not kept: {error}");
                 self.tell(Event::Warning { text: &text });
                 None
             }

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from phalanx_torch._errors import described
+from phalanx_torch._errors import described, listed
 from phalanx_torch.horovod._job import ProcessSet, _handles, global_process_set
 from phalanx_torch.horovod._operations import _dense, _synchronized, allgather_async, broadcast_async_, synchronize
 
@@ -229,7 +229,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     if isinstance(frame, _Unread):
         raise frame.error
     if ranks:
-        raise ValueError(f"broadcast_optimizer_state: the state of rank {int(root_rank)} cannot be unpickled on ranks {ranks}: its error says why")
+        raise ValueError(f"broadcast_optimizer_state: the state of rank {int(root_rank)} cannot be unpickled on ranks {listed(ranks)}: its error says why")
     if not is_root:
         # Those with the same number share a tensor.
         places: dict[int, _Place] = {}

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, overload
 import torch
 
 from phalanx_torch import _native
-from phalanx_torch._errors import Error
+from phalanx_torch._errors import Error, listed
 from phalanx_torch._functional import stored, waited
 from phalanx_torch._integers import average_of, shares
 from phalanx_torch.horovod._job import HorovodInternalError, ProcessSet, _handles, _internal, global_process_set
@@ -149,6 +149,14 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.resolve_conj().resolve_neg().contiguous()
     # Memory that a program brings may begin elsewhere than at a multiple of an element's length.
     return plain.clone() if plain.is_cpu and plain.data_ptr() % plain.element_size() else plain
+
+
+def _rowed(what: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as it is lent, if it has rows. Of types that are several elements of the native part, that would take these for rows of a scalar."""
+    own = _dense(what, tensor)
+    if own.dim() == 0:
+        raise ValueError(f"{what}: a scalar has no rows; use tensor.reshape(1)")
+    return _plain(own)
 
 
 class _Reduced:
@@ -476,14 +484,14 @@ def grouped_allgather_async(
 ) -> int:
     """Starts a :func:`grouped_allgather`."""
     native = process_set._here()
-    lent = [_plain(_dense("allgather", tensor)) for tensor in tensors]
+    lent = [_rowed("allgather", tensor) for tensor in tensors]
     name = _name("grouped_allgather", name, process_set)
     return _start(lambda: native.allgather(name, lent), _gathered(lent))
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """Starts an :func:`allgather`."""
-    native, lent = process_set._here(), _plain(_dense("allgather", tensor))
+    native, lent = process_set._here(), _rowed("allgather", tensor)
     name = _name("allgather", name, process_set)
     return _start(lambda: native.allgather(name, [lent]), _first(_gathered([lent])))
 
@@ -507,7 +515,7 @@ class _Allgather(torch.autograd.Function):
         gathered, counted = [gradient.shape[0] for gradient in gradients], counts[:, 1:].sum(0).tolist()
         if counted != gathered:
             raise ValueError(
-                f"allgather: {gathered} rows were gathered, and the ranks in its backward pass, {counts[:, 0].tolist()}, brought {counted}: which are this "
+                f"allgather: {gathered} rows were gathered, and the ranks in its backward pass, {listed(counts[:, 0].tolist())}, brought {counted}: which are this "
                 "rank's is not known. Call backward() on every rank whose rows were gathered, before it calls join()"
             )
         reduced = _applied(_Allreduce, True, None, Average, 1.0, 1.0, process_set, *gradients)
@@ -619,7 +627,7 @@ def _split_sizes(splits: _Splits | None) -> list[int] | None:
 
 
 def _alltoall_async(tensor: torch.Tensor, splits: _Splits | None, name: str | None, process_set: ProcessSet) -> int:
-    native, lent, sizes = process_set._here(), _plain(_dense("alltoall", tensor)), _split_sizes(splits)
+    native, lent, sizes = process_set._here(), _rowed("alltoall", tensor), _split_sizes(splits)
     name = _name("alltoall", name, process_set)
 
     def finish(done: _native.Handle) -> tuple[torch.Tensor, torch.Tensor]:

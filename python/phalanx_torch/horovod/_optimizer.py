@@ -299,30 +299,33 @@ class _Distributed(_Base):
             return loss
 
         if evaluate is None and self._is_shared:
-            if self._should_synchronize and self._synchronized:
-                if self._op is Sum and not self._has_passed:
-                    raise AssertionError(
-                        "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(): it would add up the sums of all "
-                        "ranks once more. Call it in `with optimizer.skip_synchronize():`."
-                    )
-                _warnings.warn(
-                    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
-                    "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
-                    "optimizer.synchronize() in your code."
-                )
             self._wait_unless_skipped()
         stepped = super().step() if evaluate is None else super().step(synchronized)
         self._synchronized = False
         return stepped
 
     def _wait_unless_skipped(self) -> None:
-        if self._should_synchronize:
-            self.synchronize()
-        elif self._has_passed or self._waits:
-            raise AssertionError(
-                "optimizer.step() was called in optimizer.skip_synchronize() after loss.backward() but before optimizer.synchronize(): it would step with "
-                "gradients of this rank alone. Call optimizer.synchronize() first."
+        if not self._should_synchronize:
+            if self._has_passed or self._waits:
+                raise AssertionError(
+                    "optimizer.step() was called in optimizer.skip_synchronize() after loss.backward() but before optimizer.synchronize(): it would step "
+                    "with gradients of this rank alone. Call optimizer.synchronize() first."
+                )
+            return
+        # By the program, also in a closure.
+        if self._synchronized and self._is_shared:
+            if self._op is Sum and not self._has_passed:
+                raise AssertionError(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(): it would add up the sums of all "
+                    "ranks once more. Call it in `with optimizer.skip_synchronize():`."
+                )
+            _warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
+                "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
+                "optimizer.synchronize() in your code."
             )
+        self.synchronize()
+        self._synchronized = False
 
     def _step_by_changes(self, closure: Callable[[], Any] | None) -> Any:
         """Makes a step with this rank's gradients, and moves the parameters by the Adasum of all ranks' changes in its place."""

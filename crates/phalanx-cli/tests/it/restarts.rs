@@ -160,7 +160,7 @@ fn a_restart_whose_logs_cannot_be_made_shows_what_they_would_keep() {
     let err = text(&output.stderr);
     assert_eq!(output.status.code(), Some(0), "{err}");
     assert_eq!(text(&output.stdout), "[0] life 1\n", "{err}");
-    assert!(err.contains("the output of rank 0 is shown and not kept: cannot make "), "{err}");
+    assert!(err.contains("the output of rank 0 is not kept: cannot make "), "{err}");
 }
 
 #[test]

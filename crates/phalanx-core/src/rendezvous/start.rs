@@ -5,9 +5,9 @@
 //! comes later begins at 0. So the ranks of one start cannot take it for the start's name. Rank 0 draws one:
 //!
 //! ```text
-//! start              the current start: a random number that rank 0 has drawn, and rank 0's number of restarts
-//! <start>/hello/<r>  a random number of rank r, which has found this start
-//! <start>/welcome    those numbers, by rank, once all are there: written by rank 0
+//! start                the current start: a random number that rank 0 has drawn, and rank 0's number of restarts
+//! <start>/hello/<r>    a random number of rank r, which has found this start
+//! <start>/welcome/<p>  those numbers of 256 ranks, by rank, once all are there: written by rank 0
 //! ```
 //!
 //! A rank that finds its own number in the welcome knows that rank 0 has drawn this start for it. Without, the start is an earlier one, and the
@@ -15,10 +15,10 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::RankConfig;
-use super::arrival::{nonce, reserve};
+use super::arrival::{nonce, reserve, while_reported};
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::interrupt;
@@ -27,9 +27,10 @@ use crate::rank::{Generation, Rank};
 use crate::store::{PrefixStore, SharedStore, Store, are_there};
 
 const START: &str = "start";
-const WELCOME: &str = "welcome";
-/// How often a rank that has found an earlier start looks for the next one.
-const POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// So many ranks are welcomed at one key: if each read the numbers of all, they would be as many bytes as the square of the ranks.
+const PART: usize = 256;
+/// How often a rank that has found an earlier start looks for the next one, in a world of few ranks, and of as many as there may be.
+const POLL_INTERVALS: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 /// How long rank 0 may take to begin a start after another rank has found an earlier one. Programs that load for long may be so far apart.
 const NEXT_START_LIMIT: Duration = Duration::from_secs(120);
 /// How long the store may take to answer a question beside a wait.
@@ -87,6 +88,16 @@ impl Start {
     fn hello(&self, rank: Rank) -> String {
         self.key(&format!("hello/{rank}"))
     }
+
+    fn welcome(&self, part: usize) -> String {
+        self.key(&format!("welcome/{part}"))
+    }
+}
+
+/// How often each of so many ranks looks whether there is another start: all ask the same store, which need not be one of ours.
+fn look_interval(ranks: u32) -> Duration {
+    let (shortest, longest) = POLL_INTERVALS;
+    (shortest * (1 + ranks / 256)).min(longest)
 }
 
 /// Rank 0: begins a start, and welcomes all who come to it. Where not all come in time, the start itself reports those that are missing.
@@ -106,7 +117,7 @@ fn begin(starts: &PrefixStore, config: &RankConfig, deadline: Deadline) -> Resul
     let came =
         while_waiting(missing, || starts.set_and_get(&[(START, text.as_bytes())], &keys, until, &mut go_on));
     match came {
-        Ok(numbers) => starts.set(&start.key(WELCOME), &numbers.join(&b'\n'), deadline).map(|()| start),
+        Ok(numbers) => welcome(starts, &start, &numbers, deadline).map(|()| start),
         Err(_) if is_replaced => {
             Err(Error::mismatch("another process has begun a start as rank 0 in this store")
                 .in_operation("rendezvous", None)
@@ -115,6 +126,16 @@ fn begin(starts: &PrefixStore, config: &RankConfig, deadline: Deadline) -> Resul
         Err(error) if error.is_timeout() => Ok(start),
         Err(error) => Err(error),
     }
+}
+
+/// Welcomes the other ranks, which have these numbers.
+fn welcome(starts: &PrefixStore, start: &Start, numbers: &[Vec<u8>], deadline: Deadline) -> Result<()> {
+    let parts = numbers.chunks(PART).enumerate();
+    let parts: Vec<(String, Vec<u8>)> =
+        parts.map(|(part, numbers)| (start.welcome(part), numbers.join(&b'\n'))).collect();
+    let parts: Vec<(&str, &[u8])> =
+        parts.iter().map(|(key, numbers)| (key.as_str(), numbers.as_slice())).collect();
+    starts.multi_set(&parts, deadline)
 }
 
 /// For whom rank 0 waits: those of `others` whose hello is not there.
@@ -140,12 +161,12 @@ fn find(starts: &PrefixStore, config: &RankConfig, deadline: Deadline) -> Result
         true => format!("rank {rank} waits for rank 0: the store has an earlier start only ({REMEDY})"),
         false => format!("rank {rank} waits for the others: not all have come to the store"),
     };
-    while_waiting(waits, || {
+    while_reported(config, waits, || {
         let own = nonce()?;
         let mut start = current(starts, deadline)?;
-        while !is_welcome(starts, &start, rank, &own, deadline)? {
+        while !is_welcome(starts, &start, config, &own, deadline)? {
             is_earlier.store(true, Ordering::Relaxed);
-            start = next(starts, &start, rank, deadline)?;
+            start = next(starts, &start, config, deadline)?;
             is_earlier.store(false, Ordering::Relaxed);
         }
         Ok(start)
@@ -164,18 +185,26 @@ fn current(starts: &PrefixStore, deadline: Deadline) -> Result<Start> {
 fn is_welcome(
     starts: &PrefixStore,
     start: &Start,
-    rank: Rank,
+    config: &RankConfig,
     own: &str,
     deadline: Deadline,
 ) -> Result<bool> {
-    let (text, welcome) = (start.to_text(), start.key(WELCOME));
+    // Rank 0 is not among them.
+    let place = config.rank.index().saturating_sub(1);
+    let (text, welcome) = (start.to_text(), start.welcome(place / PART));
+    let interval = look_interval(config.world_size.get());
+    let mut looked: Option<Instant> = None;
     let mut is_over = false;
     let mut go_on = || {
+        if looked.is_some_and(|looked| looked.elapsed() < interval) {
+            return Ok(());
+        }
+        looked = Some(Instant::now());
         is_over = has_changed(starts, &text, deadline)?;
         if is_over { Err(Error::aborted("there is another start")) } else { Ok(()) }
     };
     let outcome =
-        starts.set_and_get(&[(&start.hello(rank), own.as_bytes())], &[&welcome], deadline, &mut go_on);
+        starts.set_and_get(&[(&start.hello(config.rank), own.as_bytes())], &[&welcome], deadline, &mut go_on);
     let numbers = match outcome {
         Ok(values) => values.into_iter().next().unwrap_or_default(),
         // Rank 0 may have met all here before it has begun the next one.
@@ -186,9 +215,7 @@ fn is_welcome(
         }
         Err(error) => return Err(error),
     };
-    let index = usize::try_from(rank.get()).unwrap_or(usize::MAX);
-    Ok(index.checked_sub(1).and_then(|index| numbers.split(|byte| *byte == b'\n').nth(index))
-        == Some(own.as_bytes()))
+    Ok(numbers.split(|byte| *byte == b'\n').nth(place % PART) == Some(own.as_bytes()))
 }
 
 /// Whether another start than `known` stands in the store, as far as that says so.
@@ -203,7 +230,8 @@ fn has_changed(starts: &PrefixStore, known: &str, deadline: Deadline) -> Result<
 }
 
 /// The start after `earlier`.
-fn next(starts: &PrefixStore, earlier: &Start, rank: Rank, deadline: Deadline) -> Result<Start> {
+fn next(starts: &PrefixStore, earlier: &Start, config: &RankConfig, deadline: Deadline) -> Result<Start> {
+    let (rank, interval) = (config.rank, look_interval(config.world_size.get()));
     let until = deadline.at_most(NEXT_START_LIMIT);
     loop {
         let start = current(starts, deadline)?;
@@ -217,7 +245,7 @@ fn next(starts: &PrefixStore, earlier: &Start, rank: Rank, deadline: Deadline) -
             )));
         }
         interrupt::check()?;
-        std::thread::sleep(POLL_INTERVAL.min(until.remaining()));
+        std::thread::sleep(interval.min(until.remaining()));
     }
 }
 
@@ -295,6 +323,21 @@ mod tests {
             });
             assert_ne!(second, first[0].scope);
         }
+    }
+
+    #[test]
+    fn many_ranks_are_welcomed_in_parts_and_each_looks_less_often_for_the_next_start() {
+        const RANKS: u32 = 300;
+        let store: SharedStore = Arc::new(MemoryStore::new());
+        let configs: Vec<RankConfig> = (0..RANKS).map(|rank| config(rank, RANKS, 0)).collect();
+        let scopes: Vec<String> = agreed(&store, &configs).into_iter().map(|config| config.scope).collect();
+        assert!(scopes.iter().all(|scope| *scope == scopes[0]));
+        let parts = PrefixStore::new(scopes[0].clone(), store);
+        let lengths = [0, 1].map(|part| parts.get(&format!("welcome/{part}"), soon()).unwrap().len());
+        // 32 bytes for each, and what separates them.
+        assert_eq!(lengths, [256 * 33 - 1, 43 * 33 - 1]);
+        let intervals = [2, 255, 4096, 65_536].map(|ranks| look_interval(ranks).as_millis());
+        assert_eq!(intervals, [50, 50, 850, 1000]);
     }
 
     #[test]

@@ -46,6 +46,10 @@ const LAST_ATTEMPT_GRACE: Duration = Duration::from_secs(2);
 const NOTICE_GRACE: Duration = Duration::from_secs(2);
 /// What the other nodes are told of one whose observer has asked for the end.
 const STOPPED: &str = "the reader of its output has closed the pipe";
+/// With more nodes, not each that comes is shown: hundreds of launchers would each show hundreds of lines.
+const FEW_NODES: u32 = 16;
+/// The time between two lines about many nodes that come.
+const SHOW_INTERVAL: Duration = Duration::from_secs(1);
 /// A wait that ends later than by so much was one in which this process was stopped.
 const STANDSTILL_LIMIT: Duration = Duration::from_secs(5);
 
@@ -75,8 +79,8 @@ pub(crate) struct MultiNode<'a> {
     stood_still: Option<Duration>,
     /// How many warnings were shown.
     warned: usize,
-    /// The number of waiting nodes that was shown last.
-    shown: Option<usize>,
+    /// The number of waiting nodes that was shown last, and when.
+    shown: Option<(usize, Instant)>,
     /// The entry with which this node has joined, until it takes the place of an earlier launcher.
     join: Option<(Node, Settings)>,
     /// Until when it waits for the others to miss that launcher, which it cannot see.
@@ -327,17 +331,23 @@ impl<'a> MultiNode<'a> {
         }
     }
 
-    fn show_waiting(&mut self, control: &mut Control<'_>) {
+    /// Shows how many nodes wait. Returns in what time it is to be shown, if not now.
+    fn show_waiting(&mut self, control: &mut Control<'_>) -> Option<Duration> {
         if let Some(address) = self.served_at().filter(|_| !self.has_told_where) {
             self.has_told_where = true;
             control.tell(Event::Serving { address });
         }
         let waiting = self.view.state.waiting().len();
-        if self.view.state.is_gathering() && self.shown != Some(waiting) {
-            self.shown = Some(waiting);
-            let (min, max) = (self.cluster.min_nodes, self.cluster.max_nodes);
-            control.tell(Event::Gathering { nodes: waiting as u32, min_nodes: min, max_nodes: max });
+        if !self.view.state.is_gathering() || self.shown.is_some_and(|(shown, _)| shown == waiting) {
+            return None;
         }
+        let (nodes, min, max) = (waiting as u32, self.cluster.min_nodes, self.cluster.max_nodes);
+        let left = self.shown.and_then(|(_, at)| left_to_show(nodes, max, at.elapsed()));
+        if left.is_none() {
+            self.shown = Some((waiting, Instant::now()));
+            control.tell(Event::Gathering { nodes, min_nodes: min, max_nodes: max });
+        }
+        left
     }
 }
 
@@ -356,7 +366,7 @@ impl Nodes for MultiNode<'_> {
             if let Some(placement) = self.placement()? {
                 return Ok(Gathered::Placed(placement));
             }
-            self.show_waiting(control);
+            let shows_in = self.show_waiting(control);
             if control.stops {
                 self.leave(Departure::GaveUp(STOPPED.to_owned()));
                 return Ok(Gathered::Over(Outcome::Stopped));
@@ -381,7 +391,7 @@ impl Nodes for MultiNode<'_> {
                     timeout = Duration::from_secs(1);
                 }
             }
-            timeout = self.waits_for_silence().map_or(timeout, |left| left.min(timeout));
+            timeout = self.waits_for_silence().into_iter().chain(shows_in).fold(timeout, Duration::min);
             let began = Instant::now();
             if let Some(signal) = self.wait(control, timeout)? {
                 self.leave(Departure::Signal(signal.number()));
@@ -494,6 +504,12 @@ impl Nodes for MultiNode<'_> {
             goes_on
         });
     }
+}
+
+/// In what time it is to be shown that so many of at most `max` nodes wait, if not now: the last time was so long ago.
+fn left_to_show(nodes: u32, max: u32, ago: Duration) -> Option<Duration> {
+    let is_shown = max <= FEW_NODES || nodes >= max || ago >= SHOW_INTERVAL;
+    (!is_shown).then(|| SHOW_INTERVAL.saturating_sub(ago))
 }
 
 /// Since when this launcher waits for others. A wait that has begun at `began`, and has ended long after its `timeout`, does not count: this

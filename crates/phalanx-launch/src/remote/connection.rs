@@ -75,6 +75,8 @@ pub(super) struct Connection {
     /// When something of it was taken last.
     taken_at: Option<Instant>,
     kill_at: Option<Instant>,
+    /// When it was killed first.
+    killed_at: Option<Instant>,
 }
 
 impl Connection {
@@ -101,6 +103,7 @@ impl Connection {
             untaken: Arc::clone(&incoming.untaken),
             taken_at: None,
             kill_at: None,
+            killed_at: None,
         };
         if let (Some(stdin), Some(stdout), Some(stderr)) = pipes {
             let (out, err) = (incoming.clone(), incoming);
@@ -174,9 +177,12 @@ impl Connection {
         }
     }
 
-    /// Whether it has ended, and all its output has been read. What has come waits as long as others' messages are taken.
+    /// Whether it has ended, and all its output has been read. What has come waits as long as others' messages are taken. One that was killed and
+    /// does not end is stuck in the kernel, and not waited for.
     pub(super) fn is_over(&self) -> bool {
-        let Some((_, ended)) = self.ended else { return false };
+        let Some((_, ended)) = self.ended else {
+            return self.killed_at.is_some_and(|killed| killed.elapsed() >= KILL_TIMEOUT);
+        };
         let silent_since = self.taken_at.map_or(ended, |taken| taken.max(ended));
         let is_silent = || silent_since.elapsed() > LAST_MESSAGE_TIMEOUT;
         let all_came = self.stdout_is_closed && self.stderr_is_closed;
@@ -193,6 +199,7 @@ impl Connection {
     pub(super) fn kill(&mut self) {
         // The number is valid as long as the process has not been reaped.
         if self.ended.is_none() {
+            self.killed_at.get_or_insert_with(Instant::now);
             let _ = kill_process_group(Pid::from_child(&self.child), Signal::KILL);
         }
     }
@@ -202,7 +209,9 @@ impl Drop for Connection {
     fn drop(&mut self) {
         if self.ended.is_none() {
             self.kill();
-            let _ = reap(&mut self.child, Deadline::after(KILL_TIMEOUT));
+            // Not as long for each of many that were killed at the same time.
+            let waited = self.killed_at.map_or(Duration::ZERO, |killed| killed.elapsed());
+            let _ = reap(&mut self.child, Deadline::after(KILL_TIMEOUT.saturating_sub(waited)));
         }
     }
 }
@@ -282,6 +291,23 @@ mod tests {
         // The system takes no argument of this length.
         let error = refused("true", "x".repeat(1 << 20));
         assert!(error.to_string().starts_with("cannot start true: ") && error.remedy().is_none(), "{error}");
+    }
+
+    #[test]
+    fn one_that_was_killed_and_does_not_end_is_not_waited_for() {
+        let (sender, _incoming) = sync_channel(8);
+        let (_notice, wake) = wake_pipe().unwrap();
+        let sender = IncomingSender { host: 0, sender, wake: Arc::new(wake), untaken: Arc::default() };
+        let mut command = Command::new("sleep");
+        command.arg("600");
+        let mut connection = Connection::start(command, "", sender).unwrap();
+        connection.look();
+        assert!(!connection.is_over());
+        // As if it was stuck in the kernel since.
+        connection.killed_at = Instant::now().checked_sub(KILL_TIMEOUT);
+        assert!(connection.is_over());
+        // It is reaped.
+        connection.killed_at = None;
     }
 
     #[test]

@@ -27,6 +27,7 @@ use crate::error::{Error, Result};
 use crate::event::{Event, Observer};
 use crate::exit::{Report, Signal};
 use crate::key::JobKey;
+use crate::names::listed;
 
 /// How much longer than the other launchers the one with the store waits for all: those that cannot connect to it know why, and it does not.
 const SERVER_GRACE: Duration = Duration::from_secs(2);
@@ -62,7 +63,7 @@ pub(super) struct Launchers<'a> {
     environment: ToLauncher,
     /// The launchers that run, start, or are about to end.
     pub(super) peers: Vec<Peer>,
-    /// How many were started.
+    /// How many were started, or could not be.
     pub(super) started_peers: usize,
     pub(super) inbox: Inbox,
     pub(super) control: Control<'a>,
@@ -203,8 +204,9 @@ impl Launchers<'_> {
             self.peers.iter().map(|peer| u64::from(peer.slots)).sum::<u64>() + u64::from(host.slots());
         descriptors::allow(self.peers.len() + 1, ranks);
         let (command, remedy) = (self.job.command(&host)?, self.job.shell.remedy_if_missing());
-        let connection = Connection::start(command, remedy, self.inbox.incoming_sender(id))?;
+        // Also of one that fails half-way: what its threads still say must not count as said by the next one.
         self.started_peers += 1;
+        let connection = Connection::start(command, remedy, self.inbox.incoming_sender(id))?;
         connection.send(self.environment.clone());
         self.peers.push(Peer {
             id,
@@ -281,7 +283,7 @@ impl Launchers<'_> {
         let waited = self.job.start_timeout.as_secs_f64();
         let first = names.first().copied().unwrap_or_default();
         let said = missing.iter().find_map(|peer| peer.stderr.back());
-        Error::timeout(format!("{} {what} within {waited} s", names.join(", ")))
+        Error::timeout(format!("{} {what} within {waited} s", listed(&names)))
             .adding(said.map_or_else(String::new, |said| format!(": {said}")))
             .with_remedy(format!("{} --start-timeout waits longer", remedy.replace("HOST", first)))
     }

@@ -94,6 +94,7 @@ impl FixedHosts {
     /// The launchers' ends, by the numbers of their hosts; a launcher that was lost has none.
     fn ends(&mut self, launchers: &mut Launchers<'_>) -> Vec<(usize, LauncherEnd)> {
         let mut ends = std::mem::take(&mut self.ended);
+        launchers.peers.iter_mut().for_each(|peer| peer.connection.kill());
         ends.extend(launchers.peers.drain(..).filter_map(|peer| Some((peer.index, peer.end?))));
         ends.sort_by_key(|(index, _)| *index);
         ends

@@ -5,6 +5,7 @@
 //! for a while sends this call to the others, on their control connections. A rank that has called something else in
 //! its place reports it. A call that is not stuck costs no message.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use crate::error::Result;
@@ -30,9 +31,9 @@ pub struct Calls {
     /// Earlier calls that the others must be told, because a frame has shown that one of them differs.
     untold: Vec<Header>,
     /// The calls that peers have told, if this rank has not reached them.
-    waiting: Vec<(Rank, Header, Told)>,
+    waiting: BTreeMap<Rank, (Header, Told)>,
     /// The peers that leave, with the last call of each that has made one.
-    lasts: Vec<(Rank, Option<Header>)>,
+    lasts: BTreeMap<Rank, Option<Header>>,
 }
 
 /// Why a peer tells one of its calls.
@@ -119,25 +120,21 @@ impl Calls {
 
     /// `peer` has told its call `theirs`.
     pub fn hear(&mut self, peer: Rank, theirs: Header, told: Told) {
-        self.waiting.retain(|(known, ..)| *known != peer);
-        self.waiting.push((peer, theirs, told));
+        self.waiting.insert(peer, (theirs, told));
         if told == Told::Last {
-            self.lasts.retain(|(known, _)| *known != peer);
-            self.lasts.push((peer, Some(theirs)));
+            self.lasts.insert(peer, Some(theirs));
         }
     }
 
     /// `peer` has left. If it has not told its last call, it has made none.
     pub fn left(&mut self, peer: Rank) {
-        if self.lasts.iter().all(|(known, _)| *known != peer) {
-            self.lasts.push((peer, None));
-        }
+        self.lasts.entry(peer).or_insert(None);
     }
 
     /// A peer that has left without the call numbered `sequence`, if there is one. A rank that only sends to it would never hear of that.
     pub fn absent(&self, sequence: Sequence) -> Option<Rank> {
         let is_absent = |last: &Option<Header>| last.is_none_or(|last| last.sequence < sequence);
-        self.lasts.iter().find(|(_, last)| is_absent(last)).map(|(peer, _)| *peer)
+        self.lasts.iter().find(|&(_, last)| is_absent(last)).map(|(peer, _)| *peer)
     }
 
     /// When this rank has left: a call that one of the ranks that have left has made, and the other has not. Only a call in which
@@ -147,7 +144,7 @@ impl Calls {
             return None;
         }
         let own = self.latest;
-        self.lasts.iter().find_map(|&(peer, theirs)| match (own, theirs) {
+        self.lasts.iter().find_map(|(&peer, &theirs)| match (own, theirs) {
             (Some(own), Some(theirs)) if own.sequence == theirs.sequence => None,
             (Some(own), Some(theirs)) if own.sequence < theirs.sequence => Some(Missing::Here(peer, theirs)),
             (Some(own), _) => Some(Missing::There(peer, own)),
@@ -164,7 +161,7 @@ impl Calls {
     pub fn compare(&mut self, own: Rank) -> Result<()> {
         let Self { last, waiting, .. } = self;
         let mut outcome = Ok(());
-        waiting.retain(|&(peer, ref theirs, told)| {
+        waiting.retain(|&peer, &mut (ref theirs, told)| {
             if outcome.is_err() {
                 return true;
             }

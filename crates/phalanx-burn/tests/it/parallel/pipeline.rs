@@ -575,7 +575,7 @@ impl Stage<2> for Noting {
     type Batch = RefCell<Vec<bool>>;
 
     fn forward(&self, _: Option<Tensor<2>>, has_graph: &Self::Batch) -> StageOutput<2> {
-        let x = self.layer.forward(Tensor::ones([1, 2], &device()));
+        let x: Tensor<2> = self.layer.forward(Tensor::ones([1, 2], &device()));
         has_graph.borrow_mut().push(x.is_tracked());
         StageOutput::Loss(x.sum())
     }

@@ -11,6 +11,7 @@ use super::MeshConfig;
 use super::connection::Connection;
 use super::connections::Connections;
 use super::keep_alive::keep_alive;
+use super::leave::pause_among;
 use super::start_failure::{self, LAST_MESSAGE_TIMEOUT, POLL_INTERVAL, lost};
 use super::stop_probe::StopProbe;
 use crate::deadline::Deadline;
@@ -100,6 +101,7 @@ pub(super) fn exchange(
             start_failure::check(config, host(config.rank), until)?;
             probe.get_or_insert_with(|| StopProbe::new(config)).check(late, until)?;
         }
+        std::thread::sleep(pause_among(awaited.len()));
         let mut fds: Vec<PollFd<'_>> =
             awaited.iter().map(|one| PollFd::new(one.connection, PollFlags::IN)).collect();
         let timeout = interrupt::at_most(deadline.at_most(POLL_INTERVAL).remaining());

@@ -215,13 +215,24 @@ impl Connections {
         let Ok(bytes) = control::encode(message) else { return };
         for (peer, stream) in self.control.iter().enumerate() {
             if let Some(stream) = stream.as_ref().filter(|_| meant(Rank::new(peer as u32))) {
-                let sent = stream.send(&[IoSlice::new(&bytes)]);
-                if sent.is_ok_and(|(count, _)| 0 < count && count < bytes.len()) {
-                    // What came next would be taken for the rest.
-                    stream.finish_sending();
-                }
+                say(stream, &bytes);
             }
         }
+    }
+
+    /// The same to one peer, without a look at all others: there may be thousands, each of which gets an answer.
+    pub(super) fn tell_one(&self, peer: Rank, message: &Control) {
+        if let (Some(Some(stream)), Ok(bytes)) = (self.control.get(peer.index()), control::encode(message)) {
+            say(stream, &bytes);
+        }
+    }
+}
+
+fn say(stream: &Connection, bytes: &[u8]) {
+    let sent = stream.send(&[IoSlice::new(bytes)]);
+    if sent.is_ok_and(|(count, _)| 0 < count && count < bytes.len()) {
+        // What came next would be taken for the rest.
+        stream.finish_sending();
     }
 }
 

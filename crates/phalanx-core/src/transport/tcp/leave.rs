@@ -103,7 +103,7 @@ impl Connections {
     /// `peer` has left, and waits until this rank sends nothing more. It can still compare its calls with this rank's `latest` one.
     pub(super) fn answer_goodbye(&self, peer: Rank, latest: Option<Header>) {
         if let Some(latest) = latest {
-            self.tell(&Control::Latest(latest), |other| other == peer);
+            self.tell_one(peer, &Control::Latest(latest));
         }
         if let Some(Some(control)) = self.control.get(peer.index()) {
             control.finish_sending();
@@ -197,6 +197,12 @@ impl<'a> Parting<'a> {
     }
 }
 
+/// How long who waits for so many connections lets more of them become ready before it polls. A poll looks at each: one for each that becomes ready
+/// would be as much as the square of the ranks.
+pub(super) fn pause_among(connections: usize) -> Duration {
+    Duration::from_millis(connections as u64 / 256)
+}
+
 /// Sends nothing more on these connections, and reads until their peers send nothing more either, or their deadlines have passed. Returns
 /// those on which more may come. `has_ended` reads one of them.
 fn finish<'a>(mut open: Vec<End<'a>>, mut has_ended: impl FnMut(&End<'a>) -> bool) -> Vec<End<'a>> {
@@ -209,6 +215,7 @@ fn finish<'a>(mut open: Vec<End<'a>>, mut has_ended: impl FnMut(&End<'a>) -> boo
         open.retain(|end| is_ready.next() != Some(&true) || !has_ended(end));
         late.extend(open.extract_if(.., |end| end.deadline.has_passed()));
         let Some(next) = open.iter().map(|end| end.deadline.remaining()).min() else { return late };
+        std::thread::sleep(pause_among(open.len()).min(next));
         let mut fds: Vec<PollFd<'_>> =
             open.iter().map(|end| PollFd::new(end.connection, PollFlags::IN)).collect();
         if poll(&mut fds, Some(next)).is_err() {
@@ -282,6 +289,12 @@ mod tests {
         let begun = Instant::now();
         finish(vec![end(&other, Duration::from_secs(3600))], |end| end.connection.has_ended());
         assert!(begun.elapsed() < Duration::from_secs(600));
+    }
+
+    #[test]
+    fn who_waits_for_thousands_of_connections_does_not_poll_for_each() {
+        let pauses = [1, 255, 1024, 12_000].map(|connections| pause_among(connections).as_millis());
+        assert_eq!(pauses, [0, 0, 4, 46]);
     }
 
     #[test]

@@ -297,7 +297,7 @@ impl<'a> Watch<'a> {
             }
             peer.listens = true;
             peer.is_quiet = self.heartbeat.step().is_some() && quieten(stream);
-            self.connections.tell(&introduction, |other| other == rank);
+            self.connections.tell_one(rank, &introduction);
             // In a large world it has not introduced itself yet. If it is frozen, it never does.
             let interval = peer.introduction.map_or(self.heartbeat.interval, |own| own.interval());
             self.liveness.begin(rank, interval, self.heartbeat.timeout, now);
@@ -363,7 +363,9 @@ impl<'a> Watch<'a> {
 
     fn tell_one(&self, peer: Rank, message: &Control) {
         let is_there = self.peers.get(peer.index()).is_some_and(|peer| !peer.said_goodbye && !peer.closed);
-        self.connections.tell(message, |other| is_there && other == peer);
+        if is_there {
+            self.connections.tell_one(peer, message);
+        }
     }
 
     fn tell(&self, message: &Control, meant: impl Fn(&Peer) -> bool) {

@@ -8,6 +8,7 @@ use crate::cluster::RendezvousBackend;
 use crate::error::{Error, Kind};
 use crate::exit::{Failure, NodeFailure, Outcome, Signal};
 use crate::log::AFTER_STANDSTILL;
+use crate::names::listed;
 use crate::nodes::membership::{Cause, Departure};
 
 impl MultiNode<'_> {
@@ -119,7 +120,7 @@ impl MultiNode<'_> {
             self.cluster.min_nodes
         );
         if !hosts.is_empty() {
-            cause.push_str(&format!(": {}", hosts.join(", ")));
+            cause.push_str(&format!(": {}", listed(&hosts)));
         }
         match self.view.state.last_cause().map(outcome_of) {
             Some(Outcome::Failed(failure)) => cause.push_str(&format!("; before, {failure}")),

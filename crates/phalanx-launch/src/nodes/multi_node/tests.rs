@@ -105,6 +105,13 @@ fn a_time_in_which_this_process_was_stopped_is_no_time_in_which_nobody_came() {
 }
 
 #[test]
+fn of_many_nodes_that_come_a_line_a_second_is_shown_and_the_last_at_once() {
+    let left = |nodes, max, milliseconds| left_to_show(nodes, max, Duration::from_millis(milliseconds));
+    assert_eq!((left(1, FEW_NODES, 0), left(500, 500, 0), left(499, 500, 1000)), (None, None, None));
+    assert_eq!(left(499, 500, 300), Some(Duration::from_millis(700)));
+}
+
+#[test]
 fn whoever_stood_still_while_it_joined_blames_nobody() {
     let others = Others::new();
     others.join(1, "elsewhere", 0, None);

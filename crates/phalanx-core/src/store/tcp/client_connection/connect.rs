@@ -33,12 +33,15 @@ const GREETING_TIMEOUT: Duration = Duration::from_secs(10);
 pub(in crate::store::tcp) const CLOSING_RETRY_LIMIT: Duration = Duration::from_secs(2);
 /// The same of one with TLS, which also closes the connection of a handshake that is slow while others wait: a packet that was lost is enough.
 const TLS_CLOSING_RETRY_LIMIT: Duration = Duration::from_secs(10);
+/// The longest pause of a client whose store is not there yet.
+const ABSENT_DELAY: Duration = Duration::from_secs(2);
 
 /// How long a client waits for a store, beside its deadline.
 pub struct Patience<'a> {
     /// How long a program that listens may be silent. After that it is not a store.
     pub silence: Duration,
-    /// Whether the store is still needed. It is asked after each attempt, and while several connections are made several times a second.
+    /// Whether the store is still needed. It is asked after each attempt, and several times a second in a long pause, or while several
+    /// connections are made.
     pub goes_on: &'a (dyn Fn() -> bool + Sync),
     /// How many connections to make at once, for a client whose threads use several from the start.
     pub connections: usize,
@@ -82,6 +85,8 @@ impl Link {
         loop {
             let began = Instant::now();
             let attempt = Self::attempt(address, credentials, deadline);
+            let is_absent =
+                matches!(attempt, Err(ConnectError::NotListening(_) | ConnectError::NoAddress(_)));
             // Only what lasts counts: a server may be started again, and a network may cut connections.
             if !matches!(attempt, Err(ConnectError::NoAddress(_))) {
                 no_address_since = None;
@@ -148,7 +153,13 @@ impl Link {
             {
                 return Err(not_listening(address, started.elapsed(), error));
             }
+            let next = Instant::now() + absent_pause(started.elapsed(), deadline.remaining());
             backoff.pause();
+            // In steps: the program may end the wait, and another connection may have found the store.
+            while is_absent && Instant::now() < next && !backoff.is_last() && (patience.goes_on)() {
+                interrupt::check()?;
+                backoff.pause();
+            }
         }
     }
 
@@ -324,6 +335,13 @@ impl Link {
     }
 }
 
+/// How long a client pauses at least that has waited for so long for a store that is not there, with so much time left. Thousands of ranks may
+/// wait for one that comes minutes after them: they ask its host, and the name servers, the less often the longer they have waited. So a start is
+/// late by a tenth of the wait at most. Near the end they ask often again: a store that comes at the last moment is found.
+fn absent_pause(waited: Duration, left: Duration) -> Duration {
+    (waited.min(left) / 10).min(ABSENT_DELAY)
+}
+
 /// How long to try again when what listens closes the connection during the greeting. In Kubernetes a proxy beside each pod does so for as
 /// long as the pod that serves the store is not there.
 fn closing(has_tls: bool, is_in_kubernetes: bool) -> Duration {
@@ -338,6 +356,8 @@ fn closing(has_tls: bool, is_in_kubernetes: bool) -> Duration {
 mod tests {
     use std::io::{Read, Write};
     use std::net::TcpListener;
+    use std::sync::atomic::AtomicUsize;
+    use std::sync::atomic::Ordering::Relaxed;
     use std::thread;
 
     use rustix::net::sockopt::{socket_keepalive, tcp_keepidle};
@@ -364,6 +384,37 @@ mod tests {
         // Nothing between the hosts forgets it while it is idle, whoever's the server is.
         assert!(socket_keepalive(&link.stream).unwrap());
         assert_eq!(tcp_keepidle(&link.stream).unwrap(), KEEP_ALIVE_INTERVAL);
+    }
+
+    #[test]
+    fn a_store_that_is_not_there_is_asked_for_seldom_after_a_long_wait_and_often_at_its_end() {
+        let pause = |waited, left| {
+            absent_pause(Duration::from_millis(waited), Duration::from_millis(left)).as_millis()
+        };
+        assert_eq!(
+            [0, 100, 3000, 20_000, 600_000].map(|waited| pause(waited, 600_000)),
+            [0, 10, 300, 2000, 2000]
+        );
+        assert_eq!([20_000, 5000, 100, 0].map(|left| pause(600_000, left)), [2000, 500, 10, 0]);
+        // Not before the pauses of a start that is quick have grown.
+        assert!(absent_pause(PAUSES.1 * 10, Duration::MAX) <= PAUSES.1);
+    }
+
+    #[test]
+    fn who_waits_long_for_a_store_may_be_told_in_a_pause_that_it_is_there() {
+        let (asked, tried) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        // At first it is asked once after each attempt.
+        let goes_on = || asked.fetch_add(1, Relaxed) < tried.load(Relaxed);
+        let patience = Patience { silence: Duration::MAX, goes_on: &goes_on, connections: 1 };
+        let credentials = ClientCredentials::new(&Credentials::default());
+        let soon = Deadline::after(Duration::from_secs(30));
+        // Nothing listens there.
+        let outcome = Link::retry_until("127.0.0.1:1", &credentials, soon, &patience, |_| {
+            tried.fetch_add(1, Relaxed);
+        });
+        assert!(outcome.is_err_and(|error| error.is_aborted()));
+        // It has tried once more.
+        assert_eq!(asked.load(Relaxed), tried.load(Relaxed) + 1);
     }
 
     #[test]
