@@ -222,7 +222,7 @@ impl<const D: usize, K: Basic + 'static> Collectives for Tensor<D, K> {
 }
 
 /// `tensor`, if it is part of a graph.
-fn as_tracked<const D: usize, K: Basic + 'static>(tensor: &Tensor<D, K>) -> Option<Tensor<D>> {
+pub(crate) fn as_tracked<const D: usize, K: Basic + 'static>(tensor: &Tensor<D, K>) -> Option<Tensor<D>> {
     (tensor as &dyn Any).downcast_ref::<Tensor<D>>().filter(|tensor| tensor.is_tracked()).cloned()
 }
 

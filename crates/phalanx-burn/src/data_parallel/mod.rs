@@ -149,10 +149,11 @@ impl<M: Module, const D: usize> DataParallel<M, D> {
     }
 
     /// Runs `pass` on each replica with its part of `input`, in parallel, and returns the outputs of all samples, in
-    /// order. Gradients end at `input`: layers that compute it are not trained.
+    /// order.
     ///
     /// # Errors
-    /// If `input` has no samples, or the system refuses a thread; over NCCL also if parameters, inputs or outputs cannot be copied.
+    /// If `input` has no samples; if it has a graph: gradients do not come back to it, and layers that compute it would not be trained. If the system
+    /// refuses a thread; over NCCL also if parameters, inputs or outputs cannot be copied.
     pub fn forward<I: Scatter>(
         &mut self,
         input: I,

@@ -133,7 +133,14 @@ impl<M: Module> Replicas<M> {
     }
 
     /// A replica for each part of `input`, on its device.
+    ///
+    /// # Errors
+    /// If the input has no samples, or a graph, or cannot be copied.
     pub fn scatter<I: Scatter>(&mut self, input: I) -> Result<Vec<(Replica<M>, I)>> {
+        scatter::without_graphs(|| self.scattered(input))
+    }
+
+    fn scattered<I: Scatter>(&mut self, input: I) -> Result<Vec<(Replica<M>, I)>> {
         let ranges = scatter::parts(input.samples()?, self.devices.len());
         if ranges.is_empty() {
             return Err(

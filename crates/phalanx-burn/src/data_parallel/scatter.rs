@@ -6,6 +6,7 @@
 //!
 //! Burn's `to_device` would do so too, where CubeCL finds libnccl; but its calls have no time-out.
 
+use std::cell::Cell;
 use std::fmt;
 use std::ops::Range;
 
@@ -20,8 +21,14 @@ use phalanx::{Error, Result};
 #[cfg(feature = "nccl")]
 use super::links::{self, Copying, Links};
 use super::transfers::Transfer;
+use crate::collectives::as_tracked;
 #[cfg(feature = "nccl")]
 use crate::read_back::Computed;
+
+thread_local! {
+    /// Whether a part was taken of a tensor that has a graph. A batch's own type hands on parts of its tensors, and says nothing else of them.
+    static HAS_GRAPH: Cell<bool> = const { Cell::new(false) };
+}
 
 /// A batch that can be divided among replicas: a tensor whose first dimension counts samples, or several tensors with
 /// equally many samples.
@@ -206,6 +213,9 @@ macro_rules! scatter {
             }
 
             fn part(&self, samples: Range<usize>) -> Self {
+                if as_tracked(self).is_some() {
+                    HAS_GRAPH.set(true);
+                }
                 self.clone().narrow(0, samples.start, samples.len())
             }
 
@@ -247,6 +257,22 @@ impl<A: Scatter, B: Scatter> Scatter for (A, B) {
     fn begin_copy(self, to: &mut Destination<'_>) -> Result<Self> {
         Ok((self.0.begin_copy(to)?, self.1.begin_copy(to)?))
     }
+}
+
+/// What `scatter` gives; an error if that takes a part of a tensor that has a graph.
+pub(super) fn without_graphs<T>(scatter: impl FnOnce() -> Result<T>) -> Result<T> {
+    HAS_GRAPH.set(false);
+    let parts = scatter()?;
+    if !HAS_GRAPH.get() {
+        return Ok(parts);
+    }
+    Err(Error::invalid_argument(
+        "the input of replicas has a graph: gradients do not come back to it, so what has computed it would not be trained",
+    )
+    .with_remedy(
+        "make layers that are to be trained a part of the model, and call them in the closure; else take the input out of its graph by detach(), \
+         or by set_require_grad(false) if it was made to need a gradient",
+    ))
 }
 
 /// How `samples` are divided among at most `replicas`, as evenly as PyTorch's `chunk` does: all parts but the last have

@@ -74,12 +74,11 @@ impl<M: Module> TowerGradients<M> {
     }
 
     /// Runs `loss`, a mean over samples, forward and backward on each replica with its part of `input`. Returns the
-    /// mean over all samples, and its gradients, also if the parts have different sizes. Gradients end at `input`: layers that compute it are not
-    /// trained.
+    /// mean over all samples, and its gradients, also if the parts have different sizes.
     ///
     /// # Errors
-    /// If `input` has no samples, or a loss does not depend on any parameter that needs a gradient, or the system refuses
-    /// a thread; over NCCL also if parameters or inputs cannot be copied, or it cannot add the gradients up.
+    /// If `input` has no samples, or a graph, as [`DataParallel::forward`](crate::DataParallel::forward); if a loss does not depend on any parameter that
+    /// needs a gradient, or the system refuses a thread; over NCCL also if parameters or inputs cannot be copied, or it cannot add the gradients up.
     pub fn backward<I: Scatter>(
         &mut self,
         input: I,

@@ -265,6 +265,28 @@ fn a_loss_of_the_outputs_of_two_forward_passes_is_refused() {
     ours.assert_approx_eq::<f32>(&expected, burn::tensor::Tolerance::absolute(1e-5));
 }
 
+/// PyTorch's would train the layer in front, too.
+#[test]
+fn an_input_that_a_trained_layer_computes_is_refused() {
+    let in_front: Linear = LinearConfig::new(8, 8).init(&device());
+    for replicas in [1, 2] {
+        let (x, y) = batch(0);
+        let mut parallel = DataParallel::new(Mlp::new(&WIDTHS), vec![device(); replicas]).unwrap();
+        let mut towers = TowerGradients::new(Mlp::new(&WIDTHS), vec![device(); replicas]).unwrap();
+        let input = || in_front.forward(x.clone());
+        let errors = [
+            parallel.forward(input(), Mlp::forward).unwrap_err(),
+            towers.backward((input(), y.clone()), Mlp::loss).unwrap_err(),
+        ];
+        for error in errors {
+            assert!(error.is_invalid_argument() && error.to_string().contains("has a graph"), "{error}");
+        }
+        // Out of its graph it is an input like any other.
+        drop(parallel.forward(input().detach(), Mlp::forward).unwrap());
+        drop(towers.backward((input().detach(), y), Mlp::loss).unwrap());
+    }
+}
+
 #[test]
 fn misuse_is_an_error_that_says_so() {
     let model = || Mlp::new(&WIDTHS);

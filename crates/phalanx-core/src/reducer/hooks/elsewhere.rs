@@ -216,7 +216,11 @@ impl<B: ElsewhereBuckets> CommHook for ElsewhereHook<B> {
     }
 
     fn averages_over_all(&self) -> bool {
-        !matches!(&self.how, How::Local(local) if !local.averages_over_all())
+        match &self.how {
+            How::Local(local) => local.averages_over_all(),
+            How::Own(hook) => hook.averages_over_all(),
+            How::Whole | How::Rounded(_) | How::LowRank { .. } => true,
+        }
     }
 
     fn makes_zeros(&self) -> bool {
@@ -229,5 +233,148 @@ impl<B: ElsewhereBuckets> CommHook for ElsewhereHook<B> {
 
     fn keeps_gradients(&self) -> bool {
         true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use parking_lot::Mutex;
+
+    use super::*;
+    use crate::buffer::Buffer;
+    use crate::reducer::fake::FakeGroup;
+    use crate::reducer::hooks::{AllReduce, Compressed, GradientPlace};
+
+    /// Notes what is asked of it, and averages nothing.
+    struct Noting {
+        group: Arc<FakeGroup>,
+        notes: Mutex<Vec<String>>,
+    }
+
+    impl Noting {
+        fn new() -> Arc<Self> {
+            Arc::new(Self { group: FakeGroup::world(1).remove(0), notes: Mutex::default() })
+        }
+
+        fn note(&self, what: String) {
+            self.notes.lock().push(what);
+        }
+
+        /// Notes a step of this hook: a matrix and a row of f32, and a matrix of f64.
+        fn step(&self, hook: &mut ElsewhereHook<Self>) -> Vec<String> {
+            self.notes.lock().clear();
+            let buckets = [(DType::F32, vec![12, 40]), (DType::F32, vec![9]), (DType::F64, vec![12, 40])];
+            for (index, (dtype, shape)) in buckets.into_iter().enumerate() {
+                let elements = 0..shape.iter().product::<usize>();
+                let gradients: Arc<[GradientPlace]> =
+                    Arc::from([GradientPlace { parameter: index, shape, elements }]);
+                let (is_last, buffer) = (index == 2, Buffer::zeroed(dtype, 0));
+                let bucket = GradBucket { index, is_last, buffer, gradients, keeps: false, counts: None };
+                drop(hook.start(&*self.group, bucket).unwrap());
+            }
+            self.notes()
+        }
+
+        fn notes(&self) -> Vec<String> {
+            std::mem::take(&mut *self.notes.lock())
+        }
+    }
+
+    impl ElsewhereBuckets for Noting {
+        fn describe(&self) -> String {
+            "a device".to_owned()
+        }
+
+        fn group(&self) -> &dyn Communicator {
+            &*self.group
+        }
+
+        fn average(self: &Arc<Self>, bucket: GradBucket, sent: Sent) -> Result<Pending> {
+            self.note(format!("{sent:?}"));
+            Ok(Pending::ready(bucket.buffer))
+        }
+
+        fn approximate(&self, low_rank: Option<(PowerSgdOptions, u64)>) -> Result<()> {
+            self.note(format!("approximates after {:?}", low_rank.map(|(_, steps)| steps)));
+            Ok(())
+        }
+
+        fn low_rank_state(&self, steps: u64, with_own: bool) -> Result<HookState> {
+            let state = HookState::default().number("step", steps);
+            Ok(if with_own { state.own("losses", 0, vec![0.5]) } else { state })
+        }
+
+        fn load_low_rank(&self, saved: HookState, steps: u64) -> Result<()> {
+            self.note(format!("loads {} tensors after {steps}", saved.tensors().len()));
+            Ok(())
+        }
+    }
+
+    /// A hook, after how many steps it approximates, and what is sent of the buckets of two steps.
+    type Case = (Box<dyn CommHook>, &'static str, [[&'static str; 3]; 2]);
+
+    fn low_rank(steps: u64) -> PowerSgd {
+        let options = PowerSgdOptions::default().start_iter(steps).min_compression_rate(1.0);
+        PowerSgd::new(options).unwrap()
+    }
+
+    #[test]
+    fn what_is_sent_of_a_bucket_is_what_the_same_hook_sends_in_the_memory_of_processes() {
+        let (whole, within) = (["Whole"; 3], ["Within(ProcessGroup(rank 0 of 1))"; 3]);
+        let local = || PostLocalSgd::new(1);
+        let alone = ProcessGroup::alone().unwrap();
+        let cases: [Case; 5] = [
+            (Box::new(Compressed::bf16()), "None", [["Rounded(BF16)", "Rounded(BF16)", "Whole"]; 2]),
+            (Box::new(low_rank(1)), "Some(0)", [whole, ["LowRank(1)", "Whole", "Whole"]]),
+            (Box::new(local()), "None", [whole, ["Nothing"; 3]]),
+            (Box::new(local().subgroup(alone)), "None", [whole, within]),
+            (Box::new(AllReduce), "None", [whole; 2]),
+        ];
+        let buckets = Noting::new();
+        let mut hook = ElsewhereHook::new(buckets.clone());
+        for (here, after, steps) in cases {
+            assert!(hook.act_as(here.built_in().unwrap()).unwrap());
+            assert_eq!(buckets.notes(), [format!("approximates after {after}")]);
+            assert_eq!(hook.is_stateless(), here.is_stateless(), "{}", here.describe());
+            assert_eq!(hook.accepts_weights(), here.accepts_weights(), "{}", here.describe());
+            // Checkpoints of the one go on with the other.
+            assert!(here.is_stateless() || hook.describe() == here.describe(), "{}", hook.describe());
+            for sent in steps {
+                assert_eq!(buckets.step(&mut hook), sent, "{}", here.describe());
+            }
+        }
+        assert_eq!(hook.describe(), "a device");
+    }
+
+    #[test]
+    fn steps_go_on_from_a_state_and_from_those_of_the_root() {
+        let buckets = Noting::new();
+        let mut hook = ElsewhereHook::new(buckets.clone());
+        assert!(hook.act_as(low_rank(0).built_in().unwrap()).unwrap());
+        let low_rank = |steps: u64| [format!("LowRank({steps})"), "Whole".to_owned(), "Whole".to_owned()];
+        assert_eq!(buckets.step(&mut hook), low_rank(0));
+        let (state, common) = (hook.state().unwrap(), hook.common_state().unwrap());
+        assert_eq!((state.get("step").unwrap(), state.tensors().len()), (1, 1));
+        assert_eq!(common, state.without_own());
+        hook.load(HookState::default().number("step", 7).own("losses", 0, vec![0.5])).unwrap();
+        assert_eq!(buckets.notes(), ["loads 1 tensors after 7"]);
+        assert_eq!(buckets.step(&mut hook), low_rank(7));
+        hook.adopt(&*buckets.group, Rank::MAIN).unwrap();
+        assert_eq!(buckets.notes(), ["approximates after Some(8)"]);
+        assert_eq!(buckets.step(&mut hook), low_rank(8));
+    }
+
+    #[test]
+    fn a_hook_of_the_program_s_is_asked_for_all_until_another_takes_its_place() {
+        let buckets = Noting::new();
+        let mut hook = ElsewhereHook::own(buckets.clone(), Box::new(PostLocalSgd::new(0))).unwrap();
+        assert_eq!(buckets.notes(), ["approximates after None"]);
+        assert!(buckets.step(&mut hook).is_empty());
+        assert_eq!(hook.describe(), PostLocalSgd::new(0).describe());
+        assert_eq!(hook.state().unwrap().get("step").unwrap(), 1);
+        assert!(hook.keeps_state().unwrap() && !hook.is_stateless() && !hook.averages_over_all());
+        assert!(hook.act_as(BuiltInHook::AllReduce).unwrap());
+        assert_eq!(buckets.step(&mut hook), ["Whole"; 3]);
+        assert!(!hook.keeps_state().unwrap() && hook.is_stateless() && hook.averages_over_all());
     }
 }
