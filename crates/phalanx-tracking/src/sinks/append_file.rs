@@ -69,14 +69,20 @@ impl AppendFile {
         self.named.check()
     }
 
-    /// Moves the lines that are not to stay to the end of the file `aside`, or none of them.
-    pub fn retain_lines(&mut self, aside: &Path, stays: impl FnMut(&[u8]) -> bool) -> io::Result<()> {
+    /// Moves the lines that are not to stay to the end of the file `aside`, or none of them. That file begins with `heading`.
+    pub fn retain_lines(
+        &mut self,
+        aside: &Path,
+        heading: &[u8],
+        stays: impl FnMut(&[u8]) -> bool,
+    ) -> io::Result<()> {
         self.buffer.clear();
         self.check_name()?;
         let half_done = self.path.with_extension("tmp");
         let aside = Self::open_lines(aside.to_owned())?;
         let before = aside.length()?;
-        match self.divide(&half_done, &aside.file, stays) {
+        let heading: &[u8] = if before == 0 { heading } else { &[] };
+        match self.divide(&half_done, (&aside.file, heading), stays) {
             Ok(Some(kept)) => {
                 self.named = Named::of(&self.path, &kept);
                 self.file = kept;
@@ -92,13 +98,13 @@ impl AppendFile {
         folder::sync(self.above())
     }
 
-    /// Adds the lines that are not to stay to `aside`, and puts the others, by way of the file `half_done`, in the place of all; the file of
+    /// Adds the lines that are not to stay to `aside`, behind `heading`, and puts the others, by way of the file `half_done`, in the place of all; the file of
     /// those. It was opened before: if it could not be opened afterwards, what is added would go to the file that it has replaced. If
     /// there are none that do not stay, nothing is replaced.
     fn divide(
         &self,
         half_done: &Path,
-        aside: &File,
+        (aside, heading): (&File, &[u8]),
         mut stays: impl FnMut(&[u8]) -> bool,
     ) -> io::Result<Option<File>> {
         let file = open_to_append(half_done)?;
@@ -111,6 +117,9 @@ impl AppendFile {
             if stays(&line) {
                 kept.write_all(&line)?;
             } else {
+                if !has_moved {
+                    moved.write_all(heading)?;
+                }
                 moved.write_all(&line)?;
                 has_moved = true;
             }
@@ -193,7 +202,7 @@ mod tests {
         std::fs::write(&path, "1\n5\n2\n").unwrap();
         let mut file = AppendFile::open_lines(path.clone()).unwrap();
         for _ in 0..2 {
-            file.retain_lines(&aside, |line| line != b"5\n").unwrap();
+            file.retain_lines(&aside, &[], |line| line != b"5\n").unwrap();
         }
         file.buffer().extend_from_slice(b"3\n");
         file.flush().unwrap();
@@ -210,7 +219,7 @@ mod tests {
         let mut file = AppendFile::open_lines(path.clone()).unwrap();
         std::fs::remove_file(&path).unwrap();
         std::fs::write(&path, "2\n").unwrap();
-        let error = file.retain_lines(&aside, |_| false).unwrap_err().to_string();
+        let error = file.retain_lines(&aside, &[], |_| false).unwrap_err().to_string();
         assert!(error.contains("was removed while this run was open"), "{error}");
         assert_eq!((std::fs::read_to_string(&path).unwrap(), aside.exists()), ("2\n".to_owned(), false));
     }
@@ -228,10 +237,10 @@ mod tests {
                 let _ = std::fs::remove_file(&half_done);
                 line != b"5\n"
             };
-            file.retain_lines(&aside, taken_away).unwrap_err();
+            file.retain_lines(&aside, &[], taken_away).unwrap_err();
             assert_eq!((read(&path), read(&aside)), ("1\n5\n2\n".to_owned(), "4\n".to_owned()));
         }
-        file.retain_lines(&aside, |line| line != b"5\n").unwrap();
+        file.retain_lines(&aside, &[], |line| line != b"5\n").unwrap();
         assert_eq!((read(&path), read(&aside)), ("1\n2\n".to_owned(), "4\n5\n".to_owned()));
     }
 }

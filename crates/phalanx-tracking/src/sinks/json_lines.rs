@@ -138,7 +138,7 @@ impl Sink for JsonLines {
     }
 
     fn resume(&mut self, step: u64) -> io::Result<()> {
-        self.file.retain_lines(&self.directory.join("superseded.jsonl"), |line| {
+        self.file.retain_lines(&self.directory.join("superseded.jsonl"), &[], |line| {
             // What is no line of ours goes aside too.
             serde_json::from_slice(line).is_ok_and(|Step { step: at }| at.is_none_or(|at| at < step))
         })
