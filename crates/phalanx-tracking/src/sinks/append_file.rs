@@ -98,9 +98,9 @@ impl AppendFile {
         folder::sync(self.above())
     }
 
-    /// Adds the lines that are not to stay to `aside`, behind `heading`, and puts the others, by way of the file `half_done`, in the place of all; the file of
-    /// those. It was opened before: if it could not be opened afterwards, what is added would go to the file that it has replaced. If
-    /// there are none that do not stay, nothing is replaced.
+    /// Adds the lines that are not to stay to `aside`, behind `heading`, and puts the others, by way of the file
+    /// `half_done`, in the place of all; the file of those. It was opened before: if it could not be opened afterwards,
+    /// what is added would go to the file that it has replaced. If there are none that do not stay, nothing is replaced.
     fn divide(
         &self,
         half_done: &Path,
