@@ -244,6 +244,10 @@ class All(unittest.TestCase):
         for part, command in COMMANDS.items():
             self.assertNotIn("target/release", command, f"{part}: cargo builds into CARGO_TARGET_DIR, if it is set")
 
+    def test_no_loop_hides_a_command_that_fails_in_it(self) -> None:
+        for part, command in COMMANDS.items():
+            self.assertNotRegex(command, r"(done|\}) +(&&|\|\|)", f"{part}: `bash -e` ignores what fails in a loop before && or ||")
+
 
 if __name__ == "__main__":
     unittest.main()

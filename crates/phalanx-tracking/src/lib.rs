@@ -49,6 +49,7 @@
 mod console;
 mod histogram;
 pub mod logs;
+mod named;
 mod options;
 mod picture;
 mod queue;

@@ -97,13 +97,22 @@ impl Run {
         let opened = group.rank().is_main().then(|| Recorder::open(group, options));
         let cause = opened.as_ref().map(|opened| opened.as_ref().err().map(ToString::to_string));
         let patient = group.with_timeout(group.timeout().max(OPEN_TIMEOUT)).in_call(Caller::RunStart);
-        let cause: Option<String> = patient.broadcast_object(cause.as_ref(), Rank::MAIN)?;
-        let recorder = match (opened, cause) {
-            (Some(opened), _) => Some(opened?),
-            (None, None) => None,
-            (None, Some(cause)) => {
-                return Err(Error::aborted(format!("rank 0 has not opened the record: {cause}")));
+        let told: Result<Option<String>> = patient.broadcast_object(cause.as_ref(), Rank::MAIN);
+        let recorder = match (opened, told) {
+            (Some(Ok(recorder)), Err(error)) => {
+                // Else its thread would keep the record for as long as the process lives, also from the next round of an elastic job.
+                if let Err(unwritten) = recorder.end(Outcome::Failed(error.to_string())) {
+                    warn(unwritten);
+                }
+                return Err(error);
             }
+            (Some(opened), _) => Some(opened?),
+            (None, told) => match told? {
+                None => None,
+                Some(cause) => {
+                    return Err(Error::aborted(format!("rank 0 has not opened the record: {cause}")));
+                }
+            },
         };
         Ok(Self { group: group.clone(), recorder, sampler: Mutex::new(Sampler::new()) })
     }

@@ -15,6 +15,7 @@ use phalanx_sys::signal::ignore_file_size_signal;
 use phalanx_sys::{folder, open};
 use serde::{Deserialize, Serialize};
 
+use crate::named::Named;
 use crate::{Outcome, SinkReport, now};
 
 const FILE: &str = "run.json";
@@ -150,6 +151,8 @@ pub(crate) struct StateFile {
     status: RunStatus,
     /// Held until it is dropped.
     _lock: File,
+    /// The lock's.
+    named: Named,
 }
 
 impl StateFile {
@@ -162,7 +165,9 @@ impl StateFile {
         std::fs::create_dir_all(directory).map_err(cannot)?;
         let mut options = OpenOptions::new();
         options.create(true).truncate(false).read(true).write(true);
-        let lock = open::regular(&directory.join(LOCK), &mut options).map_err(cannot)?;
+        let path = directory.join(LOCK);
+        let lock = open::regular(&path, &mut options).map_err(cannot)?;
+        let named = Named::of(&path, &lock);
         let (began, timeout, mut told) = (Instant::now(), lock_timeout(directory), false);
         loop {
             match lock.try_lock() {
@@ -191,9 +196,11 @@ impl StateFile {
                 Err(TryLockError::WouldBlock) => return Err(taken(directory)),
             }
         }
+        // It may have been waited for.
+        named.check().map_err(cannot)?;
         let mut status = load(directory)?.unwrap_or(RunStatus { version: VERSION, attempts: Vec::new() });
         status.bury();
-        Ok(Self { directory: directory.to_owned(), status, _lock: lock })
+        Ok(Self { directory: directory.to_owned(), status, _lock: lock, named })
     }
 
     /// How the attempt before this one has ended, if there was one.
@@ -244,6 +251,7 @@ impl StateFile {
     }
 
     fn write(&mut self) -> io::Result<()> {
+        self.named.check()?;
         let text = loop {
             let text = serde_json::to_vec_pretty(&self.status).map_err(io::Error::other)?;
             let older = self.status.attempts.len() / 2;
@@ -363,6 +371,23 @@ mod tests {
         let status = RunStatus::read(folder.path()).unwrap().unwrap();
         let states: Vec<_> = status.attempts().iter().map(|attempt| attempt.state).collect();
         assert_eq!(states, [RunState::Failed, RunState::Finished]);
+    }
+
+    #[test]
+    fn a_run_whose_directory_was_removed_and_made_again_leaves_the_new_run_s_status() {
+        let root = tempfile::tempdir().unwrap();
+        let folder = root.path().join("run");
+        let mut first = StateFile::take(&folder).unwrap();
+        first.begin(1, 0).unwrap();
+        std::fs::remove_dir_all(&folder).unwrap();
+        let mut second = StateFile::take(&folder).unwrap();
+        second.begin(2, 0).unwrap();
+        let error = first.end(&Outcome::Finished).unwrap_err().to_string();
+        assert!(error.contains("run.lock was removed while this run was open"), "{error}");
+        let status = || RunStatus::read(&folder).unwrap().unwrap();
+        assert_eq!((status().state(), status().attempts()[0].world_size), (RunState::Running, 2));
+        second.end(&Outcome::Finished).unwrap();
+        assert_eq!((status().state(), status().attempts().len()), (RunState::Finished, 1));
     }
 
     #[test]

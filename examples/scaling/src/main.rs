@@ -29,7 +29,7 @@ mod pytorch;
 
 use std::time::Instant;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use burn::optim::ModuleOptimizer;
 use burn::tensor::Device;
 use clap::builder::RangedU64ValueParser;
@@ -168,8 +168,18 @@ fn main() -> Result<()> {
     }
 }
 
+/// A launcher may have started others.
+fn check_ranks(ranks: u32) -> Result<()> {
+    ensure!(
+        ranks == RANKS,
+        "the figures are those of {RANKS} ranks, and there are {ranks}: start the program without a launcher, or with {RANKS} ranks"
+    );
+    Ok(())
+}
+
 fn measure_all(options: &Options) -> Result<()> {
     let group = phalanx::init()?;
+    check_ranks(group.world_size().get())?;
     for (number, name) in options.models.iter().enumerate() {
         let figures = match name {
             Name::Mlp => measure::<Mlp>(*name, options, &group),
@@ -338,6 +348,14 @@ fn show(whose: &str, figures: &Figures, first: bool, json: bool) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn figures_of_two_ranks_are_taken_of_no_other_number() {
+        assert!(check_ranks(2).is_ok());
+        for ranks in [1, 3] {
+            assert!(check_ranks(ranks).unwrap_err().to_string().contains(&format!("there are {ranks}")));
+        }
+    }
 
     #[test]
     fn no_steps_are_no_measurement() {

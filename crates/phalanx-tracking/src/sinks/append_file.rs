@@ -7,12 +7,15 @@ use std::path::{Path, PathBuf};
 use phalanx_sys::folder;
 use phalanx_sys::open::unless_pipe;
 
+use crate::named::Named;
+
 /// In such pieces the end of a file is searched for the last line's.
 const PIECE: u64 = 1 << 16;
 
 pub(super) struct AppendFile {
     path: PathBuf,
     file: File,
+    named: Named,
     buffer: Vec<u8>,
 }
 
@@ -20,7 +23,8 @@ impl AppendFile {
     /// Opens the file, which is made if it is not there.
     pub fn open(path: PathBuf) -> io::Result<Self> {
         let file = open_to_append(&path)?;
-        Ok(Self { path, file, buffer: Vec::new() })
+        let named = Named::of(&path, &file);
+        Ok(Self { path, file, named, buffer: Vec::new() })
     }
 
     /// Opens a file of lines. What stands behind the last whole one, because its writer was killed, is cut off.
@@ -60,14 +64,29 @@ impl AppendFile {
         outcome
     }
 
-    /// Moves the lines that are not to stay to the end of the file `aside`, or none of them.
-    pub fn retain_lines(&mut self, aside: &Path, stays: impl FnMut(&[u8]) -> bool) -> io::Result<()> {
+    /// An error if another file has its name by now.
+    pub fn check_name(&self) -> io::Result<()> {
+        self.named.check()
+    }
+
+    /// Moves the lines that are not to stay to the end of the file `aside`, or none of them. That file begins with `heading`.
+    pub fn retain_lines(
+        &mut self,
+        aside: &Path,
+        heading: &[u8],
+        stays: impl FnMut(&[u8]) -> bool,
+    ) -> io::Result<()> {
         self.buffer.clear();
+        self.check_name()?;
         let half_done = self.path.with_extension("tmp");
         let aside = Self::open_lines(aside.to_owned())?;
         let before = aside.length()?;
-        match self.divide(&half_done, &aside.file, stays) {
-            Ok(Some(kept)) => self.file = kept,
+        let heading: &[u8] = if before == 0 { heading } else { &[] };
+        match self.divide(&half_done, (&aside.file, heading), stays) {
+            Ok(Some(kept)) => {
+                self.named = Named::of(&self.path, &kept);
+                self.file = kept;
+            }
             nothing => {
                 // Else each attempt would add them again, and take what a full disk has left.
                 let _ = aside.file.set_len(before);
@@ -79,13 +98,13 @@ impl AppendFile {
         folder::sync(self.above())
     }
 
-    /// Adds the lines that are not to stay to `aside`, and puts the others, by way of the file `half_done`, in the place of all; the file of
-    /// those. It was opened before: if it could not be opened afterwards, what is added would go to the file that it has replaced. If
-    /// there are none that do not stay, nothing is replaced.
+    /// Adds the lines that are not to stay to `aside`, behind `heading`, and puts the others, by way of the file
+    /// `half_done`, in the place of all; the file of those. It was opened before: if it could not be opened afterwards,
+    /// what is added would go to the file that it has replaced. If there are none that do not stay, nothing is replaced.
     fn divide(
         &self,
         half_done: &Path,
-        aside: &File,
+        (aside, heading): (&File, &[u8]),
         mut stays: impl FnMut(&[u8]) -> bool,
     ) -> io::Result<Option<File>> {
         let file = open_to_append(half_done)?;
@@ -98,6 +117,9 @@ impl AppendFile {
             if stays(&line) {
                 kept.write_all(&line)?;
             } else {
+                if !has_moved {
+                    moved.write_all(heading)?;
+                }
                 moved.write_all(&line)?;
                 has_moved = true;
             }
@@ -180,13 +202,26 @@ mod tests {
         std::fs::write(&path, "1\n5\n2\n").unwrap();
         let mut file = AppendFile::open_lines(path.clone()).unwrap();
         for _ in 0..2 {
-            file.retain_lines(&aside, |line| line != b"5\n").unwrap();
+            file.retain_lines(&aside, &[], |line| line != b"5\n").unwrap();
         }
         file.buffer().extend_from_slice(b"3\n");
         file.flush().unwrap();
         let read = |path: &Path| std::fs::read_to_string(path).unwrap();
         assert_eq!((read(&path), read(&aside)), ("1\n2\n3\n".to_owned(), "5\n".to_owned()));
         assert!(!folder.path().join("lines.tmp").exists());
+    }
+
+    #[test]
+    fn lines_of_a_file_that_another_run_has_made_again_stay() {
+        let folder = tempfile::tempdir().unwrap();
+        let [path, aside] = ["lines", "aside"].map(|name| folder.path().join(name));
+        std::fs::write(&path, "1\n").unwrap();
+        let mut file = AppendFile::open_lines(path.clone()).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        std::fs::write(&path, "2\n").unwrap();
+        let error = file.retain_lines(&aside, &[], |_| false).unwrap_err().to_string();
+        assert!(error.contains("was removed while this run was open"), "{error}");
+        assert_eq!((std::fs::read_to_string(&path).unwrap(), aside.exists()), ("2\n".to_owned(), false));
     }
 
     #[test]
@@ -202,10 +237,10 @@ mod tests {
                 let _ = std::fs::remove_file(&half_done);
                 line != b"5\n"
             };
-            file.retain_lines(&aside, taken_away).unwrap_err();
+            file.retain_lines(&aside, &[], taken_away).unwrap_err();
             assert_eq!((read(&path), read(&aside)), ("1\n5\n2\n".to_owned(), "4\n".to_owned()));
         }
-        file.retain_lines(&aside, |line| line != b"5\n").unwrap();
+        file.retain_lines(&aside, &[], |line| line != b"5\n").unwrap();
         assert_eq!((read(&path), read(&aside)), ("1\n2\n".to_owned(), "4\n5\n".to_owned()));
     }
 }

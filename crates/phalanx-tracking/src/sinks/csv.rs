@@ -15,7 +15,7 @@ const HEADER: &str = "step,time,tag,value\n";
 ///
 /// A column for each tag would have to know all tags before the first line; `pandas.read_csv(..).pivot_table(index="step",
 /// columns="tag", values="value")` makes them. NaN and the infinities are `NaN`, `Infinity` and `-Infinity`. What a later attempt
-/// supersedes goes to `superseded.csv`.
+/// supersedes goes to `superseded.csv`, below the same header.
 pub struct Csv {
     file: AppendFile,
     directory: PathBuf,
@@ -38,7 +38,7 @@ impl Sink for Csv {
     }
 
     fn resume(&mut self, step: u64) -> io::Result<()> {
-        self.file.retain_lines(&self.directory.join("superseded.csv"), |line| {
+        self.file.retain_lines(&self.directory.join("superseded.csv"), HEADER.as_bytes(), |line| {
             let at = line.split(|byte| *byte == b',').next().and_then(|at| std::str::from_utf8(at).ok());
             line == HEADER.as_bytes() || at.and_then(|at| at.parse().ok()).is_some_and(|at: u64| at < step)
         })
@@ -63,5 +63,27 @@ impl Sink for Csv {
 
     fn finish(&mut self, _outcome: &Outcome) -> io::Result<()> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_superseded_stands_below_a_header_too() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut sink = Csv::open(folder.path()).unwrap();
+        for step in 0..3 {
+            let value = Value::Scalar(0.5);
+            sink.write(&Record { step: Some(step), time: 0.0, tag: "loss".to_owned(), value }).unwrap();
+        }
+        sink.flush().unwrap();
+        for step in [2, 1] {
+            sink.resume(step).unwrap();
+        }
+        let read = |name| std::fs::read_to_string(folder.path().join(name)).unwrap();
+        assert_eq!(read("superseded.csv"), format!("{HEADER}2,0,loss,0.5\n1,0,loss,0.5\n"));
+        assert_eq!(read("metrics.csv"), format!("{HEADER}0,0,loss,0.5\n"));
     }
 }

@@ -112,6 +112,7 @@ impl JsonLines {
 
     /// Writes a picture's file; gives its path within the directory.
     fn save(&mut self, record: &Record, picture: &Picture) -> io::Result<String> {
+        self.file.check_name()?;
         let before = self.pictures.get(&record.tag).copied();
         let number = before.filter(|before| before.step == record.step).map_or(1, |before| before.number + 1);
         self.pictures.insert(record.tag.clone(), Numbered { step: record.step, number });
@@ -137,7 +138,7 @@ impl Sink for JsonLines {
     }
 
     fn resume(&mut self, step: u64) -> io::Result<()> {
-        self.file.retain_lines(&self.directory.join("superseded.jsonl"), |line| {
+        self.file.retain_lines(&self.directory.join("superseded.jsonl"), &[], |line| {
             // What is no line of ours goes aside too.
             serde_json::from_slice(line).is_ok_and(|Step { step: at }| at.is_none_or(|at| at < step))
         })
@@ -226,6 +227,29 @@ mod tests {
         let expected = expected.iter().chain(&["digits-00000008"]).map(|name| format!("media/{name}.png"));
         assert_eq!(pictures, expected.collect::<Vec<_>>());
         assert_eq!(std::fs::read_dir(folder.path().join("media")).unwrap().count(), 5);
+    }
+
+    #[test]
+    fn pictures_of_a_run_whose_directory_was_made_again_take_no_other_s_place() {
+        let root = tempfile::tempdir().unwrap();
+        let folder = root.path().join("run");
+        let opened = || {
+            std::fs::create_dir(&folder).unwrap();
+            JsonLines::open(&folder).unwrap()
+        };
+        let record = |pixel| {
+            let picture = Picture::gray(1, 1, vec![pixel]).unwrap();
+            Record { step: Some(7), time: 0.0, tag: "digits".to_owned(), value: Value::Picture(picture) }
+        };
+        let mut first = opened();
+        std::fs::remove_dir_all(&folder).unwrap();
+        let mut second = opened();
+        second.write(&record(1)).unwrap();
+        let picture = || std::fs::read(folder.join("media/digits-00000007.png")).unwrap();
+        let before = picture();
+        let error = first.write(&record(2)).unwrap_err().to_string();
+        assert!(error.contains("was removed while this run was open"), "{error}");
+        assert_eq!(picture(), before);
     }
 
     #[test]

@@ -179,6 +179,26 @@ fn a_record_that_cannot_be_opened_is_everybody_s_error() {
     assert!(errors[1].contains("rank 0 has not opened the record"), "{errors:?}");
 }
 
+/// As in an elastic job, whose next round has the same rank 0.
+#[test]
+fn a_record_that_was_opened_for_a_group_that_has_failed_can_be_opened_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let rank_0_is_done = Barrier::new(2);
+    let errors = run(2, Fabric::InProcess, |group| {
+        let error = group.rank().is_main().then(|| {
+            group.abort(phalanx::Error::other("a rank was killed"));
+            Run::start(&group, RunOptions::new(folder.path()).csv()).err()
+        });
+        rank_0_is_done.wait();
+        error.flatten().map(|error| error.to_string())
+    });
+    assert!(errors[0].as_ref().is_some_and(|error| error.contains("a rank was killed")), "{errors:?}");
+    let status = RunStatus::read(folder.path()).unwrap().unwrap();
+    assert_eq!(status.state(), RunState::Failed);
+    assert!(status.cause().unwrap().contains("a rank was killed"), "{status:?}");
+    alone(RunOptions::new(folder.path()).csv()).finish().unwrap();
+}
+
 #[test]
 fn a_failed_group_marks_the_record_as_failed() {
     let folder = tempfile::tempdir().unwrap();
