@@ -5,7 +5,6 @@ The group itself, and the native library, are imported when the first group is m
 
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import os
 import sys
 import types
