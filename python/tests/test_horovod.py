@@ -703,8 +703,10 @@ def _changes(rank, passes, compression, by_closure):
     with pytest.raises(AssertionError, match="not supported when using Adasum"), optimizer.skip_synchronize():
         pass
     evaluated(model, optimizer, 9)
+    with pytest.raises(AssertionError, match="the gradients of this step's passes would be lost"):
+        optimizer.zero_grad()
     with pytest.raises(AssertionError, match="more than backward_passes_per_step times"):
-        evaluated(model, optimizer, 9)
+        evaluated(model, model, 9)
     with pytest.raises(ValueError, match="gradient_predivide_factor not supported"):
         hvd.DistributedOptimizer(base, op=hvd.Adasum, gradient_predivide_factor=2.0)
     return [p.tolist() for p in model.parameters()]
