@@ -37,6 +37,8 @@ pub(crate) struct Engine {
     shared: Arc<Shared>,
     groups: Groups,
     thread: Mutex<Option<JoinHandle<()>>>,
+    /// The process that has started it, and not one that was forked from that.
+    process: u32,
 }
 
 /// What the program's threads and the engine's share.
@@ -132,7 +134,7 @@ impl Engine {
         let background = Background::new(shared.clone(), groups.clone(), options, timeline);
         let thread = Builder::new().name("phalanx-horovod".into()).spawn(move || background.run());
         let thread = thread.map_err(|error| Error::not_started("cannot start Horovod's thread", error))?;
-        Ok(Self { shared, groups, thread: Mutex::new(Some(thread)) })
+        Ok(Self { shared, groups, thread: Mutex::new(Some(thread)), process: std::process::id() })
     }
 
     /// Hands an operation over. An alltoall has splits.
@@ -211,6 +213,9 @@ impl Engine {
 
     /// Ends the engine of every rank, and waits for this one's, unless that itself calls this.
     pub fn shutdown(&self) {
+        if self.is_inherited() {
+            return;
+        }
         self.shared.state.lock().leaves = true;
         self.shared.hurry.notify_all();
         let thread = self.thread.lock().take();
@@ -219,6 +224,12 @@ impl Engine {
             // If it has panicked, its handles have failed.
             let _ = thread.join();
         }
+    }
+
+    /// Whether this process was forked from the one that has started it: the thread and the other ranks are the parent's, and locks may never come
+    /// free here.
+    fn is_inherited(&self) -> bool {
+        self.process != std::process::id()
     }
 
     pub fn stats(&self) -> Stats {
@@ -235,6 +246,10 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
+        if self.is_inherited() {
+            std::mem::forget(self.thread.get_mut().take());
+            return;
+        }
         if std::thread::panicking() {
             // The others must not mistake this for a clean end.
             let (rank, whose) = (self.groups.control.rank(), numbered_among(&self.groups.control));
@@ -382,6 +397,23 @@ mod tests {
         state.joins = None;
         state.leaves = true;
         assert_eq!(due(&state, false), None);
+    }
+
+    #[test]
+    fn a_process_that_was_forked_from_a_rank_s_neither_ends_the_job_nor_waits_for_its_thread() {
+        let alone = || ProcessGroup::alone().unwrap();
+        let groups = Groups { control: alone(), data: alone() };
+        let mut engine = Engine::start(groups, &Options::default(), Timeline::default()).unwrap();
+        // Of no process.
+        engine.process = 0;
+        engine.shutdown();
+        let shared = engine.shared();
+        drop(engine);
+        let mut state = shared.state.lock();
+        assert!(!state.leaves && state.ended.is_none());
+        state.leaves = true;
+        drop(state);
+        shared.hurry.notify_all();
     }
 
     #[test]
