@@ -8,6 +8,7 @@ use std::sync::atomic::Ordering;
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
+use phalanx::adapter::Aside;
 use phalanx::trace::{Trace, Track};
 use phalanx::{Error, Rank, ReduceOp, Result, panic_message};
 
@@ -44,6 +45,8 @@ pub(crate) struct Background {
     /// On rank 0, if it is asked for.
     autotune: Option<Autotune>,
     timeline: Timeline,
+    /// Warns: all ranks wait for the thread's cycles.
+    aside: Aside,
 }
 
 impl Background {
@@ -70,6 +73,7 @@ impl Background {
             settings,
             autotune: (options.autotune && rank.is_main()).then(|| Autotune::new(settings, is_set)),
             timeline,
+            aside: Aside::default(),
         }
     }
 
@@ -109,7 +113,7 @@ impl Background {
         self.any_computes = next.any_computes;
         let round = if next.negotiate { self.negotiate(now)? } else { Round::default() };
         if let Some(warning) = self.controller.warning(now) {
-            phalanx::warn(format!("{warning}{}", numbered_among(&self.groups.control)));
+            self.aside.warn(format!("{warning}{}", numbered_among(&self.groups.control)));
         }
         let (all_joined, stalled, settings) = (round.all_joined, round.stalled.clone(), round.settings);
         let ready = self.controller.finish(round)?;
