@@ -775,6 +775,13 @@ def _odd_arguments(rank):
     assert hvd.get_process_set_ids_and_ranks() == {0: [0, 1], 1: [0], 2: [1]}
     # A second call does nothing, and says so of a set that is not there.
     hvd.init(process_sets=[[1]])
+    # Another object of a set that is there is as good as the first.
+    both = [hvd.ProcessSet([0]), hvd.ProcessSet([1])]
+    hvd.init(process_sets=both)
+    assert [one.process_set_id for one in both] == [1, 2]
+    assert hvd.allreduce(torch.tensor([5.0]), process_set=both[rank]).item() == 5.0
+    assert hvd.remove_process_set(both[0]) and not hvd.remove_process_set(both[0]) and both[1].included() == (rank == 1)
+    hvd.add_process_set(both[0])
     with pytest.raises(ValueError, match=r"initialized already, without .*ranks=\[0, 1\].*hvd.add_process_set"):
         hvd.init(process_sets=[[0], [0, 1]])
     assert hvd.is_initialized()
