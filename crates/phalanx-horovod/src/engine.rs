@@ -15,7 +15,11 @@ use crate::handle::{Completer, Handle, Outcome};
 use crate::options::Options;
 use crate::tensor::Tensor;
 use crate::topology::numbered_among;
-use phalanx_proto::horovod::request::{MAX_IN_FLIGHT, Request};
+use phalanx_proto::horovod::request::{MAX_IN_FLIGHT, Refusal, Request};
+
+/// The most refusals that wait for the next cycle. The other ranks are not told of further ones: a program that is refused again and again must
+/// not fill the memory.
+const MAX_REFUSALS: usize = 1024;
 
 /// The groups of an engine: one for negotiation and one for data.
 #[derive(Clone)]
@@ -52,7 +56,9 @@ pub(crate) struct Shared {
 
 #[derive(Default)]
 struct State {
-    submitted: Vec<Submission>,
+    submitted: Vec<Submitted>,
+    /// How many of these are refusals.
+    refusals: usize,
     names: HashSet<String>,
     joins: Option<Completer>,
     has_joined: bool,
@@ -72,6 +78,13 @@ pub(crate) struct NextTimeline {
     _done: Sender<()>,
 }
 
+/// What comes of a call of the program that has a name.
+pub(crate) enum Submitted {
+    Operation(Submission),
+    /// The program has got an error, and the other ranks get one, too.
+    Refusal(Refusal),
+}
+
 /// What a program has submitted.
 pub(crate) struct Submission {
     pub request: Request,
@@ -84,7 +97,8 @@ pub(crate) struct Submission {
 
 /// What the engine's thread takes at the beginning of a cycle.
 pub(crate) struct Inbox {
-    pub submitted: Vec<Submission>,
+    /// In the order of the calls.
+    pub submitted: Vec<Submitted>,
     pub joins: Option<Completer>,
     pub leaves: bool,
     /// The program waits for a handle.
@@ -140,14 +154,15 @@ impl Engine {
     /// Hands an operation over. An alltoall has splits.
     ///
     /// # Errors
-    /// If the request cannot be, its name is in flight, or the engine has ended.
+    /// If the request cannot be or its name is in flight, of which the other ranks hear; and if the engine has ended.
     pub fn submit<T>(
         &self,
         request: Request,
         (tensors, splits): (Vec<Tensor>, Vec<usize>),
         take: fn(Outcome) -> Result<T>,
     ) -> Result<Handle<T>> {
-        request.check(self.groups.control.world_size().count())?;
+        let checked = request.check(self.groups.control.world_size().count());
+        checked.inspect_err(|error| self.refuse(&request.name, &error.full_cause()))?;
         let (handle, done) = Handle::new(take, self.shared.clone());
         let mut state = self.shared.state.lock();
         state.check()?;
@@ -158,19 +173,19 @@ impl Engine {
             ))
             .with_remedy("submit before join, or when it has returned"));
         }
-        if state.names.len() >= MAX_IN_FLIGHT {
-            return Err(Error::invalid_argument(format!("{MAX_IN_FLIGHT} names are in flight already"))
-                .with_remedy("synchronize some of their handles first"));
-        }
-        if !state.names.insert(request.name.clone()) {
-            return Err(Error::invalid_argument(format!("{:?} is in flight already", request.name))
-                .with_remedy("synchronize its handle first, or give this tensor another name"));
-        }
-        state.submitted.push(Submission { request, tensors, splits, at: Instant::now(), done });
+        let added = state.add(&request.name);
+        added.inspect_err(|error| state.refuse(&request.name, &error.full_cause()))?;
+        let submission = Submission { request, tensors, splits, at: Instant::now(), done };
+        state.submitted.push(Submitted::Operation(submission));
         if state.names.len() == 1 || state.waiting > 0 {
             self.shared.hurry.notify_all();
         }
         Ok(handle)
+    }
+
+    /// This rank has refused a call of `name`, and the other ranks must not wait for it.
+    pub fn refuse(&self, name: &str, cause: &str) {
+        self.shared.state.lock().refuse(name, cause);
     }
 
     /// Says that this rank has no more data.
@@ -269,6 +284,31 @@ impl State {
         Some(if waits || !self.names.is_empty() { pace.soon } else { pace.late })
     }
 
+    /// Takes a name that is not in flight.
+    fn add(&mut self, name: &str) -> Result<()> {
+        if self.names.len() >= MAX_IN_FLIGHT {
+            return Err(Error::invalid_argument(format!("{MAX_IN_FLIGHT} names are in flight already"))
+                .with_remedy("synchronize some of their handles first"));
+        }
+        if !self.names.insert(name.to_owned()) {
+            return Err(Error::invalid_argument(format!("{name:?} is in flight already"))
+                .with_remedy("synchronize its handle first, or give this tensor another name"));
+        }
+        Ok(())
+    }
+
+    fn refuse(&mut self, name: &str, cause: &str) {
+        // The others do not wait for a rank that has joined, and hear of one that has left.
+        let is_waited_for = self.ended.is_none() && !self.leaves && !self.has_joined;
+        if is_waited_for
+            && self.refusals < MAX_REFUSALS
+            && let Some(refusal) = Refusal::new(name, cause)
+        {
+            self.submitted.push(Submitted::Refusal(refusal));
+            self.refusals += 1;
+        }
+    }
+
     fn check(&mut self) -> Result<()> {
         self.is_told |= self.ended.is_some();
         match (&self.ended, self.leaves) {
@@ -288,6 +328,7 @@ pub fn shut_down() -> Error {
 impl Shared {
     pub fn take(&self) -> Inbox {
         let mut state = self.state.lock();
+        state.refusals = 0;
         Inbox {
             submitted: std::mem::take(&mut state.submitted),
             joins: state.joins.take(),
