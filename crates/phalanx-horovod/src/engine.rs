@@ -154,7 +154,7 @@ impl Engine {
     /// Hands an operation over. An alltoall has splits.
     ///
     /// # Errors
-    /// If the request cannot be or its name is in flight, of which the other ranks hear; and if the engine has ended.
+    /// If the request cannot be, of which the other ranks hear; if its name is in flight, or the engine has ended.
     pub fn submit<T>(
         &self,
         request: Request,
@@ -173,8 +173,15 @@ impl Engine {
             ))
             .with_remedy("submit before join, or when it has returned"));
         }
-        let added = state.add(&request.name);
-        added.inspect_err(|error| state.refuse(&request.name, &error.full_cause()))?;
+        if state.names.len() >= MAX_IN_FLIGHT {
+            return Err(Error::invalid_argument(format!("{MAX_IN_FLIGHT} names are in flight already"))
+                .with_remedy("synchronize some of their handles first"));
+        }
+        // The others are not told: that is no call which they make, too.
+        if !state.names.insert(request.name.clone()) {
+            return Err(Error::invalid_argument(format!("{:?} is in flight already", request.name))
+                .with_remedy("synchronize its handle first, or give this tensor another name"));
+        }
         let submission = Submission { request, tensors, splits, at: Instant::now(), done };
         state.submitted.push(Submitted::Operation(submission));
         if state.names.len() == 1 || state.waiting > 0 {
@@ -282,19 +289,6 @@ impl State {
             return None;
         }
         Some(if waits || !self.names.is_empty() { pace.soon } else { pace.late })
-    }
-
-    /// Takes a name that is not in flight.
-    fn add(&mut self, name: &str) -> Result<()> {
-        if self.names.len() >= MAX_IN_FLIGHT {
-            return Err(Error::invalid_argument(format!("{MAX_IN_FLIGHT} names are in flight already"))
-                .with_remedy("synchronize some of their handles first"));
-        }
-        if !self.names.insert(name.to_owned()) {
-            return Err(Error::invalid_argument(format!("{name:?} is in flight already"))
-                .with_remedy("synchronize its handle first, or give this tensor another name"));
-        }
-        Ok(())
     }
 
     fn refuse(&mut self, name: &str, cause: &str) {

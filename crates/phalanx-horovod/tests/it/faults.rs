@@ -116,9 +116,6 @@ fn a_name_is_in_flight_once() {
         } else {
             hvd.allreduce("ready", [1.0f32], Op::Sum).unwrap();
             hvd.allreduce("x", [1.0f32], Op::Sum).unwrap();
-            // This would have met the second one.
-            let second = hvd.allreduce("x", [1.0f32], Op::Sum).unwrap_err().to_string();
-            assert!(second.contains(r#"rank 0 cannot take part: "x" is in flight"#), "{second}");
         }
         assert!(hvd.allreduce("", [1.0f32], Op::Sum).unwrap_err().is_invalid_argument());
         assert!(hvd.allreduce("x", [1i32], Op::Average).unwrap_err().is_invalid_argument());
