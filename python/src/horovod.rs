@@ -254,32 +254,9 @@ impl Horovod {
         check_here(self.process).map(|()| &self.inner)
     }
 
-    /// Combines `tensors` with those of the other ranks. Factors of floats are applied where the tensors are, those of integers by `phalanx_torch`:
-    /// ranks only compare them.
-    fn reduce(
-        &self,
-        py: Python<'_>,
-        (tensors, types): (&Tensors<'_>, &[u16]),
-        (op, factors): (u8, (f64, f64)),
-        start: impl FnOnce(
-            &phalanx_horovod::Horovod,
-            Vec<Tensor>,
-            Reduction,
-        ) -> phalanx::Result<Flight<Vec<Tensor>>>
-        + Send,
-    ) -> PyResult<Handle> {
-        let reduction = reduction(op, factors)?;
-        let mut tensors = lent(tensors, meaning(op), true)?;
-        if types.len() != tensors.len() {
-            return Err(PyValueError::new_err("each tensor has a number of its type"));
-        }
-        let has_factors = factors != (1.0, 1.0);
-        for (tensor, number) in tensors.iter_mut().zip(types) {
-            let scaled = (has_factors && is_integer(tensor.dtype())).then_some(Caller::ScaledIntegers);
-            let narrow = dtypes::of_narrow(number / NARROW, number % NARROW == INTEGER_AVERAGE)?;
-            narrow.or(scaled).into_iter().for_each(|caller| tensor.stand_for(caller));
-        }
-        self.start(py, |hvd| start(hvd, tensors, reduction).map(InFlight::Many))
+    /// What is submitted under `name`. The other ranks are told why there is nothing, and do not wait for it.
+    fn made<T>(&self, py: Python<'_>, name: &str, made: PyResult<T>) -> PyResult<T> {
+        made.inspect_err(|error| self.refuse(py, name, error.to_string()))
     }
 
     fn start(
@@ -387,13 +364,13 @@ impl Horovod {
         op: u8,
         factors: (f64, f64),
     ) -> PyResult<Handle> {
-        self.reduce(py, (&tensors, types.as_slice()), (op, factors), |hvd, tensors, reduction| {
-            hvd.grouped_allreduce_async(name, tensors, reduction)
-        })
+        let made = reduced((&tensors, types.as_slice()), (op, factors));
+        let (tensors, reduction) = self.made(py, name, made)?;
+        self.start(py, |hvd| hvd.grouped_allreduce_async(name, tensors, reduction).map(InFlight::Many))
     }
 
     fn allgather(&self, py: Python<'_>, name: &str, tensors: Tensors<'_>) -> PyResult<Handle> {
-        let tensors = lent(&tensors, Meaning::Bytes, false)?;
+        let tensors = self.made(py, name, lent(&tensors, Meaning::Bytes, false))?;
         self.start(py, |hvd| hvd.grouped_allgather_async(name, tensors).map(InFlight::Many))
     }
 
@@ -405,7 +382,7 @@ impl Horovod {
         tensor: &Bound<'_, PyAny>,
         root: u32,
     ) -> PyResult<Handle> {
-        let tensor = lent_one(tensor, Meaning::Bytes, true)?;
+        let tensor = self.made(py, name, lent_one(tensor, Meaning::Bytes, true))?;
         self.start(py, |hvd| hvd.broadcast_async(name, tensor, Rank::new(root)).map(InFlight::One))
     }
 
@@ -416,7 +393,7 @@ impl Horovod {
         tensor: &Bound<'_, PyAny>,
         splits: Option<Vec<usize>>,
     ) -> PyResult<Handle> {
-        let tensor = lent_one(tensor, Meaning::Bytes, false)?;
+        let tensor = self.made(py, name, lent_one(tensor, Meaning::Bytes, false))?;
         self.start(py, |hvd| hvd.alltoall_async(name, tensor, splits.as_deref()).map(InFlight::Exchange))
     }
 
@@ -429,9 +406,16 @@ impl Horovod {
         op: u8,
         factors: (f64, f64),
     ) -> PyResult<Handle> {
-        self.reduce(py, (&tensors, types.as_slice()), (op, factors), |hvd, tensors, reduction| {
-            hvd.grouped_reducescatter_async(name, tensors, reduction)
-        })
+        let made = reduced((&tensors, types.as_slice()), (op, factors));
+        let (tensors, reduction) = self.made(py, name, made)?;
+        self.start(py, |hvd| hvd.grouped_reducescatter_async(name, tensors, reduction).map(InFlight::Many))
+    }
+
+    /// Tells the other ranks that this one has refused a call of its program.
+    fn refuse(&self, py: Python<'_>, name: &str, cause: String) {
+        if self.is_here() {
+            py.detach(|| self.inner.refuse(name, &cause));
+        }
     }
 
     fn barrier(&self, py: Python<'_>) -> PyResult<Handle> {
@@ -464,6 +448,26 @@ fn reduction(op: u8, (before, after): (f64, f64)) -> PyResult<Reduction> {
         _ => return Err(PyValueError::new_err(format!("there is no reduce operation {op}"))),
     };
     Ok(Reduction::new(op).prescale(before).postscale(after))
+}
+
+/// What is submitted to be reduced. Factors of floats are applied where the tensors are, those of integers by `phalanx_torch`: ranks only compare
+/// them.
+fn reduced(
+    (tensors, types): (&Tensors<'_>, &[u16]),
+    (op, factors): (u8, (f64, f64)),
+) -> PyResult<(Vec<Tensor>, Reduction)> {
+    let reduction = reduction(op, factors)?;
+    let mut tensors = lent(tensors, meaning(op), true)?;
+    if types.len() != tensors.len() {
+        return Err(PyValueError::new_err("each tensor has a number of its type"));
+    }
+    let has_factors = factors != (1.0, 1.0);
+    for (tensor, number) in tensors.iter_mut().zip(types) {
+        let scaled = (has_factors && is_integer(tensor.dtype())).then_some(Caller::ScaledIntegers);
+        let narrow = dtypes::of_narrow(number / NARROW, number % NARROW == INTEGER_AVERAGE)?;
+        narrow.or(scaled).into_iter().for_each(|caller| tensor.stand_for(caller));
+    }
+    Ok((tensors, reduction))
 }
 
 /// Complex numbers can be added up.

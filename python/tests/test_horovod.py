@@ -777,6 +777,13 @@ def _odd_arguments(rank):
     assert hvd.get_process_set_ids_and_ranks() == {0: [0, 1], 1: [0], 2: [1]}
     # A second call does nothing, and says so of a set that is not there.
     hvd.init(process_sets=[[1]])
+    # Another object of a set that is there is as good as the first.
+    both = [hvd.ProcessSet([0]), hvd.ProcessSet([1])]
+    hvd.init(process_sets=both)
+    assert [one.process_set_id for one in both] == [1, 2]
+    assert hvd.allreduce(torch.tensor([5.0]), process_set=both[rank]).item() == 5.0
+    assert hvd.remove_process_set(both[0]) and not hvd.remove_process_set(both[0]) and both[1].included() == (rank == 1)
+    hvd.add_process_set(both[0])
     with pytest.raises(ValueError, match=r"initialized already, without .*ranks=\[0, 1\].*hvd.add_process_set"):
         hvd.init(process_sets=[[0], [0, 1]])
     assert hvd.is_initialized()
@@ -1022,6 +1029,64 @@ def test_the_state_of_an_optimizer_keeps_its_types_and_bits(wrapped):
     finally:
         torch.set_printoptions(profile="default")
     assert first == second
+
+
+def _refused_by_one(rank):
+    is_wrong = rank == 1
+    for call, cause in (
+        (lambda wrong: hvd.broadcast(torch.ones(1), 7 if wrong else 0), "root_rank 7: there are 2 ranks"),
+        (lambda wrong: hvd.broadcast_object("own", 7 if wrong else 0), "root_rank 7: there are 2 ranks"),
+        (lambda wrong: hvd.broadcast_parameters([("a", torch.ones(1)), ("b", torch.ones(1))], 7 if wrong else 0), "root_rank 7: there are 2 ranks"),
+        (lambda wrong: hvd.allgather(torch.tensor(1.0) if wrong else torch.ones(1)), "a scalar has no rows"),
+        (lambda wrong: hvd.alltoall(torch.ones(2), splits=[3, -1] if wrong else [1, 1]), "none may be below 0"),
+        (lambda wrong: hvd.alltoall(torch.ones(2), splits=[1, 0] if wrong else [1, 1]), "do not divide 2 rows"),
+        (lambda wrong: hvd.allreduce(torch.ones(1).to_sparse() if wrong else torch.ones(1)), "this tensor is sparse"),
+        (lambda wrong: hvd.reducescatter(torch.ones(2, dtype=torch.uint64) if wrong else torch.ones(2)), "torch.uint64 cannot be combined"),
+    ):
+        with pytest.raises(ValueError if is_wrong else hvd.HorovodInternalError, match=cause) as caught:
+            call(is_wrong)
+        assert is_wrong or "rank 1 cannot take part" in str(caught.value) and caught.value.peer == 1
+        call(False)
+    # Calls without a name have the same numbers on all ranks.
+    assert hvd.allreduce(torch.tensor([float(rank)])).item() == 0.5
+
+
+def test_a_call_that_one_rank_refuses_is_an_error_on_every_rank():
+    run(2, _refused_by_one)
+
+
+def _gradients_refused_by_one(rank, groups):
+    is_full = rank == 1
+
+    class Compressor(hvd.Compression.none):
+        @staticmethod
+        def compress(tensor):
+            if is_full:
+                raise ValueError("there is no room")
+            return tensor, None
+
+    first, second = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))
+    named = [("first", first), ("second", second)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first, second], lr=1.0), named, compression=Compressor, num_groups=groups)
+    if is_full:
+        with pytest.raises(ValueError, match="there is no room"):
+            (first.sum() + second.sum()).backward()
+    else:
+        (first.sum() + second.sum()).backward()
+    # What was refused once is refused again, and the other rank is told once.
+    with pytest.raises(ValueError if is_full else hvd.HorovodInternalError, match="there is no room"):
+        optimizer.step()
+    assert first.tolist() == second.tolist() == [0.0, 0.0]
+    is_full = False
+    optimizer.zero_grad()
+    (first.sum() + second.sum()).mul(rank + 1.0).backward()
+    optimizer.step()
+    assert first.tolist() == second.tolist() == [-1.5, -1.5]
+
+
+@pytest.mark.parametrize("groups", [0, 1])
+def test_gradients_that_one_rank_refuses_fail_on_every_rank_once(groups):
+    run(2, _gradients_refused_by_one, groups)
 
 
 def _goes_on(rank, groups):

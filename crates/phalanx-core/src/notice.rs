@@ -44,11 +44,11 @@ const MAX_ASIDE: usize = 4;
 
 /// Warns from threads of their own, for one that must not block: standard error blocks if nobody reads it.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Aside(Arc<AtomicUsize>);
+pub struct Aside(Arc<AtomicUsize>);
 
 impl Aside {
     /// Warns the user, unless too much waits to be written already, or the system gives no thread.
-    pub(crate) fn warn(&self, what: String) {
+    pub fn warn(&self, what: String) {
         let waiting = Arc::clone(&self.0);
         if waiting.fetch_add(1, Ordering::Relaxed) >= MAX_ASIDE {
             waiting.fetch_sub(1, Ordering::Relaxed);

@@ -8,17 +8,18 @@ use std::sync::atomic::Ordering;
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
+use phalanx::adapter::Aside;
 use phalanx::trace::{Trace, Track};
 use phalanx::{Error, Rank, ReduceOp, Result, panic_message};
 
 use crate::autotune::Autotune;
-use crate::engine::{Groups, Inbox, Pace, Shared, shut_down};
+use crate::engine::{Groups, Inbox, Pace, Shared, Submitted, shut_down};
 use crate::execute::{Executor, Works};
 use crate::handle::{Completer, Outcome};
 use crate::options::{Options, is_set};
 use crate::topology::numbered_among;
 use phalanx_proto::horovod::controller::{Batch, Controller, StallTimes, fuse};
-use phalanx_proto::horovod::request::{Message, Response, Round, Settings};
+use phalanx_proto::horovod::request::{Message, Refusal, Refused, Response, Round, Settings};
 
 /// A rank that has nothing in flight begins a cycle after so long, for what is not negotiated: ranks that leave, and stalls.
 const IDLE_INTERVAL: Duration = Duration::from_millis(50);
@@ -44,6 +45,8 @@ pub(crate) struct Background {
     /// On rank 0, if it is asked for.
     autotune: Option<Autotune>,
     timeline: Timeline,
+    /// Warns: all ranks wait for the thread's cycles.
+    aside: Aside,
 }
 
 impl Background {
@@ -70,6 +73,7 @@ impl Background {
             settings,
             autotune: (options.autotune && rank.is_main()).then(|| Autotune::new(settings, is_set)),
             timeline,
+            aside: Aside::default(),
         }
     }
 
@@ -109,10 +113,11 @@ impl Background {
         self.any_computes = next.any_computes;
         let round = if next.negotiate { self.negotiate(now)? } else { Round::default() };
         if let Some(warning) = self.controller.warning(now) {
-            phalanx::warn(format!("{warning}{}", numbered_among(&self.groups.control)));
+            self.aside.warn(format!("{warning}{}", numbered_among(&self.groups.control)));
         }
         let (all_joined, stalled, settings) = (round.all_joined, round.stalled.clone(), round.settings);
         let ready = self.controller.finish(round)?;
+        self.end_refused();
         self.carry_out(&ready)?;
         if let Some(autotune) = &mut self.autotune
             && let Some(settings) = autotune.moved(ready.iter().map(Response::bytes).sum(), Instant::now())
@@ -145,10 +150,15 @@ impl Background {
             std::mem::swap(&mut self.timeline, &mut next.timeline);
             next.timeline.finish();
         }
-        for submission in submitted {
-            self.timeline.submitted(&submission.request.name);
-            self.controller.submit(submission.request.clone(), submission.at);
-            self.works.add(submission);
+        for submitted in submitted {
+            match submitted {
+                Submitted::Operation(submission) => {
+                    self.timeline.submitted(&submission.request.name);
+                    self.controller.submit(submission.request.clone(), submission.at);
+                    self.works.add(submission);
+                }
+                Submitted::Refusal(refusal) => self.controller.refuse(refusal),
+            }
         }
         if joins.is_some() {
             self.joins = joins;
@@ -172,6 +182,24 @@ impl Background {
         self.shared.counts.rounds.fetch_add(1, Ordering::Relaxed);
         self.timeline.negotiated(begin, message.requests.len());
         Ok(round)
+    }
+
+    /// Ends what other ranks have refused.
+    fn end_refused(&mut self) {
+        let refused = self.controller.refused();
+        if refused.is_empty() {
+            return;
+        }
+        self.shared.release(refused.iter().map(|refused| refused.refusal.name.as_str()));
+        let (now, whose) = (Instant::now(), numbered_among(&self.groups.control));
+        for Refused { refusal: Refusal { name, cause }, rank, .. } in refused {
+            let error = format!("{name:?}: rank {rank} cannot take part{whose}: {cause}");
+            let error = Error::mismatch(error)
+                .with_peer(Rank::new(rank))
+                .with_remedy("correct the call of that rank, whose own error says what to do");
+            self.works.end(&name, Err(error));
+            self.timeline.carried_out(&[&name], now);
+        }
     }
 
     fn carry_out(&mut self, ready: &[Response]) -> Result<()> {
@@ -221,9 +249,11 @@ impl Background {
     /// Ends every handle.
     fn fail_all(&mut self, cause: &Error) {
         let Inbox { submitted, joins, .. } = self.shared.end(cause);
-        for done in
-            submitted.into_iter().map(|submission| submission.done).chain(joins).chain(self.joins.take())
-        {
+        let submitted = submitted.into_iter().filter_map(|submitted| match submitted {
+            Submitted::Operation(submission) => Some(submission.done),
+            Submitted::Refusal(_) => None,
+        });
+        for done in submitted.chain(joins).chain(self.joins.take()) {
             done.complete(Err(cause.clone()));
         }
         self.works.fail_all(cause);

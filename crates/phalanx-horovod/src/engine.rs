@@ -15,7 +15,11 @@ use crate::handle::{Completer, Handle, Outcome};
 use crate::options::Options;
 use crate::tensor::Tensor;
 use crate::topology::numbered_among;
-use phalanx_proto::horovod::request::{MAX_IN_FLIGHT, Request};
+use phalanx_proto::horovod::request::{MAX_IN_FLIGHT, Refusal, Request};
+
+/// The most refusals that wait for the next cycle. The other ranks are not told of further ones: a program that is refused again and again must
+/// not fill the memory.
+const MAX_REFUSALS: usize = 1024;
 
 /// The groups of an engine: one for negotiation and one for data.
 #[derive(Clone)]
@@ -37,7 +41,7 @@ pub(crate) struct Engine {
     shared: Arc<Shared>,
     groups: Groups,
     thread: Mutex<Option<JoinHandle<()>>>,
-    /// The process that has the thread, and not one that was forked from that.
+    /// The process that has started it, and not one that was forked from that.
     process: u32,
 }
 
@@ -52,7 +56,9 @@ pub(crate) struct Shared {
 
 #[derive(Default)]
 struct State {
-    submitted: Vec<Submission>,
+    submitted: Vec<Submitted>,
+    /// How many of these are refusals.
+    refusals: usize,
     names: HashSet<String>,
     joins: Option<Completer>,
     has_joined: bool,
@@ -72,6 +78,13 @@ pub(crate) struct NextTimeline {
     _done: Sender<()>,
 }
 
+/// What comes of a call of the program that has a name.
+pub(crate) enum Submitted {
+    Operation(Submission),
+    /// The program has got an error, and the other ranks get one, too.
+    Refusal(Refusal),
+}
+
 /// What a program has submitted.
 pub(crate) struct Submission {
     pub request: Request,
@@ -84,7 +97,8 @@ pub(crate) struct Submission {
 
 /// What the engine's thread takes at the beginning of a cycle.
 pub(crate) struct Inbox {
-    pub submitted: Vec<Submission>,
+    /// In the order of the calls.
+    pub submitted: Vec<Submitted>,
     pub joins: Option<Completer>,
     pub leaves: bool,
     /// The program waits for a handle.
@@ -140,14 +154,15 @@ impl Engine {
     /// Hands an operation over. An alltoall has splits.
     ///
     /// # Errors
-    /// If the request cannot be, its name is in flight, or the engine has ended.
+    /// If the request cannot be, of which the other ranks hear; if its name is in flight, or the engine has ended.
     pub fn submit<T>(
         &self,
         request: Request,
         (tensors, splits): (Vec<Tensor>, Vec<usize>),
         take: fn(Outcome) -> Result<T>,
     ) -> Result<Handle<T>> {
-        request.check(self.groups.control.world_size().count())?;
+        let checked = request.check(self.groups.control.world_size().count());
+        checked.inspect_err(|error| self.refuse(&request.name, &error.full_cause()))?;
         let (handle, done) = Handle::new(take, self.shared.clone());
         let mut state = self.shared.state.lock();
         state.check()?;
@@ -162,15 +177,22 @@ impl Engine {
             return Err(Error::invalid_argument(format!("{MAX_IN_FLIGHT} names are in flight already"))
                 .with_remedy("synchronize some of their handles first"));
         }
+        // The others are not told: that is no call which they make, too.
         if !state.names.insert(request.name.clone()) {
             return Err(Error::invalid_argument(format!("{:?} is in flight already", request.name))
                 .with_remedy("synchronize its handle first, or give this tensor another name"));
         }
-        state.submitted.push(Submission { request, tensors, splits, at: Instant::now(), done });
+        let submission = Submission { request, tensors, splits, at: Instant::now(), done };
+        state.submitted.push(Submitted::Operation(submission));
         if state.names.len() == 1 || state.waiting > 0 {
             self.shared.hurry.notify_all();
         }
         Ok(handle)
+    }
+
+    /// This rank has refused a call of `name`, and the other ranks must not wait for it.
+    pub fn refuse(&self, name: &str, cause: &str) {
+        self.shared.state.lock().refuse(name, cause);
     }
 
     /// Says that this rank has no more data.
@@ -213,6 +235,9 @@ impl Engine {
 
     /// Ends the engine of every rank, and waits for this one's, unless that itself calls this.
     pub fn shutdown(&self) {
+        if self.is_inherited() {
+            return;
+        }
         self.shared.state.lock().leaves = true;
         self.shared.hurry.notify_all();
         let thread = self.thread.lock().take();
@@ -221,6 +246,12 @@ impl Engine {
             // If it has panicked, its handles have failed.
             let _ = thread.join();
         }
+    }
+
+    /// Whether this process was forked from the one that has started it: the thread and the other ranks are the parent's, and locks may never come
+    /// free here.
+    fn is_inherited(&self) -> bool {
+        self.process != std::process::id()
     }
 
     pub fn stats(&self) -> Stats {
@@ -237,8 +268,7 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        if self.process != std::process::id() {
-            // The thread is the parent's, which goes on.
+        if self.is_inherited() {
             std::mem::forget(self.thread.get_mut().take());
             return;
         }
@@ -261,6 +291,18 @@ impl State {
         Some(if waits || !self.names.is_empty() { pace.soon } else { pace.late })
     }
 
+    fn refuse(&mut self, name: &str, cause: &str) {
+        // The others do not wait for a rank that has joined, and hear of one that has left.
+        let is_waited_for = self.ended.is_none() && !self.leaves && !self.has_joined;
+        if is_waited_for
+            && self.refusals < MAX_REFUSALS
+            && let Some(refusal) = Refusal::new(name, cause)
+        {
+            self.submitted.push(Submitted::Refusal(refusal));
+            self.refusals += 1;
+        }
+    }
+
     fn check(&mut self) -> Result<()> {
         self.is_told |= self.ended.is_some();
         match (&self.ended, self.leaves) {
@@ -280,6 +322,7 @@ pub fn shut_down() -> Error {
 impl Shared {
     pub fn take(&self) -> Inbox {
         let mut state = self.state.lock();
+        state.refusals = 0;
         Inbox {
             submitted: std::mem::take(&mut state.submitted),
             joins: state.joins.take(),
@@ -392,17 +435,19 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_was_forked_from_a_rank_s_does_not_shut_its_engine_down() {
-        let group = ProcessGroup::alone().unwrap();
-        let (timeline, groups) =
-            (Timeline::new(group.trace()), Groups { control: group.clone(), data: group });
-        let mut engine = Engine::start(groups, &Options::default(), timeline).unwrap();
-        let shared = engine.shared();
+    fn a_process_that_was_forked_from_a_rank_s_neither_ends_the_job_nor_waits_for_its_thread() {
+        let alone = || ProcessGroup::alone().unwrap();
+        let groups = Groups { control: alone(), data: alone() };
+        let mut engine = Engine::start(groups, &Options::default(), Timeline::default()).unwrap();
         // Of no process.
         engine.process = 0;
+        engine.shutdown();
+        let shared = engine.shared();
         drop(engine);
-        assert!(!shared.state.lock().leaves);
-        shared.state.lock().leaves = true;
+        let mut state = shared.state.lock();
+        assert!(!state.leaves && state.ended.is_none());
+        state.leaves = true;
+        drop(state);
         shared.hurry.notify_all();
     }
 

@@ -62,7 +62,7 @@ impl Works {
         self.0.get_mut(name).map(|work| std::mem::take(&mut work.splits)).unwrap_or_default()
     }
 
-    fn end(&mut self, name: &str, outcome: Result<Outcome>) {
+    pub fn end(&mut self, name: &str, outcome: Result<Outcome>) {
         if let Some(work) = self.0.remove(name) {
             work.done.complete(outcome);
         }

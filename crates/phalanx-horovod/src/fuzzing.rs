@@ -94,7 +94,7 @@ mod tests {
     use serde::Serialize;
 
     use super::*;
-    use phalanx_proto::horovod::request::{Response, Settings};
+    use phalanx_proto::horovod::request::{Refusal, Refused, Response, Settings};
 
     fn fuzz() -> PathBuf {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz")
@@ -107,7 +107,7 @@ mod tests {
         let [a, g] = asked();
         let message = |requests: &[&Request]| Message {
             requests: requests.iter().map(|request| ((*request).clone(), 7)).collect(),
-            joins: false,
+            ..Message::default()
         };
         let alltoall = Request { kind: Kind::Alltoall, ..g.clone() };
         let endless = Part { dtype: DType::F64, stands_for: None, shape: vec![u64::MAX, 3] };
@@ -119,6 +119,15 @@ mod tests {
         };
         let round = |responses| Round { responses, ..Round::default() };
         let settings = Some(Settings { threshold: 1 << 20, cycle_micros: 500 });
+        let refusal = |cause: &str| Refusal { name: "a".into(), cause: cause.into() };
+        let refused = |rank| {
+            let refused = vec![Refused { refusal: refusal("why"), rank, told: vec![1] }];
+            written(&Round { refused, ..Round::default() })
+        };
+        let refuses = |cause: &str| {
+            let refusals = vec![refusal(cause)];
+            written(&Message { requests: vec![(a.clone(), 7)], refusals, ..Message::default() })
+        };
         let wrong = Response { error: Some("both sides".into()), ..response(&a, &[]) };
         vec![
             ("horovod_message/valid_two", written(&message(&[&a, &g]))),
@@ -127,6 +136,8 @@ mod tests {
             ("horovod_message/valid_one_name_twice", written(&message(&[&a, &alltoall, &g, &a]))),
             ("horovod_message/cut", written(&message(&[&a]))[..9].to_vec()),
             ("horovod_message/left_over", [written(&message(&[&a])), vec![0]].concat()),
+            ("horovod_message/valid_refusal", refuses("why")),
+            ("horovod_message/long_refusal", refuses(&"w".repeat(1025))),
             (
                 "horovod_message/no_such_tensor",
                 written(&message(&[&Request { parts: vec![endless], ..a.clone() }])),
@@ -145,6 +156,8 @@ mod tests {
                 "horovod_round/valid_stalled",
                 written(&Round { stalled: Some("\"a\"".into()), all_joined: Some(9), ..Round::default() }),
             ),
+            ("horovod_round/valid_refused", refused(0)),
+            ("horovod_round/refused_by_no_rank", refused(2)),
             ("horovod_round/other_rows", written(&round(vec![response(&g, &[&[5], &[3]])]))),
             ("horovod_round/rows_without_end", written(&round(vec![response(&g, &[&[u64::MAX], &[2]])]))),
             ("horovod_round/rows_of_one", written(&round(vec![response(&g, &[&[2]])]))),

@@ -343,6 +343,13 @@ impl Horovod {
         self.shutdown();
     }
 
+    /// Tells the other ranks that this one has refused a call of its program, before it came to this crate. Their calls of `name` that would have
+    /// met it end with an error that has the `cause`. For adapters.
+    #[doc(hidden)]
+    pub fn refuse(&self, name: &str, cause: &str) {
+        self.inner.engine.refuse(name, cause);
+    }
+
     pub(crate) fn engine(&self) -> &Engine {
         &self.inner.engine
     }

@@ -53,11 +53,10 @@ impl Horovod {
         root: Rank,
     ) -> Result<T> {
         if root.get() >= self.size() {
-            return Err(Error::invalid_argument(format!(
-                "root {root} is outside a world of {}",
-                self.size()
-            ))
-            .with_remedy(format!("name a rank from 0 to {}", self.size() - 1)));
+            let cause = format!("root {root} is outside a world of {}", self.size());
+            self.refuse(&lengths_of(name), &cause);
+            return Err(Error::invalid_argument(cause)
+                .with_remedy(format!("name a rank from 0 to {}", self.size() - 1)));
         }
         let own = (self.rank() == root).then(|| match value {
             Some(value) => written(value),
@@ -100,7 +99,7 @@ impl Horovod {
             Some(Err(_)) => UNWRITTEN,
             None => NONE,
         };
-        let announced = self.allgather(&format!("{name}.length"), [root, length])?;
+        let announced = self.allgather(&lengths_of(name), [root, length])?;
         let own = own.transpose()?.unwrap_or_default();
         let (announced, _) = announced.as_slice::<i64>()?.as_chunks::<2>();
         if let Some(&[other, _]) = announced.iter().find(|[other, _]| *other != root) {
@@ -175,8 +174,11 @@ impl Horovod {
             }
             // The others wait for what this rank does not submit.
             let copy = Buffer::try_from_slice(parameter).inspect_err(|error| self.leave_with(error))?;
-            let handle = self.broadcast_async(&format!("broadcast.{name}"), copy, root)?;
-            flying.push((handle, parameter));
+            match self.broadcast_async(&format!("broadcast.{name}"), copy, root) {
+                Ok(handle) => flying.push((handle, parameter)),
+                // The others wait for the next ones, too.
+                Err(error) => failure = failure.or(Some(error)),
+            }
         }
         let landed = land(&mut flying);
         failure.or(landed.err()).map_or(Ok(()), Err)
@@ -199,6 +201,19 @@ impl Horovod {
     /// [`Op::Sum`] and [`Op::Average`].
     #[doc(alias = "sparse_allreduce_async")]
     pub fn allreduce_sparse(&self, name: &str, gradient: SparseGradient, op: Op) -> Result<SparseGradient> {
+        let made = self.sparse_parts(name, gradient, op);
+        let (factor, parts) = made.inspect_err(|error| self.refuse(name, &error.full_cause()))?;
+        let mut gathered = self.grouped_allgather(name, parts)?;
+        let (Some(mut values), Some(indices)) = (gathered.pop(), gathered.pop()) else {
+            return Err(Error::aborted("an allgather of two tensors has another number of results"));
+        };
+        let dtype: DType = values.dtype();
+        scale(dtype, values.as_bytes_mut(), factor)?;
+        Ok(SparseGradient { indices: copy_of(indices.as_slice()?)?, values })
+    }
+
+    /// What is gathered of a sparse gradient, and the factor of the values that come.
+    fn sparse_parts(&self, name: &str, gradient: SparseGradient, op: Op) -> Result<(f64, Vec<Tensor>)> {
         let SparseGradient { indices, values } = gradient;
         let (factor, made) = match op {
             Op::Sum => (1.0, Caller::SumOfSparse),
@@ -223,14 +238,13 @@ impl Horovod {
         let mut indices = Tensor::from(indices);
         // All that travels is rows: what each rank makes of them is compared, too.
         indices.stand_for(made);
-        let mut gathered = self.grouped_allgather(name, vec![indices, values])?;
-        let (Some(mut values), Some(indices)) = (gathered.pop(), gathered.pop()) else {
-            return Err(Error::aborted("an allgather of two tensors has another number of results"));
-        };
-        let dtype: DType = values.dtype();
-        scale(dtype, values.as_bytes_mut(), factor)?;
-        Ok(SparseGradient { indices: copy_of(indices.as_slice()?)?, values })
+        Ok((factor, vec![indices, values]))
     }
+}
+
+/// The name under which ranks tell each other how long the objects of `name` are.
+fn lengths_of(name: &str) -> String {
+    format!("{name}.length")
 }
 
 /// Waits for all of these, also after the first error: their names can then be used again.

@@ -27,8 +27,9 @@ pub struct Received {
 /// their size.
 ///
 /// **Errors.** If the ranks submit different shapes, types or options under a name, its handle fails on every rank, with an error
-/// that names both sides, and everything else continues. If a rank fails or leaves, everything in flight and everything that
-/// is submitted later fails, with the first cause.
+/// that names both sides, and everything else continues. If a rank refuses its own call, such as one with a root that there is not, the
+/// other ranks' calls that it would have met fail with its cause, also those that are made later. If a rank fails or leaves, everything
+/// in flight and everything that is submitted later fails, with the first cause.
 impl Horovod {
     /// Combines the tensors of all ranks, element by element; every rank gets the result.
     ///
@@ -189,27 +190,8 @@ impl Horovod {
         let tensor = tensor.into();
         // A scalar has none, and is refused below.
         let (rows, size) = (tensor.shape().first().copied().unwrap_or(0), self.size() as usize);
-        let splits = match splits {
-            Some(splits) => {
-                let sum = splits.iter().try_fold(0usize, |sum, split| sum.checked_add(*split));
-                if splits.len() != size || sum != Some(rows) {
-                    return Err(Error::invalid_argument(format!(
-                        "{name:?}: the splits {splits:?} do not divide {rows} rows among {size} ranks"
-                    ))
-                    .with_remedy("give a number of rows for each rank, which together are all rows"));
-                }
-                splits.to_vec()
-            }
-            None => {
-                if !rows.is_multiple_of(size) {
-                    return Err(Error::invalid_argument(format!(
-                        "{name:?}: {rows} rows cannot be divided by {size} ranks"
-                    ))
-                    .with_remedy("pass the splits"));
-                }
-                vec![rows / size; size]
-            }
-        };
+        let splits = split_sizes(name, splits, (rows, size));
+        let splits = splits.inspect_err(|error| self.refuse(name, &error.full_cause()))?;
         self.submit_split(name, Kind::Alltoall, (vec![tensor], splits), |mut outcome| {
             let splits = std::mem::take(&mut outcome.splits);
             Ok(Received { tensor: outcome.single()?, splits })
@@ -341,6 +323,27 @@ impl Horovod {
         });
         let request = Request { name: name.to_owned(), kind, parts: parts.collect() };
         self.engine().submit(request, (tensors, splits), take)
+    }
+}
+
+/// How many of the `rows` of an alltoall go to each of `size` ranks.
+fn split_sizes(name: &str, splits: Option<&[usize]>, (rows, size): (usize, usize)) -> Result<Vec<usize>> {
+    match splits {
+        Some(splits) => {
+            let sum = splits.iter().try_fold(0usize, |sum, split| sum.checked_add(*split));
+            if splits.len() != size || sum != Some(rows) {
+                return Err(Error::invalid_argument(format!(
+                    "{name:?}: the splits {splits:?} do not divide {rows} rows among {size} ranks"
+                ))
+                .with_remedy("give a number of rows for each rank, which together are all rows"));
+            }
+            Ok(splits.to_vec())
+        }
+        None if !rows.is_multiple_of(size) => {
+            Err(Error::invalid_argument(format!("{name:?}: {rows} rows cannot be divided by {size} ranks"))
+                .with_remedy("pass the splits"))
+        }
+        None => Ok(vec![rows / size; size]),
     }
 }
 

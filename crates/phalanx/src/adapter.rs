@@ -66,6 +66,8 @@ pub use phalanx_core::group::WeakGroup;
 pub use phalanx_core::group::{Communicator, GroupHandle};
 pub use phalanx_core::host::{id as host_id, name as host_name};
 pub use phalanx_core::join::{ComparedCalls, Comparison, Elsewhere, ElsewhereCall, ElsewhereOp, JoinGroup};
+#[doc(hidden)]
+pub use phalanx_core::notice::Aside;
 pub use phalanx_core::notice::warn;
 pub use phalanx_core::reducer::{
     HookedReducer, ParameterSpec, Reducer, ReducerOptions, StateTensor, StepWeight, broadcast_state,

@@ -1,5 +1,6 @@
 """Parameters, the state of optimizers, and Python's objects."""
 
+import functools
 import importlib
 import pickle
 from collections.abc import Callable, Iterable, Mapping
@@ -9,7 +10,7 @@ import torch
 
 from phalanx_torch._errors import described, listed
 from phalanx_torch.horovod._job import ProcessSet, _handles, global_process_set
-from phalanx_torch.horovod._operations import _dense, _synchronized, allgather_async, broadcast_async_, synchronize
+from phalanx_torch.horovod._operations import _dense, _refusing, _synchronized, allgather_async, broadcast_async_, synchronize
 
 _T = TypeVar("_T")
 
@@ -88,14 +89,17 @@ def _broadcast_object(
     make: Callable[[], Any], read: Callable[[torch.Tensor], Any], root_rank: int, name: str | None, process_set: ProcessSet
 ) -> Any:
     """As :func:`broadcast_object`: on the root what ``make`` returns, on others what ``read`` makes of the bytes that come."""
-    is_root = process_set._root(int(root_rank)) == process_set.rank()
-    # A call that is refused on this rank alone is not counted.
+    native = process_set._here()
     name = process_set._numbered("broadcast_object") if name is None else f"broadcast_object.{name}"
+    with _refusing(native, f"broadcast.{name}.length"):
+        is_root = process_set._root(int(root_rank)) == process_set.rank()
     sent = _Sent(make) if is_root else None
     announced = torch.tensor([0 if sent is None else sent.length], device="cpu")
     _synchronized(broadcast_async_(announced, root_rank, f"{name}.length", process_set))
     length = int(announced)
-    data = torch.empty(abs(length), dtype=torch.uint8, device="cpu") if sent is None else sent.bytes
+    # There may be no memory for it.
+    with _refusing(native, f"broadcast.{name}.data"):
+        data = torch.empty(abs(length), dtype=torch.uint8, device="cpu") if sent is None else sent.bytes
     _synchronized(broadcast_async_(data, root_rank, f"{name}.data", process_set))
     if sent is None:
         if length < 0:
@@ -160,18 +164,23 @@ def broadcast_parameters(
         raise ValueError(f"broadcast_parameters: names must be unique, and several tensors have {', '.join(twice)}")
     # Only when all are known to be right: else the other ranks would wait for the rest.
     _wait_for(
-        broadcast_async_(tensor, root_rank, None if name is None else f"parameters.{name}", process_set) for name, tensor in pairs if tensor is not None
+        functools.partial(broadcast_async_, tensor, root_rank, None if name is None else f"parameters.{name}", process_set)
+        for name, tensor in pairs
+        if tensor is not None
     )
 
 
-def _wait_for(started: Iterable[int]) -> None:
+def _wait_for(starts: Iterable[Callable[[], int]]) -> None:
     """Starts all of these operations, and then waits for all of them, also after an error: what they write to is then the program's again. Where one cannot be
-    started, nobody has the handles of the others."""
+    started, the other ranks wait for the next ones all the same."""
     handles: list[int] = []
     failure: Exception | None = None
     try:
-        for handle in started:
-            handles.append(handle)
+        for start in starts:
+            try:
+                handles.append(start())
+            except Exception as error:
+                failure = failure or error
         for handle in handles:
             try:
                 synchronize(handle)
@@ -207,7 +216,6 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         raise ValueError(f"broadcast_optimizer_state: a torch.optim.Optimizer is expected, and not {type(optimizer).__name__}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("broadcast_optimizer_state: the state of torch.optim.LBFGS is not for broadcasting: begin it anew on all ranks")
-    is_root = global_process_set._root(int(root_rank)) == global_process_set.rank()
     tensors: list[torch.Tensor] = []
 
     def place(tensor: torch.Tensor) -> _Place:
@@ -230,13 +238,18 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         raise frame.error
     if ranks:
         raise ValueError(f"broadcast_optimizer_state: the state of rank {int(root_rank)} cannot be unpickled on ranks {listed(ranks)}: its error says why")
+    is_root = int(root_rank) == global_process_set.rank()
+    # Those with the same number share a tensor.
+    places: dict[int, _Place] = {}
     if not is_root:
-        # Those with the same number share a tensor.
-        places: dict[int, _Place] = {}
         _replaced(frame, _Place, lambda one: places.setdefault(one.index, one))
-        tensors = [torch.empty(places[index].shape, dtype=places[index].dtype, device="cpu") for index in sorted(places)]
-    own = [tensor.detach().contiguous() for tensor in tensors]
-    _wait_for(broadcast_async_(tensor, root_rank, f"optimizer.{index}") for index, tensor in enumerate(own))
+    names = [f"optimizer.{index}" for index in range(len(tensors if is_root else places))]
+    # There may be no memory for them.
+    with _refusing(global_process_set._here(), *(f"broadcast.{name}" for name in names)):
+        if not is_root:
+            tensors = [torch.empty(places[index].shape, dtype=places[index].dtype, device="cpu") for index in sorted(places)]
+        own = [tensor.detach().contiguous() for tensor in tensors]
+    _wait_for(functools.partial(broadcast_async_, tensor, root_rank, name) for name, tensor in zip(names, own))
     if not is_root:
         received = _replaced(frame, _Place, lambda one: own[one.index])
         optimizer.load_state_dict(received)

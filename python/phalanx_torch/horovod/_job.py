@@ -1,6 +1,7 @@
 """The job: its start and end, its ranks, and sets of them."""
 
 import os
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -24,6 +25,8 @@ class ProcessSet:
     process_set_id: int | None
     _native: _Native | None
     _counts: dict[str, int]
+    # Other objects of the same registered set.
+    _same: "weakref.WeakSet[ProcessSet]"
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self.ranks = sorted(int(rank) for rank in ranks)
@@ -32,6 +35,7 @@ class ProcessSet:
         self.process_set_id = None
         self._native = None
         self._counts = {}
+        self._same = weakref.WeakSet()
 
     def included(self) -> bool:
         """Whether this process is one of its ranks."""
@@ -61,6 +65,20 @@ class ProcessSet:
         if rank not in self._members():
             raise ValueError(f"root_rank {rank} is not in {self}")
         return self.ranks.index(rank)
+
+    def _attach(self, registered: "ProcessSet") -> None:
+        """Makes this object usable, too, if it is not: that one has the same ranks."""
+        if self.process_set_id is None:
+            self._native, self._counts, self.process_set_id = registered._native, registered._counts, registered.process_set_id
+            registered._same.add(self)
+
+    def _unregister(self) -> _Native | None:
+        """Makes it, and the other objects of its set, unusable. Returns what carried out its operations."""
+        native = self._native
+        for one in (self, *self._same):
+            one._native, one.process_set_id = None, None
+        self._same.clear()
+        return native
 
     def _numbered(self, operation: str) -> str:
         """A name for an operation that has none: all ranks make such calls in the same order."""
@@ -129,7 +147,8 @@ def _internal(error: Error) -> HorovodInternalError:
 
 
 def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]] | Literal["dynamic"] | None = None) -> None:
-    """Meets the other ranks, as the launcher says; alone, a world of one. A second call does nothing: ``add_process_set`` adds process sets later."""
+    """Meets the other ranks, as the launcher says; alone, a world of one. A second call does nothing but make other objects of
+    registered process sets usable: ``add_process_set`` adds process sets later."""
     if comm is not None:
         raise NotImplementedError(
             "hvd.init(comm=...): there are no communicators of MPI here; the launcher says who the ranks are, and "
@@ -141,6 +160,8 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
         missing = [one for one in chosen if _registered(one.ranks).process_set_id is None]
         if missing:
             raise ValueError(f"hvd.init: Horovod has been initialized already, without {missing[0]}: every rank calls hvd.add_process_set")
+        for one in chosen:
+            one._attach(_registered(one.ranks))
         return
     # A forked process cannot shut down what its parent has begun.
     _exit.check_not_forked()
@@ -176,7 +197,7 @@ def shutdown() -> None:
     job, sets = _state["job"], _state["sets"]
     _state.update(job=None, sets={})
     for process_set in sets.values():
-        native, process_set._native, process_set.process_set_id = process_set._native, None, None
+        native = process_set._unregister()
         if native is not None:
             native.shutdown()
     if job is not None:
@@ -232,10 +253,11 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Ends a process set. Every rank calls it. Returns whether it was registered."""
-    if process_set.process_set_id not in _state["sets"]:
+    # Another object may stand for it.
+    registered = _state["sets"].pop(process_set.process_set_id, None)
+    if registered is None:
         return False
-    del _state["sets"][process_set.process_set_id]
-    native, process_set._native, process_set.process_set_id = process_set._native, None, None
+    native = registered._unregister()
     if native is not None:
         try:
             native.leave_process_set()

@@ -1,14 +1,15 @@
 """Collectives by name."""
 
+import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, overload
 
 import torch
 
 from phalanx_torch import _native
-from phalanx_torch._errors import Error, listed
+from phalanx_torch._errors import Error, described, listed
 from phalanx_torch._functional import stored, waited
 from phalanx_torch._integers import average_of, shares
 from phalanx_torch.horovod._job import HorovodInternalError, ProcessSet, _handles, _internal, global_process_set
@@ -241,6 +242,17 @@ def _name(operation: str, name: str | None, process_set: ProcessSet) -> str:
     return process_set._numbered(operation) if name is None else f"{operation}.{name}"
 
 
+@contextlib.contextmanager
+def _refusing(native: _native.Horovod, *names: str) -> Iterator[None]:
+    """Tells the other ranks of an error before the operations with these names are submitted: their calls end with it, and do not wait."""
+    try:
+        yield
+    except Exception as error:
+        for name in names:
+            native.refuse(name, described(error))
+        raise
+
+
 def _first(finish: _Finish) -> _Finish:
     return lambda native: finish(native)[0]
 
@@ -266,9 +278,10 @@ def _allreduce_async(
 ) -> int:
     what = "grouped_allreduce" if grouped else "allreduce"
     native = process_set._here()
-    factors = float(before), float(after)
-    ways, op = _ways(what, tensors, op, *factors, process_set, in_place)
     name = _name(what, name, process_set)
+    with _refusing(native, name):
+        factors = float(before), float(after)
+        ways, op = _ways(what, tensors, op, *factors, process_set, in_place)
 
     def finish(_: object) -> list[torch.Tensor]:
         return [way.result(way.lent) for way in ways]
@@ -433,16 +446,18 @@ def sparse_allreduce_async(
 
 
 def _sparse_allreduce_async(tensor: torch.Tensor, name: str, op: Op, process_set: ProcessSet) -> Callable[[], torch.Tensor]:
-    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
-        what = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise ValueError(f"sparse_allreduce_async: a tensor of layout torch.sparse_coo is expected, and not {what}: hvd.allreduce_async takes dense ones")
-    if op not in (Average, Sum):
-        raise NotImplementedError(f"{op} of sparse tensors: use hvd.Sum or hvd.Average, or make the tensor dense")
-    native, own = process_set._here(), tensor.detach().coalesce()
-    # Gathers compare neither what is made of the rows, nor the whole shape.
-    said = [op._number, *own.shape]
-    # Rows are gathered.
-    lent = [_plain(own.indices().t()), _plain(own.values()), torch.tensor([said], dtype=torch.int64, device="cpu")]
+    native = process_set._here()
+    with _refusing(native, name):
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
+            what = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise ValueError(f"sparse_allreduce_async: a tensor of layout torch.sparse_coo is expected, and not {what}: hvd.allreduce_async takes dense ones")
+        if op not in (Average, Sum):
+            raise NotImplementedError(f"{op} of sparse tensors: use hvd.Sum or hvd.Average, or make the tensor dense")
+        own = tensor.detach().coalesce()
+        # Gathers compare neither what is made of the rows, nor the whole shape.
+        said = [op._number, *own.shape]
+        # Rows are gathered.
+        lent = [_plain(own.indices().t()), _plain(own.values()), torch.tensor([said], dtype=torch.int64, device="cpu")]
     handle = _start(lambda: native.allgather(name, lent), _gathered(lent))
 
     def result() -> torch.Tensor:
@@ -484,15 +499,18 @@ def grouped_allgather_async(
 ) -> int:
     """Starts a :func:`grouped_allgather`."""
     native = process_set._here()
-    lent = [_rowed("allgather", tensor) for tensor in tensors]
     name = _name("grouped_allgather", name, process_set)
+    with _refusing(native, name):
+        lent = [_rowed("allgather", tensor) for tensor in tensors]
     return _start(lambda: native.allgather(name, lent), _gathered(lent))
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """Starts an :func:`allgather`."""
-    native, lent = process_set._here(), _rowed("allgather", tensor)
+    native = process_set._here()
     name = _name("allgather", name, process_set)
+    with _refusing(native, name):
+        lent = _rowed("allgather", tensor)
     return _start(lambda: native.allgather(name, [lent]), _first(_gathered([lent])))
 
 
@@ -501,10 +519,12 @@ class _Allgather(torch.autograd.Function):
     def forward(
         ctx: Any, grouped: bool, name: str | None, process_set: ProcessSet, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.rows, ctx.process_set = [tensor.shape[0] if tensor.dim() else 1 for tensor in tensors], process_set
-        if not grouped:
-            return (_synchronized(allgather_async(tensors[0], name, process_set)),)
-        return tuple(_synchronized(grouped_allgather_async(tensors, name, process_set)))
+        if grouped:
+            gathered = _synchronized(grouped_allgather_async(tensors, name, process_set))
+        else:
+            gathered = [_synchronized(allgather_async(tensors[0], name, process_set))]
+        ctx.rows, ctx.process_set = [tensor.shape[0] for tensor in tensors], process_set
+        return tuple(gathered)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
@@ -550,12 +570,14 @@ def grouped_allgather(
 def _broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet, in_place: bool
 ) -> int:
-    native, root = process_set._here(), process_set._root(int(root_rank))
-    own = _dense("broadcast", tensor)
-    lent = _plain(own)
-    if not in_place and lent.data_ptr() == own.data_ptr():
-        lent = lent.clone()
+    native = process_set._here()
     name = _name("broadcast", name, process_set)
+    with _refusing(native, name):
+        root = process_set._root(int(root_rank))
+        own = _dense("broadcast", tensor)
+        lent = _plain(own)
+        if not in_place and lent.data_ptr() == own.data_ptr():
+            lent = lent.clone()
 
     def finish(_: object) -> torch.Tensor:
         if not in_place:
@@ -591,8 +613,10 @@ def broadcast_(
 class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Any:
+        # First: it tells the other ranks of a root that there is not.
+        own = _synchronized(broadcast_async(tensor, root_rank, name, process_set))
         ctx.is_root, ctx.process_set = process_set._root(int(root_rank)) == process_set.rank(), process_set
-        return _synchronized(broadcast_async(tensor, root_rank, name, process_set))
+        return own
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
@@ -627,8 +651,10 @@ def _split_sizes(splits: _Splits | None) -> list[int] | None:
 
 
 def _alltoall_async(tensor: torch.Tensor, splits: _Splits | None, name: str | None, process_set: ProcessSet) -> int:
-    native, lent, sizes = process_set._here(), _rowed("alltoall", tensor), _split_sizes(splits)
+    native = process_set._here()
     name = _name("alltoall", name, process_set)
+    with _refusing(native, name):
+        lent, sizes = _rowed("alltoall", tensor), _split_sizes(splits)
 
     def finish(done: _native.Handle) -> tuple[torch.Tensor, torch.Tensor]:
         received = _rows(done, 0, lent, done.shapes()[0])
@@ -687,16 +713,17 @@ def alltoall(
 def _scatter(
     tensors: Sequence[torch.Tensor], name: str | None, op: Op, before: float, after: float, process_set: ProcessSet, grouped: bool
 ) -> int:
-    if op is Adasum:
-        raise NotImplementedError("reducescatter cannot be an Adasum: use hvd.Sum or hvd.Average, or hvd.allreduce")
     what = "grouped_reducescatter" if grouped else "reducescatter"
     native = process_set._here()
-    # Before an average, for which integers get a dimension more.
-    if any(isinstance(tensor, torch.Tensor) and tensor.dim() == 0 for tensor in tensors):
-        raise ValueError(f"{what}: a scalar has no rows that could be divided among the ranks; use hvd.allreduce, or tensor.reshape(1)")
-    factors = float(before), float(after)
-    ways, op = _ways(what, tensors, op, *factors, process_set)
     name = _name(what, name, process_set)
+    with _refusing(native, name):
+        if op is Adasum:
+            raise NotImplementedError("reducescatter cannot be an Adasum: use hvd.Sum or hvd.Average, or hvd.allreduce")
+        # Before an average, for which integers get a dimension more.
+        if any(isinstance(tensor, torch.Tensor) and tensor.dim() == 0 for tensor in tensors):
+            raise ValueError(f"{what}: a scalar has no rows that could be divided among the ranks; use hvd.allreduce, or tensor.reshape(1)")
+        factors = float(before), float(after)
+        ways, op = _ways(what, tensors, op, *factors, process_set)
     lent, types = [way.lent for way in ways], [way.number for way in ways]
 
     def finish(done: _native.Handle) -> Any:

@@ -16,6 +16,7 @@ from phalanx_torch.horovod._operations import (
     Op,
     Sum,
     _op,
+    _refusing,
     _sparse_allreduce_async,
     allreduce_async_,
     grouped_allreduce_async_,
@@ -68,6 +69,8 @@ class _Distributed(_Base):
         self._sparse_dims: dict[torch.Tensor, int] = {}
         # The first error of a step all of whose waits have not ended yet.
         self._failure: Exception | None = None
+        # What was refused since the last step, by name: the other ranks have been told, and know of one call for a step.
+        self._refused: dict[str, Exception] = {}
         self._synchronized, self._should_synchronize = False, True
         self._hooks: list[Any] = []
         self._is_shared = process_set._native is not None and process_set.size() > 1
@@ -141,6 +144,7 @@ class _Distributed(_Base):
         """The next pass is the first of a step."""
         self._left = dict.fromkeys(self._left, self.backward_passes_per_step)
         self._has_passed = False
+        self._refused = {}
 
     def _passed(self, p: torch.Tensor) -> None:
         if p in self._waits or self._left[p] <= 0:
@@ -173,18 +177,36 @@ class _Distributed(_Base):
         del self._ready[group]
 
     def _allreduce(self, parameters: list[torch.Tensor], name: str) -> Callable[[], None]:
-        """Starts the average of gradients, and returns what waits for it."""
-        for p in parameters:
-            if p.grad is None:
-                # Another rank may have made one.
-                p.grad = self._no_gradient(p)
-            elif p.grad.is_sparse:
-                self._sparse_dims[p] = p.grad.sparse_dim()
-        if any(_gradient(p).is_sparse for p in parameters) and not self._sparse_as_dense:
-            return self._allreduce_sparse(parameters, name)
-        gradients = [_gradient(p) for p in parameters]
-        dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
-        compressed, contexts = zip(*map(self._compression.compress, dense))
+        """Starts the average of gradients, and returns what waits for it. What was refused once in a step is refused again."""
+        if name in self._refused:
+            raise self._refused[name]
+        try:
+            return self._started(parameters, name)
+        except Exception as error:
+            self._refused[name] = error
+            raise
+
+    def _started(self, parameters: list[torch.Tensor], name: str) -> Callable[[], None]:
+        native = self._process_set._here()
+        with _refusing(native, f"{'allreduce' if len(parameters) == 1 else 'grouped_allreduce'}.{name}"):
+            for p in parameters:
+                if p.grad is None:
+                    # Another rank may have made one.
+                    p.grad = self._no_gradient(p)
+                elif p.grad.is_sparse:
+                    self._sparse_dims[p] = p.grad.sparse_dim()
+            is_sparse = any(_gradient(p).is_sparse for p in parameters) and not self._sparse_as_dense
+            if is_sparse and (self._predivide != 1.0 or self._compression is not Compression.none or len(parameters) > 1):
+                raise NotImplementedError(
+                    f"the gradient of {name} is sparse: gradient_predivide_factor, compression and groups are for dense ones; pass "
+                    "sparse_as_dense=True, or leave these out"
+                )
+            gradients = [] if is_sparse else [_gradient(p) for p in parameters]
+            dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
+            lent = [self._compression.compress(gradient) for gradient in dense]
+        if is_sparse:
+            return self._allreduce_sparse(parameters[0], name)
+        compressed, contexts = zip(*lent)
         before, after, op = 1.0, 1.0, self._op
         if self._predivide != 1.0:
             before, after, op = 1.0 / self._predivide, self._predivide / self._process_set.size(), Sum
@@ -216,13 +238,7 @@ class _Distributed(_Base):
         indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device=p.device)
         return torch.sparse_coo_tensor(indices, p.new_empty((0, *p.shape[sparse_dim:])), p.shape, device=p.device, check_invariants=True)
 
-    def _allreduce_sparse(self, parameters: list[torch.Tensor], name: str) -> Callable[[], None]:
-        if self._predivide != 1.0 or self._compression is not Compression.none or len(parameters) > 1:
-            raise NotImplementedError(
-                f"the gradient of {name} is sparse: gradient_predivide_factor, compression and groups are for dense ones; pass "
-                "sparse_as_dense=True, or leave these out"
-            )
-        p, = parameters
+    def _allreduce_sparse(self, p: torch.Tensor, name: str) -> Callable[[], None]:
         # The name of a dense one: if other ranks have that, they are told so.
         result = _sparse_allreduce_async(_gradient(p), f"allreduce.{name}", self._op, self._process_set)
 
@@ -268,13 +284,23 @@ class _Distributed(_Base):
         """Submits the gradients that no pass of this rank has made."""
         if self._is_shared:
             self._watch_later_ones()
+        failure: Exception | None = None
         for p in self._left:
             # One that is frozen now is so on every rank.
             if p not in self._waits and p.requires_grad:
-                self._submit(p)
+                try:
+                    self._submit(p)
+                except Exception as error:
+                    # The other ranks wait for the next ones all the same.
+                    failure = failure or error
         # Groups some of whose parameters are frozen. These get no gradient: by one of zeros, decay and momentum would change them.
         for group in list(self._ready):
-            self._submit_group(group)
+            try:
+                self._submit_group(group)
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:

@@ -41,15 +41,20 @@ pub fn broadcast_parameters<M: Module>(hvd: &Horovod, model: M, root: Rank) -> R
         // Running state defers the last forward pass's update, which would overwrite the root's.
         drop(model.valid());
     }
-    let mut flying = Vec::with_capacity(names.len());
+    let (mut flying, mut failure) = (Vec::with_capacity(names.len()), None);
     let values = or_leave(hvd, parameters::read(&model, Select::All))?;
     for (index, (parameter, data)) in names.iter().zip(values).enumerate() {
         // One that stands in several places has several names.
         let name = format!("broadcast.{index}.{}", parameter.name);
         let dtype = tensor_bytes::dtype(parameter.dtype)?;
         let tensor = or_leave(hvd, named(data.as_bytes(), &parameter.shape, dtype))?;
-        flying.push((hvd.broadcast_async(&name, tensor, root)?, parameter));
+        match hvd.broadcast_async(&name, tensor, root) {
+            Ok(handle) => flying.push((handle, parameter)),
+            // The others wait for the next ones, too.
+            Err(error) => failure = failure.or(Some(error)),
+        }
     }
+    failure.map_or(Ok(()), Err)?;
     let mut data = Vec::with_capacity(flying.len());
     for (handle, parameter) in flying {
         let tensor = handle.synchronize()?;
@@ -131,9 +136,10 @@ pub fn allreduce<const D: usize>(
     tensor: Tensor<D>,
     reduction: impl Into<Reduction>,
 ) -> Result<Tensor<D>> {
-    refuse_graph(&tensor, "horovod::allreduce")?;
+    let tell = |error: &Error| hvd.refuse(name, &error.full_cause());
+    refuse_graph(&tensor, "horovod::allreduce").inspect_err(tell)?;
     let (shape, device, dtype) = (tensor.dims(), tensor.device(), tensor.dtype());
-    let named_dtype = tensor_bytes::dtype(dtype)?;
+    let named_dtype = tensor_bytes::dtype(dtype).inspect_err(tell)?;
     let own = tensor_bytes::with_bytes(tensor, |tensor| named(tensor.bytes, &shape, named_dtype));
     let own = or_leave(hvd, own.and_then(|named| named))?;
     let combined = hvd.allreduce(name, own, reduction)?;

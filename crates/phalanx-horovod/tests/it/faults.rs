@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use phalanx::testing::{Fabric, run};
 use phalanx::{DType, Error, Rank};
-use phalanx_horovod::{Handle, Horovod, Memory, Op, Options, Tensor};
+use phalanx_horovod::{Handle, Horovod, Memory, Op, Options, SparseGradient, Tensor};
 
 use super::ranks;
 
@@ -25,6 +25,78 @@ fn ranks_that_disagree_are_told_both_sides_and_everything_else_goes_on() {
         assert_eq!(right.synchronize().unwrap().as_slice::<f32>().unwrap(), [3.0; 2]);
         let again = hvd.allreduce("grad.w", [1.0f32; 4], Op::Sum).unwrap();
         assert_eq!(again.as_slice::<f32>().unwrap(), [3.0; 4]);
+    });
+}
+
+#[test]
+fn a_call_that_one_rank_refuses_fails_on_every_rank_with_its_cause() {
+    type Call = fn(&Horovod, bool) -> phalanx::Result<()>;
+    // Whether the rank refuses it.
+    let calls: [Call; 6] = [
+        |hvd, is_wrong| {
+            let root = Rank::new(if is_wrong { 9 } else { 0 });
+            hvd.broadcast("t", [1.0f32], root).map(drop)
+        },
+        |hvd, is_wrong| {
+            let root = Rank::new(if is_wrong { 9 } else { 0 });
+            hvd.broadcast_object("t", Some(&7u8), root).map(drop)
+        },
+        |hvd, is_wrong| {
+            let tensor = if is_wrong { Tensor::from([1i32]) } else { Tensor::from([1.0f32]) };
+            hvd.allreduce("t", tensor, Op::Average).map(drop)
+        },
+        |hvd, is_wrong| {
+            let tensor = if is_wrong { Tensor::scalar(1.0f32) } else { Tensor::from([1.0f32]) };
+            hvd.allgather("t", tensor).map(drop)
+        },
+        |hvd, is_wrong| {
+            let splits = [1, usize::from(!is_wrong)];
+            hvd.alltoall("t", [0u8; 2], Some(&splits[..])).map(drop)
+        },
+        |hvd, is_wrong| {
+            let values = Tensor::from([1.0f32, 2.0]).reshaped([1, 2])?;
+            let gradient = SparseGradient { indices: vec![0], values };
+            hvd.allreduce_sparse("t", gradient, if is_wrong { Op::Max } else { Op::Sum }).map(drop)
+        },
+    ];
+    let causes = [
+        "root 9 is outside a world of 2",
+        "root 9 is outside a world of 2",
+        "average is not defined for i32",
+        "allgather of a scalar",
+        "do not divide 2 rows",
+        "max is not defined for sparse gradients",
+    ];
+    let options = Options { stall_shutdown_time: Some(Duration::from_secs(30)), ..Options::default() };
+    for (call, cause) in calls.into_iter().zip(causes) {
+        ranks(2, Fabric::InProcess, &options, |hvd| {
+            let is_wrong = hvd.rank().get() == 1;
+            // From now on the ranks know the name.
+            call(hvd, false).unwrap();
+            let error = call(hvd, is_wrong).unwrap_err();
+            assert!(error.to_string().contains(cause), "{error}");
+            assert_eq!((error.is_invalid_argument(), error.is_mismatch()), (is_wrong, !is_wrong), "{error}");
+            if !is_wrong {
+                assert!(error.to_string().contains("rank 1 cannot take part"), "{error}");
+                assert_eq!(error.peer(), Some(Rank::new(1)));
+            }
+            call(hvd, false).unwrap();
+        });
+    }
+}
+
+#[test]
+fn parameters_of_a_root_that_one_rank_alone_names_fail_on_every_rank() {
+    let options = Options { stall_shutdown_time: Some(Duration::from_secs(30)), ..Options::default() };
+    ranks(2, Fabric::InProcess, &options, |hvd| {
+        let broadcast = |root| {
+            let (mut a, mut b) = ([hvd.rank().get() as f32], [hvd.rank().get() as f32]);
+            let outcome = hvd.broadcast_parameters([("a", &mut a[..]), ("b", &mut b[..])], Rank::new(root));
+            outcome.map(|()| (a, b))
+        };
+        let error = broadcast(if hvd.rank().is_main() { 9 } else { 1 }).unwrap_err();
+        assert!(error.to_string().contains("root 9 is outside a world of 2"), "{error}");
+        assert_eq!(broadcast(1).unwrap(), ([1.0], [1.0]));
     });
 }
 

@@ -20,6 +20,9 @@ pub const MAX_IN_FLIGHT: usize = 1 << 20;
 /// The most dimensions of a tensor.
 pub const MAX_DIMENSIONS: usize = 32;
 
+/// The most bytes of what a rank says of a call that it has refused.
+const MAX_CAUSE_BYTES: usize = 1024;
+
 /// The most bytes of an answer of rank 0. Answers begin until there are so many, and all go in one message.
 pub const MAX_ANSWER_BYTES: usize = MAX_OBJECT_BYTES / 4;
 /// The most bytes on the wire of a length, a type, a code or an extent.
@@ -314,6 +317,55 @@ pub struct Message {
     pub requests: Vec<(Request, u64)>,
     /// Whether this rank has joined, in this cycle.
     pub joins: bool,
+    /// The calls that this rank has refused, which its program made before those of the requests.
+    pub refusals: Vec<Refusal>,
+}
+
+/// A rank's refusal of a call of its own program, such as one with a root that there is not: the other ranks must not wait for it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Refusal {
+    /// The name that the program has given.
+    pub name: String,
+    /// Why.
+    pub cause: String,
+}
+
+impl Refusal {
+    /// The refusal of a call of `name`, with the beginning of its `cause`. None if no rank can submit such a name.
+    pub fn new(name: &str, cause: &str) -> Option<Self> {
+        let refusal = Self {
+            name: name.to_owned(),
+            cause: cause[..cause.floor_char_boundary(MAX_CAUSE_BYTES)].to_owned(),
+        };
+        refusal.is_valid().then_some(refusal)
+    }
+
+    fn is_valid(&self) -> bool {
+        (1..=MAX_NAME_BYTES).contains(&self.name.len()) && self.cause.len() <= MAX_CAUSE_BYTES
+    }
+
+    /// The most bytes that it takes on the wire.
+    pub fn wire_bytes(&self) -> usize {
+        self.name.len() + self.cause.len() + NUMBER * 2
+    }
+}
+
+/// A refusal that ends the calls of other ranks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Refused {
+    /// What was refused.
+    pub refusal: Refusal,
+    /// By which rank.
+    pub rank: u32,
+    /// The ranks whose calls of the name end with it.
+    pub told: Vec<u32>,
+}
+
+impl Refused {
+    /// The most bytes that it takes on the wire.
+    pub fn wire_bytes(&self) -> usize {
+        self.refusal.wire_bytes() + NUMBER * (2 + self.told.len())
+    }
 }
 
 /// What the coordinator sends to all ranks in a cycle.
@@ -327,6 +379,8 @@ pub struct Round {
     pub stalled: Option<String>,
     /// New settings, from the next cycle on.
     pub settings: Option<Settings>,
+    /// What ranks have refused, and whose calls end with that.
+    pub refused: Vec<Refused>,
 }
 
 /// What all ranks must have alike.
@@ -381,6 +435,10 @@ const BUILD_REMEDY: &str = "start all processes of the job with the same build";
 impl Message {
     /// Checks what `from` has sent.
     pub fn check(&self, from: Rank, size: usize) -> Result<()> {
+        if !self.refusals.iter().all(Refusal::is_valid) {
+            let cause = format!("rank {from} has refused what no rank submits");
+            return Err(Error::mismatch(cause).with_peer(from).with_remedy(BUILD_REMEDY));
+        }
         if self.requests.len() > MAX_IN_FLIGHT {
             let cause = format!("rank {from} asks for {} tensors at once", self.requests.len());
             return Err(Error::mismatch(cause).with_peer(from).with_remedy(BUILD_REMEDY));
@@ -393,6 +451,10 @@ impl Message {
 impl Round {
     /// Checks what the coordinator has sent.
     pub fn check(&self, size: usize) -> Result<()> {
+        if !self.refused.iter().all(|refused| refused.refusal.is_valid() && (refused.rank as usize) < size) {
+            let what = "rank 0 tells of a refusal that cannot be";
+            return Err(Error::mismatch(what).with_peer(Rank::MAIN).with_remedy(BUILD_REMEDY));
+        }
         for response in &self.responses {
             response.request.check(size)?;
             let (request, rows) = (&response.request, &response.rows);
@@ -536,6 +598,33 @@ mod tests {
         let own = request(Kind::Alltoall, &[2, 3]);
         assert!(answer(Kind::Alltoall, &[7, 3], &[]).is_for(rank, Some(&own)));
         assert!(!answer(Kind::Alltoall, &[7, 4], &[]).is_for(rank, Some(&own)), "wider");
+    }
+
+    #[test]
+    fn no_refusal_takes_more_bytes_than_it_says_and_a_long_cause_is_cut() {
+        let refusal =
+            Refusal::new(&"n".repeat(MAX_NAME_BYTES), &format!("a{}", "é".repeat(MAX_CAUSE_BYTES))).unwrap();
+        assert_eq!(refusal.cause.len(), MAX_CAUSE_BYTES - 1, "whole characters");
+        let refused = Refused { refusal, rank: u32::MAX, told: vec![u32::MAX; 300] };
+        assert!(postcard::to_stdvec(&refused.refusal).unwrap().len() <= refused.refusal.wire_bytes());
+        assert!(postcard::to_stdvec(&refused).unwrap().len() <= refused.wire_bytes());
+        let long = "n".repeat(MAX_NAME_BYTES + 1);
+        for name in ["", long.as_str()] {
+            assert_eq!(Refusal::new(name, "why"), None);
+        }
+    }
+
+    #[test]
+    fn refusals_that_cannot_be_are_refused() {
+        let refused = |name: &str, rank| {
+            let refusal = Refusal { name: name.into(), cause: "why".into() };
+            Round { refused: vec![Refused { refusal, rank, told: vec![1] }], ..Round::default() }
+        };
+        assert!(refused("t", 1).check(2).is_ok());
+        assert!(refused("t", 2).check(2).unwrap_err().is_mismatch(), "no such rank");
+        assert!(refused("", 1).check(2).unwrap_err().is_mismatch());
+        let refusals = vec![Refusal { name: "t".into(), cause: "w".repeat(MAX_CAUSE_BYTES + 1) }];
+        assert!(Message { refusals, ..Message::default() }.check(Rank::new(1), 2).unwrap_err().is_mismatch());
     }
 
     #[test]

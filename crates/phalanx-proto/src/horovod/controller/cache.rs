@@ -52,9 +52,14 @@ impl Cache {
     }
 
     pub fn lookup(&self, request: &Request) -> Lookup {
-        let Some(&slot) = self.by_name.get(&request.name) else { return Lookup::Unknown };
+        let Some(slot) = self.slot_of(&request.name) else { return Lookup::Unknown };
         let own = self.slots[slot].as_ref().and_then(|cached| cached.own.as_ref());
         if own == Some(request) { Lookup::Hit(slot) } else { Lookup::Stale(slot) }
+    }
+
+    /// The slot that has this name.
+    pub fn slot_of(&self, name: &str) -> Option<usize> {
+        self.by_name.get(name).copied()
     }
 
     /// The slots of responses with this property.

@@ -5,10 +5,12 @@ use std::fmt::Write;
 use std::time::{Duration, Instant};
 
 use super::StallTimes;
-use crate::horovod::request::{Kind, MAX_ANSWER_BYTES, Message, Request, Response, Round};
+use crate::horovod::request::{Kind, MAX_ANSWER_BYTES, Message, Refusal, Refused, Request, Response, Round};
 
 /// The most tensors that a warning names.
 const NAMED: usize = 8;
+/// The most refusals that wait for calls of ranks. A program may refuse a call on one rank again and again, without which the others go on.
+const MAX_OPEN: usize = 1024;
 
 #[derive(Debug)]
 pub(super) struct Coordinator {
@@ -20,6 +22,10 @@ pub(super) struct Coordinator {
     arrivals: u64,
     /// What may be ready now, and has not been looked at.
     due: VecDeque<u64>,
+    /// What ranks have refused and others have not called, by the order of arrival.
+    open: VecDeque<Open>,
+    /// With what calls end, and the ranks have not been told.
+    refused: VecDeque<Refused>,
     /// Answers begin until there are so many bytes of them.
     room: usize,
     /// Which ranks have joined, and which was the last.
@@ -39,6 +45,17 @@ struct Waiting {
     /// How many ranks have asked: with a look at all of them for each that comes, the looks would be as many as the square of the ranks.
     count: usize,
     since: Instant,
+}
+
+/// A refusal that meets calls which some ranks have not made.
+#[derive(Debug)]
+struct Open {
+    refusal: Refusal,
+    rank: u32,
+    /// Whether the next call of each rank meets it.
+    meets: Vec<bool>,
+    /// How many do.
+    count: usize,
 }
 
 /// What a rank has asked for under a name. Most times all ranks ask for the same, which is kept once: thousands of ranks may have asked for thousands of
@@ -93,6 +110,8 @@ impl Coordinator {
             by_name: BTreeMap::new(),
             arrivals: 0,
             due: VecDeque::new(),
+            open: VecDeque::new(),
+            refused: VecDeque::new(),
             room: MAX_ANSWER_BYTES,
             joined: vec![false; size],
             last: 0,
@@ -105,7 +124,12 @@ impl Coordinator {
     pub fn round(&mut self, messages: Vec<Message>, now: Instant) -> Round {
         let mut joins = false;
         for (rank, message) in messages.into_iter().enumerate().take(self.size) {
+            message.refusals.into_iter().for_each(|refusal| self.refuse(rank, refusal));
             for (request, waited) in message.requests {
+                if let Some(refused) = self.meet(rank, &request.name) {
+                    self.refused.push_back(refused);
+                    continue;
+                }
                 let since = now.checked_sub(Duration::from_millis(waited)).unwrap_or(now);
                 let arrival = self.note(rank, request, since);
                 self.due.push_back(arrival);
@@ -115,13 +139,20 @@ impl Coordinator {
                 self.joining = self.joining.or(Some(now));
                 self.joined[rank] = true;
                 self.last = rank as u32;
+                self.miss(rank);
             }
         }
         if joins {
             self.due.extend(self.waiting.keys());
         }
         let joined = self.joined.iter().filter(|joined| **joined).count();
-        let (mut responses, mut bytes) = (Vec::new(), 0);
+        let (mut responses, mut refused, mut bytes) = (Vec::new(), Vec::new(), 0);
+        while bytes < self.room
+            && let Some(one) = self.refused.pop_front()
+        {
+            bytes += one.wire_bytes();
+            refused.push(one);
+        }
         while bytes < self.room
             && let Some(arrival) = self.due.pop_front()
         {
@@ -144,12 +175,60 @@ impl Coordinator {
             self.joining = None;
             self.last
         });
-        Round { responses, all_joined, stalled: self.expired(now), settings: None }
+        Round { responses, all_joined, stalled: self.expired(now), settings: None, refused }
     }
 
     /// Whether the next round has answers, whatever the ranks send.
     pub fn has_due(&self) -> bool {
-        !self.due.is_empty()
+        !self.due.is_empty() || !self.refused.is_empty()
+    }
+
+    /// A rank has refused its own call of a name. All that ranks have asked for under that name meets it, and the next calls of the other ranks
+    /// do, unless they have joined.
+    fn refuse(&mut self, rank: usize, refusal: Refusal) {
+        // The others have met a rank that has joined. What meets another rank's refusal ends with that.
+        if self.joined[rank] || self.meet(rank, &refusal.name).is_some() {
+            return;
+        }
+        let waiting = self.by_name.remove(&refusal.name).and_then(|arrival| self.waiting.remove(&arrival));
+        let mut meets: Vec<bool> = self.joined.iter().map(|joined| !joined).collect();
+        meets[rank] = false;
+        let mut told = Vec::new();
+        for (other, _) in waiting.iter().flat_map(Waiting::of_ranks) {
+            meets[other] = false;
+            told.push(other as u32);
+        }
+        let (rank, count) = (rank as u32, meets.iter().filter(|meets| **meets).count());
+        if count > 0 {
+            if self.open.len() == MAX_OPEN {
+                self.open.pop_front();
+            }
+            self.open.push_back(Open { refusal: refusal.clone(), rank, meets, count });
+        }
+        if !told.is_empty() {
+            self.refused.push_back(Refused { refusal, rank, told });
+        }
+    }
+
+    /// A rank calls a name. Returns with what that call ends, if it meets a refusal.
+    fn meet(&mut self, rank: usize, name: &str) -> Option<Refused> {
+        let index = self.open.iter().position(|open| open.meets[rank] && open.refusal.name == name)?;
+        let open = &mut self.open[index];
+        open.meets[rank] = false;
+        open.count -= 1;
+        let refused = Refused { refusal: open.refusal.clone(), rank: open.rank, told: vec![rank as u32] };
+        if open.count == 0 {
+            self.open.remove(index);
+        }
+        Some(refused)
+    }
+
+    /// A rank has joined: it makes no calls that would meet refusals.
+    fn miss(&mut self, rank: usize) {
+        for open in &mut self.open {
+            open.count -= usize::from(std::mem::take(&mut open.meets[rank]));
+        }
+        self.open.retain(|open| open.count > 0);
     }
 
     fn note(&mut self, rank: usize, request: Request, since: Instant) -> u64 {
@@ -306,9 +385,9 @@ mod tests {
     fn a_name_is_ready_when_each_rank_has_asked_or_joined_however_often_one_has() {
         let stall = StallTimes { warn: None, end: Duration::from_secs(1000) };
         let request = Request { name: "a".into(), kind: Kind::Barrier, parts: Vec::new() };
-        let asks = || Message { requests: vec![(request.clone(), 0)], joins: false };
-        let joins = || Message { requests: Vec::new(), joins: true };
-        let twice = Message { requests: vec![(request.clone(), 0); 2], joins: true };
+        let asks = || Message { requests: vec![(request.clone(), 0)], ..Message::default() };
+        let joins = || Message { joins: true, ..Message::default() };
+        let twice = Message { requests: vec![(request.clone(), 0); 2], joins: true, ..Message::default() };
         let (none, now) = (Message::default, crate::some_time());
         // What the ranks say in each round. The last round makes the name ready.
         for rounds in [
@@ -332,7 +411,7 @@ mod tests {
         let part = |rows| Part { dtype: crate::dtype::DType::F32, stands_for: None, shape: vec![rows, 2] };
         let gathers = |rows| {
             let request = Request { name: "a".into(), kind: Kind::Allgather, parts: vec![part(rows)] };
-            Message { requests: vec![(request, 0)], joins: false }
+            Message { requests: vec![(request, 0)], ..Message::default() }
         };
         let (none, now) = (Message::default, crate::some_time());
         assert!(
@@ -351,6 +430,25 @@ mod tests {
     }
 
     #[test]
+    fn refusals_that_no_rank_meets_do_not_become_more_and_more() {
+        let stall = StallTimes { warn: None, end: Duration::from_secs(1000) };
+        let mut coordinator = Coordinator::new(3, stall);
+        let refusal = |name: usize| Refusal { name: name.to_string(), cause: "why".into() };
+        let now = crate::some_time();
+        for name in 0..MAX_OPEN + 2 {
+            let refuses = Message { refusals: vec![refusal(name)], ..Message::default() };
+            let round = coordinator.round(vec![Message::default(), refuses, Message::default()], now);
+            assert!(round.refused.is_empty() && !coordinator.has_due());
+        }
+        assert_eq!((coordinator.open.len(), &coordinator.open[0].refusal), (MAX_OPEN, &refusal(2)));
+        let joins = || Message { joins: true, ..Message::default() };
+        coordinator.round(vec![joins(), Message::default(), Message::default()], now);
+        assert!(coordinator.open.iter().all(|open| open.count == 1));
+        coordinator.round(vec![Message::default(), Message::default(), joins()], now);
+        assert!(coordinator.open.is_empty() && coordinator.expired(now).is_none());
+    }
+
+    #[test]
     fn answers_that_no_message_has_room_for_go_with_the_next_rounds() {
         let stall = StallTimes { warn: None, end: Duration::from_secs(1000) };
         let mut coordinator = Coordinator { room: 1, ..Coordinator::new(2, stall) };
@@ -359,8 +457,8 @@ mod tests {
         let request =
             |name: &str| (Request { name: name.into(), kind: kind.clone(), parts: parts.clone() }, 0);
         let names = ["a", "b", "c"];
-        let first = Message { requests: names.map(request).into(), joins: true };
-        let second = Message { requests: Vec::new(), joins: true };
+        let first = Message { requests: names.map(request).into(), joins: true, ..Message::default() };
+        let second = Message { joins: true, ..Message::default() };
         let now = crate::some_time();
         let mut round = coordinator.round(vec![first, second], now);
         for (index, name) in names.iter().enumerate() {

@@ -10,6 +10,9 @@
 //! 4. If any rank wants more, each sends a [`Message`] to rank 0, where [`Controller::round`] makes a [`Round`] of them,
 //!    which goes to all.
 //! 5. [`Controller::finish`] gives what is ready, the same in the same order on every rank, and [`fuse`] makes batches of it.
+//!
+//! A rank may refuse a call that its program makes ([`Controller::refuse`]). That call counts as one of its name: each other rank's call of
+//! the name that would have met it ends with the cause ([`Controller::refused`]), also if it is made later, and the next calls meet.
 
 mod cache;
 mod coordinator;
@@ -29,7 +32,7 @@ use self::cache::{Cache, Lookup};
 use self::coordinator::Coordinator;
 pub use self::coordinator::ranks;
 pub use self::fusion::{Batch, Fused, Member, fuse, is_alone};
-use crate::horovod::request::{Kind, Message, Request, Response, Round, Settings, share};
+use crate::horovod::request::{Kind, Message, Refusal, Refused, Request, Response, Round, Settings, share};
 
 /// How long tensors wait for ranks that lack them.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -53,6 +56,12 @@ pub struct Controller {
     hits: BTreeMap<usize, String>,
     /// Of these, what the coordinator has not heard of, in the order of submission.
     unsent: VecDeque<String>,
+    /// What this rank has refused and the coordinator has not heard of.
+    refusals: VecDeque<Refusal>,
+    /// What it has refused while the name was in flight: the others may be in that call.
+    later: Vec<Refusal>,
+    /// What others have refused, with which calls of this rank end.
+    refused: Vec<Refused>,
     /// Slots whose response no longer fits.
     stale: Vec<usize>,
     joined: bool,
@@ -119,6 +128,9 @@ impl Controller {
             pending: BTreeMap::new(),
             hits: BTreeMap::new(),
             unsent: VecDeque::new(),
+            refusals: VecDeque::new(),
+            later: Vec::new(),
+            refused: Vec::new(),
             stale: Vec::new(),
             joined: false,
             joins: false,
@@ -146,8 +158,24 @@ impl Controller {
         self.pending.insert(name, Pending { request, since: now });
     }
 
+    /// The program has made a call that this rank refuses. It counts behind the calls of its name that the program has made before.
+    pub fn refuse(&mut self, refusal: Refusal) {
+        if self.pending.contains_key(&refusal.name) {
+            self.later.push(refusal);
+        } else {
+            self.refusals.push_back(refusal);
+        }
+    }
+
+    /// What other ranks have refused, with which calls of this rank have ended.
+    pub fn refused(&mut self) -> Vec<Refused> {
+        std::mem::take(&mut self.refused)
+    }
+
     /// The program has no more data, until all ranks say so.
     pub fn join(&mut self) {
+        // The others meet a rank that has joined there.
+        self.later.clear();
         self.joined = true;
         self.joins = true;
     }
@@ -174,6 +202,8 @@ impl Controller {
         self.now = now;
         self.give_up_on_stalled(now);
         let mut stale = std::mem::take(&mut self.stale);
+        // The others must not carry out what this rank has refused, nor what comes behind it before that.
+        stale.extend(self.refusals.iter().filter_map(|refusal| self.cache.slot_of(&refusal.name)));
         if self.joined {
             // A rank that has joined has every bit, so that the bits no longer say whether it has submitted these.
             stale.extend(self.hits.keys());
@@ -199,7 +229,11 @@ impl Controller {
         let coordinator = self.coordinator.as_ref();
         let answers = coordinator
             .is_some_and(|coordinator| coordinator.has_due() || coordinator.expired(now).is_some());
-        let tells = !self.unsent.is_empty() || self.joins || answers || self.settings.is_some();
+        let tells = !self.unsent.is_empty()
+            || !self.refusals.is_empty()
+            || self.joins
+            || answers
+            || self.settings.is_some();
         let flags = Flag::Negotiate.bit(tells)
             | Flag::Leaves.bit(self.leaves)
             | Flag::Active.bit(!self.joined)
@@ -261,14 +295,25 @@ impl Controller {
     /// with the next cycles, and with the last of it the word that this rank has joined.
     pub fn message(&mut self, now: Instant) -> Message {
         let mut room = share(self.size);
-        let mut requests = Vec::new();
-        while let Some(name) = self.unsent.front() {
+        let (mut requests, mut refusals) = (Vec::new(), Vec::new());
+        while let Some(refusal) = self.refusals.front() {
+            let bytes = refusal.wire_bytes();
+            if bytes > room && !refusals.is_empty() {
+                break;
+            }
+            room = room.saturating_sub(bytes);
+            refusals.extend(self.refusals.pop_front());
+        }
+        // Behind the last refusal: the program has submitted them later.
+        while self.refusals.is_empty()
+            && let Some(name) = self.unsent.front()
+        {
             let Some(pending) = self.pending.get(name) else {
                 self.unsent.pop_front();
                 continue;
             };
             let bytes = pending.request.wire_bytes();
-            if bytes > room && !requests.is_empty() {
+            if bytes > room && !(requests.is_empty() && refusals.is_empty()) {
                 break;
             }
             room = room.saturating_sub(bytes);
@@ -276,8 +321,9 @@ impl Controller {
             requests.push((pending.request.clone(), u64::try_from(waited).unwrap_or(u64::MAX)));
             self.unsent.pop_front();
         }
-        let joins = self.unsent.is_empty() && std::mem::take(&mut self.joins);
-        Message { requests, joins }
+        let is_last = self.unsent.is_empty() && self.refusals.is_empty();
+        let joins = is_last && std::mem::take(&mut self.joins);
+        Message { requests, joins, refusals }
     }
 
     /// On rank 0: the answer to the messages of all ranks, by rank.
@@ -310,6 +356,19 @@ impl Controller {
         for response in &ready {
             self.pending.remove(&response.request.name);
         }
+        for refused in round.refused {
+            if !refused.told.contains(&self.rank.get()) {
+                continue;
+            }
+            let name = &refused.refusal.name;
+            if self.pending.remove(name).is_none() {
+                return Err(Error::mismatch(format!(
+                    "rank 0 tells that rank {} has refused {name:?}, which rank {} lacks",
+                    refused.rank, self.rank
+                )));
+            }
+            self.refused.push(refused);
+        }
         for response in round.responses {
             let name = &response.request.name;
             let own = self.pending.remove(name).map(|pending| pending.request);
@@ -335,6 +394,9 @@ impl Controller {
         }
         if round.all_joined.is_some() {
             self.joined = false;
+        }
+        for refusal in std::mem::take(&mut self.later) {
+            self.refuse(refusal);
         }
         Ok(ready)
     }

@@ -38,6 +38,15 @@ impl World {
         self.ranks[rank].join();
     }
 
+    pub fn refuse(&mut self, rank: usize, name: &str, cause: &str) {
+        self.ranks[rank].refuse(Refusal { name: name.into(), cause: cause.into() });
+    }
+
+    /// With what calls of this rank have ended.
+    pub fn refused(&mut self, rank: usize) -> Vec<Refused> {
+        self.ranks[rank].refused()
+    }
+
     fn has_in_flight(&self, rank: usize, name: &str) -> bool {
         self.ranks[rank].pending.contains_key(name)
     }
@@ -335,6 +344,64 @@ fn whatever_ranks_submit_before_they_join_is_carried_out() {
         world.cycle();
         prop_assert!(world.is_done());
         prop_assert_eq!((epochs, rest.iter().map(ExactSizeIterator::len).sum::<usize>()), (3, 0));
+        Ok(())
+    });
+    outcome.unwrap();
+}
+
+/// How often a rank calls each name.
+const CALLS: usize = 4;
+
+#[test]
+fn a_refused_call_meets_the_calls_that_it_would_have_met_and_no_others() {
+    // For each rank and name: which of its calls it refuses.
+    let refuses = (2usize..5, 1usize..4).prop_flat_map(|(size, names)| {
+        let calls = prop::collection::vec(prop::bool::weighted(0.3), CALLS);
+        prop::collection::vec(prop::collection::vec(calls, names), size)
+    });
+    // How many calls of each name each rank makes in a cycle.
+    let paces = prop::collection::vec(prop::collection::vec(0usize..3, 12), 1..20);
+    let mut runner = TestRunner::new(Config { cases: 300, failure_persistence: None, ..Config::default() });
+    let test = (refuses, paces, prop::sample::select(vec![0usize, 1, 64]));
+    let outcome = runner.run(&test, |(refuses, paces, capacity)| {
+        let (size, names, forever) = (refuses.len(), refuses[0].len(), Duration::from_secs(1 << 30));
+        let mut world = World::new(size, capacity, StallTimes { warn: Some(forever), end: forever });
+        let mut made = vec![vec![0; names]; size];
+        let mut flying: Vec<Vec<Option<usize>>> = vec![vec![None; names]; size];
+        let index = |name: &str| name[1..].parse::<usize>().unwrap();
+        for cycle in 0..100 {
+            let pace = &paces[cycle % paces.len()];
+            for (rank, name) in (0..size).flat_map(|rank| (0..names).map(move |name| (rank, name))) {
+                for _ in 0..pace[rank * names + name].max(usize::from(cycle > 50)) {
+                    let (call, text) = (made[rank][name], format!("t{name}"));
+                    if call == CALLS || !refuses[rank][name][call] && world.has_in_flight(rank, &text) {
+                        break;
+                    }
+                    if refuses[rank][name][call] {
+                        world.refuse(rank, &text, &call.to_string());
+                    } else {
+                        world.submit(rank, allreduce(&text, 3));
+                        flying[rank][name] = Some(call);
+                    }
+                    made[rank][name] += 1;
+                }
+            }
+            for response in world.cycle() {
+                let name = index(&response.request.name);
+                let calls: Vec<Option<usize>> = flying.iter_mut().map(|names| names[name].take()).collect();
+                prop_assert!(calls[0].is_some() && calls.iter().all(|call| *call == calls[0]), "{calls:?}");
+            }
+            for (rank, flying) in flying.iter_mut().enumerate() {
+                for Refused { refusal, rank: by, told } in world.refused(rank) {
+                    let name = index(&refusal.name);
+                    let call = flying[name].take();
+                    prop_assert_eq!(call.map(|call| call.to_string()), Some(refusal.cause));
+                    prop_assert!(call.is_some_and(|call| refuses[by as usize][name][call]));
+                    prop_assert!(told.contains(&(rank as u32)));
+                }
+            }
+        }
+        prop_assert!(world.is_done() && made.iter().flatten().all(|made| *made == CALLS));
         Ok(())
     });
     outcome.unwrap();

@@ -110,6 +110,62 @@ fn what_waits_for_too_long_is_named_with_the_ranks_that_lack_it() {
 }
 
 #[test]
+fn what_a_rank_refuses_ends_the_calls_of_the_others_and_its_name_is_free_again() {
+    for cached in [false, true] {
+        let mut world = world(3);
+        if cached {
+            (0..3).for_each(|rank| world.submit(rank, allreduce("a", 4)));
+            assert_eq!(world.cycle().len(), 1);
+        }
+        world.submit(0, allreduce("a", 4));
+        assert!(world.cycle().is_empty());
+        world.refuse(1, "a", "there is no such root");
+        assert!(world.cycle().is_empty());
+        let refusal = Refusal { name: "a".into(), cause: "there is no such root".into() };
+        let told = |rank| vec![Refused { refusal: refusal.clone(), rank: 1, told: vec![rank] }];
+        assert_eq!(world.refused(0), told(0), "it waits no longer");
+        assert!(world.refused(1).is_empty() && world.refused(2).is_empty());
+        [0, 1, 2].into_iter().for_each(|rank| world.submit(rank, allreduce("a", 4)));
+        assert!(world.cycle().is_empty());
+        assert_eq!(world.refused(2), told(2), "it calls later");
+        world.pass(Duration::from_secs(61));
+        world.submit(2, allreduce("a", 4));
+        assert_eq!(names(&world.cycle()), ["a"]);
+        assert!(world.is_done() && world.warning().is_none());
+    }
+}
+
+#[test]
+fn a_call_that_all_ranks_refuse_ends_nothing() {
+    let mut world = world(3);
+    for rank in 0..3 {
+        world.refuse(rank, "a", "not defined for i32");
+        assert!(world.cycle().is_empty());
+    }
+    (0..3).for_each(|rank| world.submit(rank, allreduce("a", 4)));
+    assert_eq!(names(&world.cycle()), ["a"]);
+    assert!((0..3).all(|rank| world.refused(rank).is_empty()));
+}
+
+#[test]
+fn a_rank_that_joins_meets_no_refusal() {
+    let mut world = world(3);
+    world.refuse(1, "a", "not defined for i32");
+    world.join(2);
+    world.cycle();
+    world.submit(0, allreduce("a", 4));
+    assert!(world.cycle().is_empty());
+    assert_eq!(world.refused(0).len(), 1);
+    [0, 1].into_iter().for_each(|rank| world.submit(rank, allreduce("a", 4)));
+    assert_eq!(world.cycle()[0].absent, [2]);
+    [0, 1].into_iter().for_each(|rank| world.join(rank));
+    world.cycle();
+    assert!(world.all_joined.is_some());
+    (0..3).for_each(|rank| world.submit(rank, allreduce("a", 4)));
+    assert_eq!(names(&world.cycle()), ["a"]);
+}
+
+#[test]
 fn ranks_without_data_hold_nobody_up_and_the_last_one_is_known() {
     let mut world = world(3);
     (0..3).for_each(|rank| world.submit(rank, allreduce("a", 4)));
@@ -190,21 +246,31 @@ fn a_rank_sends_no_more_than_its_share_in_a_cycle() {
     let mut controller = Controller::new(Rank::new(1), size, 8, world(1).stall, crate::some_time());
     let now = crate::some_time();
     let name = |index: usize| format!("{index} {}", "n".repeat(1000));
+    (0..20).for_each(|index| {
+        controller.refuse(Refusal { name: name(index), cause: "w".repeat(1000) });
+    });
     (0..20).for_each(|index| controller.submit(allreduce(&name(index), 4), now));
     controller.join();
-    let mut sent = Vec::new();
+    let (mut sent, mut refused) = (Vec::new(), Vec::new());
     loop {
         let flags = controller.vector(now, false)[0];
         assert!(Flag::Negotiate.is_set(flags), "it has more to say");
         let message = controller.message(now);
         let bytes = postcard::to_stdvec(&message).unwrap().len();
-        assert!(bytes <= MAX_OBJECT_BYTES / size && !message.requests.is_empty(), "{bytes}");
+        assert!(bytes <= MAX_OBJECT_BYTES / size, "{bytes}");
+        assert!(!message.refusals.is_empty() || !message.requests.is_empty());
+        assert!(
+            message.requests.is_empty() || refused.len() + message.refusals.len() == 20,
+            "refusals first"
+        );
+        refused.extend(message.refusals.into_iter().map(|refusal| refusal.name));
         sent.extend(message.requests.into_iter().map(|(request, _)| request.name));
         if message.joins {
             break;
         }
     }
     assert_eq!(sent, (0..20).map(name).collect::<Vec<_>>(), "it has joined with the last one");
+    assert_eq!(refused, sent);
     assert!(!Flag::Negotiate.is_set(controller.vector(now, false)[0]));
 }
 
