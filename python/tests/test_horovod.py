@@ -1042,6 +1042,12 @@ def _refused_by_one(rank):
         (lambda wrong: hvd.alltoall(torch.ones(2), splits=[1, 0] if wrong else [1, 1]), "do not divide 2 rows"),
         (lambda wrong: hvd.allreduce(torch.ones(1).to_sparse() if wrong else torch.ones(1)), "this tensor is sparse"),
         (lambda wrong: hvd.reducescatter(torch.ones(2, dtype=torch.uint64) if wrong else torch.ones(2)), "torch.uint64 cannot be combined"),
+        (lambda wrong: hvd.allreduce(torch.ones(1), op="sum" if wrong else hvd.Sum), "one of hvd.Average"),
+        (lambda wrong: hvd.grouped_allreduce([torch.ones(1)], average=True, op=hvd.Average if wrong else None), "supersedes"),
+        (lambda wrong: hvd.synchronize(hvd.allreduce_async(torch.ones(1), op="sum" if wrong else hvd.Sum)), "one of hvd.Average"),
+        (lambda wrong: hvd.reducescatter(torch.ones(2), op="sum" if wrong else hvd.Sum), "one of hvd.Average"),
+        (lambda wrong: hvd.sparse_allreduce_async(torch.ones(1).to_sparse(), "rows", "sum" if wrong else hvd.Sum)(), "one of hvd.Average"),
+        (lambda wrong: hvd.broadcast_optimizer_state((torch.optim.LBFGS if wrong else torch.optim.SGD)([torch.ones(1)], lr=0.1), 0), "LBFGS"),
     ):
         with pytest.raises(ValueError if is_wrong else hvd.HorovodInternalError, match=cause) as caught:
             call(is_wrong)
@@ -1087,6 +1093,35 @@ def _gradients_refused_by_one(rank, groups):
 @pytest.mark.parametrize("groups", [0, 1])
 def test_gradients_that_one_rank_refuses_fail_on_every_rank_once(groups):
     run(2, _gradients_refused_by_one, groups)
+
+
+def _changes_refused_by_one(rank):
+    is_full = rank == 1
+
+    class Compressor(hvd.Compression.none):
+        @staticmethod
+        def compress(tensor):
+            if is_full and tensor.numel() == 2:
+                raise ValueError("there is no room")
+            return tensor, None
+
+    first, second = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(3))
+    named = [("first", first), ("second", second)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first, second], lr=1.0), named, compression=Compressor, op=hvd.Adasum)
+    (first.sum() + second.sum()).backward()
+    with pytest.raises(ValueError if is_full else hvd.HorovodInternalError, match="there is no room"):
+        optimizer.step()
+    # The other parameter has moved on both ranks.
+    assert first.tolist() == [0.0, 0.0] and second.tolist() == pytest.approx([-1.0] * 3)
+    is_full = False
+    optimizer.zero_grad()
+    (first.sum() + second.sum()).backward()
+    optimizer.step()
+    assert first.tolist() == pytest.approx([-1.0] * 2) and second.tolist() == pytest.approx([-2.0] * 3)
+
+
+def test_a_change_that_one_rank_refuses_fails_on_every_rank_and_the_others_are_made():
+    run(2, _changes_refused_by_one)
 
 
 def _goes_on(rank, groups):

@@ -212,10 +212,12 @@ def _replaced(value: Any, kind: type[_T], replace: Callable[[_T], Any]) -> Any:
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: object = None) -> None:
     """Gives the optimizers of all ranks the root's state and options. ``model`` is ignored: it is for sharded optimizers of GPUs."""
-    if not hasattr(optimizer, "state_dict"):
-        raise ValueError(f"broadcast_optimizer_state: a torch.optim.Optimizer is expected, and not {type(optimizer).__name__}")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("broadcast_optimizer_state: the state of torch.optim.LBFGS is not for broadcasting: begin it anew on all ranks")
+    # The first that all ranks call below.
+    with _refusing(global_process_set._here(), "broadcast.broadcast_object.optimizer.length"):
+        if not hasattr(optimizer, "state_dict"):
+            raise ValueError(f"broadcast_optimizer_state: a torch.optim.Optimizer is expected, and not {type(optimizer).__name__}")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("broadcast_optimizer_state: the state of torch.optim.LBFGS is not for broadcasting: begin it anew on all ranks")
     tensors: list[torch.Tensor] = []
 
     def place(tensor: torch.Tensor) -> _Place:

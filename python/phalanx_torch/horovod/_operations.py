@@ -253,6 +253,17 @@ def _refusing(native: _native.Horovod, *names: str) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def _refusing_call(operation: str, name: str | None, process_set: ProcessSet) -> Iterator[None]:
+    """As :func:`_refusing`, before the call of an operation has got its name: it gets one if it is refused."""
+    native = process_set._here()
+    try:
+        yield
+    except Exception as error:
+        native.refuse(_name(operation, name, process_set), described(error))
+        raise
+
+
 def _first(finish: _Finish) -> _Finish:
     return lambda native: finish(native)[0]
 
@@ -300,7 +311,8 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts an :func:`allreduce`."""
-    op = _op(op, average)
+    with _refusing_call("allreduce", name, process_set):
+        op = _op(op, average)
     return _allreduce_async([tensor], name, op, prescale_factor, postscale_factor, process_set, False, False)
 
 
@@ -314,7 +326,8 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As :func:`allreduce_async`, into the tensor itself."""
-    op = _op(op, average)
+    with _refusing_call("allreduce", name, process_set):
+        op = _op(op, average)
     return _allreduce_async([tensor], name, op, prescale_factor, postscale_factor, process_set, True, False)
 
 
@@ -341,7 +354,8 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts a :func:`grouped_allreduce`."""
-    op = _op(op, average)
+    with _refusing_call("grouped_allreduce", name, process_set):
+        op = _op(op, average)
     return _allreduce_async(list(tensors), name, op, prescale_factor, postscale_factor, process_set, False, True)
 
 
@@ -355,7 +369,8 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As :func:`grouped_allreduce_async`, into the tensors themselves."""
-    op = _op(op, average)
+    with _refusing_call("grouped_allreduce", name, process_set):
+        op = _op(op, average)
     return _allreduce_async(list(tensors), name, op, prescale_factor, postscale_factor, process_set, True, True)
 
 
@@ -417,8 +432,10 @@ def allreduce(
 
     Gradients go through it: that of a sum is the sum of all ranks' gradients, of an average their average.
     """
-    compressed, context = compression.compress(tensor)
-    reduced, = _applied(_Allreduce, False, name, _op(op, average), prescale_factor, postscale_factor, process_set, compressed)
+    with _refusing_call("allreduce", name, process_set):
+        op = _op(op, average)
+        compressed, context = compression.compress(tensor)
+    reduced, = _applied(_Allreduce, False, name, op, prescale_factor, postscale_factor, process_set, compressed)
     return compression.decompress(reduced, context)
 
 
@@ -433,8 +450,10 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """As :func:`allreduce` of each of the tensors, which is carried out when all ranks have all of them."""
-    compressed, contexts = zip(*(compression.compress(tensor) for tensor in tensors)) if len(tensors) else ((), ())
-    reduced = _applied(_Allreduce, True, name, _op(op, average), prescale_factor, postscale_factor, process_set, *compressed)
+    with _refusing_call("grouped_allreduce", name, process_set):
+        op = _op(op, average)
+        compressed, contexts = zip(*(compression.compress(tensor) for tensor in tensors)) if len(tensors) else ((), ())
+    reduced = _applied(_Allreduce, True, name, op, prescale_factor, postscale_factor, process_set, *compressed)
     return [compression.decompress(tensor, context) for tensor, context in zip(reduced, contexts)]
 
 
@@ -442,7 +461,10 @@ def sparse_allreduce_async(
     tensor: torch.Tensor, name: str, op: Op | None, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
     """Starts an allreduce of a sparse tensor. Returns a function that waits for it, and returns the result."""
-    return _sparse_allreduce_async(tensor, f"grouped_allgather.sparse.{name}", _op(op, None), process_set)
+    full = f"grouped_allgather.sparse.{name}"
+    with _refusing(process_set._here(), full):
+        op = _op(op, None)
+    return _sparse_allreduce_async(tensor, full, op, process_set)
 
 
 def _sparse_allreduce_async(tensor: torch.Tensor, name: str, op: Op, process_set: ProcessSet) -> Callable[[], torch.Tensor]:
@@ -743,7 +765,9 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Starts a :func:`reducescatter`."""
-    return _scatter([tensor], name, _op(op, None), prescale_factor, postscale_factor, process_set, False)
+    with _refusing_call("reducescatter", name, process_set):
+        op = _op(op, None)
+    return _scatter([tensor], name, op, prescale_factor, postscale_factor, process_set, False)
 
 
 def grouped_reducescatter_async(
@@ -755,7 +779,9 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Starts a :func:`grouped_reducescatter`."""
-    return _scatter(list(tensors), name, _op(op, None), prescale_factor, postscale_factor, process_set, True)
+    with _refusing_call("grouped_reducescatter", name, process_set):
+        op = _op(op, None)
+    return _scatter(list(tensors), name, op, prescale_factor, postscale_factor, process_set, True)
 
 
 class _Reducescatter(torch.autograd.Function):
@@ -795,8 +821,10 @@ def reducescatter(
 ) -> torch.Tensor:
     """Combines the tensors of all ranks, and returns this rank's rows of the result: as many for each, and one more for each of the
     first ranks if they cannot be divided evenly."""
-    compressed, context = compression.compress(tensor)
-    shard, = _applied(_Reducescatter, False, name, _op(op, None), prescale_factor, postscale_factor, process_set, compressed)
+    with _refusing_call("reducescatter", name, process_set):
+        op = _op(op, None)
+        compressed, context = compression.compress(tensor)
+    shard, = _applied(_Reducescatter, False, name, op, prescale_factor, postscale_factor, process_set, compressed)
     return compression.decompress(shard, context)
 
 
@@ -810,8 +838,10 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """As :func:`reducescatter` of each of the tensors, which is carried out when all ranks have all of them."""
-    compressed, contexts = zip(*(compression.compress(tensor) for tensor in tensors)) if len(tensors) else ((), ())
-    shards = _applied(_Reducescatter, True, name, _op(op, None), prescale_factor, postscale_factor, process_set, *compressed)
+    with _refusing_call("grouped_reducescatter", name, process_set):
+        op = _op(op, None)
+        compressed, contexts = zip(*(compression.compress(tensor) for tensor in tensors)) if len(tensors) else ((), ())
+    shards = _applied(_Reducescatter, True, name, op, prescale_factor, postscale_factor, process_set, *compressed)
     return [compression.decompress(shard, context) for shard, context in zip(shards, contexts)]
 
 

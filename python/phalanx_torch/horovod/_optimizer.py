@@ -363,14 +363,17 @@ class _Distributed(_Base):
         failure: Exception | None = None
         started: list[tuple[torch.Tensor, torch.Tensor, Any, int]] = []
         for p, begin in zip(moved, begins):
-            change, context = self._compression.compress(p.detach() - begin)
-            # As it was, until all ranks' changes are there.
-            p.detach().copy_(begin)
+            name = self._parameter_names[p]
             try:
-                handle = allreduce_async_(change, name=self._parameter_names[p], op=Adasum, process_set=self._process_set)
+                with _refusing(self._process_set._here(), f"allreduce.{name}"):
+                    change, context = self._compression.compress(p.detach() - begin)
+                handle = allreduce_async_(change, name=name, op=Adasum, process_set=self._process_set)
                 started.append((p, begin, context, handle))
             except Exception as error:
+                # The other ranks wait for the next ones all the same.
                 failure = failure or error
+            # As it was, until all ranks' changes are there.
+            p.detach().copy_(begin)
         for p, begin, context, handle in started:
             try:
                 p.detach().copy_(begin + self._compression.decompress(synchronize(handle), context))
