@@ -15,11 +15,7 @@ use crate::handle::{Completer, Handle, Outcome};
 use crate::options::Options;
 use crate::tensor::Tensor;
 use crate::topology::numbered_among;
-use phalanx_proto::horovod::request::{MAX_IN_FLIGHT, Refusal, Request};
-
-/// The most refusals that wait for the next cycle. The other ranks are not told of further ones: a program that is refused again and again must
-/// not fill the memory.
-const MAX_REFUSALS: usize = 1024;
+use phalanx_proto::horovod::request::{MAX_IN_FLIGHT, MAX_REFUSALS, Refusal, Request};
 
 /// The groups of an engine: one for negotiation and one for data.
 #[derive(Clone)]

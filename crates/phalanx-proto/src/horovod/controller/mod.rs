@@ -32,7 +32,9 @@ use self::cache::{Cache, Lookup};
 use self::coordinator::Coordinator;
 pub use self::coordinator::ranks;
 pub use self::fusion::{Batch, Fused, Member, fuse, is_alone};
-use crate::horovod::request::{Kind, Message, Refusal, Refused, Request, Response, Round, Settings, share};
+use crate::horovod::request::{
+    Kind, MAX_REFUSALS, Message, Refusal, Refused, Request, Response, Round, Settings, share,
+};
 
 /// How long tensors wait for ranks that lack them.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -160,6 +162,9 @@ impl Controller {
 
     /// The program has made a call that this rank refuses. It counts behind the calls of its name that the program has made before.
     pub fn refuse(&mut self, refusal: Refusal) {
+        if self.refusals.len() + self.later.len() >= MAX_REFUSALS {
+            return;
+        }
         if self.pending.contains_key(&refusal.name) {
             self.later.push(refusal);
         } else {

@@ -148,6 +148,17 @@ fn a_call_that_all_ranks_refuse_ends_nothing() {
 }
 
 #[test]
+fn a_name_in_flight_that_is_refused_again_and_again_fills_no_memory() {
+    let mut controller = Controller::new(Rank::new(1), 2, 8, world(1).stall, crate::some_time());
+    controller.submit(allreduce("a", 4), crate::some_time());
+    for name in ["a", "b"] {
+        let refusal = Refusal { name: name.into(), cause: "why".into() };
+        (0..MAX_REFUSALS).for_each(|_| controller.refuse(refusal.clone()));
+        assert_eq!(controller.later.len() + controller.refusals.len(), MAX_REFUSALS);
+    }
+}
+
+#[test]
 fn a_rank_that_joins_meets_no_refusal() {
     let mut world = world(3);
     world.refuse(1, "a", "not defined for i32");
