@@ -21,8 +21,8 @@ pub const MAX_IN_FLIGHT: usize = 1 << 20;
 pub const MAX_DIMENSIONS: usize = 32;
 
 /// The most refusals that a rank keeps until rank 0 has heard of them. The other ranks are not told of further ones: a program that is refused again
-/// and again must not fill the memory.
-pub const MAX_REFUSALS: usize = 1024;
+/// and again must not fill the memory. One wrong root refuses every tensor of a model.
+pub const MAX_REFUSALS: usize = 1 << 13;
 /// The most bytes of what a rank says of a call that it has refused.
 const MAX_CAUSE_BYTES: usize = 1024;
 

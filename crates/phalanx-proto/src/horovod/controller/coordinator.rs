@@ -5,12 +5,14 @@ use std::fmt::Write;
 use std::time::{Duration, Instant};
 
 use super::StallTimes;
-use crate::horovod::request::{Kind, MAX_ANSWER_BYTES, Message, Refusal, Refused, Request, Response, Round};
+use crate::horovod::request::{
+    Kind, MAX_ANSWER_BYTES, MAX_REFUSALS, Message, Refusal, Refused, Request, Response, Round,
+};
 
 /// The most tensors that a warning names.
 const NAMED: usize = 8;
 /// The most refusals that wait for calls of ranks. A program may refuse a call on one rank again and again, without which the others go on.
-const MAX_OPEN: usize = 1024;
+const MAX_OPEN: usize = MAX_REFUSALS;
 
 #[derive(Debug)]
 pub(super) struct Coordinator {

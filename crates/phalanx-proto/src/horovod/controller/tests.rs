@@ -136,6 +136,18 @@ fn what_a_rank_refuses_ends_the_calls_of_the_others_and_its_name_is_free_again()
 }
 
 #[test]
+fn all_tensors_of_a_large_model_can_be_refused_at_once() {
+    let mut world = world(2);
+    let names = || (0..3000).map(|index| index.to_string());
+    names().for_each(|name| world.refuse(0, &name, "there is no such root"));
+    world.cycle();
+    names().for_each(|name| world.submit(1, allreduce(&name, 4)));
+    world.cycle();
+    assert_eq!(world.refused(1).len(), 3000);
+    assert!(world.is_done());
+}
+
+#[test]
 fn a_call_that_all_ranks_refuse_ends_nothing() {
     let mut world = world(3);
     for rank in 0..3 {
