@@ -1037,6 +1037,7 @@ def _refused_by_one(rank):
         (lambda wrong: hvd.broadcast(torch.ones(1), 7 if wrong else 0), "root_rank 7: there are 2 ranks"),
         (lambda wrong: hvd.broadcast_object("own", 7 if wrong else 0), "root_rank 7: there are 2 ranks"),
         (lambda wrong: hvd.broadcast_parameters([("a", torch.ones(1)), ("b", torch.ones(1))], 7 if wrong else 0), "root_rank 7: there are 2 ranks"),
+        (lambda wrong: hvd.broadcast_parameters([("a", torch.ones(1)), ("b", 1 if wrong else torch.ones(1))], 0), "b is of type int"),
         (lambda wrong: hvd.allgather(torch.tensor(1.0) if wrong else torch.ones(1)), "a scalar has no rows"),
         (lambda wrong: hvd.alltoall(torch.ones(2), splits=[3, -1] if wrong else [1, 1]), "none may be below 0"),
         (lambda wrong: hvd.alltoall(torch.ones(2), splits=[1, 0] if wrong else [1, 1]), "do not divide 2 rows"),

@@ -147,21 +147,23 @@ def broadcast_parameters(
         pairs = [one if isinstance(one, tuple) else (None, one) for one in params]
     else:
         raise ValueError(f"invalid params of type: {type(params)}: {_PARAMETERS}")
-    for place, pair in enumerate(pairs):
-        if len(pair) != 2 or isinstance(pair[0], torch.Tensor):
-            kinds = ", ".join(type(part).__name__ for part in pair)
-            raise ValueError(f"broadcast_parameters: element {place} is a tuple of {kinds}, and no pair of a name and a tensor: {_PARAMETERS}")
-        name, tensor = pair
-        # None is state that a module has not got, and what its get_extra_state returned.
-        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name is None):
-            what = f"element {place}" if name is None else name
-            raise ValueError(
-                f"broadcast_parameters: {what} is of type {type(tensor).__name__}, and no tensor: {_PARAMETERS}; hvd.broadcast_object takes all else"
-            )
-    names = [name for name, tensor in pairs if name is not None and tensor is not None]
-    twice = sorted({str(name) for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-    if twice:
-        raise ValueError(f"broadcast_parameters: names must be unique, and several tensors have {', '.join(twice)}")
+    known = {pair[0] for pair in pairs if len(pair) == 2 and isinstance(pair[0], str) and pair[1] is not None}
+    with _refusing(process_set._here(), *(f"broadcast.parameters.{name}" for name in known)):
+        for place, pair in enumerate(pairs):
+            if len(pair) != 2 or isinstance(pair[0], torch.Tensor):
+                kinds = ", ".join(type(part).__name__ for part in pair)
+                raise ValueError(f"broadcast_parameters: element {place} is a tuple of {kinds}, and no pair of a name and a tensor: {_PARAMETERS}")
+            name, tensor = pair
+            # None is state that a module has not got, and what its get_extra_state returned.
+            if not isinstance(tensor, torch.Tensor) and (tensor is not None or name is None):
+                what = f"element {place}" if name is None else name
+                raise ValueError(
+                    f"broadcast_parameters: {what} is of type {type(tensor).__name__}, and no tensor: {_PARAMETERS}; hvd.broadcast_object takes all else"
+                )
+        names = [name for name, tensor in pairs if name is not None and tensor is not None]
+        twice = sorted({str(name) for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+        if twice:
+            raise ValueError(f"broadcast_parameters: names must be unique, and several tensors have {', '.join(twice)}")
     # Only when all are known to be right: else the other ranks would wait for the rest.
     _wait_for(
         functools.partial(broadcast_async_, tensor, root_rank, None if name is None else f"parameters.{name}", process_set)
