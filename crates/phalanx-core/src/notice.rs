@@ -12,9 +12,26 @@ use std::time::{Duration, Instant};
 
 use tracing::dispatcher::{self, Dispatch};
 
+use crate::rank::Rank;
+use crate::world_size::WorldSize;
+
 /// When to report a wait; after the last, again each time that interval has passed.
 const REMINDERS: [Duration; 4] =
     [Duration::from_secs(5), Duration::from_secs(15), Duration::from_secs(30), Duration::from_secs(60)];
+
+/// At most so many of the ranks that wait for the same report it: thousands of lines that say the same would hide all else.
+pub(crate) const REPORTING: u32 = 16;
+/// When another rank reports its wait, once: it may be the only one that waits for a certain rank.
+const LATE_REMINDER: Duration = Duration::from_secs(60);
+
+/// Whether `rank` is one of those that report a long wait. They are on all hosts, in all places there: any of them may be missing itself.
+pub(crate) fn reports(rank: Rank, world: WorldSize) -> bool {
+    let distance = match world.get() <= REPORTING {
+        true => 1,
+        false => world.get().div_ceil(REPORTING) | 1,
+    };
+    rank.get().is_multiple_of(distance)
+}
 
 /// Warns the user.
 pub fn warn(what: impl Display) {
@@ -68,27 +85,37 @@ impl Aside {
 #[derive(Debug)]
 pub(crate) struct Reminders {
     started: Instant,
-    next: Duration,
+    /// When to report it next. None: never again.
+    next: Option<Duration>,
+    repeats: bool,
     aside: Aside,
 }
 
 impl Reminders {
-    /// The wait begins.
+    /// The wait begins, of one that nobody else reports.
     pub(crate) fn new() -> Self {
-        Self { started: Instant::now(), next: REMINDERS[0], aside: Aside::default() }
+        Self { started: Instant::now(), next: Some(REMINDERS[0]), repeats: true, aside: Aside::default() }
+    }
+
+    /// A wait of `rank` for other ranks of its `world` begins.
+    pub(crate) fn of(rank: Rank, world: WorldSize) -> Self {
+        match reports(rank, world) {
+            true => Self::new(),
+            false => Self { next: Some(LATE_REMINDER), repeats: false, ..Self::new() },
+        }
     }
 
     /// Reports `what` is waited for, if it is time.
     pub(crate) fn remind(&mut self, what: impl FnOnce() -> String) {
         let waited = self.started.elapsed();
-        if waited >= self.next {
-            self.next = after(waited);
+        if self.next.is_some_and(|next| waited >= next) {
+            self.next = self.repeats.then(|| after(waited));
             self.aside.warn(format!("{} ({} s so far)", what(), waited.as_secs()));
         }
     }
 
     fn left(&self) -> Duration {
-        self.next.saturating_sub(self.started.elapsed())
+        self.next.unwrap_or(Duration::MAX).saturating_sub(self.started.elapsed())
     }
 }
 
@@ -100,6 +127,15 @@ fn after(waited: Duration) -> Duration {
         .into_iter()
         .find(|reminder| *reminder > waited)
         .unwrap_or(last * u32::try_from(minutes).unwrap_or(u32::MAX))
+}
+
+/// As [`while_waiting`], if this process is one that `reports` it.
+pub(crate) fn while_waiting_if<R>(
+    reports: bool,
+    what: impl Fn() -> String + Send,
+    wait: impl FnOnce() -> R,
+) -> R {
+    if reports { while_waiting(what, wait) } else { wait() }
 }
 
 /// Reports now and then `what` is waited for while `wait` runs. For waits that cannot do it themselves.
@@ -176,9 +212,33 @@ pub(crate) mod tests {
     #[test]
     fn a_reminder_does_not_hold_up_the_thread_that_waits() {
         let mut reminders = Reminders::new();
-        reminders.next = Duration::ZERO;
+        reminders.next = Some(Duration::ZERO);
         are_told_aside(|| reminders.remind(|| "rank 1 is waited for".to_owned()));
-        assert!(reminders.next >= REMINDERS[0]);
+        assert!(reminders.next.unwrap() >= REMINDERS[0]);
+    }
+
+    #[test]
+    fn of_many_ranks_some_report_a_long_wait_and_not_all_in_the_same_place_of_their_hosts() {
+        let reporting = |ranks: u32| -> Vec<u32> {
+            let world = WorldSize::new(ranks).unwrap();
+            world.ranks().filter(|rank| reports(*rank, world)).map(Rank::get).collect()
+        };
+        assert_eq!(reporting(16), (0..16).collect::<Vec<u32>>());
+        assert_eq!((reporting(17).len(), reporting(4096).len(), reporting(8000).len()), (6, 16, 16));
+        let places: std::collections::BTreeSet<u32> =
+            reporting(512).into_iter().map(|rank| rank % 8).collect();
+        assert_eq!((reporting(512)[0], places.len()), (0, 8));
+    }
+
+    #[test]
+    fn the_rest_of_many_ranks_reports_a_wait_late_and_once() {
+        let world = WorldSize::new(512).unwrap();
+        assert_eq!(Reminders::of(Rank::MAIN, world).next, Some(REMINDERS[0]));
+        let mut reminders = Reminders::of(Rank::new(1), world);
+        assert_eq!(reminders.next, Some(LATE_REMINDER));
+        reminders.started = Instant::now().checked_sub(LATE_REMINDER).unwrap();
+        are_told_aside(|| reminders.remind(|| "rank 9 is waited for".to_owned()));
+        assert_eq!(reminders.next, None);
     }
 
     #[test]

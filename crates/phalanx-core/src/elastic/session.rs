@@ -21,7 +21,7 @@ use crate::group::ProcessGroup;
 use crate::host;
 use crate::interfaces::is_every_hosts;
 use crate::log::{Heartbeats, Log, Mac, Participant, Replica, awake, from_a_random_one};
-use crate::notice::{Aside, Reminders, warn};
+use crate::notice::{Aside, REPORTING, Reminders, warn};
 use crate::random;
 use crate::rank::{Generation, Rank};
 use crate::rendezvous::{self, Rendezvous, interface_named};
@@ -186,7 +186,10 @@ impl Session {
                     return Ok(NextRound::Round(Box::new(round)));
                 }
                 Next::Wait(until) => {
-                    reminders.remind(|| waits_for(&view.state));
+                    // The first of them: all wait for the same.
+                    if view.state.waiting().take(REPORTING as usize).any(|worker| worker.id == self.me.id) {
+                        reminders.remind(|| waits_for(&view.state));
+                    }
                     self.replica().wait_until(&mut view, until.min(now + Duration::from_secs(1)));
                 }
                 Next::LastCall(round) => {

@@ -35,9 +35,8 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Kind, Result};
 use crate::host;
 use crate::interrupt;
-use crate::notice::while_waiting;
+use crate::notice::{reports, while_waiting_if};
 use crate::random;
-use crate::rank::Rank;
 use crate::store::{PrefixStore, SharedStore, Store, are_there};
 use crate::transport;
 use crate::wire::hello::JobId;
@@ -52,8 +51,6 @@ pub(super) const HOSTS: &str = "hosts";
 /// In a world of at most so many ranks, each checks which ranks are missing. In a larger one only rank 0 does so while it waits, and when time is up
 /// the first so many ranks to which that happens.
 const ASKED: u32 = 64;
-/// At most so many ranks report a long wait for the others: thousands of lines that say the same would hide all else.
-const REPORTING: u32 = 64;
 
 /// Who this process is.
 ///
@@ -180,16 +177,7 @@ pub(super) fn while_reported<R>(
     what: impl Fn() -> String + Send,
     wait: impl FnOnce() -> R,
 ) -> R {
-    if reports(config.rank, config.world_size) { while_waiting(what, wait) } else { wait() }
-}
-
-/// Whether `rank` is one of those that report a long wait. They are on all hosts, in all places there: any of them may be missing itself.
-fn reports(rank: Rank, world: WorldSize) -> bool {
-    let distance = match world.get() <= REPORTING {
-        true => 1,
-        false => world.get().div_ceil(REPORTING) | 1,
-    };
-    rank.get().is_multiple_of(distance)
+    while_waiting_if(reports(config.rank, config.world_size), what, wait)
 }
 
 /// The rounds of a job in a store.
@@ -493,6 +481,7 @@ mod tests {
     use phalanx_proto::rendezvous::{VERSION, read_outcome};
 
     use crate::interrupt::interruptible;
+    use crate::rank::Rank;
     use crate::store::{MemoryStore, pressed_beside_a_wait, slow_beside_a_wait};
 
     #[test]
@@ -537,19 +526,6 @@ mod tests {
                 .unwrap();
         }
         store
-    }
-
-    #[test]
-    fn of_many_ranks_some_report_a_long_wait_and_not_all_in_the_same_place_of_their_hosts() {
-        let reporting = |ranks: u32| -> Vec<u32> {
-            let world = WorldSize::new(ranks).unwrap();
-            world.ranks().filter(|rank| reports(*rank, world)).map(Rank::get).collect()
-        };
-        assert_eq!(reporting(64), (0..64).collect::<Vec<u32>>());
-        assert_eq!((reporting(65).len(), reporting(4096).len(), reporting(8000).len()), (22, 64, 64));
-        let places: std::collections::BTreeSet<u32> =
-            reporting(512).into_iter().map(|rank| rank % 8).collect();
-        assert_eq!((reporting(512)[0], places.len()), (0, 8));
     }
 
     #[test]

@@ -77,7 +77,8 @@ pub(super) fn address(
     let connection = connection(descriptor).map_err(with_remedy)?;
     let is_one_host = config.local.is_some_and(|(_, size)| size == config.world_size.get());
     let own = config.rank.is_main().then(|| own_address(host, port, bind, is_one_host));
-    let found = agree(connection, own, deadline).map_err(with_remedy);
+    let reminders = Reminders::of(config.rank, config.world_size);
+    let found = agree(connection, own, reminders, deadline).map_err(with_remedy);
     let address = found.as_ref().map(|found| found.address.clone()).map_err(Error::clone);
     *agreed = Some(found);
     address
@@ -87,12 +88,13 @@ pub(super) fn address(
 fn agree(
     connection: UnixStream,
     own: Option<Result<(SocketAddr, Socket)>>,
+    reminders: Reminders,
     deadline: Deadline,
 ) -> Result<Agreed> {
     let told = own
         .as_ref()
         .map(|own| own.as_ref().map_or_else(|_| NO_ADDRESS.to_owned(), |(address, _)| address.to_string()));
-    let found = exchange(connection, told, deadline);
+    let found = exchange(connection, told, reminders, deadline);
     let port = own.transpose()?.map(|(_, port)| port);
     Ok(Agreed { address: found?.to_string(), _port: port })
 }
@@ -170,11 +172,16 @@ fn own_address(
 }
 
 /// Tells the others `own`, rank 0's address or [`NO_ADDRESS`], and learns it from the launcher.
-fn exchange(mut connection: UnixStream, own: Option<String>, deadline: Deadline) -> Result<SocketAddr> {
+fn exchange(
+    mut connection: UnixStream,
+    own: Option<String>,
+    reminders: Reminders,
+    deadline: Deadline,
+) -> Result<SocketAddr> {
     connection
         .set_write_timeout(Some(ANSWER_TIMEOUT))
         .map_err(|error| Error::io("the connection to mpirun (PMI_FD) is lost", error))?;
-    let found = converse(&mut connection, own, deadline);
+    let found = converse(&mut connection, own, reminders, deadline);
     // Without it the launcher would take this process's end for a crash. A wait for others that has failed has no other answer.
     let patience = if found.is_ok() { ANSWER_TIMEOUT } else { LAST_ANSWER_TIMEOUT };
     let ended = ask(&mut connection, &Request::Finalize, Deadline::after(patience), None);
@@ -190,7 +197,12 @@ fn exchange(mut connection: UnixStream, own: Option<String>, deadline: Deadline)
         .map_err(|_| Error::protocol(format!("{found:?}, which rank 0 has told by PMI, is no address")))
 }
 
-fn converse(connection: &mut UnixStream, own: Option<String>, deadline: Deadline) -> Result<String> {
+fn converse(
+    connection: &mut UnixStream,
+    own: Option<String>,
+    mut reminders: Reminders,
+    deadline: Deadline,
+) -> Result<String> {
     let soon = |connection: &mut UnixStream, request: &Request| {
         ask(connection, request, deadline.at_most(ANSWER_TIMEOUT), None)
     };
@@ -199,7 +211,7 @@ fn converse(connection: &mut UnixStream, own: Option<String>, deadline: Deadline
     if let Some(own) = own {
         soon(connection, &Request::Put(space.clone(), own))?;
     }
-    ask(connection, &Request::Barrier, deadline, Some(&mut Reminders::new()))?;
+    ask(connection, &Request::Barrier, deadline, Some(&mut reminders))?;
     soon(connection, &Request::Get(space))
 }
 
@@ -301,7 +313,9 @@ mod tests {
                     let (space, barrier) = (&space, &barrier);
                     scope.spawn(move || serve(far, space, barrier));
                     let own = (rank == 0).then(|| own.to_string());
-                    scope.spawn(move || exchange(near, own, Deadline::after(Duration::from_secs(20))))
+                    scope.spawn(move || {
+                        exchange(near, own, Reminders::new(), Deadline::after(Duration::from_secs(20)))
+                    })
                 })
                 .collect();
             for rank in ranks {
@@ -319,7 +333,9 @@ mod tests {
                 let (space, barrier) = (&space, &barrier);
                 scope.spawn(move || serve(far, space, barrier));
                 let own = (rank == 0).then(|| Err(Error::environment("its port is in use")));
-                scope.spawn(move || agree(near, own, Deadline::after(Duration::from_secs(20))).map(|_| ()))
+                scope.spawn(move || {
+                    agree(near, own, Reminders::new(), Deadline::after(Duration::from_secs(20))).map(|_| ())
+                })
             });
             let [first, second] = ranks.map(|rank| rank.join().unwrap().unwrap_err().to_string());
             assert!(first.contains("its port is in use"), "{first}");
@@ -349,19 +365,22 @@ mod tests {
                 (&far).write_all(answer.as_bytes()).unwrap();
             }
         });
-        let error = exchange(near, None, Deadline::after(Duration::from_secs(2))).unwrap_err();
+        let error =
+            exchange(near, None, Reminders::new(), Deadline::after(Duration::from_secs(2))).unwrap_err();
         assert!(error.is_timeout() && error.to_string().contains("PMI's barrier"), "{error}");
         // It was told that this process leaves.
         silent.join().unwrap();
 
         let (near, far) = UnixStream::pair().unwrap();
         far.shutdown(std::net::Shutdown::Write).unwrap();
-        let error = exchange(near, None, Deadline::after(Duration::from_secs(5))).unwrap_err();
+        let error =
+            exchange(near, None, Reminders::new(), Deadline::after(Duration::from_secs(5))).unwrap_err();
         assert!(error.is_environment() && error.to_string().contains("can be used once"), "{error}");
 
         let (near, mut far) = UnixStream::pair().unwrap();
         far.write_all(&[b'x'; 2 * LINE_LIMIT]).unwrap();
-        let error = exchange(near, None, Deadline::after(Duration::from_secs(5))).unwrap_err();
+        let error =
+            exchange(near, None, Reminders::new(), Deadline::after(Duration::from_secs(5))).unwrap_err();
         assert!(error.to_string().contains("longer than"), "{error}");
     }
 

@@ -11,6 +11,7 @@ use super::presence::{MOST_MARKED, Presence};
 use super::{Held, KeepAlive, RankConfig, Rendezvous, start};
 use crate::deadline::{Backoff, Deadline};
 use crate::error::{Error, Result};
+use crate::notice::reports;
 use crate::store::{
     Access, KeylessClients, MAX_RANKS, Patience, SharedStore, TcpStore, TcpStoreServer, warn_of_own_name,
 };
@@ -99,7 +100,8 @@ fn join_once(
         outcome => outcome?,
     };
     let connect = |address: &str, connections| {
-        let patience = Patience { connections, ..Patience::WHOLE };
+        let reports = reports(config.rank, config.world_size);
+        let patience = Patience { connections, reports, ..Patience::WHOLE };
         TcpStore::connect_patiently(address, &config.credentials, deadline, &patience)
     };
     let client = match &server {

@@ -183,7 +183,7 @@ fn set_and_get(
     deadline: Deadline,
 ) -> Result<Vec<Vec<u8>>> {
     let names: Vec<&str> = keys.iter().map(|(_, key)| key.as_str()).collect();
-    let mut reminders = Reminders::new();
+    let mut reminders = Reminders::of(config.rank, config.world);
     let mut go_on = || {
         if let Some(cause) = starting.cause() {
             return Err(cause);

@@ -291,7 +291,7 @@ pub(super) fn connect(
     let connections = if here.is_some() { 1 } else { 4 };
     let goes_on = &|| !replica.view().is_closing() && !has_become_own();
     let silence = SILENCE_LIMIT.max(cluster.silence());
-    let patience = Patience { silence, goes_on, connections };
+    let patience = Patience { silence, goes_on, connections, reports: true };
     TcpStore::connect_patiently(&address, credentials, deadline, &patience)
 }
 

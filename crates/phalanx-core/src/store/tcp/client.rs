@@ -18,7 +18,7 @@ use crate::deadline::Deadline;
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::key::JobKey;
-use crate::notice::while_waiting;
+use crate::notice::while_waiting_if;
 use crate::store::call::Call;
 use crate::store::table::decimal;
 use crate::store::{Store, WATCH_INTERVAL, compare_set_after};
@@ -522,7 +522,7 @@ fn first_of_several(
         let (is_decided, last, silence) = (Arc::clone(&is_decided), Arc::clone(&last), patience.silence);
         let dial = move || {
             let goes_on = || !is_decided.load(Ordering::Relaxed);
-            let patience = Patience { silence, goes_on: &goes_on, connections: 1 };
+            let patience = Patience { silence, goes_on: &goes_on, connections: 1, reports: false };
             let report =
                 |why: &dyn fmt::Display| *last.lock() = format!(", to which it cannot connect: {why}");
             let link = Link::retry_until(&to, &with, deadline, &patience, report);
@@ -543,7 +543,7 @@ fn first_of_several(
     }
     drop(made);
     let what = || format!("this process waits for the store at {address}{}", last.lock());
-    let first = while_waiting(what, || {
+    let first = while_waiting_if(patience.reports, what, || {
         let mut asked = Instant::now();
         loop {
             let left = PATIENCE_INTERVAL.saturating_sub(asked.elapsed());

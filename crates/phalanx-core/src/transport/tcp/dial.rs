@@ -99,7 +99,7 @@ pub(super) fn dial(
     let mut backoff = Backoff::new(PAUSES, deadline);
     let answering = answer_timeout(config);
     let mut refusing: Option<Instant> = None;
-    let mut reminders = Reminders::new();
+    let mut reminders = Reminders::of(config.rank, config.world);
     loop {
         if has_failed.load(Ordering::Relaxed) {
             return Err(Error::aborted(format!("{unreachable}: the start has failed at another rank")));

@@ -132,7 +132,7 @@ fn exchange_by(
 ) -> Result<Vec<Vec<u8>>> {
     let names: Vec<&str> = keys.iter().map(|(_, key)| key.as_str()).collect();
     let (mut probe, mut awaited, mut reminders) =
-        (StopProbe::new(config), Awaited::new(keys), Reminders::new());
+        (StopProbe::new(config), Awaited::new(keys), Reminders::of(config.rank, config.world));
     // Those that gather look after each other, and tell all: the calls of all ranks would be a flood.
     let mut listening = bootstrap::gathers(config).map(|_| ListenProbe::default());
     let interval = look_interval(config.world.get());
@@ -360,7 +360,7 @@ pub(super) struct Watch<'a> {
 impl<'a> Watch<'a> {
     pub(super) fn new(config: &'a MeshConfig<'a>, host: &'a str, addresses: &'a [Address]) -> Self {
         let (listening, probe, reminders) =
-            (ListenProbe::default(), StopProbe::new(config), Reminders::new());
+            (ListenProbe::default(), StopProbe::new(config), Reminders::of(config.rank, config.world));
         Self { config, host, addresses, listening, probe, reminders }
     }
 

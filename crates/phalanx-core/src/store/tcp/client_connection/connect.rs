@@ -18,7 +18,7 @@ use crate::deadline::{Backoff, Deadline};
 use crate::error::{Error, Result, no_more_files, no_more_processes};
 use crate::host::{loopback_is_down, loopback_remedy};
 use crate::interrupt;
-use crate::notice::while_waiting;
+use crate::notice::while_waiting_if;
 use crate::random;
 use crate::tls::{Session, Tls};
 use crate::wire::auth::{TAG, Tag};
@@ -45,16 +45,19 @@ pub struct Patience<'a> {
     pub goes_on: &'a (dyn Fn() -> bool + Sync),
     /// How many connections to make at once, for a client whose threads use several from the start.
     pub connections: usize,
+    /// Whether to report now and then that this process waits.
+    pub reports: bool,
 }
 
 impl Patience<'static> {
     /// Waits until the deadline.
-    pub(crate) const WHOLE: Self = Self { silence: Duration::MAX, goes_on: &|| true, connections: 1 };
+    pub(crate) const WHOLE: Self =
+        Self { silence: Duration::MAX, goes_on: &|| true, connections: 1, reports: true };
 }
 
 impl Link {
     /// Connects to `address`, `host:port`, until it succeeds or `deadline` has passed. Reports now and then that it is
-    /// waiting.
+    /// waiting, if `patience` says so.
     pub fn connect(
         address: &str,
         credentials: &ClientCredentials,
@@ -63,7 +66,7 @@ impl Link {
     ) -> Result<Self> {
         let last = Mutex::new(String::new());
         let what = || format!("this process waits for the store at {address}{}", last.lock());
-        while_waiting(what, || {
+        while_waiting_if(patience.reports, what, || {
             Self::retry_until(address, credentials, deadline, patience, |why| {
                 *last.lock() = format!(", to which it cannot connect: {why}")
             })
@@ -405,7 +408,7 @@ mod tests {
         let (asked, tried) = (AtomicUsize::new(0), AtomicUsize::new(0));
         // At first it is asked once after each attempt.
         let goes_on = || asked.fetch_add(1, Relaxed) < tried.load(Relaxed);
-        let patience = Patience { silence: Duration::MAX, goes_on: &goes_on, connections: 1 };
+        let patience = Patience { goes_on: &goes_on, ..Patience::WHOLE };
         let credentials = ClientCredentials::new(&Credentials::default());
         let soon = Deadline::after(Duration::from_secs(30));
         // Nothing listens there.

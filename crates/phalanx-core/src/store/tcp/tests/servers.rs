@@ -204,7 +204,7 @@ fn a_server_that_closes_connections_before_and_after_it_is_started_again_is_wait
         TcpStoreServer::bind(address).unwrap()
     });
     let goes_on = || attempts.fetch_add(1, Ordering::Relaxed) < usize::MAX;
-    let patience = Patience { silence: Duration::MAX, goes_on: &goes_on, connections: 1 };
+    let patience = Patience { goes_on: &goes_on, ..Patience::WHOLE };
     let store = TcpStore::connect_patiently(address, &Credentials::default(), soon(), &patience).unwrap();
     store.set("key", b"value", soon()).unwrap();
     drop((store, server.join().unwrap()));

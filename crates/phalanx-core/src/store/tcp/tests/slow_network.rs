@@ -142,7 +142,7 @@ fn the_first_of_several_connections_is_used_and_the_others_come_later() {
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let began = Instant::now();
     let goes_on = || false;
-    let patience = Patience { silence: Duration::MAX, goes_on: &goes_on, connections: 2 };
+    let patience = Patience { goes_on: &goes_on, connections: 2, ..Patience::WHOLE };
     let address = silent.local_addr().unwrap();
     let error = TcpStore::connect_patiently(address, &Credentials::default(), soon(), &patience).unwrap_err();
     assert!(error.to_string().contains("no longer needed"), "{error}");
