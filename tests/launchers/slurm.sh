@@ -185,7 +185,7 @@ named 5 "this is a world of 2, and not of 4" -N 1 --ntasks-per-node 2 -- "$phala
 named 5 "this is a world of 1, and not of 2" -N 1 -- "srun $launched 2"
 # A node that is drained works on for the jobs that have it, and takes no others.
 script_succeeds "one group of 2, local ranks [0, 0]" -N 2 -- "scontrol update nodename=node2 state=drain reason=test; sleep 1; $phalanx run $launched 2"
-fails "drained|DRAIN|not available|unavailable" salloc --immediate=3 -N 2 "$phalanx" run "$launched" 2
+fails "drained|DRAIN|not available|unavailable|Unable to allocate resources" salloc --immediate=3 -N 2 "$phalanx" run "$launched" 2
 scontrol update nodename=node2 state=resume
 all_are idle
 
