@@ -24,7 +24,7 @@ use super::leave::leave_grace;
 use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::health::Heartbeat;
-use crate::health::calls::{LOOK_INTERVAL, Told};
+use crate::health::calls::{LOOK_INTERVAL, Told, is_told};
 use crate::health::liveness::{Liveness, ProcessState, Silence, listened_to};
 use crate::health::waits::Answer;
 use crate::network::Network;
@@ -78,6 +78,8 @@ struct Peer {
     is_near: bool,
     /// Whether its heartbeats do not wake this rank.
     is_quiet: bool,
+    /// Whether this rank tells it in which call it is stuck.
+    is_told: bool,
     said_goodbye: bool,
     /// Since when it waits for the answer to its goodbye, if it does.
     awaits_answer: Option<Instant>,
@@ -105,6 +107,7 @@ impl<'a> Watch<'a> {
             let Some(stream) = stream else { continue };
             state.is_near = stream.is_within_host();
             state.is_quiet = state.listens && heartbeat.step().is_some() && quieten(stream);
+            state.is_told = is_told(rank, Rank::new(peer as u32), world);
             epoll::add(&epoll, stream, EventData::new_u64(peer as u64), EventFlags::IN).map_err(unwatched)?;
         }
         let beat = Instant::now();
@@ -343,7 +346,7 @@ impl<'a> Watch<'a> {
             self.tell(&Control::Waiting(call), |_| true);
         }
         if let Some(call) = self.health.calls(|calls| calls.stuck()) {
-            self.tell(&Control::Waiting(call), |_| true);
+            self.tell(&Control::Waiting(call), |peer| peer.is_told);
         }
         self.health.compare_calls();
     }
