@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use super::liveness::are_powers_of_two_apart;
 use crate::error::Result;
 use crate::rank::{Rank, Sequence};
 use crate::wire::frame::Header;
@@ -25,9 +26,7 @@ const TOLD_BY_ALL: u32 = 128;
 /// there is a place where a rank that has made one call is next to a rank that has made another. Late ranks may stand between the two, but seldom
 /// at all distances.
 pub fn is_told(own: Rank, peer: Rank, world: WorldSize) -> bool {
-    let distance = own.get().abs_diff(peer.get());
-    let rest = world.get().saturating_sub(distance);
-    world.get() <= TOLD_BY_ALL || distance.is_power_of_two() || rest.is_power_of_two()
+    world.get() <= TOLD_BY_ALL || are_powers_of_two_apart(own.index(), peer.index(), world.count())
 }
 
 /// What a rank knows of its own calls and of those of its peers.
