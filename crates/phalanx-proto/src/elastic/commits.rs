@@ -170,7 +170,7 @@ fn most_common(reports: &[CommitReport], ranks: &[usize]) -> usize {
 }
 
 /// Those of the `ranks` that have drifted apart whose parts are compared for the error: the first of those whose state is the most frequent, one more
-/// than of the others, and so many of these as are named and one more. To gather and compare the parts of thousands of ranks would take minutes.
+/// than of the others, and so many of these as are named and one more. To compare those of all is work of the square of the ranks, for each part.
 pub fn compared(reports: &[CommitReport], ranks: &[usize]) -> Vec<usize> {
     let digest = |rank: usize| reports.get(rank).map(|report| report.digest);
     let usual = digest(most_common(reports, ranks));
