@@ -480,13 +480,15 @@ fn gather_and_scatter(group: &ProcessGroup, unit: usize) {
 
 #[test]
 fn ranks_of_any_layout_of_hosts_gather_and_scatter_what_ranks_of_one_host_would() {
-    // As many ranks on each host, one after the other or in turn; other numbers of ranks, and one alone.
+    // As many ranks on each host, one after the other or in turn; other numbers of ranks, up to twice as many or more, and one alone.
     let layouts = [
         &["a", "a", "b", "b"][..],
         &["a", "b", "c", "c", "a", "b"],
         &["a", "b", "a", "b", "a", "b", "b", "a"],
         &["a", "b", "a", "c", "b", "a"],
         &["a", "b", "b", "a", "a"],
+        &["b", "a", "a"],
+        &["a", "b", "a", "a", "b", "a"],
     ];
     for hosts in layouts {
         let on = |host: &&'static str| TransportOptions { host: Some(*host), ..TransportOptions::default() };

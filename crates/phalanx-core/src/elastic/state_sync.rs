@@ -48,7 +48,9 @@ pub(super) fn commit(
     let workers_wait = reports.iter().any(|report| report.workers_wait);
     match commits::commit(own, &reports, drift)? {
         Agreement::Equal => Ok(Committed { workers_wait, repaired: false }),
-        Agreement::Drifted(ranks) => Err(drifted_apart(group, snapshot, &ranks, own.commits)?),
+        Agreement::Drifted(ranks) => {
+            Err(drifted_apart(group, snapshot, &commits::compared(&reports, &ranks), own.commits)?)
+        }
         Agreement::Take { root, commits, .. } => {
             if group.rank().is_main() {
                 warn(format_args!(
@@ -74,7 +76,7 @@ pub(super) fn sync(group: &ProcessGroup, snapshot: &mut Snapshot, drift: Drift) 
         Agreement::Drifted(ranks) => {
             let commits =
                 ranks.first().and_then(|rank| reports.get(*rank)).map_or(0, |report| report.commits);
-            Err(drifted_apart(group, snapshot, &ranks, commits)?)
+            Err(drifted_apart(group, snapshot, &commits::compared(&reports, &ranks), commits)?)
         }
         Agreement::Take { root, commits, round } => {
             let changed = take_from(group, snapshot, rank(root))?;
@@ -84,14 +86,18 @@ pub(super) fn sync(group: &ProcessGroup, snapshot: &mut Snapshot, drift: Drift) 
     }
 }
 
-/// The error of the ranks that have made this commit, and differ.
+/// The error of the ranks that have made this commit, and differ: the parts of these `ranks` are compared.
 fn drifted_apart(
     group: &ProcessGroup,
     snapshot: &mut Snapshot,
     ranks: &[usize],
     commit: u64,
 ) -> Result<Error> {
-    let summaries = group.all_gather_object(&snapshot.summaries().to_vec())?;
+    let own = match ranks.contains(&group.rank().index()) {
+        true => snapshot.summaries().to_vec(),
+        false => Vec::new(),
+    };
+    let summaries = group.all_gather_object(&own)?;
     let held = summaries.into_iter().enumerate().filter(|(rank, _)| ranks.contains(rank));
     Ok(commits::drifted(held.collect(), commit))
 }

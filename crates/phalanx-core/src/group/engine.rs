@@ -285,7 +285,8 @@ impl Engine {
 
     /// Whether `call` is a `reduce_scatter`, and one of `bytes` bytes goes by hosts.
     fn scatters_by_hosts(&self, hierarchy: &Hierarchy, call: Call, bytes: usize) -> bool {
-        call.operation == Operation::ReduceScatter && (hierarchy.turns() == 1 || self.reduces_whole(bytes))
+        call.operation == Operation::ReduceScatter
+            && (hierarchy.scatters_in_few_rounds() || self.reduces_whole(bytes))
     }
 
     /// Lends `bytes` bytes of scratch memory. If there are none, the group fails: the other ranks would wait for this one.

@@ -48,7 +48,8 @@ impl ProcessGroup {
     /// shard is combined; the rest is unspecified.
     ///
     /// Together with [`all_gather_v_in_place_async`](Self::all_gather_v_in_place_async) it sends the same bytes as one
-    /// all_reduce. Of few bytes, and between hosts with different numbers of ranks that share memory, it is an all_reduce.
+    /// all_reduce. Of few bytes it is an all_reduce; also where ranks of several hosts share memory, and a host has more than twice as many as
+    /// another.
     ///
     /// # Errors
     /// At once if the group has failed, the counts do not fit or `op` is not defined for the type; otherwise from

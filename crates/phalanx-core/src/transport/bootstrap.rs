@@ -14,7 +14,7 @@ use crate::health::Health;
 use crate::interrupt;
 use crate::notice::Reminders;
 use crate::rank::Rank;
-use crate::store::are_there;
+use crate::store::{MAX_VALUE, are_there};
 
 /// How long the store may take to say which rank's message is missing.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -22,6 +22,15 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// The most ranks of which each reads the messages of all. Among more, the first of each so many gathers theirs, and all read what these
 /// ranks have gathered: else the store would look up as many messages as the square of the ranks.
 const PART: usize = 256;
+
+/// A message among those that a rank has gathered. It begins and ends with so many bytes of the one before it, and has others between: ranks that
+/// follow each other are on one host most times, and every rank reads the messages of all.
+#[derive(Serialize, Deserialize)]
+struct Alike {
+    start: u32,
+    end: u32,
+    others: Vec<u8>,
+}
 
 /// The health of a group that is being connected: data can be exchanged while the connections are made.
 #[derive(Default)]
@@ -71,8 +80,8 @@ pub(crate) fn publish<T: Serialize>(
     match gathers(config) {
         None => config.store.set(&own, &message, deadline),
         Some(part) => {
-            let (gathered, part) =
-                (part_key(topic, config.rank), encode(topic, &vec![&message; part.len()])?);
+            let gathered = part_key(topic, config.rank);
+            let part = encode(topic, &pack(&vec![message.clone(); part.len()]))?;
             config.store.multi_set(&[(&own, &message), (&gathered, &part)], deadline)
         }
     }
@@ -138,14 +147,14 @@ pub(crate) fn of_all(
     let parts = match gathers(config) {
         None => swap(None, &parts)?,
         Some(part) => {
-            let gathered = encode(topic, &swap(None, &keys_on(topic, &part))?)?;
+            let gathered = encode(topic, &pack(&swap(None, &keys_on(topic, &part))?))?;
             let own = part_key(topic, config.rank);
             swap(Some((own.as_str(), gathered.as_slice())), &parts)?
         }
     };
     let mut messages = Vec::with_capacity(ranks.len());
     for (part, ranks) in parts.iter().zip(ranks.chunks(PART)) {
-        let part: Vec<Vec<u8>> = decode(topic, part)?;
+        let part = unpack(topic, part)?;
         if part.len() != ranks.len() {
             return Err(Error::malformed(format!(
                 "the store holds {} messages on {topic} of {} ranks",
@@ -154,6 +163,38 @@ pub(crate) fn of_all(
             )));
         }
         messages.extend(part);
+    }
+    Ok(messages)
+}
+
+/// The messages as they are written together.
+fn pack(messages: &[Vec<u8>]) -> Vec<Alike> {
+    let mut before: &[u8] = &[];
+    let alike = messages.iter().map(|message| {
+        let start = before.iter().zip(message).take_while(|(one, other)| one == other).count();
+        let most = before.len().min(message.len()) - start;
+        let ends = before.iter().rev().zip(message.iter().rev()).take(most);
+        let end = ends.take_while(|(one, other)| one == other).count();
+        before = message;
+        let others = message[start..message.len() - end].to_vec();
+        Alike { start: start as u32, end: end as u32, others }
+    });
+    alike.collect()
+}
+
+/// The reverse of [`pack`] and [`encode`].
+fn unpack(topic: &str, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+    let mut messages: Vec<Vec<u8>> = Vec::new();
+    let mut total = 0;
+    for Alike { start, end, others } in decode::<Vec<Alike>>(topic, bytes)? {
+        let before = messages.last().map_or(&[][..], Vec::as_slice);
+        let (start, end) = (start as usize, end as usize);
+        total += start + end + others.len();
+        if start + end > before.len() || total > MAX_VALUE {
+            return Err(Error::malformed(format!("the store holds malformed messages on {topic}")));
+        }
+        let message = [&before[..start], &others, &before[before.len() - end..]].concat();
+        messages.push(message);
     }
     Ok(messages)
 }
@@ -249,7 +290,7 @@ fn malformed(topic: &str, error: postcard::Error) -> Error {
 /// For `phalanx::fuzzing`: decodes what a rank has gathered.
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub(super) fn fuzz(bytes: &[u8]) -> bool {
-    decode::<Vec<Vec<u8>>>("gathered", bytes).is_ok()
+    unpack("gathered", bytes).is_ok()
 }
 
 #[cfg(test)]
@@ -286,6 +327,38 @@ mod tests {
             store.delete_keys(&written, Deadline::after(LIMIT)).unwrap();
             assert_eq!(store.num_keys(Deadline::after(LIMIT)).unwrap(), 0);
         }
+    }
+
+    #[test]
+    fn messages_that_are_alike_are_short_together_and_read_as_they_were() {
+        let of = |rank: usize| {
+            format!("10.0.0.{}:{} node{:04}", rank / 8, 30_000 + 7 * rank, rank / 8).into_bytes()
+        };
+        let addresses: Vec<Vec<u8>> = (0..PART).map(of).collect();
+        let packed = encode("topic", &pack(&addresses)).unwrap();
+        assert!(packed.len() < 9 * PART && addresses.concat().len() > 20 * PART, "{}", packed.len());
+        let others: [&[&str]; 4] =
+            [&[], &[""], &["aa", "a", "", "aaa", "aba", "aba"], &["ab", "abab", "ab", "b"]];
+        let others =
+            others.map(|texts| texts.iter().map(|text| text.as_bytes().to_vec()).collect::<Vec<_>>());
+        for messages in others.into_iter().chain([addresses]) {
+            let packed = encode("topic", &pack(&messages)).unwrap();
+            assert_eq!(unpack("topic", &packed).unwrap(), messages);
+        }
+    }
+
+    #[test]
+    fn messages_that_would_take_more_memory_than_they_may_are_an_error() {
+        let alike = |start, end| Alike { start, end, others: vec![0; 2] };
+        let unpacked = |alike: Vec<Alike>| unpack("topic", &encode("topic", &alike).unwrap());
+        assert_eq!(unpacked(vec![alike(0, 0), alike(1, 1)]).unwrap(), [vec![0; 2], vec![0; 4]]);
+        // More than the one before has.
+        for malformed in [vec![alike(1, 0)], vec![alike(0, 0), alike(2, 1)], vec![alike(0, u32::MAX)]] {
+            assert!(unpacked(malformed).is_err());
+        }
+        // Each is two bytes longer than the one before.
+        let long = (0..4096).map(|index| alike(2 * index, 0)).collect();
+        assert!(unpacked(long).is_err());
     }
 
     #[test]
@@ -341,7 +414,7 @@ mod tests {
         let (store, world, deadline) =
             (MemoryStore::new(), WorldSize::new(PART as u32 + 4).unwrap(), Deadline::after(LIMIT));
         publish(&MeshConfig::on_loopback(&store, Rank::MAIN, world), "topic", &0u8, deadline).unwrap();
-        let second = encode("topic", &vec![vec![1u8]; 3]).unwrap();
+        let second = encode("topic", &pack(&[(); 3].map(|()| vec![1u8]))).unwrap();
         store.set(&part_key("topic", Rank::new(PART as u32)), &second, deadline).unwrap();
         let config = MeshConfig::on_loopback(&store, Rank::new(1), world);
         let error = exchange(&config, &Starting::default(), "topic", &1u8, deadline).unwrap_err();

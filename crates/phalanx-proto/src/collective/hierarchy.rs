@@ -126,21 +126,30 @@ impl Hierarchy {
         hosts.flatten().map(|rank| counts.of(rank.index()))
     }
 
-    /// A `reduce_scatter_v` between the hosts, when each rank has its host's sums of the elements of those ranks that have its place on their hosts.
-    /// Then it is the owner of one stripe of as many as a host has ranks. None if the hosts have different numbers of ranks.
+    /// A `reduce_scatter_v` between the hosts, when the owner of each of [as many stripes as there can be](Self::most_stripes) has its host's sums
+    /// of the [parts](Self::part) of its stripe: what this rank does if it is an owner. In each turn every owner gets the sums of one rank of its
+    /// host.
     pub fn reduce_scatter_v(&self, counts: &Counts) -> Option<(Leaders<'_>, Plan)> {
-        let (stripe, leaders) = self.owned(self.most_stripes).filter(|_| self.turns() == 1)?;
-        let part = |host: usize| self.part(counts, 0, Rank::new(host as u32), stripe);
-        let plan = reduce_scatter_parts(leaders.host, leaders.hosts, part);
-        Some((leaders, plan))
+        let (stripe, leaders) = self.owned(self.most_stripes)?;
+        let turn = |turn: usize| {
+            let part = |host: usize| self.part(counts, turn, Rank::new(host as u32), stripe);
+            reduce_scatter_parts(leaders.host, leaders.hosts, part)
+        };
+        Some((leaders, (0..self.turns()).flat_map(turn).collect()))
     }
 
-    /// The turns of an [`all_gather_v`](Self::all_gather_v).
+    /// Whether a [`reduce_scatter_v`](Self::reduce_scatter_v) has no more rounds than an all-reduce in a ring, which sends twice as much: no host has
+    /// more than twice as many ranks as another.
+    pub fn scatters_in_few_rounds(&self) -> bool {
+        self.turns() <= 2
+    }
+
+    /// The turns of an [`all_gather_v`](Self::all_gather_v), and of a [`reduce_scatter_v`](Self::reduce_scatter_v).
     pub fn turns(&self) -> usize {
         self.ranks.iter().map(Vec::len).max().unwrap_or(0).div_ceil(self.most_stripes.max(1))
     }
 
-    /// The part of `host` that the owner of `stripe` passes on in this `turn`. Empty if the host has no more ranks, or if there is no
+    /// The part of `host` that the owners of `stripe` pass on in this `turn`. Empty if the host has no more ranks, or if there is no
     /// such stripe.
     pub fn part(&self, counts: &Counts, turn: usize, host: Rank, stripe: usize) -> Range<usize> {
         let place = (stripe < self.most_stripes).then_some(turn * self.most_stripes + stripe);

@@ -377,35 +377,48 @@ proptest! {
     }
 
     #[test]
-    fn sums_of_hosts_go_to_the_ranks_that_they_are_for_wherever_those_are(
-        (most, order, counts) in (2usize..5, 2usize..5).prop_flat_map(|(hosts, most)| {
-            let order: Vec<Rank> = (0..(hosts * most) as u32).map(Rank::new).collect();
-            let counts = prop::collection::vec(0usize..5, order.len());
-            (Just(most), Just(order).prop_shuffle(), counts)
-        }),
+    fn sums_of_hosts_go_to_the_owners_of_the_parts_that_they_are_for_wherever_those_are(
+        (ranks_of, order, counts) in (1usize..4, 2usize..5)
+            .prop_flat_map(|(least, hosts)| prop::collection::vec(least..=2 * least, hosts))
+            .prop_flat_map(|ranks_of| {
+                let order: Vec<Rank> = (0..ranks_of.iter().sum::<usize>() as u32).map(Rank::new).collect();
+                let counts = prop::collection::vec(0usize..5, order.len());
+                (Just(ranks_of), Just(order).prop_shuffle(), counts)
+            }),
     ) {
-        let layout: Vec<Vec<Rank>> = order.chunks(most).map(<[Rank]>::to_vec).collect();
+        let mut rest = order.iter().copied();
+        let layout: Vec<Vec<Rank>> = ranks_of.iter().map(|ranks| rest.by_ref().take(*ranks).collect()).collect();
         let counts = Counts::new(&counts, WorldSize::new(order.len() as u32).unwrap()).unwrap();
         let hosts = WorldSize::new(layout.len() as u32).unwrap();
-        for place in 0..most {
+        let Some(first) = Hierarchy::new(&layout, order[0]) else { return Ok(()) };
+        prop_assert!(first.scatters_in_few_rounds());
+        let mut given = 0;
+        for stripe in 0..first.most_stripes() {
             let plan = |ranks: &Vec<Rank>| {
-                let hierarchy = Hierarchy::new(&layout, ranks[place]).unwrap();
+                let hierarchy = Hierarchy::new(&layout, ranks[stripe]).unwrap();
                 hierarchy.reduce_scatter_v(&counts).unwrap().1
             };
             // A host's sums count as one contribution.
             let mut buffers = own(hosts, counts.total());
             let sent = play(&layout.iter().map(plan).collect::<Vec<_>>(), &mut buffers);
-            let part = |host: usize| counts.of(layout[host][place].index());
-            let all = (0..layout.len()).map(|host| part(host).len()).sum::<usize>();
+            let part = |host: usize, turn: usize| first.part(&counts, turn, Rank::new(host as u32), stripe);
+            let of = |host: usize| (0..first.turns()).map(|turn| part(host, turn).len()).sum::<usize>();
+            let all = (0..layout.len()).map(of).sum::<usize>();
             for (host, buffer) in buffers.iter().enumerate() {
-                prop_assert!(buffer[part(host)].iter().all(|value| *value == complete(hosts)));
-                prop_assert_eq!(sent[host], all - part(host).len());
+                for turn in 0..first.turns() {
+                    prop_assert!(buffer[part(host, turn)].iter().all(|value| *value == complete(hosts)));
+                }
+                prop_assert_eq!(sent[host], all - of(host));
             }
+            given += all;
         }
-        // Where a host has a rank more, not every rank has one of its place on every host.
-        let more = [&layout[..], &[vec![Rank::new(order.len() as u32)]]].concat();
-        let hierarchy = Hierarchy::new(&more, order[0]).unwrap();
-        prop_assert!(hierarchy.reduce_scatter_v(&counts).is_none());
+        // The owners have the parts of all ranks.
+        prop_assert_eq!(given, counts.total());
+        // Where a host has more than twice as many ranks as another, an all-reduce has fewer rounds.
+        let world = order.len() as u32;
+        let more = vec![(0..=2 * world).map(|rank| Rank::new(world + rank)).collect()];
+        let wide = Hierarchy::new(&[layout, more].concat(), order[0]).unwrap();
+        prop_assert!(!wide.scatters_in_few_rounds());
     }
 
     #[test]

@@ -113,10 +113,14 @@ pub fn check_drift(reports: &[CommitReport]) -> Result<()> {
 /// # Errors
 /// If they have made different numbers of commits.
 pub fn commit(own: CommitReport, reports: &[CommitReport], drift: Drift) -> Result<Agreement> {
-    if reports.iter().any(|report| report.commits != own.commits) {
-        let commits: Vec<u64> = reports.iter().map(|report| report.commits).collect();
-        return Err(Error::mismatch(format!("ranks are at different commits: {commits:?}"))
-            .with_remedy("every rank must call commit equally often"));
+    if let Some((first, others)) = reports.split_first()
+        && let Some((other, rank)) = others.iter().zip(1..).find(|(other, _)| other.commits != first.commits)
+    {
+        let (first, other) = (first.commits, other.commits);
+        return Err(Error::mismatch(format!(
+            "ranks are at different commits: rank 0 is at {first}, and rank {rank} at {other}"
+        ))
+        .with_remedy("every rank must call commit equally often"));
     }
     if reports.iter().all(|report| report.digest == own.digest) {
         return Ok(Agreement::Equal);
@@ -163,6 +167,19 @@ fn most_common(reports: &[CommitReport], ranks: &[usize]) -> usize {
     let count = |of: usize| ranks.iter().filter(|rank| reports[**rank].digest == reports[of].digest).count();
     let most = ranks.iter().map(|rank| count(*rank)).max();
     ranks.iter().copied().find(|rank| Some(count(*rank)) == most).unwrap_or(0)
+}
+
+/// Those of the `ranks` that have drifted apart whose parts are compared for the error: the first of those whose state is the most frequent, one more
+/// than of the others, and so many of these as are named and one more. To compare those of all is work of the square of the ranks, for each part.
+pub fn compared(reports: &[CommitReport], ranks: &[usize]) -> Vec<usize> {
+    let digest = |rank: usize| reports.get(rank).map(|report| report.digest);
+    let usual = digest(most_common(reports, ranks));
+    let (alike, others): (Vec<usize>, Vec<usize>) =
+        ranks.iter().copied().partition(|rank| digest(*rank) == usual);
+    let mut compared: Vec<usize> =
+        alike.into_iter().take(NAMED + 2).chain(others.into_iter().take(NAMED + 1)).collect();
+    compared.sort_unstable();
+    compared
 }
 
 /// What identifies a part of a state without its bytes.
@@ -268,7 +285,8 @@ mod tests {
         }
         let other = [of(3, 1, 5), of(4, 1, 5)];
         for own in other {
-            assert!(commit(own, &other, Drift::Ignore).unwrap_err().to_string().contains("[3, 4]"));
+            let error = commit(own, &other, Drift::Ignore).unwrap_err();
+            assert!(error.to_string().contains("rank 0 is at 3, and rank 1 at 4"), "{error}");
         }
     }
 
@@ -289,6 +307,19 @@ mod tests {
         assert_eq!(sync(&apart, Drift::Fail), Agreement::Drifted(vec![1, 2, 3]));
         assert_eq!(sync(&apart, Drift::Repair), take(2, 2, 1));
         assert_eq!(sync(&apart, Drift::Ignore), take(1, 2, 1));
+    }
+
+    #[test]
+    fn of_thousands_that_have_drifted_apart_few_are_compared_and_most_of_those_have_the_usual_state() {
+        let digest = |rank: usize| if rank % 400 == 1 { rank as u64 } else { 0 };
+        let reports: Vec<CommitReport> = (0..4000).map(|rank| of(3, 1, digest(rank))).collect();
+        let all: Vec<usize> = (0..4000).collect();
+        let others = [1, 401, 801, 1201, 1601, 2001, 2401, 2801, 3201];
+        let usual = [0, 2, 3, 4, 5, 6, 7, 8, 9, 10];
+        let mut expected = [&others[..], &usual].concat();
+        expected.sort_unstable();
+        assert_eq!(compared(&reports, &all), expected);
+        assert_eq!(compared(&reports, &[7, 401, 8]), [7, 8, 401]);
     }
 
     #[test]

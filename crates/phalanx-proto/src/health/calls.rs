@@ -2,20 +2,32 @@
 //!
 //! Ranks compare their calls with the frames that they receive. But if ranks call different collectives, each may wait
 //! for a rank that sends it nothing, and would learn of it only from its time-out. So a rank that has been in one call
-//! for a while sends this call to the others, on their control connections. A rank that has called something else in
-//! its place reports it. A call that is not stuck costs no message.
+//! for a while sends this call to the others, on their control connections; in a large world [to some](is_told). A rank
+//! that has called something else in its place reports it. A call that is not stuck costs no message.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use super::liveness::are_powers_of_two_apart;
 use crate::error::Result;
 use crate::rank::{Rank, Sequence};
 use crate::wire::frame::Header;
+use crate::world_size::WorldSize;
 
 /// How often to check whether a call is stuck: it is, if it was already running at the last check.
 pub const LOOK_INTERVAL: Duration = Duration::from_millis(500);
 /// How many calls are remembered. A rank may be ahead of the others by some calls in which it only sends.
 const KEPT: usize = 64;
+/// In a world of at most so many ranks, each tells all others in which call it is stuck.
+const TOLD_BY_ALL: u32 = 128;
+
+/// Whether `own` tells `peer` in which call it is stuck. In a large world each rank tells those at the distances 1, 2, 4, .. around the ring of the
+/// ranks, in both directions: else one rank that is late would bring as many messages as the square of the ranks. They are enough. Around the ring
+/// there is a place where a rank that has made one call is next to a rank that has made another. Late ranks may stand between the two, but seldom
+/// at all distances.
+pub fn is_told(own: Rank, peer: Rank, world: WorldSize) -> bool {
+    world.get() <= TOLD_BY_ALL || are_powers_of_two_apart(own.index(), peer.index(), world.count())
+}
 
 /// What a rank knows of its own calls and of those of its peers.
 #[derive(Debug, Default)]
@@ -217,6 +229,22 @@ mod tests {
         assert_eq!(calls.stuck(), None);
         calls.begin(header(Operation::AllGather, 4));
         assert_eq!(calls.stuck(), None);
+    }
+
+    #[test]
+    fn in_a_large_world_few_are_told_and_wherever_two_calls_meet_somebody_is() {
+        for size in [2, TOLD_BY_ALL, TOLD_BY_ALL + 1, 1000, 4096] {
+            let world = WorldSize::new(size).unwrap();
+            let told =
+                |own: Rank| world.ranks().filter(|peer| *peer != own && is_told(own, *peer, world)).count();
+            let most = if size <= TOLD_BY_ALL { size as usize - 1 } else { 26 };
+            assert!([0, 1, size - 1].iter().all(|own| told(Rank::new(*own)) <= most), "{size}");
+            assert!(size > TOLD_BY_ALL || told(Rank::MAIN) == most);
+            for own in world.ranks() {
+                let next = Rank::new((own.get() + 1) % size);
+                assert!(is_told(own, next, world) && is_told(next, own, world), "{own} of {size}");
+            }
+        }
     }
 
     #[test]

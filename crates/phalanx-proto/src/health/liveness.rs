@@ -162,12 +162,15 @@ pub fn listened_to(rank: Rank, near: &[bool]) -> Vec<bool> {
     let place = |rank: usize| of_host.binary_search(&rank);
     let listens = |peer: usize| match (place(rank.index()), place(peer)) {
         (Ok(one), Ok(other)) => world <= ALL_NEAR || around(one, other, of_host.len()) <= NEIGHBOURS,
-        _ => {
-            let distance = rank.index().abs_diff(peer);
-            world <= ALL || distance.is_power_of_two() || (world - distance).is_power_of_two()
-        }
+        _ => world <= ALL || are_powers_of_two_apart(rank.index(), peer, world),
     };
     (0..world).map(|peer| peer != rank.index() && listens(peer)).collect()
+}
+
+/// Whether two ranks are 1, 2, 4, .. places apart around the ring of a `world`, in one direction or the other.
+pub(super) fn are_powers_of_two_apart(one: usize, other: usize, world: usize) -> bool {
+    let distance = one.abs_diff(other);
+    distance.is_power_of_two() || world.saturating_sub(distance).is_power_of_two()
 }
 
 #[cfg(test)]

@@ -32,8 +32,16 @@ pub const TAG: usize = 32;
 /// The time that an unauthenticated peer has for the handshake; with TLS, once for its ClientHello and once more after that. On a slow
 /// network that is a few round trips, and one or two packets that are sent again after 1 and 3 s.
 pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
-/// The time that each TLS handshake has at least, even if others wait for a permit.
+/// The time that each TLS handshake has at least, even if others wait for a permit: a round trip more than this.
 pub const MIN_HANDSHAKE_TIMEOUT: Duration = Duration::from_millis(500);
+/// The most that the round trip counts for: a stranger may make its own seem long.
+const ROUND_TRIP_LIMIT: Duration = Duration::from_secs(1);
+
+/// The time that a TLS handshake with a peer has at least, if the kernel has measured this round trip: it takes one. With less, none of many ranks
+/// that are far away would ever be done.
+pub fn least_handshake_time(round_trip: Duration) -> Duration {
+    MIN_HANDSHAKE_TIMEOUT + round_trip.min(ROUND_TRIP_LIMIT)
+}
 
 /// A random number of one side for one handshake.
 pub type Nonce = [u8; NONCE];
@@ -107,6 +115,15 @@ mod tests {
         (0..32).for_each(|i| padded[i] = i as u8);
         let tag = Secret(padded).tag("label", &[b"sa", b"id"]);
         assert_eq!(hex(&tag), "da391754e32790f7752a305463861d6a3879439cb7ab11822e139ef63c8bc1a0");
+    }
+
+    #[test]
+    fn a_handshake_with_a_peer_that_is_far_away_has_a_round_trip_more_up_to_a_limit() {
+        let round_trips = [0, 600, 60_000].map(Duration::from_millis);
+        assert_eq!(
+            round_trips.map(|round_trip| least_handshake_time(round_trip).as_millis()),
+            [500, 1100, 1500]
+        );
     }
 
     #[test]

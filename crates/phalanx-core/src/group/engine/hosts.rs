@@ -156,9 +156,9 @@ impl Engine {
         })
     }
 
-    /// On each host the sums of every rank's elements go to the rank of that one's place. Then the ranks with the same place on all hosts pass
-    /// theirs around a ring, each to its owner: only a share of the sums leaves a host. Where the hosts have different numbers of ranks, and of few
-    /// bytes, it is an all-reduce.
+    /// On each host the sums of every rank's elements go to the owner of the stripe in which that rank's part is. Then the owners of each stripe
+    /// pass theirs around a ring, each to its host: only a share of the sums leaves a host. Where a host has more ranks than stripes, its owners
+    /// give the others their parts. Of few bytes, and where a host has more than twice as many ranks as another, it is an all-reduce.
     pub(super) fn reduce_scatter_by_hosts(
         &mut self,
         hierarchy: &Hierarchy,
@@ -171,21 +171,40 @@ impl Engine {
             true => self.reduces_v_whole(data.len()),
             false => self.reduces_whole(data.len()),
         };
-        let between = hierarchy.reduce_scatter_v(counts).filter(|_| !whole);
-        let Some((leaders, plan)) = between else {
+        if whole || !hierarchy.scatters_in_few_rounds() {
             return self.all_reduce_by_hosts(hierarchy, call, data, timeout);
-        };
+        }
         let (size, fold) = (call.0.dtype.size(), self.fold_on_host(call.0));
-        for host in hierarchy.hosts().ranks() {
-            let part = |place| super::bytes_of(&hierarchy.part(counts, 0, host, place), size);
-            // Of the first host also if nothing is to be combined: in this call the ranks of this host compare what they have called.
-            if host == Rank::MAIN || (0..hierarchy.most_stripes()).any(|place| !part(place).is_empty()) {
+        if self.domain.is_none() {
+            // It is alone on its host, and divides an average as the others do.
+            fold.apply(&mut [&mut *data])?;
+        }
+        for turn in 0..hierarchy.turns() {
+            for host in hierarchy.hosts().ranks() {
+                let part = |stripe| super::bytes_of(&hierarchy.part(counts, turn, host, stripe), size);
+                // The first time also if nothing is to be combined: in this call the ranks of this host compare what they have called.
+                let is_first = turn == 0 && host == Rank::MAIN;
+                if is_first || (0..hierarchy.most_stripes()).any(|stripe| !part(stripe).is_empty()) {
+                    self.within(call, data, timeout, |domain, data| {
+                        domain.on_parts(call, data, part, Some(fold), timeout)
+                    })?;
+                }
+            }
+        }
+        if let Some((leaders, plan)) = hierarchy.reduce_scatter_v(counts) {
+            self.across(&leaders, call, plan, (data, 0), timeout)?;
+        }
+        let own = hierarchy.host_of(self.rank);
+        // In the first turn the parts are the owners' own.
+        for turn in 1..hierarchy.turns() {
+            let part = |stripe| super::bytes_of(&hierarchy.part(counts, turn, own, stripe), size);
+            if (0..hierarchy.most_stripes()).any(|stripe| !part(stripe).is_empty()) {
                 self.within(call, data, timeout, |domain, data| {
-                    domain.on_parts(call, data, part, Some(fold), timeout)
+                    domain.on_parts(call, data, part, None, timeout)
                 })?;
             }
         }
-        self.across(&leaders, call, plan, (data, 0), timeout)
+        Ok(())
     }
 
     fn broadcast_by_hosts(

@@ -18,7 +18,7 @@ use crate::credentials::Credentials;
 use crate::notice::Aside;
 use crate::random;
 use crate::tls::{Refusal, Tls};
-use crate::wire::auth::{HANDSHAKE_TIMEOUT, TAG};
+use crate::wire::auth::{HANDSHAKE_TIMEOUT, TAG, least_handshake_time};
 use crate::wire::greeting::{self, CALL, Responder, StoreSecret};
 use crate::wire::store::{MAGIC, Op};
 use crate::wire::tls;
@@ -146,7 +146,8 @@ impl Admission {
         (tls, hello): (&Tls, Vec<u8>),
         permit: HandshakePermit<'_>,
     ) -> io::Result<()> {
-        let binding = match permit.run(stream.encrypt(tls, hello, &self.blocking)).await {
+        let least = least_handshake_time(stream.round_trip());
+        let binding = match permit.run(least, stream.encrypt(tls, hello, &self.blocking)).await {
             Ok(binding) => binding,
             Err(error) => {
                 // A client with a certificate of another CA may be of this job. A TLS client without a certificate,

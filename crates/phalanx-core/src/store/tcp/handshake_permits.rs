@@ -6,14 +6,13 @@
 use std::cell::Cell;
 use std::future::Future;
 use std::io;
+use std::time::Duration;
 
 use tokio::sync::{Notify, Semaphore, SemaphorePermit};
 use tokio::time::sleep;
 
-use crate::wire::auth::MIN_HANDSHAKE_TIMEOUT;
-
 /// The most handshakes at once: the memory of more would be more than 4 KiB for each of a thousand strangers. With this many, and
-/// [`MIN_HANDSHAKE_TIMEOUT`] for each, 2,560 get a permit at least within the 10 s that a client waits. Who waits in vain comes again.
+/// 0.5 to 1.5 s for each, 853 get a permit at least within the 10 s that a client waits. Who waits in vain comes again.
 const AT_ONCE: usize = 128;
 
 #[derive(Debug)]
@@ -54,19 +53,23 @@ impl HandshakePermits {
 }
 
 impl HandshakePermit<'_> {
-    /// Waits for the end of `handshake`. After its time is over it is given up, if others wait.
-    pub async fn run<T>(&self, handshake: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+    /// Waits for the end of `handshake`. When it has had the time that it has at `least`, it is given up if others wait.
+    pub async fn run<T>(
+        &self,
+        least: Duration,
+        handshake: impl Future<Output = io::Result<T>>,
+    ) -> io::Result<T> {
         tokio::select! {
             biased;
             done = handshake => done,
-            () = self.may_be_dropped() => {
+            () = self.may_be_dropped(least) => {
                 Err(io::Error::new(io::ErrorKind::TimedOut, "its handshake is slow, and others wait"))
             }
         }
     }
 
-    async fn may_be_dropped(&self) {
-        sleep(MIN_HANDSHAKE_TIMEOUT).await;
+    async fn may_be_dropped(&self, least: Duration) {
+        sleep(least).await;
         while self.limit.waiting.get() == 0 {
             self.limit.crowded.notified().await;
         }
@@ -98,6 +101,7 @@ mod tests {
     use tokio::time::timeout;
 
     use super::*;
+    use crate::wire::auth::{MIN_HANDSHAKE_TIMEOUT, least_handshake_time};
 
     fn run(test: impl Future<Output = ()>) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
@@ -110,23 +114,47 @@ mod tests {
             let limit = Rc::new(HandshakePermits::of(2));
             let (slow, quick) = (limit.take().await.unwrap(), limit.take().await.unwrap());
             // No client waits: it may take longer.
-            let alone = timeout(MIN_HANDSHAKE_TIMEOUT * 2, slow.run(pending::<io::Result<()>>())).await;
+            let alone = timeout(
+                MIN_HANDSHAKE_TIMEOUT * 2,
+                slow.run(MIN_HANDSHAKE_TIMEOUT, pending::<io::Result<()>>()),
+            )
+            .await;
             assert!(alone.is_err());
             let shared = Rc::clone(&limit);
             let waiter = tokio::task::spawn_local(async move { shared.take().await.map(drop) });
             // A handshake that is done frees its turn: the other is still taken.
-            quick.run(async { Ok(()) }).await.unwrap();
+            quick.run(MIN_HANDSHAKE_TIMEOUT, async { Ok(()) }).await.unwrap();
             drop(quick);
             waiter.await.unwrap().unwrap();
             let _third = limit.take().await.unwrap();
             let shared = Rc::clone(&limit);
             let waiter = tokio::task::spawn_local(async move { shared.take().await.map(drop) });
             tokio::task::yield_now().await;
-            let error = slow.run(pending::<io::Result<()>>()).await.unwrap_err();
+            let error = slow.run(MIN_HANDSHAKE_TIMEOUT, pending::<io::Result<()>>()).await.unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::TimedOut);
             drop(slow);
             waiter.await.unwrap().unwrap();
             assert_eq!(limit.waiting.get(), 0);
+        });
+    }
+
+    #[test]
+    fn who_is_far_away_is_not_dropped_before_its_answer_can_be_there() {
+        run(async {
+            let limit = Rc::new(HandshakePermits::of(1));
+            let far = limit.take().await.unwrap();
+            let shared = Rc::clone(&limit);
+            let waiter = tokio::task::spawn_local(async move { shared.take().await.map(drop) });
+            tokio::task::yield_now().await;
+            assert_eq!(limit.waiting.get(), 1);
+            let least = least_handshake_time(MIN_HANDSHAKE_TIMEOUT);
+            let answer = async {
+                sleep(MIN_HANDSHAKE_TIMEOUT * 3 / 2).await;
+                Ok(())
+            };
+            far.run(least, answer).await.unwrap();
+            drop(far);
+            waiter.await.unwrap().unwrap();
         });
     }
 

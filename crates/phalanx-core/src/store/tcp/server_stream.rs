@@ -4,7 +4,9 @@ use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Write};
 use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
+use phalanx_sys::tcp;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
@@ -34,6 +36,11 @@ impl Stream {
     /// The client's host, even after the client has gone.
     pub(super) fn peer(&self) -> Option<IpAddr> {
         self.peer
+    }
+
+    /// The usual time from sending something to its acknowledgement; zero if the kernel does not know it.
+    pub(super) fn round_trip(&self) -> Duration {
+        tcp::path(&self.socket).map_or(Duration::ZERO, |path| path.round_trip)
     }
 
     /// Its address, and this one's.

@@ -1,13 +1,16 @@
 //! A connection that is not authenticated yet: its limits, and its progress.
 
 use std::io::{self, IoSlice, IoSliceMut};
+use std::time::Duration;
+
+use phalanx_sys::tcp;
 
 use super::connection::Connection;
 use crate::deadline::Deadline;
 use crate::error::Error;
 use crate::random;
 use crate::tls::{Refusal, Tls};
-use crate::wire::auth::{HANDSHAKE_TIMEOUT, MIN_HANDSHAKE_TIMEOUT, TAG, Tag};
+use crate::wire::auth::{HANDSHAKE_TIMEOUT, TAG, Tag, least_handshake_time};
 use crate::wire::handshake::{GroupSecret, Responder};
 use crate::wire::hello::{self, HELLO, Hello};
 use crate::wire::tls::{self as wire, HELLO_HEAD, LONGEST_HELLO};
@@ -184,7 +187,8 @@ impl Pending {
             let mut session = tls.server().map_err(|_| Progress::Dropped)?;
             session.begin_with(std::mem::take(record));
             self.stream.encrypt(session);
-            self.stage = Stage::Tls(Deadline::after(MIN_HANDSHAKE_TIMEOUT));
+            let round_trip = tcp::path(self.stream.socket()).map_or(Duration::ZERO, |path| path.round_trip);
+            self.stage = Stage::Tls(Deadline::after(least_handshake_time(round_trip)));
             // The time that others have taken does not count.
             self.deadline = Deadline::after(HANDSHAKE_TIMEOUT);
         }

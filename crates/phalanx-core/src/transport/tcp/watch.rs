@@ -24,7 +24,7 @@ use super::leave::leave_grace;
 use crate::error::{Error, Result};
 use crate::health::Health;
 use crate::health::Heartbeat;
-use crate::health::calls::{LOOK_INTERVAL, Told};
+use crate::health::calls::{LOOK_INTERVAL, Told, is_told};
 use crate::health::liveness::{Liveness, ProcessState, Silence, listened_to};
 use crate::health::waits::Answer;
 use crate::network::Network;
@@ -60,6 +60,10 @@ pub(super) struct Watch<'a> {
     liveness: Liveness,
     /// By rank.
     peers: Vec<Peer>,
+    /// Those that wait for the answers to their goodbyes. Most times there are none, of thousands of peers.
+    owed: Vec<Rank>,
+    /// Whether the connections are encrypted: a poll does not show data that TLS has read ahead.
+    is_encrypted: bool,
     /// Has all connections that are open: it costs the same however many there are.
     epoll: OwnedFd,
     /// When it last sent heartbeats.
@@ -78,6 +82,8 @@ struct Peer {
     is_near: bool,
     /// Whether its heartbeats do not wake this rank.
     is_quiet: bool,
+    /// Whether this rank tells it in which call it is stuck.
+    is_told: bool,
     said_goodbye: bool,
     /// Since when it waits for the answer to its goodbye, if it does.
     awaits_answer: Option<Instant>,
@@ -105,10 +111,25 @@ impl<'a> Watch<'a> {
             let Some(stream) = stream else { continue };
             state.is_near = stream.is_within_host();
             state.is_quiet = state.listens && heartbeat.step().is_some() && quieten(stream);
+            state.is_told = is_told(rank, Rank::new(peer as u32), world);
             epoll::add(&epoll, stream, EventData::new_u64(peer as u64), EventFlags::IN).map_err(unwatched)?;
         }
-        let beat = Instant::now();
-        Ok(Self { rank, world, connections, health, heartbeat, process, liveness, peers, epoll, beat })
+        let is_encrypted = connections.control.iter().flatten().any(Connection::is_encrypted);
+        let (owed, beat) = (Vec::new(), Instant::now());
+        Ok(Self {
+            rank,
+            world,
+            connections,
+            health,
+            heartbeat,
+            process,
+            liveness,
+            peers,
+            owed,
+            is_encrypted,
+            epoll,
+            beat,
+        })
     }
 
     /// Watches until `stopped` is shut down at its other end. Returns what it has read of messages that are not complete, by rank.
@@ -160,16 +181,18 @@ impl<'a> Watch<'a> {
 
     /// When to look again whether a goodbye can be answered, if one is not: usually that is soon.
     fn answer_due(&self) -> Option<Instant> {
-        let owed = self.peers.iter().filter_map(|peer| peer.awaits_answer).min()?;
+        let since = self.owed.iter().filter_map(|rank| self.peers.get(rank.index())?.awaits_answer);
+        let owed = since.min()?;
         let (shortest, longest) = ANSWER_INTERVALS;
         Some(Instant::now() + (owed.elapsed() / 4).clamp(shortest, longest))
     }
 
     /// Waits until there is data to read, or until `next`.
     fn wait(&self, next: Option<Instant>) -> Result<Woken> {
-        // A poll does not show data that TLS has read ahead.
-        let held: Vec<Rank> =
-            self.open().filter(|(_, stream)| stream.holds_input()).map(|(peer, _)| peer).collect();
+        let held: Vec<Rank> = match self.is_encrypted {
+            true => self.open().filter(|(_, stream)| stream.holds_input()).map(|(peer, _)| peer).collect(),
+            false => Vec::new(),
+        };
         let next = if held.is_empty() { next } else { Some(Instant::now()) };
         let remaining = next.map(|next| next.saturating_duration_since(Instant::now()));
         let remaining = remaining.and_then(|remaining| Timespec::try_from(remaining).ok());
@@ -229,7 +252,9 @@ impl<'a> Watch<'a> {
                     Control::Beat | Control::Connected(_) => {}
                     Control::Goodbye => {
                         peer.said_goodbye = true;
-                        peer.awaits_answer = Some(now);
+                        if peer.awaits_answer.replace(now).is_none() {
+                            self.owed.push(rank);
+                        }
                         has_neighbour_left |= peer.is_near && peer.listens;
                         self.health.calls(|calls| calls.left(rank));
                         self.health.left(rank);
@@ -306,7 +331,7 @@ impl<'a> Watch<'a> {
 
     /// Answers the peers that have left, each when this rank has made its last call too: until then neither knows whether it is the same.
     fn answer_goodbyes(&mut self) {
-        if self.peers.iter().all(|peer| peer.awaits_answer.is_none()) {
+        if self.owed.is_empty() {
             return;
         }
         // If the calls differ, the peers are told before they are answered.
@@ -314,15 +339,16 @@ impl<'a> Watch<'a> {
         let latest = self.health.calls(|calls| calls.latest());
         // Another thread may just be telling them the cause, and nothing can be sent after an answer.
         let has_failed = self.health.cause().is_some();
-        for (rank, peer) in
-            self.world.ranks().zip(&mut self.peers).filter(|(_, peer)| peer.awaits_answer.is_some())
-        {
+        for rank in std::mem::take(&mut self.owed) {
+            let Some(peer) = self.peers.get_mut(rank.index()) else { continue };
             let has_made_it = peer.last <= latest.map(|latest| latest.sequence);
             let is_in_time =
                 peer.awaits_answer.is_some_and(|since| since.elapsed() < leave_grace(self.heartbeat));
             if has_made_it || has_failed || !is_in_time {
                 peer.awaits_answer = None;
                 self.connections.answer_goodbye(rank, latest.filter(|_| !has_failed));
+            } else {
+                self.owed.push(rank);
             }
         }
     }
@@ -343,7 +369,7 @@ impl<'a> Watch<'a> {
             self.tell(&Control::Waiting(call), |_| true);
         }
         if let Some(call) = self.health.calls(|calls| calls.stuck()) {
-            self.tell(&Control::Waiting(call), |_| true);
+            self.tell(&Control::Waiting(call), |peer| peer.is_told);
         }
         self.health.compare_calls();
     }
@@ -583,6 +609,7 @@ mod tests {
         let two = Two::new(own);
         let mut watch = two.watch();
         watch.peers[0].awaits_answer = Some(Instant::now());
+        watch.owed.push(Rank::MAIN);
         let failing = fail_slowly(&two.health, &two.connections);
         watch.answer_goodbyes();
         failing.join().unwrap();

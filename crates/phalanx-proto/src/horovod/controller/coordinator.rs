@@ -58,6 +58,8 @@ struct Open {
     meets: Vec<bool>,
     /// How many do.
     count: usize,
+    /// The ranks whose calls have met it, and have not been told. They are told together: thousands of ranks may meet thousands of refusals.
+    told: Vec<u32>,
 }
 
 /// What a rank has asked for under a name. Most times all ranks ask for the same, which is kept once: thousands of ranks may have asked for thousands of
@@ -128,8 +130,8 @@ impl Coordinator {
         for (rank, message) in messages.into_iter().enumerate().take(self.size) {
             message.refusals.into_iter().for_each(|refusal| self.refuse(rank, refusal));
             for (request, waited) in message.requests {
-                if let Some(refused) = self.meet(rank, &request.name) {
-                    self.refused.push_back(refused);
+                if let Some(open) = self.meet(rank, &request.name) {
+                    open.told.push(rank as u32);
                     continue;
                 }
                 let since = now.checked_sub(Duration::from_millis(waited)).unwrap_or(now);
@@ -144,6 +146,7 @@ impl Coordinator {
                 self.miss(rank);
             }
         }
+        self.tell_met();
         if joins {
             self.due.extend(self.waiting.keys());
         }
@@ -203,26 +206,33 @@ impl Coordinator {
         let (rank, count) = (rank as u32, meets.iter().filter(|meets| **meets).count());
         if count > 0 {
             if self.open.len() == MAX_OPEN {
+                self.tell_met();
+            }
+            if self.open.len() == MAX_OPEN {
                 self.open.pop_front();
             }
-            self.open.push_back(Open { refusal: refusal.clone(), rank, meets, count });
+            self.open.push_back(Open { refusal: refusal.clone(), rank, meets, count, told: Vec::new() });
         }
         if !told.is_empty() {
             self.refused.push_back(Refused { refusal, rank, told });
         }
     }
 
-    /// A rank calls a name. Returns with what that call ends, if it meets a refusal.
-    fn meet(&mut self, rank: usize, name: &str) -> Option<Refused> {
-        let index = self.open.iter().position(|open| open.meets[rank] && open.refusal.name == name)?;
-        let open = &mut self.open[index];
+    /// A rank calls a name. Returns the refusal that it meets, if it does.
+    fn meet(&mut self, rank: usize, name: &str) -> Option<&mut Open> {
+        let open = self.open.iter_mut().find(|open| open.meets[rank] && open.refusal.name == name)?;
         open.meets[rank] = false;
         open.count -= 1;
-        let refused = Refused { refusal: open.refusal.clone(), rank: open.rank, told: vec![rank as u32] };
-        if open.count == 0 {
-            self.open.remove(index);
+        Some(open)
+    }
+
+    /// The ranks that have met refusals are to be told, and what no other rank meets is forgotten.
+    fn tell_met(&mut self) {
+        for open in self.open.iter_mut().filter(|open| !open.told.is_empty()) {
+            let (refusal, told) = (open.refusal.clone(), std::mem::take(&mut open.told));
+            self.refused.push_back(Refused { refusal, rank: open.rank, told });
         }
-        Some(refused)
+        self.open.retain(|open| open.count > 0);
     }
 
     /// A rank has joined: it makes no calls that would meet refusals.
@@ -230,7 +240,7 @@ impl Coordinator {
         for open in &mut self.open {
             open.count -= usize::from(std::mem::take(&mut open.meets[rank]));
         }
-        self.open.retain(|open| open.count > 0);
+        self.tell_met();
     }
 
     fn note(&mut self, rank: usize, request: Request, since: Instant) -> u64 {
@@ -448,6 +458,29 @@ mod tests {
         assert!(coordinator.open.iter().all(|open| open.count == 1));
         coordinator.round(vec![Message::default(), Message::default(), joins()], now);
         assert!(coordinator.open.is_empty() && coordinator.expired(now).is_none());
+    }
+
+    #[test]
+    fn ranks_that_meet_one_refusal_in_one_round_are_told_together() {
+        let stall = StallTimes { warn: None, end: Duration::from_secs(1000) };
+        let (mut coordinator, now) = (Coordinator::new(5, stall), crate::some_time());
+        let none = Message::default;
+        let asks = || {
+            let request = |name: &str| Request { name: name.into(), kind: Kind::Barrier, parts: Vec::new() };
+            Message { requests: ["a", "b"].map(|name| (request(name), 0)).into(), ..none() }
+        };
+        let refusals = ["a", "b"].map(|name| Refusal { name: name.into(), cause: "why".into() });
+        let refuses = Message { refusals: refusals.into(), ..none() };
+        let told = |round: Round| -> Vec<(String, Vec<u32>)> {
+            round.refused.into_iter().map(|refused| (refused.refusal.name, refused.told)).collect()
+        };
+        let first = coordinator.round(vec![asks(), refuses, asks(), asks(), none()], now);
+        // Rank 0 waits already when it is refused.
+        let expected = [("a", vec![0u32]), ("b", vec![0]), ("a", vec![2, 3]), ("b", vec![2, 3])];
+        assert_eq!(told(first), expected.map(|(name, ranks)| (name.to_owned(), ranks)));
+        let last = coordinator.round(vec![none(), none(), none(), none(), asks()], now);
+        assert_eq!(told(last), ["a", "b"].map(|name| (name.to_owned(), vec![4u32])));
+        assert!(coordinator.open.is_empty() && !coordinator.has_due());
     }
 
     #[test]
