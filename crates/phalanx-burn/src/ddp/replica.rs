@@ -131,7 +131,7 @@ impl<M: Module> Ddp<M> {
         Ok(())
     }
 
-    /// The ranks compare what a program may have exchanged, in every 32nd of these calls. Steps whose averages are not over all ranks are each rank's own.
+    /// The ranks compare what a program may have exchanged, in every 31st of these calls. Steps whose averages are not over all ranks are each rank's own.
     pub(crate) fn compare_again(&mut self, optimizer: &ModuleOptimizer, caller: Caller) -> Result<()> {
         let Some(sink) = self.engine.sink() else { return Ok(()) };
         if !sink.with_reducer(|reducer| reducer.averages_over_all()) {

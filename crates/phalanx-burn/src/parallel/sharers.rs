@@ -38,7 +38,7 @@ impl Sharers {
     }
 
     /// An error on every rank, which ends their groups, unless all ranks' optimizers do the same to parameters, with the same `rates` in the first step.
-    /// They compare in that, and then every 32 steps. An error, too, if in the first step optimizers that `have_whole_states` have something of a parameter
+    /// They compare in that, and then every 31 steps. An error, too, if in the first step optimizers that `have_whole_states` have something of a parameter
     /// on one rank that they have not on another, or the ranks' layers compute with other `constants`; and if an exchange has failed: gradients may be NaN
     /// then, and no backward pass in a world of one says so. All ranks call it together, before each step.
     pub fn compare<M: Module>(

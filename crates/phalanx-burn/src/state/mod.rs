@@ -318,7 +318,7 @@ impl<M: Module, T> TrainState<M, T> {
     ///
     /// # Errors
     /// As [`Ddp::new`]. On every rank, if the optimizers do not do the same to parameters: if they are of several kinds,
-    /// or their betas, decay, momentum or clipping differ. An optimizer that replaces it later is compared every 32 steps and when
+    /// or their betas, decay, momentum or clipping differ. An optimizer that replaces it later is compared every 31 steps and when
     /// an uneven [`join`](Self::join) ends. Learning rates are compared after the first step and every 32 steps. On every rank, too, if the [averagers](Self::with_averager) differ, or the numbers of [steps](Self::steps), as after a
     /// checkpoint that one rank alone has loaded, or if they have just loaded the states of two runs: [`progress`](Self::progress) would differ, too.
     pub fn with_group(self, group: &ProcessGroup) -> Result<Self> {

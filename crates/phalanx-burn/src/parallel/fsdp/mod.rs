@@ -440,17 +440,17 @@ impl<M: Module> Fsdp<M> {
     }
 
     /// Lets `optimizer` change this rank's shards by `gradients` from [`backward`](Self::backward). It communicates
-    /// only in the first step and every 32 steps. Then the ranks compare their optimizers; every 32 steps they also compare the learning rates of these steps,
-    /// and which states each rank has [loaded](Self::load).
+    /// only in the first step, every 31 and every 32 steps. In the first step and every 31 steps the ranks compare their optimizers. Every 32 steps they compare
+    /// the learning rates of these steps, and which states each rank has [loaded](Self::load).
     ///
     /// # Errors
     /// If an exchange has failed, or the gradients are those of another model. If a group of learning rates goes by the ids that parameters had before they
-    /// were sharded. In the first step and every 32 steps, on every rank:
+    /// were sharded. In the first step and every 31 steps, on every rank:
     ///
     /// * if there are several shards, and the optimizer does not treat each element by itself, as LAMB and Burn's clipping by norm do not;
     /// * in the first step, if a group of the optimizer's parameters goes by such ids, or only some of the ranks' optimizers have a state;
     /// * if the ranks' optimizers are of several kinds, or their betas, decay or momentum differ;
-    /// * every 32 steps, if learning rates differ, only some ranks have loaded a state, or ranks have loaded those of different steps or runs.
+    /// * every 32 steps instead, if learning rates differ, only some ranks have loaded a state, or ranks have loaded those of different steps or runs.
     ///
     /// Each of these errors ends the groups.
     pub fn step(

@@ -134,6 +134,20 @@ fn an_optimizer_that_takes_a_norm_is_refused_also_in_place_of_another() {
 }
 
 #[test]
+fn an_optimizer_that_takes_a_norm_is_refused_also_if_it_steps_in_turns_with_another() {
+    let outcomes = run(2, |group| {
+        let sharding = ShardingGroup::new(&group)?;
+        let mut fsdp = Fsdp::new(Layers::new(&[4, 4, 4], &sharding)?, &sharding)?;
+        let mut optimizers = [SgdConfig::new().init(), LambConfig::new().init()];
+        for step in 0..40 {
+            step_of_ones(&mut fsdp, &mut optimizers[step % 2], 0.01)?;
+        }
+        Ok::<(), Error>(())
+    });
+    all_say(&errors(outcomes), "of `layers.0.weight`, of which each rank has a piece");
+}
+
+#[test]
 fn an_optimizer_that_cannot_be_asked_is_refused_unless_pieces_are_whole() {
     let outcomes = run(2, |group| stepped(&group, projecting()));
     all_say(&errors(outcomes), "nothing says whether it treats each element by itself; of `layers.0.weight`");
