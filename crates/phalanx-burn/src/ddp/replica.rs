@@ -191,6 +191,20 @@ impl<M: Module> Ddp<M> {
         ))
     }
 
+    /// An error, on every rank alike, if the state of the optimizer is in a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer), also in a world of
+    /// one: `call` would leave it out.
+    pub(crate) fn check_not_sharded(&self, call: &str) -> Result<()> {
+        if !self.sharded && !self.sharding.is_shared() {
+            return Ok(());
+        }
+        Err(Error::invalid_argument(format!(
+            "{call}: a ZeroRedundancyOptimizer has the state of the optimizer, which the checkpoint would lack, and its steps are not counted"
+        ))
+        .with_remedy(
+            "in the closure of Checkpoints::save_sharded, with a number of steps of your own, call TrainState::save_shard_to and then              ZeroRedundancyOptimizer::save",
+        ))
+    }
+
     /// Gives every rank the parameters of their owners.
     pub(crate) fn gather_parameters(&mut self) -> Result<()> {
         let Some(sink) = self.engine.sink() else { return Ok(()) };

@@ -137,8 +137,8 @@ const MAX_POSITION_BYTES: usize = 1 << 20;
 /// # Limits
 ///
 /// - The state of a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) is not included: it is divided among
-///   the ranks, and would be lost with one of them. Save it beside, in a [sharded](Self::checkpoint_sharded)
-///   checkpoint.
+///   the ranks, and would be lost with one of them. Save it beside, in one checkpoint with [`save_shard_to`](Self::save_shard_to):
+///   [`checkpoint`](Self::checkpoint) and [`checkpoint_sharded`](Self::checkpoint_sharded), which would lack it, are an error then.
 /// - If ranks train by themselves ([`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd)), call [`checkpoint`](Self::checkpoint) only after an
 ///   average of the model; otherwise it is an error. The saved moments are those of rank 0, which averages do not change.
 /// - Gradients that [`Ddp::backward_no_sync`] holds are not included: a save, a commit, or a call that changes the group or the options in the middle of

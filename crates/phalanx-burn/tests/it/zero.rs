@@ -7,7 +7,7 @@ use burn::module::Module;
 use burn::optim::{AdafactorConfig, AdamWConfig, ModuleOptimizer, OptimizerRecord, SgdConfig};
 use burn::tensor::Bytes;
 use parking_lot::Mutex;
-use phalanx::checkpoint::{Checkpoints, Saved};
+use phalanx::checkpoint::{Checkpoints, Saved, Snapshot};
 use phalanx::elastic::State;
 use phalanx::mesh::DeviceMesh;
 use phalanx::reducer::ReducerOptions;
@@ -334,6 +334,36 @@ fn a_part_of_the_state_is_not_taken_for_the_whole_after_a_round_of_an_elastic_jo
         let averages = gradients(&mut state.model, 1);
         anew.step(&mut state.model, 0.01, averages).unwrap();
     });
+}
+
+#[test]
+fn a_checkpoint_that_would_lack_the_state_of_a_divided_optimizer_is_refused() {
+    let start = Mlp::new(&WIDTHS);
+    for ranks in [1, 2] {
+        let folder = tempfile::tempdir().unwrap();
+        run(ranks, |group| {
+            let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+            let state = TrainState::new(start.clone(), AdamWConfig::new().init(), 0_u64).unwrap();
+            let mut state = state.with_group(&group).unwrap();
+            let mut zero = ZeroRedundancyOptimizer::new(AdamWConfig::new().init(), &mut state.model).unwrap();
+            let averages = gradients(&mut state.model, 0);
+            zero.step(&mut state.model, 0.01, averages).unwrap();
+            // AdamW would take it, which is of step 0, and begin with moments of zero.
+            for outcome in [state.checkpoint(&checkpoints), state.checkpoint_sharded(&checkpoints)] {
+                let error = outcome.unwrap_err();
+                assert!(error.is_invalid_argument(), "{error}");
+                assert!(error.to_string().contains("which the checkpoint would lack"), "{error}");
+                assert!(error.remedy().unwrap().contains("save_shard_to"), "{error}");
+            }
+            let save = |snapshot: &mut Snapshot| {
+                state.save_shard_to(snapshot, &group)?;
+                zero.save(&state.model, snapshot, "zero")
+            };
+            checkpoints.save_sharded(1, save).unwrap();
+            checkpoints.finish().unwrap();
+            assert_eq!(checkpoints.newest().unwrap().unwrap().step(), 1);
+        });
+    }
 }
 
 /// What is called with the optimizer of another model.
