@@ -23,12 +23,10 @@ use crate::gradients::Clip;
 /// the layers of [`tensor`](super::tensor) divide, or [`TensorGroup::shard`], is added up over the ranks; every other parameter counts once.
 /// All ranks call it together. Replicas compare in the steps of their [`Ddp`](crate::Ddp) by how much they have scaled.
 ///
-/// A [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) leaves each replica the gradients of some parameters only, which this does not see:
-/// replicas would scale by different norms. Do without one here.
-///
 /// # Errors
 /// If the exchange fails. These errors end the groups: `max_norm` is not a positive number, the ranks give a different one (it may differ by
-/// rounding), a gradient is no float, no gradient is that of a parameter of `model`, layers are divided and `tensor` is none or another group, or the model has
+/// rounding), a gradient is no float, no gradient is that of a parameter of `model`, a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) leaves
+/// each replica the gradients of some parameters only, layers are divided and `tensor` is none or another group, or the model has
 /// [units](super::fsdp::FullySharded), which [`Fsdp::clip_grad_norm`](super::fsdp::Fsdp::clip_grad_norm) clips.
 pub fn clip_grad_norm<M: Module>(
     model: &M,
@@ -45,7 +43,9 @@ pub fn clip_grad_norm<M: Module>(
         !is_copy && tensor.is_none_or(|group| group.rank() == 0 || divided.contains_key(id))
     };
     let unknown = if tensor.is_some() { HashMap::new() } else { divided.clone() };
-    let checked = adapter::check_max_norm(max_norm).and_then(|()| refuse(model, unknown));
+    let checked = adapter::check_max_norm(max_norm)
+        .and_then(|()| clip::refuse_sharded(gradients))
+        .and_then(|()| refuse(model, unknown));
     let squares = checked.and_then(|()| clip::squares_of(model, gradients.parameters()));
     let squares = squares.and_then(|squares| {
         let own = squares.iter().filter_map(|(id, _)| noted.get(id));

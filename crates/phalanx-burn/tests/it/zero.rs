@@ -14,7 +14,9 @@ use phalanx::reducer::ReducerOptions;
 use phalanx::reducer::hooks::Compressed;
 use phalanx::testing::{self, Fabric};
 use phalanx::{Error, GroupHandle, ProcessGroup, Rank, Result};
-use phalanx_burn::{Ddp, DdpOptions, SyncedGradients, TrainState, ZeroRedundancyOptimizer};
+use phalanx_burn::{
+    Ddp, DdpOptions, SyncedGradients, TrainState, ZeroRedundancyOptimizer, clip_grad_norm, parallel,
+};
 
 const STEPS: usize = 12;
 const WIDTHS: [usize; 5] = [8, 24, 16, 24, 3];
@@ -586,6 +588,35 @@ fn a_plain_step_with_sharded_gradients_is_an_error_on_every_rank() {
         [refused, ddp.forward(|model| model.loss(samples(0, 4))).unwrap_err().to_string()]
     });
     assert!(errors.iter().flatten().all(|error| error.contains("ZeroRedundancyOptimizer")), "{errors:?}");
+}
+
+#[test]
+fn the_norm_of_some_parameters_is_not_taken_for_the_model_s() {
+    type Clips = fn(&Ddp<Mlp>, &mut SyncedGradients) -> Result<f64>;
+    let clips: [Clips; 2] = [
+        |ddp, gradients| clip_grad_norm(ddp.model(), gradients, 0.05),
+        |ddp, gradients| parallel::clip_grad_norm(ddp.model(), gradients, 0.05, None, None, &[]),
+    ];
+    let start = Mlp::new(&WIDTHS);
+    for ranks in [1, 2] {
+        let norms = run(ranks, |group| {
+            let mut ddp = Ddp::new(start.clone(), &group).unwrap();
+            let _zero = ZeroRedundancyOptimizer::new(AdamWConfig::new().init(), &mut ddp).unwrap();
+            for clip in clips {
+                let mut averages = gradients(&mut ddp, 0);
+                let Err(error) = clip(&ddp, &mut averages) else {
+                    assert_eq!(ranks, 1, "one rank has all of them");
+                    continue;
+                };
+                assert!(ranks == 2 && error.is_invalid_argument(), "{error}");
+                assert!(error.to_string().contains("of some parameters only"), "{error}");
+                assert!(error.remedy().unwrap().contains("Ddp::clip_grad_norm"), "{error}");
+            }
+            let mut averages = gradients(&mut ddp, 0);
+            ddp.clip_grad_norm(&mut averages, 0.05).unwrap().to_bits()
+        });
+        assert!(norms.iter().all(|norm| *norm == norms[0]));
+    }
 }
 
 #[test]
