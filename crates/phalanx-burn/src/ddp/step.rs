@@ -40,8 +40,8 @@ impl<M: Module> Ddp<M> {
     ///
     /// # Errors
     /// If layers of the model are [divided](crate::parallel::tensor) among ranks, or it has trained as this rank's stages of a
-    /// [`Pipeline`](crate::parallel::pipeline::Pipeline), which [`parallel::clip_grad_norm`](crate::parallel::clip_grad_norm) clips; and, which ends the
-    /// group, if `max_norm` is not a positive number, if the gradients are those of another `Ddp`, if one is no float or cannot be read from its
+    /// [`Pipeline`](crate::parallel::pipeline::Pipeline), or in a chain of [`StageLink`](crate::parallel::StageLink)s, which
+    /// [`parallel::clip_grad_norm`](crate::parallel::clip_grad_norm) clips; and, which ends the group, if `max_norm` is not a positive number, if the gradients are those of another `Ddp`, if one is no float or cannot be read from its
     /// device, or if the exchange fails.
     #[doc(alias = "clip_grad_norm_")]
     pub fn clip_grad_norm(&self, gradients: &mut impl Clip, max_norm: f64) -> Result<f64> {

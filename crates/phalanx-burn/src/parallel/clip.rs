@@ -122,9 +122,11 @@ fn refuse<M: Module>(model: &M, spans: HashMap<ParamId, Span>) -> Result<()> {
 /// The error of a norm that knows no other ranks' stages.
 pub(crate) fn of_stages() -> Error {
     Error::invalid_argument(
-        "this rank has some stages of a pipeline: the norm of their gradients is not the model's",
+        "this rank has some stages of a pipeline, or some layers of a chain of links: the norm of their gradients is not the model's",
     )
-    .with_remedy("clip with phalanx_burn::parallel::clip_grad_norm, and give it the pipeline's group")
+    .with_remedy(
+        "clip with phalanx_burn::parallel::clip_grad_norm, and give it the group of the pipeline, or of the links",
+    )
 }
 
 #[derive(Clone, Copy)]

@@ -32,6 +32,7 @@ pub(crate) use division::group_of;
 pub(crate) use elementwise::{check as check_elementwise, check_parts};
 pub(crate) use exchange::gathered;
 pub use link::StageLink;
+pub(crate) use link::with_links;
 pub(crate) use sharers::Sharers;
 pub use state::{ShardedState, StateNames};
 pub(crate) use whole::{parts_in_words, refuse_divided, refuse_units};

@@ -45,7 +45,7 @@ use self::statement::compare;
 pub use self::unit::FullySharded;
 pub(super) use self::unit::{UNIT, first_shard};
 use self::units::{Units, difference, whole_name};
-use super::check_elementwise;
+use super::{check_elementwise, of_stages};
 use crate::ddp::{one_more, scaled};
 use crate::gradients::{Clip, Synced, SyncedGradients};
 use crate::parameters::{Inventory, Parameter, Select};
@@ -410,11 +410,16 @@ impl<M: Module> Fsdp<M> {
     /// If an element is infinite or not a number, so is the norm, on every rank alike; the gradients are then left alone.
     ///
     /// # Errors
-    /// These errors end the groups: `max_norm` is not a positive number, the ranks give a different one (it may differ by rounding), the gradients
-    /// are those of another model, a gradient cannot be read from its device, or the exchange fails. If the `max_norm` of [replicas](ShardingGroup::hybrid)
-    /// differ, a later [`backward`](Self::backward) returns the error.
+    /// If the model has trained in a chain of [`StageLink`](super::StageLink)s: units there cannot be clipped. These errors end the groups: `max_norm` is
+    /// not a positive number, the ranks give a different one (it may differ by rounding), the gradients are those of another model, a gradient cannot be
+    /// read from its device, or the exchange fails. If the `max_norm` of [replicas](ShardingGroup::hybrid) differ, a later [`backward`](Self::backward)
+    /// returns the error.
     #[doc(alias = "clip_grad_norm_")]
     pub fn clip_grad_norm(&self, gradients: &mut impl Clip, max_norm: f64) -> Result<f64> {
+        // All ranks of the units have the same layers, and the same error.
+        if self.ddp.is_of_stages() {
+            return Err(of_stages().with_remedy("train units in a chain of links without clipping"));
+        }
         let squares = adapter::check_max_norm(max_norm)
             .and_then(|()| clip::squares_of(self.model(), gradients.parameters()));
         // The others wait for this rank's number.
