@@ -453,7 +453,8 @@ impl<M: Module> Fsdp<M> {
     /// were sharded. In the first step and every 31 steps, on every rank:
     ///
     /// * if there are several shards, and the optimizer does not treat each element by itself, as LAMB and Burn's clipping by norm do not;
-    /// * in the first step, if a group of the optimizer's parameters goes by such ids, or only some of the ranks' optimizers have a state;
+    /// * if a group of the optimizer's parameters goes by such ids;
+    /// * in the first step, if only some of the ranks' optimizers have a state;
     /// * if the ranks' optimizers are of several kinds, or their betas, decay or momentum differ;
     /// * every 32 steps instead, if learning rates differ, only some ranks have loaded a state, or ranks have loaded those of different steps or runs.
     ///
@@ -480,13 +481,15 @@ impl<M: Module> Fsdp<M> {
         let pieces = (self.ddp.model(), self.ddp.parameters());
         let is_first = !self.optimizers.is_compared();
         groups::check_rates(&rates, self.ddp.parameters(), &self.wholes)?;
-        // The piece of a single rank is the whole parameter.
-        if self.exchanges.ranks() > 1 && (is_first || self.optimizers.is_due()) {
-            check_elementwise(optimizer, pieces, &HashMap::new(), "Fsdp::clip_grad_norm")?;
+        if is_first || self.optimizers.is_due() {
+            groups::check(optimizer, self.ddp.parameters(), &self.wholes)?;
+            // The piece of a single rank is the whole parameter.
+            if self.exchanges.ranks() > 1 {
+                check_elementwise(optimizer, pieces, &HashMap::new(), "Fsdp::clip_grad_norm")?;
+            }
         }
         // Replicas compare in the step of their Ddp.
         if is_first {
-            groups::check(optimizer, self.ddp.parameters(), &self.wholes)?;
             optimizer::check_states(optimizer, &self.exchanges.group, self.ddp.parameters())?;
             self.optimizers.compare(optimizer, pieces, Some(&rates), &self.exchanges.group)?;
         } else {
