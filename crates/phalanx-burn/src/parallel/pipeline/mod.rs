@@ -16,7 +16,7 @@ use std::time::Duration;
 use burn::module::Module;
 use burn::tensor::Tensor;
 use phalanx::pipeline::{Plan, Schedule};
-use phalanx::{Caller, Error, ProcessGroup, Rank, Result};
+use phalanx::{Caller, Error, ProcessGroup, Rank, Result, WorldSize};
 
 use self::run::Run;
 pub use self::tied::TiedParameter;
@@ -212,6 +212,7 @@ impl<const D: usize> Pipeline<D> {
     /// # Errors
     /// As [`train`](Self::train).
     pub fn evaluate<S: Stage<D>>(&mut self, stages: &[S], batches: &[S::Batch]) -> Result<f64> {
+        let _end = EndIfPanicked(self.group.clone());
         evaluate::mean_loss(self, stages, batches).inspect_err(|error| self.group.abort_all(error.clone()))
     }
 
@@ -245,17 +246,33 @@ impl<const D: usize> Pipeline<D> {
     /// input, so that the stage before gets no gradient, or shapes change. On every rank, in the first step, if a parameter that is trained is on two ranks: they would train copies of it apart, and
     /// a [`TiedParameter`] trains it as one. Copies are known by their [`ParamId`](burn::module::ParamId), which parameters of one record or
     /// of one cloned `Param` have in common. If a rank fails, or an exchange of its tensor group, or with recomputation a device that does not give a
-    /// random number. Gradients of passes that were done are then dropped.
+    /// random number. Gradients of passes that were done are then dropped. A panic of a stage ends the groups, too.
     pub fn train<S: Stage<D>>(
         &mut self,
         ddp: &mut Ddp<Vec<S>>,
         batches: &[S::Batch],
     ) -> Result<PipelineStep> {
+        let _end = EndIfPanicked(self.group.clone());
         let outcome = Run::new(self, ddp, batches).and_then(Run::train);
         outcome.inspect_err(|error| {
             ddp.drop_accumulated();
             self.group.abort_all(error.clone());
         })
+    }
+}
+
+/// Ends the groups of this rank if it is dropped by a panic. A program that caught it and went on would take what others have sent in the step that was
+/// cut off for tensors of the next one: they have the same shapes.
+struct EndIfPanicked(ProcessGroup);
+
+impl Drop for EndIfPanicked {
+    fn drop(&mut self) {
+        if std::thread::panicking() && self.0.world_size() != WorldSize::ONE {
+            self.0.abort_all(
+                Error::aborted("a stage of a pipeline has panicked, and its step was cut off")
+                    .with_remedy("go on from the last checkpoint, in new groups"),
+            );
+        }
     }
 }
 
