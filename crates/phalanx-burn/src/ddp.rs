@@ -237,7 +237,8 @@ impl<M: Module> Ddp<M> {
     ///
     /// # Errors
     /// If an exchange fails, or the model was loaded with the state of a [communication hook](Self::register_comm_hook) that is not
-    /// registered. If the group is a [`GroupHandle`](phalanx::GroupHandle) that leads to another group than when this `Ddp` was made.
+    /// registered. If the group is a [`GroupHandle`](phalanx::GroupHandle) that leads to another group than when this `Ddp` was made. A panic of `pass` ends
+    /// the groups of this rank if layers are [divided](crate::parallel::tensor): the ranks that have the other parts wait for the rest of the pass.
     pub fn forward<T>(&mut self, pass: impl FnOnce(&M) -> T) -> Result<T> {
         self.forward_with(|model, inventory, sink| match sink {
             None => pass(model),
@@ -274,6 +275,7 @@ impl<M: Module> Ddp<M> {
                 Some(token)
             }
         };
+        let _end = self.sharers.as_ref().map(Sharers::end_if_panicked);
         let (output, is_linked) = with_links(|| pass(model, &self.inventory, token));
         self.is_of_stages |= is_linked;
         self.group.trace().complete(Track::Forward, "forward", begin, Instant::now(), &[]);

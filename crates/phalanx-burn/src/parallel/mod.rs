@@ -19,6 +19,7 @@ pub mod fsdp;
 mod link;
 mod message;
 mod op;
+mod panicked;
 pub mod pipeline;
 mod random;
 mod sharers;

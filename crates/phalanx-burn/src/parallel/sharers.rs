@@ -10,6 +10,7 @@ use phalanx::reducer::OptimizerSteps;
 use phalanx::{Error, Result};
 
 use super::division::group_of;
+use super::panicked::EndIfPanicked;
 use super::tensor::TensorGroup;
 use crate::parameters::Parameter;
 use crate::{alike, constants, lr, optimizer};
@@ -35,6 +36,11 @@ impl Sharers {
             ));
         }
         Some(Self { group, optimizers: alike::Watch::default(), steps: OptimizerSteps::default() })
+    }
+
+    /// For a forward pass: if it panics, the groups of this rank end.
+    pub fn end_if_panicked(&self) -> EndIfPanicked {
+        EndIfPanicked::of(self.group.group(), "a forward pass of divided layers")
     }
 
     /// An error on every rank, which ends their groups, unless all ranks' optimizers do the same to parameters, with the same `rates` in the first step.

@@ -16,11 +16,12 @@ use std::time::Duration;
 use burn::module::Module;
 use burn::tensor::Tensor;
 use phalanx::pipeline::{Plan, Schedule};
-use phalanx::{Caller, Error, ProcessGroup, Rank, Result, WorldSize};
+use phalanx::{Caller, Error, ProcessGroup, Rank, Result};
 
 use self::run::Run;
 pub use self::tied::TiedParameter;
 use super::message::Layout;
+use super::panicked::EndIfPanicked;
 use crate::{Ddp, SyncedGradients};
 
 /// A part of a model that is cut into stages, one after the other. A rank's model is a list of those that it has.
@@ -212,7 +213,7 @@ impl<const D: usize> Pipeline<D> {
     /// # Errors
     /// As [`train`](Self::train).
     pub fn evaluate<S: Stage<D>>(&mut self, stages: &[S], batches: &[S::Batch]) -> Result<f64> {
-        let _end = EndIfPanicked(self.group.clone());
+        let _end = EndIfPanicked::of(&self.group, "a stage of a pipeline");
         evaluate::mean_loss(self, stages, batches).inspect_err(|error| self.group.abort_all(error.clone()))
     }
 
@@ -252,27 +253,12 @@ impl<const D: usize> Pipeline<D> {
         ddp: &mut Ddp<Vec<S>>,
         batches: &[S::Batch],
     ) -> Result<PipelineStep> {
-        let _end = EndIfPanicked(self.group.clone());
+        let _end = EndIfPanicked::of(&self.group, "a stage of a pipeline");
         let outcome = Run::new(self, ddp, batches).and_then(Run::train);
         outcome.inspect_err(|error| {
             ddp.drop_accumulated();
             self.group.abort_all(error.clone());
         })
-    }
-}
-
-/// Ends the groups of this rank if it is dropped by a panic. A program that caught it and went on would take what others have sent in the step that was
-/// cut off for tensors of the next one: they have the same shapes.
-struct EndIfPanicked(ProcessGroup);
-
-impl Drop for EndIfPanicked {
-    fn drop(&mut self) {
-        if std::thread::panicking() && self.0.world_size() != WorldSize::ONE {
-            self.0.abort_all(
-                Error::aborted("a stage of a pipeline has panicked, and its step was cut off")
-                    .with_remedy("go on from the last checkpoint, in new groups"),
-            );
-        }
     }
 }
 
