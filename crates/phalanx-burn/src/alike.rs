@@ -32,8 +32,9 @@ const RATE: f64 = 1.0;
 const TOLERANCE: f32 = 2e-6;
 /// Learning rates are divided by this before they are compared: they are small, and [`TOLERANCE`] is for numbers near 1.
 const RATE_UNIT: f64 = 1e-3;
-/// The steps after which the ranks compare again.
-pub(crate) const WINDOW: usize = 32;
+/// The steps after which the ranks compare again: a prime number, so that it comes to each of several optimizers that step in turns, as those of a
+/// generator and a discriminator. After an even number of steps it would always come to the first of two.
+pub(crate) const WINDOW: usize = 31;
 /// The most parameters that are compared together after the first step: of each an optimizer takes several steps.
 const SAMPLE: usize = 32;
 /// More than what processors of several kinds round in other ways in many steps, of 1 or of what is larger.

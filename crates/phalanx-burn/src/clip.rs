@@ -22,15 +22,31 @@ use crate::tensor_bytes::{self, TensorBytes};
 /// If an element is infinite or not a number, so is the norm; the gradients are then left alone.
 ///
 /// # Errors
-/// If `max_norm` is not a positive number, a gradient is no float, or no gradient is that of a parameter of `model`; if layers of the model are
+/// If `max_norm` is not a positive number, a gradient is no float, or no gradient is that of a parameter of `model`; if a
+/// [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) leaves this rank the gradients of some parameters only; if layers of the model are
 /// [divided](crate::parallel::tensor) among ranks, or are [units](crate::parallel::fsdp::FullySharded), which
 /// [`Fsdp::clip_grad_norm`](crate::parallel::fsdp::Fsdp::clip_grad_norm) clips.
 /// It does not see that a model is a stage of a pipeline: take [`parallel::clip_grad_norm`](crate::parallel::clip_grad_norm) there.
 pub fn clip_grad_norm<M: Module>(model: &M, gradients: &mut impl Clip, max_norm: f64) -> Result<f64> {
     adapter::check_max_norm(max_norm)?;
+    refuse_sharded(gradients)?;
     refuse_parts(model)?;
     let squares = squares_of(model, gradients.parameters())?;
     Ok(scale(model, gradients, max_norm, squares.into_iter().map(|(_, squares)| squares)))
+}
+
+/// An error if this rank has the averages of some parameters only: each rank would take the norm of its own for that of the model's, and scale by it.
+pub(crate) fn refuse_sharded(gradients: &impl Clip) -> Result<()> {
+    if !gradients.is_sharded() {
+        return Ok(());
+    }
+    Err(Error::invalid_argument(
+        "a ZeroRedundancyOptimizer leaves each rank the gradients of some parameters only: their norm is not the model's",
+    )
+    .with_remedy(
+        "clip with Ddp::clip_grad_norm, which adds up those of all ranks; if layers are divided, or in a pipeline, do without a \
+         ZeroRedundancyOptimizer",
+    ))
 }
 
 /// For each gradient, in module order, the sum of its elements' squares.

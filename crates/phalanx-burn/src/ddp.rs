@@ -30,7 +30,7 @@ use crate::alike;
 use crate::gradients::{Handover, ModelToken, SyncedGradients, averages};
 use crate::hook;
 use crate::packed::Packed;
-use crate::parallel::Sharers;
+use crate::parallel::{Sharers, with_links};
 use crate::parameters::{Inventory, Parameter, Select};
 use crate::replicas;
 use crate::sink::Pass;
@@ -104,7 +104,7 @@ pub struct Ddp<M> {
     sharded: bool,
     /// Given to each optimizer for which gradients are sharded; another one after the group has changed.
     sharding: ModelToken,
-    /// Whether the model is this rank's stages of a pipeline of several ranks.
+    /// Whether the model is this rank's stages of a pipeline of several ranks, or its layers of a chain of links.
     is_of_stages: bool,
     /// Whether an optimizer sees parameters under other names than their paths.
     is_renamed: bool,
@@ -237,7 +237,8 @@ impl<M: Module> Ddp<M> {
     ///
     /// # Errors
     /// If an exchange fails, or the model was loaded with the state of a [communication hook](Self::register_comm_hook) that is not
-    /// registered. If the group is a [`GroupHandle`](phalanx::GroupHandle) that leads to another group than when this `Ddp` was made.
+    /// registered. If the group is a [`GroupHandle`](phalanx::GroupHandle) that leads to another group than when this `Ddp` was made. A panic of `pass` ends
+    /// the groups of this rank if layers are [divided](crate::parallel::tensor): the ranks that have the other parts wait for the rest of the pass.
     pub fn forward<T>(&mut self, pass: impl FnOnce(&M) -> T) -> Result<T> {
         self.forward_with(|model, inventory, sink| match sink {
             None => pass(model),
@@ -264,16 +265,19 @@ impl<M: Module> Ddp<M> {
         self.refresh_buffers()?;
         self.waited_since(begin);
         let model = held(&self.model);
-        let output = match &mut self.engine {
-            Engine::Alone { .. } => pass(model, &self.inventory, None),
+        let token = match &mut self.engine {
+            Engine::Alone { .. } => None,
             Engine::Together { sink, passes, .. } => {
                 sink.check()?;
                 let token = Arc::new(Pass::to(sink));
                 passes.retain(|pass| pass.strong_count() > 0);
                 passes.push(Arc::downgrade(&token));
-                pass(model, &self.inventory, Some(token))
+                Some(token)
             }
         };
+        let _end = self.sharers.as_ref().map(Sharers::end_if_panicked);
+        let (output, is_linked) = with_links(|| pass(model, &self.inventory, token));
+        self.is_of_stages |= is_linked;
         self.group.trace().complete(Track::Forward, "forward", begin, Instant::now(), &[]);
         Ok(output)
     }
@@ -332,6 +336,11 @@ impl<M: Module> Ddp<M> {
     /// Notes that the model is this rank's stages of a pipeline of several ranks.
     pub(crate) fn note_stages(&mut self) {
         self.is_of_stages = true;
+    }
+
+    /// Whether other ranks have other layers of the model.
+    pub(crate) fn is_of_stages(&self) -> bool {
+        self.is_of_stages
     }
 
     /// An error if nothing would be averaged because the group was a handle to a world of one when this was made.

@@ -51,11 +51,18 @@ pub struct SyncedGradients {
     model: ModelToken,
     /// By what clipping has multiplied them. The ranks compare it in the step.
     clipped: f64,
+    /// Whether this rank has those of some parameters only.
+    is_sharded: bool,
 }
 
 impl SyncedGradients {
     pub(crate) fn new(gradients: GradientsParams, model: &ModelToken) -> Self {
-        Self { gradients, model: model.clone(), clipped: 1.0 }
+        Self { gradients, model: model.clone(), clipped: 1.0, is_sharded: false }
+    }
+
+    /// The same, of which this rank has those of some parameters only, if they are `sharded`.
+    pub(crate) fn sharded(self, sharded: bool) -> Self {
+        Self { is_sharded: sharded, ..self }
     }
 
     /// By what clipping has multiplied them.
@@ -106,6 +113,11 @@ impl ModelToken {
     pub fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
+
+    /// Whether there is a clone of it.
+    pub fn is_shared(&self) -> bool {
+        Arc::strong_count(&self.0) > 1
+    }
 }
 
 mod sealed {
@@ -123,6 +135,10 @@ pub trait Clip: sealed::Sealed {
     /// They were multiplied by this.
     #[doc(hidden)]
     fn keep(&mut self, factor: f64);
+
+    /// Whether this rank has those of some parameters only.
+    #[doc(hidden)]
+    fn is_sharded(&self) -> bool;
 }
 
 impl Clip for GradientsParams {
@@ -131,6 +147,10 @@ impl Clip for GradientsParams {
     }
 
     fn keep(&mut self, _factor: f64) {}
+
+    fn is_sharded(&self) -> bool {
+        false
+    }
 }
 
 impl Clip for SyncedGradients {
@@ -140,6 +160,10 @@ impl Clip for SyncedGradients {
 
     fn keep(&mut self, factor: f64) {
         self.clipped *= factor;
+    }
+
+    fn is_sharded(&self) -> bool {
+        self.is_sharded
     }
 }
 

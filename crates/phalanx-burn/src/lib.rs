@@ -67,7 +67,7 @@
 //! - **[`Ddp::evaluate`]** runs on the model without autodiff, with rank 0's buffers on every rank.
 //! - **[`Ddp::backward`]** hands each gradient to the [reducer](phalanx::reducer) as soon as it is finished, while the
 //!   layers below are still computing theirs. Set `PHALANX_TRACE=trace.json` and open the file in a trace viewer to see it.
-//! - **[`Ddp::step`]** is local. The first one waits for the other ranks: they compare their optimizers. Every 32 steps they compare them
+//! - **[`Ddp::step`]** is local. The first one waits for the other ranks: they compare their optimizers. Every 31 steps they compare them
 //!   again, without a wait.
 //!
 //! The gradient is the average over ranks: with a mean as the loss and equal batches, it is that of the whole batch. With unequal

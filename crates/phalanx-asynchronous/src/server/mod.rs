@@ -74,7 +74,10 @@ const NAMED: usize = 8;
 /// If a [`step`](Self::step), [`push`](Self::push) or [`advance`](Self::advance) fails after it was sent, some servers may have
 /// carried it out, and others not. If it were repeated, its gradients would count twice there. So this rank's next calls are refused,
 /// with the cause, until it has [left](Self::leave). Then it may [`join`](Self::join) again, which begins the same step on all servers with
-/// their parameters: the failed step counts where it was carried out. To be exact, begin again from a checkpoint.
+/// their parameters: the failed step counts where it was carried out. To leave it out, start new servers with the parameters of a checkpoint.
+///
+/// **Parameters are all that a program can save.** The moments, velocities and numbers of updates of a rule are on the servers alone, and begin anew where
+/// a program [starts](ParameterServerBuilder::start) servers again.
 pub struct ParameterServer {
     rpc: Rpc,
     layout: Layout,

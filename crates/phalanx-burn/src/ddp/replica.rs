@@ -131,7 +131,7 @@ impl<M: Module> Ddp<M> {
         Ok(())
     }
 
-    /// The ranks compare what a program may have exchanged, in every 32nd of these calls. Steps whose averages are not over all ranks are each rank's own.
+    /// The ranks compare what a program may have exchanged, in every 31st of these calls. Steps whose averages are not over all ranks are each rank's own.
     pub(crate) fn compare_again(&mut self, optimizer: &ModuleOptimizer, caller: Caller) -> Result<()> {
         let Some(sink) = self.engine.sink() else { return Ok(()) };
         if !sink.with_reducer(|reducer| reducer.averages_over_all()) {
@@ -188,6 +188,20 @@ impl<M: Module> Ddp<M> {
         .with_remedy(
             "use the optimizer that was made for this Ddp; make it anew after the group has changed, with the whole state, such as that of a \
              checkpoint",
+        ))
+    }
+
+    /// An error, on every rank alike, if the state of the optimizer is in a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer), also in a world of
+    /// one: `call` would leave it out.
+    pub(crate) fn check_not_sharded(&self, call: &str) -> Result<()> {
+        if !self.sharded && !self.sharding.is_shared() {
+            return Ok(());
+        }
+        Err(Error::invalid_argument(format!(
+            "{call}: a ZeroRedundancyOptimizer has the state of the optimizer, which the checkpoint would lack, and its steps are not counted"
+        ))
+        .with_remedy(
+            "in the closure of Checkpoints::save_sharded, with a number of steps of your own, call TrainState::save_shard_to and then              ZeroRedundancyOptimizer::save",
         ))
     }
 

@@ -40,8 +40,8 @@ impl<M: Module> Ddp<M> {
     ///
     /// # Errors
     /// If layers of the model are [divided](crate::parallel::tensor) among ranks, or it has trained as this rank's stages of a
-    /// [`Pipeline`](crate::parallel::pipeline::Pipeline), which [`parallel::clip_grad_norm`](crate::parallel::clip_grad_norm) clips; and, which ends the
-    /// group, if `max_norm` is not a positive number, if the gradients are those of another `Ddp`, if one is no float or cannot be read from its
+    /// [`Pipeline`](crate::parallel::pipeline::Pipeline), or in a chain of [`StageLink`](crate::parallel::StageLink)s, which
+    /// [`parallel::clip_grad_norm`](crate::parallel::clip_grad_norm) clips; and, which ends the group, if `max_norm` is not a positive number, if the gradients are those of another `Ddp`, if one is no float or cannot be read from its
     /// device, or if the exchange fails.
     #[doc(alias = "clip_grad_norm_")]
     pub fn clip_grad_norm(&self, gradients: &mut impl Clip, max_norm: f64) -> Result<f64> {
@@ -80,18 +80,18 @@ impl<M: Module> Ddp<M> {
     }
 
     /// Lets `optimizer` change the model by `gradients` from [`backward`](Self::backward). Only the first step
-    /// waits for the other ranks: in it they compare their optimizers, so all ranks take it together. They compare them again every 32 steps, without a wait.
+    /// waits for the other ranks: in it they compare their optimizers, so all ranks take it together. They compare them again every 31 steps, without a wait.
     ///
     /// All ranks give it the same optimizer, with the same settings and state, and the same learning rate. Otherwise replicas drift apart. What is
     /// compared, and when:
     ///
     /// | | |
     /// |---|---|
-    /// | what the optimizers do to parameters: their kinds, betas, decay, momentum, clipping | in the first step of each `Ddp`, and every 32 steps, each time of the next 32 parameters; of an elastic job's state in the first step or commit in each group, and every 32 commits; in [`TrainState::with_group`](crate::TrainState::with_group), [`ZeroRedundancyOptimizer::new`](crate::ZeroRedundancyOptimizer::new) and [`Fsdp::step`](crate::parallel::fsdp::Fsdp::step); when an uneven [`join`](Self::join) ends |
+    /// | what the optimizers do to parameters: their kinds, betas, decay, momentum, clipping | in the first step of each `Ddp`, and every 31 steps, each time of the next 32 parameters; of an elastic job's state in the first step or commit in each group, and every 31 commits; in [`TrainState::with_group`](crate::TrainState::with_group), [`ZeroRedundancyOptimizer::new`](crate::ZeroRedundancyOptimizer::new) and [`Fsdp::step`](crate::parallel::fsdp::Fsdp::step); when an uneven [`join`](Self::join) ends |
     /// | of which parameters they have a state, and after how many steps | in the first step of each `Ddp` or `Fsdp`, which reads a loaded state once, and in `ZeroRedundancyOptimizer::new`; `TrainState::with_group`, an elastic job and an uneven `join` give every rank the same state |
     /// | learning rates, and the norms of [`Ddp::clip_grad_norm`](Self::clip_grad_norm), [`clip_grad_norm`](crate::clip_grad_norm) and [`parallel::clip_grad_norm`](crate::parallel::clip_grad_norm) | in the first step, and every 32 steps those of all 32; they may differ by rounding |
     /// | the steps and runs of the checkpoints from which each rank has loaded a [`TrainState`](crate::TrainState) or a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) | together with the learning rates; not in an elastic job, which gives every rank the same state |
-    /// | among the ranks that [divide](crate::parallel::tensor) layers: what optimizers do, and learning rates | as among replicas, in the first step and every 32 steps |
+    /// | among the ranks that [divide](crate::parallel::tensor) layers: what optimizers do, and learning rates | in the first step, and then as often as among replicas |
     /// | among these ranks, too: of which parameters optimizers have a state, and after how many steps | in the first step, without a `ZeroRedundancyOptimizer` |
     /// | among the stages of a [`Pipeline`](crate::parallel::pipeline::Pipeline) | nothing: each may have an optimizer of its own. Give the stages of a [tied parameter](crate::parallel::pipeline::TiedParameter) the same: its copies are compared |
     /// | the sampler, and the size of the batches, of [`TrainState::next_batch`](crate::TrainState::next_batch) | together with the learning rates; not in an elastic job |
@@ -103,7 +103,7 @@ impl<M: Module> Ddp<M> {
     ///
     /// If the gradients are those of another `Ddp`, such as a generator's, or of this one before its state was loaded
     /// or it changed its group. After a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) was made for this
-    /// `Ddp`: then no rank has all gradients, and only that optimizer may step. In the first step, and every 32 steps, if layers are
+    /// `Ddp`: then no rank has all gradients, and only that optimizer may step. In the first step, and every 31 steps, if layers are
     /// [divided](crate::parallel::tensor) among ranks and the optimizer does not treat each element by itself, as LAMB, Muon and Burn's clipping
     /// by norm do not: it would take a norm of this rank's part; or if an exchange among those ranks has failed. If a learning rate is infinite or not a number. Each of these ends the group:
     /// replicas would drift apart, or train otherwise than one process.
@@ -185,7 +185,7 @@ impl<M: Module> Ddp<M> {
     }
 
     /// An error, which ends the group, if this rank has parts of layers and `optimizer` does otherwise with them than with the whole ones. It is
-    /// checked in the first step and every 32 steps, because a program may replace it.
+    /// checked in the first step and every 31 steps, because a program may replace it, or take several in turns.
     fn check_elementwise(&mut self, optimizer: &ModuleOptimizer) -> Result<()> {
         if self.elementwise_steps == 0 {
             let checked = check_parts(optimizer, self.model(), &self.inventory);

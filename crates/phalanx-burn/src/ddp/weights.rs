@@ -121,7 +121,7 @@ impl<M: Module> Ddp<M> {
                 })?
             }
         };
-        Ok(SyncedGradients::new(gradients, &self.token))
+        Ok(SyncedGradients::new(gradients, &self.token).sharded(self.sharded))
     }
 
     /// Adds up the gradients of `loss` on this rank.

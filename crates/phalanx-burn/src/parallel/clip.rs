@@ -23,12 +23,10 @@ use crate::gradients::Clip;
 /// the layers of [`tensor`](super::tensor) divide, or [`TensorGroup::shard`], is added up over the ranks; every other parameter counts once.
 /// All ranks call it together. Replicas compare in the steps of their [`Ddp`](crate::Ddp) by how much they have scaled.
 ///
-/// A [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) leaves each replica the gradients of some parameters only, which this does not see:
-/// replicas would scale by different norms. Do without one here.
-///
 /// # Errors
 /// If the exchange fails. These errors end the groups: `max_norm` is not a positive number, the ranks give a different one (it may differ by
-/// rounding), a gradient is no float, no gradient is that of a parameter of `model`, layers are divided and `tensor` is none or another group, or the model has
+/// rounding), a gradient is no float, no gradient is that of a parameter of `model`, a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) leaves
+/// each replica the gradients of some parameters only, layers are divided and `tensor` is none or another group, or the model has
 /// [units](super::fsdp::FullySharded), which [`Fsdp::clip_grad_norm`](super::fsdp::Fsdp::clip_grad_norm) clips.
 pub fn clip_grad_norm<M: Module>(
     model: &M,
@@ -45,7 +43,9 @@ pub fn clip_grad_norm<M: Module>(
         !is_copy && tensor.is_none_or(|group| group.rank() == 0 || divided.contains_key(id))
     };
     let unknown = if tensor.is_some() { HashMap::new() } else { divided.clone() };
-    let checked = adapter::check_max_norm(max_norm).and_then(|()| refuse(model, unknown));
+    let checked = adapter::check_max_norm(max_norm)
+        .and_then(|()| clip::refuse_sharded(gradients))
+        .and_then(|()| refuse(model, unknown));
     let squares = checked.and_then(|()| clip::squares_of(model, gradients.parameters()));
     let squares = squares.and_then(|squares| {
         let own = squares.iter().filter_map(|(id, _)| noted.get(id));
@@ -122,9 +122,11 @@ fn refuse<M: Module>(model: &M, spans: HashMap<ParamId, Span>) -> Result<()> {
 /// The error of a norm that knows no other ranks' stages.
 pub(crate) fn of_stages() -> Error {
     Error::invalid_argument(
-        "this rank has some stages of a pipeline: the norm of their gradients is not the model's",
+        "this rank has some stages of a pipeline, or some layers of a chain of links: the norm of their gradients is not the model's",
     )
-    .with_remedy("clip with phalanx_burn::parallel::clip_grad_norm, and give it the pipeline's group")
+    .with_remedy(
+        "clip with phalanx_burn::parallel::clip_grad_norm, and give it the group of the pipeline, or of the links",
+    )
 }
 
 #[derive(Clone, Copy)]

@@ -1,5 +1,6 @@
 //! Layers on several ranks, by hand: tensors that go to another rank, and gradients that come back.
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
@@ -59,9 +60,9 @@ use crate::tensor_bytes::{self, TensorBytes};
 /// each pair of ranks and keep it, however many tensors go over it: gradients find their tensors in any order. With a second link of
 /// the same group between the same ranks, a gradient that comes for the other one is an error that says so.
 ///
-/// Clip with [`parallel::clip_grad_norm`](super::clip_grad_norm), and give it the group of the links as `pipeline`. Neither
-/// [`Ddp::clip_grad_norm`](crate::Ddp::clip_grad_norm) nor [`clip_grad_norm`](crate::clip_grad_norm) sees a link: each rank would take the norm
-/// of its layers. Nor does [`Fsdp::clip_grad_norm`](super::fsdp::Fsdp::clip_grad_norm): do not clip units in a chain.
+/// Clip with [`parallel::clip_grad_norm`](super::clip_grad_norm), and give it the group of the links as `pipeline`.
+/// [`Ddp::clip_grad_norm`](crate::Ddp::clip_grad_norm) and [`Fsdp::clip_grad_norm`](super::fsdp::Fsdp::clip_grad_norm) are an error after a forward pass
+/// with a link whose tensor takes a gradient. [`clip_grad_norm`](crate::clip_grad_norm) does not see a link: each rank would take the norm of its layers.
 ///
 /// Links are for chains, in which tensors go from each rank to the next. Backward sends a gradient and waits until it is taken, and each
 /// rank's order is that of its own graph: with a connection that skips ranks, or an output that returns to an earlier rank, ranks may
@@ -92,6 +93,21 @@ struct Inner {
     /// messages: by the numbers alone a gradient of another link's tensor would be taken for one of this link's.
     id: u64,
     state: Arc<Mutex<State>>,
+}
+
+thread_local! {
+    /// Whether a tensor that takes a gradient has gone over a link in the forward pass that runs in this thread.
+    static IS_LINKED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// What a forward `pass` gives, and whether it has sent or received a tensor that takes a gradient: other ranks have layers of the model then.
+pub(crate) fn with_links<T>(pass: impl FnOnce() -> T) -> (T, bool) {
+    let before = IS_LINKED.replace(false);
+    let output = pass();
+    // A pass within another one is a part of it.
+    let is_linked = IS_LINKED.get();
+    IS_LINKED.set(before || is_linked);
+    (output, is_linked)
 }
 
 /// The number of the next link of this process.
@@ -140,6 +156,9 @@ impl StageLink {
         let shape = tensor.dims();
         let is_tracked = tensor.is_autodiff() && tensor.is_tracked();
         let kind = if is_tracked { Kind::Activation } else { Kind::Constant };
+        if is_tracked {
+            IS_LINKED.set(true);
+        }
         let layout = tensor_bytes::with_bytes(tensor.clone(), |bytes| {
             self.inner.send(kind, number, self.inner.id, bytes, &shape)?;
             Ok::<_, Error>(Layout::of(bytes, &shape))
@@ -176,6 +195,7 @@ impl StageLink {
         if !device.is_autodiff() || header.kind == Kind::Constant {
             return Ok(tensor);
         }
+        IS_LINKED.set(true);
         let target = Target(Arc::new(Returned { link: self.inner.downgrade(), number, of }));
         Ok(Tensor::from_dispatch(Dispatch::delivered(tensor.require_grad().into_dispatch(), target)))
     }

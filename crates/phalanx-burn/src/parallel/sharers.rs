@@ -10,6 +10,7 @@ use phalanx::reducer::OptimizerSteps;
 use phalanx::{Error, Result};
 
 use super::division::group_of;
+use super::panicked::EndIfPanicked;
 use super::tensor::TensorGroup;
 use crate::parameters::Parameter;
 use crate::{alike, constants, lr, optimizer};
@@ -37,8 +38,13 @@ impl Sharers {
         Some(Self { group, optimizers: alike::Watch::default(), steps: OptimizerSteps::default() })
     }
 
+    /// For a forward pass: if it panics, the groups of this rank end.
+    pub fn end_if_panicked(&self) -> EndIfPanicked {
+        EndIfPanicked::of(self.group.group(), "a forward pass of divided layers")
+    }
+
     /// An error on every rank, which ends their groups, unless all ranks' optimizers do the same to parameters, with the same `rates` in the first step.
-    /// They compare in that, and then every 32 steps. An error, too, if in the first step optimizers that `have_whole_states` have something of a parameter
+    /// They compare in that, and then every 31 steps. An error, too, if in the first step optimizers that `have_whole_states` have something of a parameter
     /// on one rank that they have not on another, or the ranks' layers compute with other `constants`; and if an exchange has failed: gradients may be NaN
     /// then, and no backward pass in a world of one says so. All ranks call it together, before each step.
     pub fn compare<M: Module>(

@@ -137,8 +137,8 @@ const MAX_POSITION_BYTES: usize = 1 << 20;
 /// # Limits
 ///
 /// - The state of a [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) is not included: it is divided among
-///   the ranks, and would be lost with one of them. Save it beside, in a [sharded](Self::checkpoint_sharded)
-///   checkpoint.
+///   the ranks, and would be lost with one of them. Save it beside, in one checkpoint with [`save_shard_to`](Self::save_shard_to):
+///   [`checkpoint`](Self::checkpoint) and [`checkpoint_sharded`](Self::checkpoint_sharded), which would lack it, are an error then.
 /// - If ranks train by themselves ([`PostLocalSgd`](phalanx::reducer::hooks::PostLocalSgd)), call [`checkpoint`](Self::checkpoint) only after an
 ///   average of the model; otherwise it is an error. The saved moments are those of rank 0, which averages do not change.
 /// - Gradients that [`Ddp::backward_no_sync`] holds are not included: a save, a commit, or a call that changes the group or the options in the middle of
@@ -318,7 +318,7 @@ impl<M: Module, T> TrainState<M, T> {
     ///
     /// # Errors
     /// As [`Ddp::new`]. On every rank, if the optimizers do not do the same to parameters: if they are of several kinds,
-    /// or their betas, decay, momentum or clipping differ. An optimizer that replaces it later is compared every 32 steps and when
+    /// or their betas, decay, momentum or clipping differ. An optimizer that replaces it later is compared every 31 steps and when
     /// an uneven [`join`](Self::join) ends. Learning rates are compared after the first step and every 32 steps. On every rank, too, if the [averagers](Self::with_averager) differ, or the numbers of [steps](Self::steps), as after a
     /// checkpoint that one rank alone has loaded, or if they have just loaded the states of two runs: [`progress`](Self::progress) would differ, too.
     pub fn with_group(self, group: &ProcessGroup) -> Result<Self> {

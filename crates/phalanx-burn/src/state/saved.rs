@@ -36,8 +36,10 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     /// [`checkpoint_sharded`](Self::checkpoint_sharded) needs no memory for them.
     ///
     /// # Errors
-    /// As [`Checkpoints::save`] and [`save_to`](Self::save_to). On every rank, if the ranks train by themselves and their models differ.
+    /// As [`Checkpoints::save`] and [`save_to`](Self::save_to). On every rank, if the ranks train by themselves and their models differ, or a
+    /// [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) has the state of the optimizer, which would be left out.
     pub fn checkpoint(&self, checkpoints: &Checkpoints) -> Result<()> {
+        self.model.check_not_sharded("TrainState::checkpoint")?;
         training::checkpoint(self, checkpoints)
     }
 
@@ -49,9 +51,11 @@ impl<M: Module, T: Serialize + DeserializeOwned> TrainState<M, T> {
     /// [`save_shard_to`](Self::save_shard_to).
     ///
     /// # Errors
-    /// As [`Checkpoints::save_sharded`] and [`save_shard_to`](Self::save_shard_to).
+    /// As [`Checkpoints::save_sharded`] and [`save_shard_to`](Self::save_shard_to). On every rank, if a
+    /// [`ZeroRedundancyOptimizer`](crate::ZeroRedundancyOptimizer) has the state of the optimizer, as in [`checkpoint`](Self::checkpoint).
     #[doc(alias = "torch.distributed.checkpoint")]
     pub fn checkpoint_sharded(&self, checkpoints: &Checkpoints) -> Result<()> {
+        self.model.check_not_sharded("TrainState::checkpoint_sharded")?;
         let group = checkpoints.group();
         checkpoints.save_sharded(self.steps, |snapshot| self.save_shard_to(snapshot, group))
     }

@@ -164,6 +164,33 @@ fn an_optimizer_that_one_rank_alone_has_exchanged_is_an_error_on_every_rank() {
     }
 }
 
+/// As those of a generator and of a discriminator. The first step compares the first of them alone.
+#[test]
+fn each_of_several_optimizers_that_step_in_turns_is_compared() {
+    let sgd =
+        |decay: f64| SgdConfig::new().with_momentum(Some(MomentumConfig::new().with_momentum(decay))).init();
+    for turns in [2, 4] {
+        for other in [0.9, 0.8] {
+            let errors = run(2, |group| {
+                let mut ddp = Ddp::new(Mlp::new(&[8, 3]), &group).unwrap();
+                let mut optimizers = vec![sgd(0.9); turns];
+                optimizers[turns - 1] = sgd(if group.rank().is_main() { 0.9 } else { other });
+                let mut step = |number: usize| {
+                    let loss = ddp.forward(|model| model.loss(samples(0, 4)))?;
+                    let gradients = ddp.backward(&loss)?;
+                    ddp.step(&mut optimizers[number % turns], 0.01, gradients)
+                };
+                (0..40).find_map(|number| step(number).err()).map(|error| error.to_string())
+            });
+            let said = "the optimizer of rank 1 changes parameters otherwise than that of rank 0";
+            for error in errors {
+                assert_eq!(error.is_some(), other == 0.8, "{turns}: {error:?}");
+                assert!(error.is_none_or(|error| error.contains(said)));
+            }
+        }
+    }
+}
+
 /// The epsilon of a rank's optimizer, and the learning rates of its first step and of the others.
 type Settings = (f32, f64, f64);
 

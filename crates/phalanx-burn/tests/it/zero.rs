@@ -7,14 +7,16 @@ use burn::module::Module;
 use burn::optim::{AdafactorConfig, AdamWConfig, ModuleOptimizer, OptimizerRecord, SgdConfig};
 use burn::tensor::Bytes;
 use parking_lot::Mutex;
-use phalanx::checkpoint::{Checkpoints, Saved};
+use phalanx::checkpoint::{Checkpoints, Saved, Snapshot};
 use phalanx::elastic::State;
 use phalanx::mesh::DeviceMesh;
 use phalanx::reducer::ReducerOptions;
 use phalanx::reducer::hooks::Compressed;
 use phalanx::testing::{self, Fabric};
 use phalanx::{Error, GroupHandle, ProcessGroup, Rank, Result};
-use phalanx_burn::{Ddp, DdpOptions, SyncedGradients, TrainState, ZeroRedundancyOptimizer};
+use phalanx_burn::{
+    Ddp, DdpOptions, SyncedGradients, TrainState, ZeroRedundancyOptimizer, clip_grad_norm, parallel,
+};
 
 const STEPS: usize = 12;
 const WIDTHS: [usize; 5] = [8, 24, 16, 24, 3];
@@ -336,6 +338,36 @@ fn a_part_of_the_state_is_not_taken_for_the_whole_after_a_round_of_an_elastic_jo
     });
 }
 
+#[test]
+fn a_checkpoint_that_would_lack_the_state_of_a_divided_optimizer_is_refused() {
+    let start = Mlp::new(&WIDTHS);
+    for ranks in [1, 2] {
+        let folder = tempfile::tempdir().unwrap();
+        run(ranks, |group| {
+            let checkpoints = Checkpoints::open(folder.path(), &group).unwrap();
+            let state = TrainState::new(start.clone(), AdamWConfig::new().init(), 0_u64).unwrap();
+            let mut state = state.with_group(&group).unwrap();
+            let mut zero = ZeroRedundancyOptimizer::new(AdamWConfig::new().init(), &mut state.model).unwrap();
+            let averages = gradients(&mut state.model, 0);
+            zero.step(&mut state.model, 0.01, averages).unwrap();
+            // AdamW would take it, which is of step 0, and begin with moments of zero.
+            for outcome in [state.checkpoint(&checkpoints), state.checkpoint_sharded(&checkpoints)] {
+                let error = outcome.unwrap_err();
+                assert!(error.is_invalid_argument(), "{error}");
+                assert!(error.to_string().contains("which the checkpoint would lack"), "{error}");
+                assert!(error.remedy().unwrap().contains("save_shard_to"), "{error}");
+            }
+            let save = |snapshot: &mut Snapshot| {
+                state.save_shard_to(snapshot, &group)?;
+                zero.save(&state.model, snapshot, "zero")
+            };
+            checkpoints.save_sharded(1, save).unwrap();
+            checkpoints.finish().unwrap();
+            assert_eq!(checkpoints.newest().unwrap().unwrap().step(), 1);
+        });
+    }
+}
+
 /// What is called with the optimizer of another model.
 #[derive(Clone, Copy)]
 enum Wrong {
@@ -556,6 +588,35 @@ fn a_plain_step_with_sharded_gradients_is_an_error_on_every_rank() {
         [refused, ddp.forward(|model| model.loss(samples(0, 4))).unwrap_err().to_string()]
     });
     assert!(errors.iter().flatten().all(|error| error.contains("ZeroRedundancyOptimizer")), "{errors:?}");
+}
+
+#[test]
+fn the_norm_of_some_parameters_is_not_taken_for_the_model_s() {
+    type Clips = fn(&Ddp<Mlp>, &mut SyncedGradients) -> Result<f64>;
+    let clips: [Clips; 2] = [
+        |ddp, gradients| clip_grad_norm(ddp.model(), gradients, 0.05),
+        |ddp, gradients| parallel::clip_grad_norm(ddp.model(), gradients, 0.05, None, None, &[]),
+    ];
+    let start = Mlp::new(&WIDTHS);
+    for ranks in [1, 2] {
+        let norms = run(ranks, |group| {
+            let mut ddp = Ddp::new(start.clone(), &group).unwrap();
+            let _zero = ZeroRedundancyOptimizer::new(AdamWConfig::new().init(), &mut ddp).unwrap();
+            for clip in clips {
+                let mut averages = gradients(&mut ddp, 0);
+                let Err(error) = clip(&ddp, &mut averages) else {
+                    assert_eq!(ranks, 1, "one rank has all of them");
+                    continue;
+                };
+                assert!(ranks == 2 && error.is_invalid_argument(), "{error}");
+                assert!(error.to_string().contains("of some parameters only"), "{error}");
+                assert!(error.remedy().unwrap().contains("Ddp::clip_grad_norm"), "{error}");
+            }
+            let mut averages = gradients(&mut ddp, 0);
+            ddp.clip_grad_norm(&mut averages, 0.05).unwrap().to_bits()
+        });
+        assert!(norms.iter().all(|norm| *norm == norms[0]));
+    }
 }
 
 #[test]

@@ -45,7 +45,7 @@ use self::statement::compare;
 pub use self::unit::FullySharded;
 pub(super) use self::unit::{UNIT, first_shard};
 use self::units::{Units, difference, whole_name};
-use super::check_elementwise;
+use super::{check_elementwise, of_stages};
 use crate::ddp::{one_more, scaled};
 use crate::gradients::{Clip, Synced, SyncedGradients};
 use crate::parameters::{Inventory, Parameter, Select};
@@ -410,11 +410,16 @@ impl<M: Module> Fsdp<M> {
     /// If an element is infinite or not a number, so is the norm, on every rank alike; the gradients are then left alone.
     ///
     /// # Errors
-    /// These errors end the groups: `max_norm` is not a positive number, the ranks give a different one (it may differ by rounding), the gradients
-    /// are those of another model, a gradient cannot be read from its device, or the exchange fails. If the `max_norm` of [replicas](ShardingGroup::hybrid)
-    /// differ, a later [`backward`](Self::backward) returns the error.
+    /// If the model has trained in a chain of [`StageLink`](super::StageLink)s: units there cannot be clipped. These errors end the groups: `max_norm` is
+    /// not a positive number, the ranks give a different one (it may differ by rounding), the gradients are those of another model, a gradient cannot be
+    /// read from its device, or the exchange fails. If the `max_norm` of [replicas](ShardingGroup::hybrid) differ, a later [`backward`](Self::backward)
+    /// returns the error.
     #[doc(alias = "clip_grad_norm_")]
     pub fn clip_grad_norm(&self, gradients: &mut impl Clip, max_norm: f64) -> Result<f64> {
+        // All ranks of the units have the same layers, and the same error.
+        if self.ddp.is_of_stages() {
+            return Err(of_stages().with_remedy("train units in a chain of links without clipping"));
+        }
         let squares = adapter::check_max_norm(max_norm)
             .and_then(|()| clip::squares_of(self.model(), gradients.parameters()));
         // The others wait for this rank's number.
@@ -440,17 +445,18 @@ impl<M: Module> Fsdp<M> {
     }
 
     /// Lets `optimizer` change this rank's shards by `gradients` from [`backward`](Self::backward). It communicates
-    /// only in the first step and every 32 steps. Then the ranks compare their optimizers; every 32 steps they also compare the learning rates of these steps,
-    /// and which states each rank has [loaded](Self::load).
+    /// only in the first step, every 31 and every 32 steps. In the first step and every 31 steps the ranks compare their optimizers. Every 32 steps they compare
+    /// the learning rates of these steps, and which states each rank has [loaded](Self::load).
     ///
     /// # Errors
     /// If an exchange has failed, or the gradients are those of another model. If a group of learning rates goes by the ids that parameters had before they
-    /// were sharded. In the first step and every 32 steps, on every rank:
+    /// were sharded. In the first step and every 31 steps, on every rank:
     ///
     /// * if there are several shards, and the optimizer does not treat each element by itself, as LAMB and Burn's clipping by norm do not;
-    /// * in the first step, if a group of the optimizer's parameters goes by such ids, or only some of the ranks' optimizers have a state;
+    /// * if a group of the optimizer's parameters goes by such ids;
+    /// * in the first step, if only some of the ranks' optimizers have a state;
     /// * if the ranks' optimizers are of several kinds, or their betas, decay or momentum differ;
-    /// * every 32 steps, if learning rates differ, only some ranks have loaded a state, or ranks have loaded those of different steps or runs.
+    /// * every 32 steps instead, if learning rates differ, only some ranks have loaded a state, or ranks have loaded those of different steps or runs.
     ///
     /// Each of these errors ends the groups.
     pub fn step(
@@ -475,13 +481,15 @@ impl<M: Module> Fsdp<M> {
         let pieces = (self.ddp.model(), self.ddp.parameters());
         let is_first = !self.optimizers.is_compared();
         groups::check_rates(&rates, self.ddp.parameters(), &self.wholes)?;
-        // The piece of a single rank is the whole parameter.
-        if self.exchanges.ranks() > 1 && (is_first || self.optimizers.is_due()) {
-            check_elementwise(optimizer, pieces, &HashMap::new(), "Fsdp::clip_grad_norm")?;
+        if is_first || self.optimizers.is_due() {
+            groups::check(optimizer, self.ddp.parameters(), &self.wholes)?;
+            // The piece of a single rank is the whole parameter.
+            if self.exchanges.ranks() > 1 {
+                check_elementwise(optimizer, pieces, &HashMap::new(), "Fsdp::clip_grad_norm")?;
+            }
         }
         // Replicas compare in the step of their Ddp.
         if is_first {
-            groups::check(optimizer, self.ddp.parameters(), &self.wholes)?;
             optimizer::check_states(optimizer, &self.exchanges.group, self.ddp.parameters())?;
             self.optimizers.compare(optimizer, pieces, Some(&rates), &self.exchanges.group)?;
         } else {

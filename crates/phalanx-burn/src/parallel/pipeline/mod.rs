@@ -21,6 +21,7 @@ use phalanx::{Caller, Error, ProcessGroup, Rank, Result};
 use self::run::Run;
 pub use self::tied::TiedParameter;
 use super::message::Layout;
+use super::panicked::EndIfPanicked;
 use crate::{Ddp, SyncedGradients};
 
 /// A part of a model that is cut into stages, one after the other. A rank's model is a list of those that it has.
@@ -212,6 +213,7 @@ impl<const D: usize> Pipeline<D> {
     /// # Errors
     /// As [`train`](Self::train).
     pub fn evaluate<S: Stage<D>>(&mut self, stages: &[S], batches: &[S::Batch]) -> Result<f64> {
+        let _end = EndIfPanicked::of(&self.group, "a stage of a pipeline");
         evaluate::mean_loss(self, stages, batches).inspect_err(|error| self.group.abort_all(error.clone()))
     }
 
@@ -245,12 +247,13 @@ impl<const D: usize> Pipeline<D> {
     /// input, so that the stage before gets no gradient, or shapes change. On every rank, in the first step, if a parameter that is trained is on two ranks: they would train copies of it apart, and
     /// a [`TiedParameter`] trains it as one. Copies are known by their [`ParamId`](burn::module::ParamId), which parameters of one record or
     /// of one cloned `Param` have in common. If a rank fails, or an exchange of its tensor group, or with recomputation a device that does not give a
-    /// random number. Gradients of passes that were done are then dropped.
+    /// random number. Gradients of passes that were done are then dropped. A panic of a stage ends the groups, too.
     pub fn train<S: Stage<D>>(
         &mut self,
         ddp: &mut Ddp<Vec<S>>,
         batches: &[S::Batch],
     ) -> Result<PipelineStep> {
+        let _end = EndIfPanicked::of(&self.group, "a stage of a pipeline");
         let outcome = Run::new(self, ddp, batches).and_then(Run::train);
         outcome.inspect_err(|error| {
             ddp.drop_accumulated();

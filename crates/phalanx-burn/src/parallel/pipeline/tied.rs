@@ -35,7 +35,7 @@ const SAMPLE: usize = 4096;
 /// ```
 ///
 /// Give the ranks that have a copy the same optimizer, with the same settings and learning rates, though other stages may have others. In the first two
-/// steps, and every 32 steps, up to 4,096 elements of the copies are compared.
+/// steps, and every 31 steps, up to 4,096 elements of the copies are compared.
 ///
 /// Stages on one rank need none of this: they share a clone of the parameter.
 ///

@@ -5,7 +5,7 @@ use burn::tensor::{Device, Tensor};
 use phalanx::testing::{self, Fabric};
 use phalanx::{ProcessGroup, Rank, Result};
 use phalanx_burn::Ddp;
-use phalanx_burn::parallel::StageLink;
+use phalanx_burn::parallel::{self, StageLink};
 use std::time::Duration;
 
 use super::model::{Part, Whole, gradients_of, in_order, loss, rows, scalar};
@@ -333,6 +333,43 @@ fn with_ddp(weights: Option<[f64; 2]>) {
         assert!(distance(std::slice::from_ref(gradient), &[expected]) < 1e-6, "rank {rank}");
         assert_eq!(loss, evaluated);
     }
+}
+
+#[test]
+fn the_norm_of_a_rank_s_layers_in_a_chain_is_not_taken_for_the_model_s() {
+    let norms = run(2, |group| {
+        let is_first = group.rank().is_main();
+        let link = StageLink::new(&group, Rank::new(1 - group.rank().get())).unwrap();
+        let layer: Linear = LinearConfig::new(3, 3).init(&device());
+        let mut ddp = Ddp::new(layer, &ProcessGroup::alone().unwrap()).unwrap();
+        let pass = |layer: &Linear| match is_first {
+            true => link.send_forward(layer.forward(Tensor::<2>::ones([2, 3], &device()))).unwrap(),
+            false => layer.forward(link.recv_forward::<2>(&device()).unwrap()).powi_scalar(2).mean(),
+        };
+        let loss = ddp.forward(pass).unwrap();
+        let mut gradients = ddp.backward(&loss).unwrap();
+        let error = ddp.clip_grad_norm(&mut gradients, 1e-3).unwrap_err();
+        assert!(error.is_invalid_argument() && error.to_string().contains("a chain of links"), "{error}");
+        assert!(error.remedy().unwrap().contains("parallel::clip_grad_norm"), "{error}");
+        let chain = Some(&group);
+        parallel::clip_grad_norm(ddp.model(), &mut gradients, 1e9, None, chain, &[]).unwrap().to_bits()
+    });
+    assert_eq!(norms[0], norms[1]);
+    // What takes no gradient comes from no layer that is trained.
+    run(2, |group| {
+        let link = StageLink::new(&group, Rank::new(1 - group.rank().get())).unwrap();
+        if group.rank().is_main() {
+            drop(link.send_forward(Tensor::<2>::ones([2, 3], &device())).unwrap());
+        } else {
+            let layer: Linear = LinearConfig::new(3, 3).init(&device());
+            let mut ddp = Ddp::new(layer, &ProcessGroup::alone().unwrap()).unwrap();
+            let pass = |layer: &Linear| layer.forward(link.recv_forward::<2>(&device()).unwrap()).mean();
+            let loss = ddp.forward(pass).unwrap();
+            let mut gradients = ddp.backward(&loss).unwrap();
+            ddp.clip_grad_norm(&mut gradients, 1e-3).unwrap();
+        }
+        group.barrier().unwrap();
+    });
 }
 
 #[test]

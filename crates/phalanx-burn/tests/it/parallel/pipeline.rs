@@ -1,6 +1,7 @@
 //! A pipeline's loss and gradients are those of one process.
 
 use std::cell::{Cell, RefCell};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
@@ -216,6 +217,47 @@ fn stages_in_one_ddp_are_refused_in_the_first_step() {
     for error in errors {
         assert!(error.contains("ranks 0 and 1 of the pipeline have different stages"), "{error}");
         assert!(error.contains("mesh.group(\"data\")"), "{error}");
+    }
+}
+
+/// A stage that panics if its micro-batch says so.
+#[derive(Module, Debug)]
+struct Fragile {
+    layer: Linear,
+    is_last: bool,
+}
+
+impl Stage<2> for Fragile {
+    type Batch = (Tensor<2>, bool);
+
+    fn forward(&self, input: Option<Tensor<2>>, (x, panics): &Self::Batch) -> StageOutput<2> {
+        assert!(!panics, "this micro-batch is broken");
+        let x = self.layer.forward(input.unwrap_or_else(|| x.clone()));
+        if self.is_last { StageOutput::Loss(x.mean()) } else { StageOutput::Hidden(x) }
+    }
+}
+
+/// What has come of it would be taken for the next step's.
+#[test]
+fn nothing_goes_on_after_a_step_that_a_panic_has_cut_off() {
+    let errors = run(2, |group| {
+        let mut pipeline = Pipeline::new(&group, Schedule::GPipe, 2).unwrap();
+        let is_last = !group.rank().is_main();
+        let layer = LinearConfig::new(2, 2).init(&device());
+        let mut ddp = Ddp::new(vec![Fragile { layer, is_last }], &alone()).unwrap();
+        let mut step = |panics: bool| {
+            let x = Tensor::<2>::ones([1, 2], &device());
+            pipeline.train(&mut ddp, &[(x.clone(), panics), (x, false)]).map(|step| step.loss)
+        };
+        step(false).unwrap();
+        if is_last {
+            // A program that leaves out a batch.
+            assert!(catch_unwind(AssertUnwindSafe(|| step(true))).is_err());
+        }
+        (0..2).find_map(|_| step(false).err()).map(|error| error.to_string())
+    });
+    for error in errors {
+        assert!(error.is_some_and(|error| error.contains("a stage of a pipeline has panicked")));
     }
 }
 

@@ -134,6 +134,20 @@ fn an_optimizer_that_takes_a_norm_is_refused_also_in_place_of_another() {
 }
 
 #[test]
+fn an_optimizer_that_takes_a_norm_is_refused_also_if_it_steps_in_turns_with_another() {
+    let outcomes = run(2, |group| {
+        let sharding = ShardingGroup::new(&group)?;
+        let mut fsdp = Fsdp::new(Layers::new(&[4, 4, 4], &sharding)?, &sharding)?;
+        let mut optimizers = [SgdConfig::new().init(), LambConfig::new().init()];
+        for step in 0..40 {
+            step_of_ones(&mut fsdp, &mut optimizers[step % 2], 0.01)?;
+        }
+        Ok::<(), Error>(())
+    });
+    all_say(&errors(outcomes), "of `layers.0.weight`, of which each rank has a piece");
+}
+
+#[test]
 fn an_optimizer_that_cannot_be_asked_is_refused_unless_pieces_are_whole() {
     let outcomes = run(2, |group| stepped(&group, projecting()));
     all_say(&errors(outcomes), "nothing says whether it treats each element by itself; of `layers.0.weight`");
@@ -247,6 +261,18 @@ fn a_group_by_the_ids_of_whole_parameters_is_refused() {
             run(ranks, |group| assert_eq!(frozen_by_ids(&group, by_rate, true).unwrap(), [true, false]));
         }
     }
+}
+
+#[test]
+fn a_group_by_the_ids_of_whole_parameters_is_refused_also_in_an_optimizer_that_steps_in_turns_with_another() {
+    let refused = errors(run(2, |group| {
+        let (mut fsdp, ids) = with_ids(&group)?;
+        let clipping = GradientClippingConfig::Value(0.0).init();
+        let grouped = SgdConfig::new().init().with_group(ids, SgdConfig::new().build(), Some(clipping));
+        let mut optimizers = [SgdConfig::new().init(), grouped];
+        (0..40).try_for_each(|step: usize| step_of_ones(&mut fsdp, &mut optimizers[step % 2], 0.01))
+    }));
+    all_say(&refused, "has the ParamId that `layers.0.weight` had before it was sharded");
 }
 
 /// All rates are 0 at the beginning of a warm-up.

@@ -1,5 +1,6 @@
 //! Layers that cannot be divided, ranks whose layers or tokens differ, and exchanges that fail.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Barrier;
 
 use burn::grad_clipping::GradientClippingConfig;
@@ -339,6 +340,35 @@ fn optimizers_that_take_a_norm_of_a_part_are_refused() {
         clipped(GradientClippingConfig::Value(1.0)),
     ] {
         run(2, |group| assert!(stepped_by(&group, &optimizer).is_none()));
+    }
+}
+
+/// This rank's next exchange would be taken for the one that it has left out.
+#[test]
+fn nothing_goes_on_after_a_forward_pass_that_a_panic_has_cut_off() {
+    let errors = run(2, |group| {
+        let tensor = TensorGroup::new(&group);
+        let layer: Linear = LinearConfig::new(WIDTH, WIDTH).init(&device()).map(&mut Waves(0));
+        let layer = RowParallelLinear::new(layer, &tensor).unwrap();
+        let mut ddp = Ddp::new(layer, &ProcessGroup::alone().unwrap()).unwrap();
+        let mut optimizer = SgdConfig::new().init();
+        let mut step = |is_broken: bool| {
+            let loss = ddp.forward(|layer| {
+                assert!(!is_broken, "this batch is broken");
+                weighed(layer.forward(tensor.part(input(), 2)))
+            })?;
+            let gradients = ddp.backward(&loss)?;
+            ddp.step(&mut optimizer, 0.1, gradients)
+        };
+        step(false).unwrap();
+        if !group.rank().is_main() {
+            // A program that leaves out a batch.
+            assert!(catch_unwind(AssertUnwindSafe(|| step(true))).is_err());
+        }
+        (0..2).find_map(|_| step(false).err()).map(|error| error.to_string())
+    });
+    for error in errors {
+        assert!(error.is_some_and(|error| error.contains("a forward pass of divided layers has panicked")));
     }
 }
 
