@@ -296,7 +296,6 @@ pub(super) mod tests {
         thread
     }
 
-    /// A process that was forked from this one has copies of its descriptors, which stay open when this one closes its own.
     #[test]
     fn a_thread_that_panics_leaves_an_error_for_the_group() {
         let error = caught("the thread", || -> Result<()> { panic!("as a fault of it would") }).unwrap_err();
@@ -304,6 +303,7 @@ pub(super) mod tests {
         assert_eq!(caught("the thread", || Ok(7)).unwrap(), 7);
     }
 
+    /// A process that was forked from this one has copies of its descriptors, which stay open when this one closes its own.
     #[test]
     fn a_rank_leaves_while_a_process_that_was_forked_from_it_lives() {
         let (own, _peer) = pair();
