@@ -54,6 +54,12 @@ impl Gateway {
     pub(super) fn new(endpoints: &str) -> Result<Self> {
         let mut members = Vec::new();
         for endpoint in endpoints.split(',').map(str::trim).filter(|endpoint| !endpoint.is_empty()) {
+            // No part of it is shown: a password may be there.
+            if endpoint.contains('@') {
+                return Err(Error::invalid_argument("an end point of etcd has a user or a password in it").with_remedy(
+                    "write host:port[,host:port], and use an etcd without users and roles, or a proxy on this host that logs in",
+                ));
+            }
             let member = endpoint.strip_prefix("http://").unwrap_or(endpoint).trim_end_matches('/');
             if member.contains("://") || member.contains('/') {
                 let cause = format!("{endpoint:?} is not an end point of etcd");
@@ -334,6 +340,10 @@ mod tests {
         assert_eq!(members("a, http://b:1/,[::1]:3").unwrap(), "a:2379,b:1,[::1]:3");
         for bad in ["", ",", "https://a:1", "http://a:1/path"] {
             assert!(members(bad).is_err(), "{bad}");
+        }
+        for secret in ["http://user:pass@a:1", "https://user:pass@a", "b,user:pass@a"] {
+            let error = members(secret).unwrap_err().to_string();
+            assert!(error.contains("a password") && !error.contains("pass@"), "{error}");
         }
     }
 

@@ -266,12 +266,16 @@ impl TcpStore {
     fn idle_link(&self, deadline: Deadline) -> Option<Link> {
         let until = Deadline::after(COMING_TIMEOUT.min(deadline.remaining() / 2));
         loop {
-            if let Some(link) = self.idle.lock().pop() {
+            let mut idle = self.idle.lock();
+            // Those of the process from which this one was forked stay open there.
+            idle.retain(|link| !link.is_inherited());
+            if let Some(link) = idle.pop() {
                 return Some(link);
             }
+            drop(idle);
             match self.coming.lock().try_recv() {
-                Ok(Ok(link)) => return Some(link),
-                Ok(Err(_)) => {}
+                Ok(Ok(link)) if !link.is_inherited() => return Some(link),
+                Ok(Ok(_) | Err(_)) => {}
                 Err(TryRecvError::Empty) if !until.has_passed() => {}
                 Err(TryRecvError::Empty | TryRecvError::Disconnected) => return None,
             }
@@ -634,4 +638,21 @@ fn check_size(call: &Call<'_>, count: usize, bytes: usize) -> Result<()> {
         return Ok(());
     }
     Err(call.too_much(count, bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::tcp::TcpStoreServer;
+
+    #[test]
+    fn a_process_that_was_forked_uses_no_connection_of_its_parent() {
+        let server = TcpStoreServer::bind(([127, 0, 0, 1], 0).into()).unwrap();
+        let soon = Deadline::after(Duration::from_secs(20));
+        let store = TcpStore::connect(server.local_addr(), soon).unwrap();
+        store.idle.lock().iter_mut().for_each(Link::is_of_another_process);
+        store.set("key", b"value", soon).unwrap();
+        let idle = store.idle.lock();
+        assert!(idle.len() == 1 && !idle[0].is_inherited(), "{idle:?}");
+    }
 }

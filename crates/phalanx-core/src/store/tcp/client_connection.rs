@@ -62,7 +62,7 @@ impl Drop for Link {
     /// server would not know of the end if that packet were lost.
     fn drop(&mut self) {
         const MOST: usize = 64;
-        if self.process != std::process::id() {
+        if self.is_inherited() {
             // The connection is the parent's.
             return;
         }
@@ -114,6 +114,18 @@ impl Link {
     fn over(stream: TcpStream, deadline: Deadline) -> Self {
         let (buffer, owed, process) = (Vec::new(), VecDeque::new(), std::process::id());
         Self { stream, tls: None, buffer, start: 0, owed, is_own: false, deadline, process }
+    }
+
+    /// Whether the process from which this one was forked has it, too: requests and answers of both would be mixed, and with TLS one key
+    /// would encrypt what both send.
+    pub fn is_inherited(&self) -> bool {
+        self.process != std::process::id()
+    }
+
+    /// As if this process had been forked from the one that has made it.
+    #[cfg(test)]
+    pub fn is_of_another_process(&mut self) {
+        self.process = 0;
     }
 
     pub fn local_ip(&self) -> io::Result<IpAddr> {
@@ -350,7 +362,7 @@ mod tests {
         let deadline = Deadline::after(Duration::from_secs(20));
         // What the forked process does with its copy ends nothing: its parent still writes.
         let mut forked = Link::over(copy.try_clone().unwrap(), deadline);
-        forked.process = 0;
+        forked.is_of_another_process();
         drop(forked);
         (&copy).write_all(&[7]).unwrap();
         assert_eq!(server.read(&mut [0]).unwrap(), 1);

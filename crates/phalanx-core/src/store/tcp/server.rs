@@ -6,14 +6,14 @@ use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::future::pending;
 use std::io::ErrorKind;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr};
 use std::rc::Rc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use phalanx_sys::tcp;
 use rustix::process::{Resource, getrlimit};
-use socket2::{Domain, Protocol, Socket, Type};
+use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio::task::{AbortHandle, JoinSet, LocalSet};
@@ -369,7 +369,19 @@ impl Drop for Inside {
     }
 }
 
+/// A listener whose port is free when this is dropped. To close it is not enough: a process that was forked from this one has it open, too, and
+/// the kernel would go on to accept clients there, which nobody serves.
+struct Listening(TcpListener);
+
+impl Drop for Listening {
+    fn drop(&mut self) {
+        // Without it the port stays taken until that process ends.
+        let _ = SockRef::from(&self.0).shutdown(Shutdown::Both);
+    }
+}
+
 async fn run(listener: TcpListener, access: Access, mut orders: mpsc::UnboundedReceiver<Order>) {
+    let listener = Listening(listener);
     let shared = Rc::new(RefCell::new(Shared::default()));
     let admission = Rc::new(Admission::new(access));
     let mut clients = JoinSet::new();
@@ -388,7 +400,7 @@ async fn run(listener: TcpListener, access: Access, mut orders: mpsc::UnboundedR
             },
             () = at(draining) => return,
             Some(_) = clients.join_next() => {}
-            accepted = listener.accept() => match accepted {
+            accepted = listener.0.accept() => match accepted {
                 Ok((stream, peer)) => {
                     // Those that have ended count no more.
                     while clients.try_join_next().is_some() {}
@@ -462,6 +474,18 @@ mod tests {
         drop(server);
         TcpStore::connect(address, Deadline::after(Duration::from_secs(20))).unwrap();
         let _ = orders.send(Order::Stop);
+    }
+
+    #[test]
+    fn a_port_is_free_again_while_a_process_that_was_forked_from_its_server_s_lives() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build().unwrap();
+        let socket = listen(([127, 0, 0, 1], 0).into()).unwrap();
+        let address = socket.local_addr().unwrap();
+        // As that process has it.
+        let _copy = socket.try_clone().unwrap();
+        let _entered = runtime.enter();
+        drop(Listening(TcpListener::from_std(socket).unwrap()));
+        TcpStoreServer::bind(address).unwrap();
     }
 
     #[test]

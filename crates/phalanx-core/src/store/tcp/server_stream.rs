@@ -1,12 +1,13 @@
 //! The server's side of a client's connection: a socket, with or without TLS.
 
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Write};
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Shutdown, SocketAddr};
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use phalanx_sys::tcp;
+use socket2::SockRef;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
@@ -93,6 +94,13 @@ impl Stream {
     }
 }
 
+impl Drop for Stream {
+    /// To close it is not enough: a process that was forked from this one has it open, too, and the client would not see its end.
+    fn drop(&mut self) {
+        let _ = SockRef::from(&self.socket).shutdown(Shutdown::Write);
+    }
+}
+
 impl AsyncRead for Stream {
     fn poll_read(
         self: Pin<&mut Self>,
@@ -171,5 +179,24 @@ impl Write for Socket<'_> {
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_client_sees_the_end_of_a_connection_that_a_forked_process_has_too() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build().unwrap();
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut client = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let server = listener.accept().unwrap().0;
+        let _copy = server.try_clone().unwrap();
+        server.set_nonblocking(true).unwrap();
+        let _entered = runtime.enter();
+        drop(Stream::new(TcpStream::from_std(server).unwrap()));
+        client.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        assert_eq!(client.read(&mut [0]).unwrap(), 0);
     }
 }

@@ -7,6 +7,7 @@ use std::collections::HashSet;
 use std::io::IoSlice;
 use std::net::{IpAddr, Shutdown};
 use std::os::unix::net::UnixStream;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -73,8 +74,13 @@ impl Monitor {
         let Some(caller) = caller else { return Ok(self) };
         let (connections, health) = (self.connections.clone(), self.health.clone());
         let run = move || {
-            if let Some(requests) = &connections.requests {
+            let Some(requests) = &connections.requests else { return };
+            let calls = || {
                 caller.run(&connections, requests, &health);
+                Ok(())
+            };
+            if let Err(error) = caught("the thread that calls ranks", calls) {
+                health.fail(error);
             }
         };
         let thread = std::thread::Builder::new().name(format!("phalanx-call-{rank}")).spawn(run);
@@ -126,8 +132,9 @@ fn watch(
     });
     let (watched, watching) = (connections.clone(), health.clone());
     let run = move || {
-        let watch = Watch::new((rank, world), &watched, &watching, heartbeat, &stopped);
-        watch.and_then(Watch::run).unwrap_or_else(|error| {
+        let watch =
+            || Watch::new((rank, world), &watched, &watching, heartbeat, &stopped).and_then(Watch::run);
+        caught("the thread that watches the control connections", watch).unwrap_or_else(|error| {
             watching.fail(error);
             Vec::new()
         })
@@ -137,6 +144,12 @@ fn watch(
         Error::not_started("the thread that watches the control connections could not be started", error)
     });
     Ok((stop, thread?))
+}
+
+/// What `run`, the work of the thread `what`, returns. A panic is its error: without it the group would go on, hear of no death, and be taken
+/// for frozen by the others.
+fn caught<T>(what: &str, run: impl FnOnce() -> Result<T>) -> Result<T> {
+    catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| Err(Error::panicked(format!("{what} panicked"))))
 }
 
 impl Drop for Monitor {
@@ -155,7 +168,7 @@ impl Drop for Monitor {
             // To close it is not enough: a process that was forked from this one, such as a loader's worker, has it open, too.
             let _ = stop.shutdown(Shutdown::Both);
         }
-        // The thread catches no panics, and none is expected; if there was one, there is no caller to report it to.
+        // The thread catches its panics, which have failed the group.
         let unread = self.thread.take().and_then(|thread| thread.join().ok()).unwrap_or_default();
         self.health.compare_calls();
         // Another thread may just be telling the peers the cause: nothing can be sent after the goodbye.
@@ -281,6 +294,13 @@ pub(super) mod tests {
         let thread = std::thread::spawn(move || drop(failing.fail(Error::mismatch("the calls differ"))));
         begins.recv().unwrap();
         thread
+    }
+
+    #[test]
+    fn a_thread_that_panics_leaves_an_error_for_the_group() {
+        let error = caught("the thread", || -> Result<()> { panic!("as a fault of it would") }).unwrap_err();
+        assert!(error.is_aborted() && error.to_string().contains("the thread panicked"), "{error}");
+        assert_eq!(caught("the thread", || Ok(7)).unwrap(), 7);
     }
 
     /// A process that was forked from this one has copies of its descriptors, which stay open when this one closes its own.
