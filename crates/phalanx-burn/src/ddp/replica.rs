@@ -201,7 +201,8 @@ impl<M: Module> Ddp<M> {
             "{call}: a ZeroRedundancyOptimizer has the state of the optimizer, which the checkpoint would lack, and its steps are not counted"
         ))
         .with_remedy(
-            "in the closure of Checkpoints::save_sharded, with a number of steps of your own, call TrainState::save_shard_to and then              ZeroRedundancyOptimizer::save",
+            "in the closure of Checkpoints::save_sharded, with a number of steps of your own, call TrainState::save_shard_to and then \
+             ZeroRedundancyOptimizer::save",
         ))
     }
 
