@@ -357,8 +357,7 @@ fn a_share_of_a_reduce_scatter_is_combined_on_its_way_to_its_owner_or_as_in_an_a
                 let order = |index| match fabric {
                     Fabric::SharedMemory => Order::Ranks,
                     Fabric::InProcess | Fabric::Tcp | Fabric::TwoHosts if is_small => whole(index),
-                    // Both hosts have as many ranks.
-                    Fabric::TwoHosts if world > 2 && world.is_multiple_of(2) => Order::Hosts,
+                    Fabric::TwoHosts if world > 2 => Order::Hosts,
                     Fabric::InProcess | Fabric::Tcp | Fabric::TwoHosts => Order::Ring(rank + 1),
                 };
                 let element = |index| {
