@@ -4,6 +4,7 @@
     cargo build --release -p phalanx-bench
     bench/hosts.py --rate 1gbit all_reduce -b 1M -e 16M -f 4
     bench/hosts.py --rate 1gbit all_reduce -b 1M -e 16M -f 4 --transport tcp
+    bench/hosts.py --rate 1gbit --ranks 4,2 reduce_scatter
     bench/hosts.py --rate 10gbit --ranks 1 --floor 4 all_reduce -b 4 -e 64M -f 16
 
 Two network namespaces, joined by a pair of virtual Ethernet devices, are the hosts; the ranks of one have the same
@@ -103,15 +104,15 @@ def done(command: list[str]) -> str:
     return run.stdout
 
 
-def bench(link: Link, options: list[str], each: int, limit: float, is_bound: bool = False) -> list[dict]:
-    """One run with `each` ranks a host; rank 0's rows. Each is bound to a processor of its own if `is_bound`."""
-    world, ranks = len(HOSTS) * each, []
+def bench(link: Link, options: list[str], counts: list[int], limit: float, is_bound: bool = False) -> list[dict]:
+    """One run with so many ranks on each host; rank 0's rows. Each is bound to a processor of its own if `is_bound`."""
+    places = [(host, local, count) for host, count in zip(HOSTS, counts, strict=True) for local in range(count)]
+    ranks: list[subprocess.Popen] = []
     processors = sorted(os.sched_getaffinity(0))
     try:
-        for rank in range(world):
-            host = list(HOSTS)[rank // each]
-            variables = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": HOSTS["left"], "MASTER_PORT": PORT}
-            variables |= {"LOCAL_RANK": rank % each, "LOCAL_WORLD_SIZE": each, "PHALANX_HOST_ID": host}
+        for rank, (host, local, count) in enumerate(places):
+            variables = {"RANK": rank, "WORLD_SIZE": len(places), "MASTER_ADDR": HOSTS["left"], "MASTER_PORT": PORT}
+            variables |= {"LOCAL_RANK": local, "LOCAL_WORLD_SIZE": count, "PHALANX_HOST_ID": host}
             environment = os.environ | {name: str(value) for name, value in variables.items()}
             bound = ["taskset", "-c", str(processors[rank])] if is_bound else []
             command = [*link.inside(host), *bound, str(PHALANX_BENCH), *options, "--json=-"]
@@ -166,7 +167,7 @@ def compare(link: Link, rounds: int, sizes: list[int], options: list[str], limit
 
     def time_ours() -> None:
         # The bare sockets' processes bind themselves.
-        runs = (bench(link, [*options, "-b", str(size), "-e", str(size)], 1, limit, is_bound=True) for size in sizes)
+        runs = (bench(link, [*options, "-b", str(size), "-e", str(size)], [1] * len(HOSTS), limit, is_bound=True) for size in sizes)
         ours.append([rows[0]["time_us"] for rows in runs])
 
     def time_bare() -> None:
@@ -198,10 +199,19 @@ def at_least_one(text: str) -> int:
     return value
 
 
+def on_hosts(text: str) -> list[int]:
+    """How many ranks each host has."""
+    counts = [at_least_one(count) for count in text.split(",")]
+    counts = counts * len(HOSTS) if len(counts) == 1 else counts
+    if len(counts) != len(HOSTS):
+        raise argparse.ArgumentTypeError(f"{text} is neither one number nor one for each of the {len(HOSTS)} hosts")
+    return counts
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", help="what the link carries in each direction, such as 1gbit [default: all it can]")
-    parser.add_argument("--ranks", type=at_least_one, default=2, help="ranks on each host [default: 2]")
+    parser.add_argument("--ranks", type=on_hosts, default="2", metavar="N[,N]", help="ranks on each host, or on one and the other [default: 2]")
     parser.add_argument("--calls", type=at_least_one, default=20, help="timed calls of each size [default: 20]")
     parser.add_argument("--limit", type=float, default=120, help="seconds after which a run is given up [default: 120]")
     parser.add_argument("--floor", type=at_least_one, metavar="ROUNDS", help="time it beside bare sockets: all_reduce or send_recv, one rank on each host")
@@ -212,7 +222,7 @@ def main() -> None:
     arguments, rest = parser.parse_known_args()
     if not PHALANX_BENCH.exists():
         sys.exit(f"{PHALANX_BENCH} is missing: cargo build --release -p phalanx-bench")
-    if arguments.floor and (arguments.collective not in ("all_reduce", "send_recv") or arguments.ranks != 1):
+    if arguments.floor and (arguments.collective not in ("all_reduce", "send_recv") or set(arguments.ranks) != {1}):
         sys.exit("--floor is for all_reduce and send_recv with --ranks 1")
     if arguments.floor and len(os.sched_getaffinity(0)) < 2:
         skip("--floor takes two processors: each host has one")
@@ -236,7 +246,7 @@ def main() -> None:
             print(f"# {arguments.collective}, 2 hosts, 1 rank each, link {arguments.rate or 'unlimited'}, medians of {arguments.floor} rounds")
             compare(link, arguments.floor, sizes, [arguments.collective, *rest], arguments.limit)
             return
-        print(f"# {rows[0]['name']}: {arguments.collective}, 2 hosts, {arguments.ranks} ranks each,", end=" ")
+        print(f"# {rows[0]['name']}: {arguments.collective}, 2 hosts, {' and '.join(map(str, arguments.ranks))} ranks,", end=" ")
         print(f"link {arguments.rate or 'unlimited'}")
         print(f"{'bytes':>12} {'time ms':>10} {'left sends':>12} {'right sends':>12} {'of the size':>12}")
         for size in sizes:
