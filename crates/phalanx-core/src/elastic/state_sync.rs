@@ -402,6 +402,8 @@ mod tests {
         let states = [(1, named(b"x", 1)), (2, named(b"x", 1))];
         let outcomes =
             on_ranks(&states, |group, snapshot, _| commit(group, snapshot, false, Drift::Fail).unwrap_err());
-        assert!(outcomes.iter().all(|outcome| outcome.0.to_string().contains("rank 0 is at 1, and rank 1 at 2")));
+        assert!(
+            outcomes.iter().all(|outcome| outcome.0.to_string().contains("rank 0 is at 1, and rank 1 at 2"))
+        );
     }
 }
