@@ -75,10 +75,14 @@ fn whole(bytes: &[u8]) -> Result<Option<usize>, &'static str> {
     const CUT_OFF: &str = "it is cut off: its end marker is missing";
     let (mut at, mut scans) = (2, 0);
     let (mut is_sequential, mut is_in_scan) = (false, false);
+    let mut sent = Sent::default();
     loop {
         let (marker, behind) = next_marker(bytes, at).ok_or(CUT_OFF)?;
         at = behind;
         match marker {
+            END_OF_IMAGE if scans > 0 && !sent.is_all() => {
+                return Err("scans are missing: decoders would make it blurred or grey");
+            }
             END_OF_IMAGE if scans > 0 => {
                 return Ok((is_in_scan && (is_sequential || scans > 1)).then_some(at - 2));
             }
@@ -92,10 +96,64 @@ fn whole(bytes: &[u8]) -> Result<Option<usize>, &'static str> {
                 if scans > MAX_SCANS {
                     return Err("it has more scans than any picture");
                 }
+                sent.add(marker, segment(bytes, at).unwrap_or_default());
                 let length = bytes.get(at..at + 2).ok_or(CUT_OFF)?;
                 at += usize::from(u16::from_be_bytes([length[0], length[1]])).max(2);
             }
         }
+    }
+}
+
+/// What scans have given of each component. A progressive picture has each of its coefficients in several: first the upper bits, then the next
+/// one. libjpeg takes what is there, so Pillow shows a picture of which scans are missing blurred, or without its colours.
+#[derive(Default)]
+struct Sent {
+    is_progressive: bool,
+    /// By their names: the lowest bit of each coefficient that has come.
+    components: Vec<(u8, [u8; 64])>,
+    /// Whether a scan had the next bit of what had not come.
+    has_gap: bool,
+}
+
+impl Sent {
+    /// For a bit that has not come.
+    const NONE: u8 = u8::MAX;
+
+    fn add(&mut self, marker: u8, content: &[u8]) {
+        match marker {
+            0xc0 | 0xc1 | 0xc2 => {
+                let components = content.get(6..).unwrap_or_default().as_chunks::<3>().0;
+                self.is_progressive = marker == 0xc2;
+                self.components = components.iter().map(|one| (one[0], [Self::NONE; 64])).collect();
+            }
+            START_OF_SCAN => self.scan(content),
+            // Tables, other programs' data, comments.
+            0..=u8::MAX => {}
+        }
+    }
+
+    /// The decoder judges a scan whose segment is too short.
+    fn scan(&mut self, content: &[u8]) {
+        let Some((count, rest)) = content.split_first() else { return };
+        let Some((names, rest)) = rest.split_at_checked(2 * usize::from(*count)) else { return };
+        let Some(&[first, last, bits]) = rest.first_chunk::<3>() else { return };
+        let (places, before, bit) = match self.is_progressive {
+            true => (usize::from(first)..usize::from(last) + 1, bits >> 4, bits & 0xf),
+            // Decoders pass over what it says of them.
+            false => (0..64, 0, 0),
+        };
+        for (name, sent) in &mut self.components {
+            if names.as_chunks::<2>().0.iter().any(|one| one[0] == *name) {
+                for sent in sent.get_mut(places.clone()).into_iter().flatten() {
+                    self.has_gap |= before > 0 && *sent != before;
+                    *sent = bit;
+                }
+            }
+        }
+    }
+
+    fn is_all(&self) -> bool {
+        !self.has_gap && self.components.iter().all(|(_, sent)| sent.iter().all(|bit| *bit == 0))
     }
 }
 
@@ -325,6 +383,47 @@ mod tests {
         let (second, _) = scans.nth(1).unwrap();
         assert!(decode(file).is_ok());
         assert!(decode(&[&file[..second + 12], &file[file.len() - 2..]].concat()).is_err());
+    }
+
+    /// Pillow takes these, and shows them blurred, or without a colour.
+    #[test]
+    fn a_picture_of_which_a_scan_is_missing_is_an_error() {
+        /// Where each scan begins, and where its data end.
+        fn scans(file: &[u8]) -> Vec<(usize, usize)> {
+            let (mut at, mut scans) = (2, Vec::new());
+            while let Some((marker, behind)) = next_marker(file, at) {
+                at = behind;
+                if marker == START_OF_SCAN {
+                    let mut end = behind;
+                    while let Some((marker, behind)) = next_marker(file, end)
+                        && stands_alone(marker)
+                    {
+                        end = behind;
+                    }
+                    let end = next_marker(file, end).unwrap().1 - 2;
+                    scans.push((at - 2, end));
+                } else if !stands_alone(marker) && marker != END_OF_IMAGE {
+                    at += 2 + segment(file, at).unwrap().len();
+                }
+            }
+            scans
+        }
+        let file = include_bytes!("../../../tests/files/images/progressive.jpg");
+        let all = scans(file);
+        assert_eq!((all.len(), decode(file).is_ok()), (10, true));
+        for (start, end) in all {
+            let without = [&file[..start], &file[end..]].concat();
+            assert!(whole(&without).unwrap_err().contains("scans are missing"), "{start}");
+        }
+        // A picture whose only scan lacks its last component.
+        let file = include_bytes!("../../../tests/files/images/444.jpg");
+        let start = scans(file)[0].0;
+        assert!(whole(file).is_ok());
+        let mut without = file.to_vec();
+        assert_eq!(without[start + 2..start + 5], [0, 12, 3]);
+        without.drain(start + 9..start + 11);
+        without[start + 3..start + 5].copy_from_slice(&[10, 2]);
+        assert!(whole(&without).unwrap_err().contains("scans are missing"));
     }
 
     #[test]

@@ -49,6 +49,7 @@ pub struct ImageSample {
 ///   follows the end of a JPEG, a PNG or a TIFF is ignored.
 /// * A BMP or WebP that is longer or shorter than it says is an error.
 /// * Floats, palettes in TIFF and formats other than JPEG, PNG, BMP, PNM, TIFF and WebP are errors.
+/// * A JPEG of which scans are missing is an error. Pillow shows it blurred, or without its colours.
 /// * A JPEG whose first component has fewer samples than another is an error, and so is one whose components are named R, G and B while a
 ///   marker says otherwise.
 ///
