@@ -29,6 +29,10 @@ impl<T: Task> Dataset for Examples<T> {
         let seed = worker_info().map_or(0, |worker| worker.item_seed);
         self.task.item(self.part, index, seed).map_err(described)
     }
+
+    fn fingerprint(&self) -> u64 {
+        Task::fingerprint(&*self.task, self.part)
+    }
 }
 
 /// How batches are loaded.

@@ -12,6 +12,7 @@ use crate::labels;
 use crate::masking::{self, Masked};
 use crate::mesh::Part as ModelPart;
 use crate::model::{Classifier, MaskedLm};
+use crate::schedule::seed_of;
 use crate::text::Text;
 use crate::weights::{self, Head, Loaded, Weights};
 
@@ -80,6 +81,9 @@ pub trait Task: Send + Sync + 'static {
 
     /// How many examples there are.
     fn examples(&self, part: Part) -> usize;
+
+    /// A number of all that is in the examples: ranks compare it, and a run goes on within an epoch only with the same.
+    fn fingerprint(&self, part: Part) -> u64;
 
     /// Tokenizes the example at `index`. What is random in it draws from `seed`, which is another one in each epoch.
     fn item(&self, part: Part, index: usize, seed: u64) -> Result<Self::Item>;
@@ -204,6 +208,10 @@ impl Task for Classification {
         self.part(part).len()
     }
 
+    fn fingerprint(&self, part: Part) -> u64 {
+        fingerprint(self.part(part).iter().map(|example| (example.text.as_str(), example.label)))
+    }
+
     fn item(&self, part: Part, index: usize, _seed: u64) -> Result<(Encoded, usize)> {
         let example = at(self.part(part), index)?;
         let labels = self.data.labels.len();
@@ -291,6 +299,10 @@ impl Task for MaskedLanguage {
         self.part(part).len()
     }
 
+    fn fingerprint(&self, part: Part) -> u64 {
+        fingerprint(self.part(part).iter().map(|text| (text.as_str(), 0)))
+    }
+
     fn item(&self, part: Part, index: usize, seed: u64) -> Result<Masked> {
         let text = self.text.encode(at(self.part(part), index)?)?;
         Ok(masking::mask(&text, &self.text, seed))
@@ -336,6 +348,15 @@ impl Task for MaskedLanguage {
         write(&self.config.clone().with_labels(&class, &[]), &self.text, folder)?;
         weights::save(model, self.config.model_type, &folder.join("model.safetensors"))
     }
+}
+
+/// One number of texts and their labels.
+fn fingerprint<'a>(examples: impl Iterator<Item = (&'a str, usize)>) -> u64 {
+    let number = |bytes: &[u8]| bytes.iter().fold(0_u64, |number, byte| number << 8 | u64::from(*byte));
+    examples.fold(0_u64, |all, (text, label)| {
+        let begun = seed_of(&[all, text.len() as u64, label as u64]);
+        text.as_bytes().chunks(8).fold(begun, |all, bytes| seed_of(&[all, number(bytes)]))
+    })
 }
 
 fn at<T>(examples: &[T], index: usize) -> Result<&T> {

@@ -173,6 +173,7 @@ impl<'a, T: Task> Training<'a, T> {
         let loading = Loading { batch_size, num_workers: options.num_workers };
         let loader = loading.training(task, &mesh.data, options.seed, &Device::flex().autodiff())?;
         loader.check_ranks(&mesh.data)?;
+        check_examples(&**task, group)?;
         let total = loader.len().div_ceil(options.accumulate) as u64 * options.epochs;
 
         let distribution = (devices, options.batch_size, options.accumulate, options.seed, examples);
@@ -325,6 +326,19 @@ impl<'a, T: Task> Training<'a, T> {
         self.record.flush();
         self.engine.save(&self.checkpoints, self.progress.steps, (PROGRESS, &self.progress))
     }
+}
+
+/// Refuses ranks with other examples: each host may have a copy of the files. Of the held-out ones each rank takes its part by itself, and copies
+/// that differ would not be noticed.
+fn check_examples<T: Task>(task: &T, group: &ProcessGroup) -> Result<()> {
+    let all = group.all_gather_object(&[Part::Train, Part::HeldOut].map(|part| task.fingerprint(part)))?;
+    let other = all.iter().position(|one| *one != all[0]);
+    ensure!(
+        other.is_none(),
+        "rank {} has other examples than rank 0: give all hosts the same train.jsonl and held-out.jsonl",
+        other.unwrap_or_default()
+    );
+    Ok(())
 }
 
 /// Shows a line, on rank 0 alone.

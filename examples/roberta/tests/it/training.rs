@@ -659,6 +659,45 @@ fn another_number_of_ranks_does_not_go_on_from_a_checkpoint() {
 }
 
 #[test]
+fn other_texts_of_the_same_number_are_no_part_of_a_training() {
+    let corpus = Corpus::new(32, 8);
+    let task = classification(&corpus, 0.0);
+    let model = classifier(&task.config);
+    let changed = |change: &dyn Fn(&mut Dataset)| {
+        let mut data = task.data.clone();
+        change(&mut data);
+        Arc::new(Classification { config: task.config.clone(), text: text(&corpus), data })
+    };
+    let text_of = changed(&|data: &mut Dataset| data.train[5].text.push('!'));
+    let label_of = changed(&|data: &mut Dataset| data.train[5].label = 1 - data.train[5].label);
+    let held_out = changed(&|data: &mut Dataset| data.held_out[5].text.push('!'));
+
+    // Hosts with a copy of the files each.
+    for (other, said) in [(&text_of, "fingerprint"), (&held_out, "rank 1 has other examples than rank 0")] {
+        let options = options(&corpus.path("hosts"));
+        let errors = on_ranks(2, |group| {
+            let task = if group.rank().is_main() { &task } else { other };
+            format!("{:#}", train(task, &model, &group, &options).unwrap_err())
+        });
+        assert!(errors.iter().all(|error| error.contains(said)), "{errors:?}");
+    }
+
+    // Files that were changed before the run goes on at step 10, in the middle of the third epoch.
+    let out = corpus.path("run");
+    let run = |task: &Arc<Classification>| {
+        let options = TrainOptions { save_every: 10, ..options(&out) };
+        on_ranks(2, |group| train(task, &model, &group, &options)).remove(0)
+    };
+    let whole = run(&task).unwrap();
+    without_the_last_checkpoint(&out);
+    for other in [&text_of, &label_of] {
+        let error = format!("{:#}", run(other).unwrap_err());
+        assert!(error.contains("within a pass over another data set"), "{error}");
+    }
+    assert_eq!(run(&task).unwrap(), whole);
+}
+
+#[test]
 fn another_order_of_labels_does_not_go_on_from_a_checkpoint() {
     let corpus = Corpus::new(8, 4);
     let task = classification(&corpus, 0.1);
