@@ -120,15 +120,12 @@ impl Sent {
     const NONE: u8 = u8::MAX;
 
     fn add(&mut self, marker: u8, content: &[u8]) {
-        match marker {
-            0xc0 | 0xc1 | 0xc2 => {
-                let components = content.get(6..).unwrap_or_default().as_chunks::<3>().0;
-                self.is_progressive = marker == 0xc2;
-                self.components = components.iter().map(|one| (one[0], [Self::NONE; 64])).collect();
-            }
-            START_OF_SCAN => self.scan(content),
-            // Tables, other programs' data, comments.
-            0..=u8::MAX => {}
+        if matches!(marker, 0xc0..=0xc2) {
+            let components = content.get(6..).unwrap_or_default().as_chunks::<3>().0;
+            self.is_progressive = marker == 0xc2;
+            self.components = components.iter().map(|one| (one[0], [Self::NONE; 64])).collect();
+        } else if marker == START_OF_SCAN {
+            self.scan(content);
         }
     }
 
