@@ -29,6 +29,7 @@ mod whole;
 
 pub use clip::clip_grad_norm;
 pub(crate) use clip::{of_stages, refuse_parts};
+#[cfg(feature = "horovod")]
 pub(crate) use division::group_of;
 pub(crate) use elementwise::{check as check_elementwise, check_parts};
 pub(crate) use exchange::gathered;
