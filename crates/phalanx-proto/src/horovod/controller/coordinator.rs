@@ -5,9 +5,8 @@ use std::fmt::Write;
 use std::time::{Duration, Instant};
 
 use super::StallTimes;
-use crate::horovod::request::{
-    Kind, MAX_ANSWER_BYTES, MAX_REFUSALS, Message, Refusal, Refused, Request, Response, Round,
-};
+use crate::horovod::message::{MAX_REFUSALS, Message, Refusal, Refused, Response, Round};
+use crate::horovod::request::{Kind, MAX_ANSWER_BYTES, Request};
 
 /// The most tensors that a warning names.
 const NAMED: usize = 8;
