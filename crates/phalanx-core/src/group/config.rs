@@ -214,10 +214,7 @@ impl GroupConfig {
 
     /// The rank in the first group of this group's `rank`.
     pub(super) fn global(&self, rank: Rank) -> Rank {
-        match &self.members {
-            Some(members) => members.get(rank.index()).copied().unwrap_or(rank),
-            None => rank,
-        }
+        rank.global(self.members.as_deref())
     }
 
     /// The configuration of the sub-group `name` with these `members` of this group.

@@ -146,8 +146,7 @@ impl Health {
 
     /// The rank in the first group of this group's `rank`.
     fn global(&self, rank: Rank) -> Rank {
-        let member = self.members.as_ref().and_then(|members| members.get(rank.index()));
-        member.copied().unwrap_or(rank)
+        rank.global(self.members.as_deref())
     }
 
     /// Ranks that wait for this one learn from `look` what it does outside this group.
