@@ -81,7 +81,7 @@ impl Aside {
     }
 }
 
-/// Reports a long wait now and then. It never blocks: who waits has a deadline, and may hold what others need.
+/// Reports a long wait now and then. It never blocks: the waiting thread has a deadline, and may hold what others need.
 #[derive(Debug)]
 pub(crate) struct Reminders {
     started: Instant,

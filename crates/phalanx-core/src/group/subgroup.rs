@@ -38,7 +38,7 @@ const PAIRS_AT_ONCE: usize = 8;
 /// How long the store may take to remove what was written to connect a sub-group.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
 /// Of so many parts, the last that were made, the store keeps what this rank has written. A rank that means another group by the name of one hears
-/// that at once, and does not wait for who has come and gone.
+/// that at once, and does not wait for ranks that have come and gone.
 const KEPT_PARTS: usize = 16;
 
 /// The error of members who need not be waited for any more, because their group has failed for this cause; None if they may still come.
@@ -129,7 +129,7 @@ impl ProcessGroup {
         let world = WorldSize::new(members.len() as u32)?;
         let partition = self.inner.partition.part(members);
         let failed_before = self.watched_failure();
-        // Who was lost does not come. Members that live can go on without it.
+        // A rank that was lost does not come. The other members can go on without it.
         let lost = failed_before.as_ref().filter(|cause| cause.kind() == Kind::PeerFailed);
         if let Some(error) = lost.and_then(|cause| useless(cause, members)) {
             return Err(error);
@@ -323,7 +323,7 @@ impl ProcessGroup {
         members.iter().position(|member| *member == self.rank()).map(|place| Rank::new(place as u32))
     }
 
-    /// The number of the next sub-group. Who has it makes one, and no other thread does meanwhile.
+    /// The number of the next sub-group. The thread that holds it makes that one, and no other thread makes one meanwhile.
     fn next_child(&self) -> Result<MutexGuard<'_, u64>> {
         let children = &self.inner.children;
         if interrupt::is_checking() {
@@ -394,7 +394,7 @@ impl ProcessGroup {
     }
 
     /// What removes what this rank wrote to connect the last [parts](Self::part) that were made of this group and of its parts, a round trip for
-    /// each. Whoever still came to one of them would wait until this group fails.
+    /// each. A rank that still came to one of them would wait until this group fails.
     #[doc(hidden)]
     pub fn clear_parts(&self) -> impl FnOnce() + Send + use<> {
         let parts = std::mem::take(&mut *self.inner.config.parts.lock());

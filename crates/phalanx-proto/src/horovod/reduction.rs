@@ -163,7 +163,7 @@ impl Reduction {
             if !factor.is_finite() {
                 return refuse(format!("{name} is {factor}"), "it must be a finite number");
             }
-            // What stands for something else is scaled by whoever makes that of it.
+            // Elements that stand for something else are scaled when that is made of them.
             if factor != 1.0 && !dtype.is_float() && stands_for.is_none() {
                 return refuse(format!("{name} is not defined for {dtype}"), "convert to f32 or f64");
             }

@@ -7,8 +7,8 @@ use crate::error::{Error, Result};
 use crate::rank::{Rank, Sequence};
 use crate::wire::frame::{Call, Operation};
 
-/// A block of an all-to-all of at most so many bytes is sent before anything is received. Ranks cannot wait for each other in this: whoever
-/// waits for room waits for a rank in an earlier call, which needs nothing more of it. A rank in this call has received everything of the calls
+/// A block of an all-to-all of at most so many bytes is sent before anything is received. Ranks cannot wait for each other in this: a
+/// rank that waits for room waits for a rank in an earlier call, which needs nothing more of it. A rank in this call has received everything of the calls
 /// before, so the block is the only one on its way, and the systems have room for it.
 const EAGER_BLOCK: usize = 4096;
 
