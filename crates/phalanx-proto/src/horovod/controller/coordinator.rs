@@ -371,17 +371,11 @@ fn respond(waiting: &Waiting) -> Option<Response> {
         }
         (None, _) => None,
     };
-    let rows = match &request.kind {
-        _ if error.is_some() => Vec::new(),
-        Kind::Allgather => {
-            let none = || vec![0; request.parts.len()];
-            waiting.requests().map(|request| request.map_or_else(none, Request::rows)).collect()
-        }
-        Kind::Allreduce(_)
-        | Kind::Alltoall
-        | Kind::Broadcast { .. }
-        | Kind::Reducescatter(_)
-        | Kind::Barrier => Vec::new(),
+    let rows = if error.is_none() && request.kind.tells_rows() {
+        let none = || vec![0; request.parts.len()];
+        waiting.requests().map(|request| request.map_or_else(none, Request::rows)).collect()
+    } else {
+        Vec::new()
     };
     Some(Response { request, rows, absent, error })
 }
