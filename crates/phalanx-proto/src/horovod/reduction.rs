@@ -138,7 +138,10 @@ impl Reduction {
         if dtype.is_float() { (self.prescale.0, self.postscale.0) } else { (1.0, 1.0) }
     }
 
-    /// An error if this has no meaning for elements of `dtype` in a world of `size`.
+    /// Checks that this has a meaning for elements of `dtype` in a world of `size` ranks.
+    ///
+    /// # Errors
+    /// If the operation, or a factor, is not defined for them.
     pub fn check(self, dtype: DType, size: usize) -> Result<()> {
         self.check_for(dtype, None, size)
     }
