@@ -22,7 +22,7 @@ const REMINDERS: [Duration; 4] =
 /// At most so many of the ranks that wait for the same report it: thousands of lines that say the same would hide all else.
 pub(crate) const REPORTING: u32 = 16;
 /// When another rank reports its wait, once: it may be the only one that waits for a certain rank.
-const LATE_REMINDER: Duration = Duration::from_secs(60);
+const LATE_REMINDER_DELAY: Duration = Duration::from_secs(60);
 
 /// Whether `rank` is one of those that report a long wait. They are on all hosts, in all places there: any of them may be missing itself.
 pub(crate) fn reports(rank: Rank, world: WorldSize) -> bool {
@@ -81,7 +81,7 @@ impl Aside {
     }
 }
 
-/// Reports a long wait now and then. It never blocks: who waits has a deadline, and may hold what others need.
+/// Reports a long wait now and then. It never blocks: the waiting thread has a deadline, and may hold what others need.
 #[derive(Debug)]
 pub(crate) struct Reminders {
     started: Instant,
@@ -101,7 +101,7 @@ impl Reminders {
     pub(crate) fn of(rank: Rank, world: WorldSize) -> Self {
         match reports(rank, world) {
             true => Self::new(),
-            false => Self { next: Some(LATE_REMINDER), repeats: false, ..Self::new() },
+            false => Self { next: Some(LATE_REMINDER_DELAY), repeats: false, ..Self::new() },
         }
     }
 
@@ -235,8 +235,8 @@ pub(crate) mod tests {
         let world = WorldSize::new(512).unwrap();
         assert_eq!(Reminders::of(Rank::MAIN, world).next, Some(REMINDERS[0]));
         let mut reminders = Reminders::of(Rank::new(1), world);
-        assert_eq!(reminders.next, Some(LATE_REMINDER));
-        reminders.started = Instant::now().checked_sub(LATE_REMINDER).unwrap();
+        assert_eq!(reminders.next, Some(LATE_REMINDER_DELAY));
+        reminders.started = Instant::now().checked_sub(LATE_REMINDER_DELAY).unwrap();
         are_told_aside(|| reminders.remind(|| "rank 9 is waited for".to_owned()));
         assert_eq!(reminders.next, None);
     }

@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use phalanx_proto::horovod::request::Settings;
+use phalanx_proto::horovod::message::Settings;
 
 /// Cycle times that are tried, in microseconds.
 const CYCLES: [u64; 5] = [500, 1_000, 2_500, 5_000, 10_000];

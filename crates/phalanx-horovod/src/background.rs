@@ -19,7 +19,7 @@ use crate::handle::{Completer, Outcome};
 use crate::options::{Options, is_set};
 use crate::topology::numbered_among;
 use phalanx_proto::horovod::controller::{Batch, Controller, StallTimes, fuse};
-use phalanx_proto::horovod::request::{Message, Refusal, Refused, Response, Round, Settings};
+use phalanx_proto::horovod::message::{Message, Refusal, Refused, Response, Round, Settings};
 
 /// A rank that has nothing in flight begins a cycle after so long, for what is not negotiated: ranks that leave, and stalls.
 const IDLE_INTERVAL: Duration = Duration::from_millis(50);

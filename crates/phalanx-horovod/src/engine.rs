@@ -15,7 +15,8 @@ use crate::handle::{Completer, Handle, Outcome};
 use crate::options::Options;
 use crate::tensor::Tensor;
 use crate::topology::numbered_among;
-use phalanx_proto::horovod::request::{MAX_IN_FLIGHT, MAX_REFUSALS, Refusal, Request};
+use phalanx_proto::horovod::message::{MAX_REFUSALS, Refusal};
+use phalanx_proto::horovod::request::{MAX_IN_FLIGHT, Request};
 
 /// The groups of an engine: one for negotiation and one for data.
 #[derive(Clone)]

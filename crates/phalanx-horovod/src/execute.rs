@@ -13,8 +13,9 @@ use crate::tensor::Tensor;
 use crate::topology::numbered_among;
 use phalanx::adapter::elements::{convert, scale};
 use phalanx_proto::horovod::controller::{Fused, Member};
+use phalanx_proto::horovod::message::Response;
 use phalanx_proto::horovod::reduction::{Op, Reduction};
-use phalanx_proto::horovod::request::{Kind, Request, Response};
+use phalanx_proto::horovod::request::{Kind, Request};
 
 /// A tensor that is larger than the fusion buffer, and travels in another type, passes through it in pieces of at least
 /// this many bytes.

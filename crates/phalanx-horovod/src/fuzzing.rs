@@ -6,8 +6,9 @@ use phalanx::{DType, Rank};
 use serde::de::DeserializeOwned;
 
 use phalanx_proto::horovod::controller::{Controller, StallTimes, fuse};
+use phalanx_proto::horovod::message::{Message, Round};
 use phalanx_proto::horovod::reduction::Op;
-use phalanx_proto::horovod::request::{Kind, Message, Part, Request, Round};
+use phalanx_proto::horovod::request::{Kind, Part, Request};
 
 /// Accepts any bytes. Returns whether they are valid.
 pub type Target = fn(&[u8]) -> bool;
@@ -94,7 +95,7 @@ mod tests {
     use serde::Serialize;
 
     use super::*;
-    use phalanx_proto::horovod::request::{Refusal, Refused, Response, Settings};
+    use phalanx_proto::horovod::message::{Refusal, Refused, Response, Settings};
 
     fn fuzz() -> PathBuf {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz")

@@ -27,6 +27,12 @@ impl Rank {
         self.0 as usize
     }
 
+    /// The number in the first group of this rank of a group, whose ranks have the numbers `members` there. None: it is the first group.
+    #[doc(hidden)]
+    pub fn global(self, members: Option<&[Self]>) -> Self {
+        members.and_then(|members| members.get(self.index())).copied().unwrap_or(self)
+    }
+
     /// Whether this is rank 0.
     pub const fn is_main(self) -> bool {
         self.0 == 0

@@ -17,7 +17,10 @@ impl WorldSize {
     /// A world of one.
     pub const ONE: Self = Self(NonZeroU32::MIN);
 
-    /// Checks that `size` is between 1 and [`MAX_WORLD_SIZE`].
+    /// A world of `size` ranks.
+    ///
+    /// # Errors
+    /// If `size` is not between 1 and [`MAX_WORLD_SIZE`].
     pub fn new(size: u32) -> Result<Self> {
         match NonZeroU32::new(size) {
             Some(size) if size.get() <= MAX_WORLD_SIZE => Ok(Self(size)),
@@ -37,7 +40,10 @@ impl WorldSize {
         self.0.get() as usize
     }
 
-    /// Checks that `rank` is below the world size.
+    /// The rank with the number `rank`.
+    ///
+    /// # Errors
+    /// If `rank` is not below the world size.
     pub fn rank(self, rank: u32) -> Result<Rank> {
         if rank < self.get() {
             Ok(Rank::new(rank))

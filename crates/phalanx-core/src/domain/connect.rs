@@ -234,7 +234,7 @@ impl Mapped {
 
 /// Which ranks may share memory, as far as they have told where it is. All come to the same result.
 fn candidates(lent: &[Lent]) -> Partition {
-    // All must plan alike, and who was told to use TCP knows nothing of the others' memory.
+    // All must plan alike, and a rank that was told to use TCP knows nothing of the others' memory.
     if lent.iter().any(|lent| matches!(lent, Ok(None))) {
         return Partition::alone(lent.len());
     }

@@ -49,7 +49,7 @@ pub(super) struct RoundStore {
     planned: Vec<String>,
     /// What this worker has recorded, and not removed.
     known: Mutex<BTreeSet<String>>,
-    /// This worker's own list, once it has removed a key. Those who add to it share the lock; who shortens it has it alone.
+    /// This worker's own list, once it has removed a key. Threads that add to it share the lock; a thread that shortens it has the lock alone.
     own: RwLock<Option<OwnList>>,
 }
 
@@ -89,7 +89,7 @@ impl RoundStore {
             new.map(str::to_owned).collect()
         };
         let lines: String = new.iter().map(|key| format!("{key}\n")).collect();
-        // Who shortens the list waits for the store meanwhile, and may have more time.
+        // The thread that shortens the list waits for the store meanwhile, and may have more time.
         let Some(own) = self.own.try_read_until(deadline.instant()) else {
             return Err(Error::timeout(format!(
                 "another thread of this worker writes the list of round {}'s keys anew, and waits for the store",

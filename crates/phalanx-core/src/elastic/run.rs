@@ -1,8 +1,9 @@
 //! The loop around a training loop.
 //!
 //! The group, not the error, tells whether another rank has failed, because a training loop may wrap its errors in
-//! types of its own. If one of its sub-groups has lost a rank, that counts as a failure of the group. The group keeps its first cause, and records when a call has returned the failure of another rank
-//! (`remote_error`). If ranks make different calls, nothing is retried.
+//! types of its own. If one of its sub-groups has lost a rank, that counts as a failure of the group. The group keeps
+//! its first cause, and records when a call has returned the failure of another rank (`remote_error`). If ranks make
+//! different calls, nothing is retried.
 
 use super::context::Ended;
 use super::members::ElasticEnd;

@@ -178,9 +178,35 @@ pub(super) fn unknown_rank(variables: impl Iterator<Item = (String, String)>) ->
     ranks.filter(|(_, rank)| *rank > 0).min()
 }
 
+/// Where the ranks meet by default, if their launcher says so. `MASTER_PORT` goes before a port that follows from the job.
+pub(super) fn rendezvous<F: Fn(&str) -> Option<String>>(
+    variables: &Variables<F>,
+    place: &ForeignRank,
+) -> Result<Option<RendezvousEndpoint>> {
+    let port = variables.parse_optional("MASTER_PORT")?;
+    let file = shared_file(variables, place).map(RendezvousEndpoint::Url);
+    let step = slurm_step(variables, place)?
+        .map(|step| RendezvousEndpoint::Master { address: step.address, port: port.unwrap_or(step.port) });
+    let mpirun = mpirun(variables, place).map(|mpirun| RendezvousEndpoint::HostOfMpirun {
+        address: mpirun.address,
+        port: port.unwrap_or(mpirun.port),
+    });
+    Ok(file.or(step).or(pmi(variables, place, port)?).or(mpirun))
+}
+
+/// The launcher's name for the job, if it has one.
+pub(super) fn run_id<F: Fn(&str) -> Option<String>>(
+    variables: &Variables<F>,
+    place: &ForeignRank,
+) -> Option<String> {
+    // What cannot be understood and is not needed is no error.
+    let step = slurm_step(variables, place).ok().flatten();
+    step.map(|step| step.id).or_else(|| Some(mpirun(variables, place)?.id))
+}
+
 /// A file at which all ranks of this job can meet by default, if there is one: Open MPI gives each job of one host a
 /// folder.
-pub(super) fn shared_file<F: Fn(&str) -> Option<String>>(
+fn shared_file<F: Fn(&str) -> Option<String>>(
     variables: &Variables<F>,
     place: &ForeignRank,
 ) -> Option<String> {
@@ -191,7 +217,7 @@ pub(super) fn shared_file<F: Fn(&str) -> Option<String>>(
 }
 
 /// The connection to Hydra, over which rank 0 tells its address, if `place` is Hydra's.
-pub(super) fn pmi<F: Fn(&str) -> Option<String>>(
+fn pmi<F: Fn(&str) -> Option<String>>(
     variables: &Variables<F>,
     place: &ForeignRank,
     port: Option<u16>,
@@ -206,7 +232,7 @@ pub(super) fn pmi<F: Fn(&str) -> Option<String>>(
 }
 
 /// The host of Open MPI's mpirun, if `place` is Open MPI's and its variables name the host.
-pub(super) fn mpirun<F: Fn(&str) -> Option<String>>(
+fn mpirun<F: Fn(&str) -> Option<String>>(
     variables: &Variables<F>,
     place: &ForeignRank,
 ) -> Option<MpirunHost> {
@@ -215,7 +241,7 @@ pub(super) fn mpirun<F: Fn(&str) -> Option<String>>(
 }
 
 /// Where the tasks of the step meet that Slurm's `place` is in.
-pub(super) fn slurm_step<F: Fn(&str) -> Option<String>>(
+fn slurm_step<F: Fn(&str) -> Option<String>>(
     variables: &Variables<F>,
     place: &ForeignRank,
 ) -> Result<Option<StepMeeting>> {

@@ -198,19 +198,7 @@ impl LaunchEnv {
             }
             (Some(place), _) if place.world_size.1 == 1 => Some(RendezvousEndpoint::NotNeeded),
             (Some(place), _) if variables.text("MASTER_ADDR").is_none() => {
-                let file = foreign::shared_file(&variables, place).map(RendezvousEndpoint::Url);
-                let port = variables.parse_optional("MASTER_PORT")?;
-                let step = foreign::slurm_step(&variables, place)?;
-                let step = step.map(|step| RendezvousEndpoint::Master {
-                    address: step.address,
-                    port: port.unwrap_or(step.port),
-                });
-                let mpirun =
-                    foreign::mpirun(&variables, place).map(|mpirun| RendezvousEndpoint::HostOfMpirun {
-                        address: mpirun.address,
-                        port: port.unwrap_or(mpirun.port),
-                    });
-                file.or(step).or(foreign::pmi(&variables, place, port)?).or(mpirun)
+                foreign::rendezvous(&variables, place)?
             }
             _ => None,
         };
@@ -231,12 +219,8 @@ impl LaunchEnv {
                 RendezvousEndpoint::Master { address, port: variables.parse("MASTER_PORT")? }
             }
         };
-        let run_id = variables.text("TORCHELASTIC_RUN_ID").or_else(|| {
-            let step = place.as_ref().map(|place| foreign::slurm_step(&variables, place));
-            // What cannot be understood and is not needed is no error.
-            let step = step.and_then(|step| Some(step.ok()??.id));
-            step.or_else(|| Some(foreign::mpirun(&variables, place.as_ref()?)?.id))
-        });
+        let run_id =
+            variables.text("TORCHELASTIC_RUN_ID").or_else(|| foreign::run_id(&variables, place.as_ref()?));
         let place = match place {
             Some(place) => place,
             None => foreign::ForeignRank {
@@ -271,21 +255,14 @@ impl LaunchEnv {
 /// Why this process, which is a world of one by what [`LaunchEnv::from_process`] has read, may be meant as one of several: its launcher
 /// is not known here, or the variables contradict each other.
 pub fn doubt(env: Option<&LaunchEnv>) -> Option<String> {
-    let text = |text: OsString| text.to_string_lossy().into_owned();
-    doubt_of(
-        env,
-        &Variables { lookup: variable },
-        std::env::vars_os().map(|(name, value)| (text(name), text(value))),
-    )
+    doubt_of(env, &Variables { lookup: variable }, all_variables())
 }
 
 /// A variable that looks like the rank of a launcher which is not known here, if this process is not the first of it:
 /// `SOME_LAUNCHERS_RANK=1`. For a process that no known launcher has started.
 #[doc(hidden)]
 pub fn unknown_launcher() -> Option<String> {
-    let text = |text: OsString| text.to_string_lossy().into_owned();
-    let (name, rank) =
-        foreign::unknown_rank(std::env::vars_os().map(|(name, value)| (text(name), text(value))))?;
+    let (name, rank) = foreign::unknown_rank(all_variables())?;
     Some(format!("{name}={rank}"))
 }
 
@@ -317,6 +294,11 @@ fn other_launcher_in<F: Fn(&str) -> Option<String>>(variables: &Variables<F>) ->
 #[doc(hidden)]
 pub fn variable(name: &str) -> Option<String> {
     std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
+}
+
+fn all_variables() -> impl Iterator<Item = (String, String)> {
+    let text = |text: OsString| text.to_string_lossy().into_owned();
+    std::env::vars_os().map(move |(name, value)| (text(name), text(value)))
 }
 
 fn doubt_of<F: Fn(&str) -> Option<String>>(

@@ -99,8 +99,8 @@ impl PendingGroup {
 }
 
 impl PendingGroups {
-    /// The connections of `rank`, when all ranks have come. Who went on alone would wait in the group's first collective, and not hear there that one does
-    /// not come. An error of `watch` ends the wait.
+    /// The connections of `rank`, when all ranks have come. A rank that went on alone would wait in the group's first
+    /// collective, and would not hear there that another one does not come. An error of `watch` ends the wait.
     fn take(
         &self,
         scope: &str,
@@ -147,7 +147,7 @@ impl PendingGroups {
             };
             let own = checked.err().or_else(|| watched.clone().err());
             if let Some(error) = own.or_else(|| deadline.has_passed().then(late)) {
-                // What `watch` finds all of them find, and who waits blames nobody for it.
+                // All ranks find what `watch` finds, and blame no rank for it.
                 let told = watched.err().unwrap_or_else(|| {
                     let told = format!(
                         "rank {rank} does not wait for the others of the new group any more: {error}"
@@ -214,10 +214,7 @@ impl GroupConfig {
 
     /// The rank in the first group of this group's `rank`.
     pub(super) fn global(&self, rank: Rank) -> Rank {
-        match &self.members {
-            Some(members) => members.get(rank.index()).copied().unwrap_or(rank),
-            None => rank,
-        }
+        rank.global(self.members.as_deref())
     }
 
     /// The configuration of the sub-group `name` with these `members` of this group.
@@ -250,7 +247,7 @@ impl GroupConfig {
         Self { calls: Arc::default(), is_programs: false, ..self }
     }
 
-    /// Connects `rank` with the others of this group. The `partition` is of those of a [part](Self::part), who know it. An error of `watch` ends the wait for them.
+    /// Connects `rank` with the others of this group. Members of a [part](Self::part) know the `partition` before. An error of `watch` ends the wait.
     pub(super) fn connect(
         &self,
         rank: Rank,

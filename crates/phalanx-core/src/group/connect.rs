@@ -127,8 +127,7 @@ pub(super) fn connect_mesh(
     let connect = || {
         let mesh = tcp::mesh_with(config, announcement, deadline).inspect_err(|error| {
             if let Some(culprit) = error.culprit(config.rank) {
-                let member = members.and_then(|members| members.get(culprit.index()));
-                worker_error::blame(member.copied().unwrap_or(culprit));
+                worker_error::blame(culprit.global(members.map(|members| &**members)));
             }
         })?;
         let health = Health::among(config.rank, mesh.hosts, members.cloned());

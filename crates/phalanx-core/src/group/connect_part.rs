@@ -17,7 +17,7 @@ use phalanx_sys::processors;
 use serde::{Deserialize, Serialize};
 
 use super::connect::{Connected, Shared, TransportOptions, assemble, connect_mesh, start_failed};
-use super::subgroup::digest;
+use super::subgroup::{SHOWN, differing, digest, shown};
 use crate::deadline::Deadline;
 use crate::domain::{Joined, Lending, Lent, Mapped, Partition, Reach};
 use crate::error::{Error, Result};
@@ -28,9 +28,6 @@ use crate::transport::bootstrap::Starting;
 use crate::transport::messages::{Opened, RingAddress, RingLending, Rings};
 use crate::transport::tcp::Announcement;
 use crate::wire::hello::JobId;
-
-/// The most members of a list that an error shows.
-const SHOWN: usize = 16;
 
 /// What the members of a new group know before they meet.
 pub(super) struct Part<'a> {
@@ -155,17 +152,9 @@ pub(super) fn connect_part(
 /// An error if two ranks mean different groups.
 fn compare((rank, own): (Rank, &Announced), (other, theirs): (Rank, &Announced)) -> Result<()> {
     if (own.digest, &own.members) != (theirs.digest, &theirs.members) {
-        let list = |members: &[u32]| {
-            let shown: Vec<String> = members.iter().take(SHOWN).map(u32::to_string).collect();
-            format!("[{}{}]", shown.join(", "), if members.len() > SHOWN { ", .." } else { "" })
-        };
-        return Err(Error::mismatch(format!(
-            "the ranks disagree on the new group: rank {rank} asks for {}, rank {other} for {}",
-            list(&own.members),
-            list(&theirs.members)
-        ))
-        .with_peer(other)
-        .with_remedy("every member must call new_group with the same ranks, and all in the same order"));
+        let error = differing((rank, shown(&own.members)), (other, shown(&theirs.members)));
+        return Err(error
+            .with_remedy("every member must call new_group with the same ranks, and all in the same order"));
     }
     if own.tuning != theirs.tuning {
         return Err(Error::mismatch(format!("ranks {rank} and {other} have different tuning tables"))

@@ -129,7 +129,7 @@ impl Engine {
         self.called[sequence.0 as usize % REMEMBERED] = Some((call, sequence));
         if let Some(domain) = self.domain.as_mut().filter(|domain| domain.is_world()) {
             self.health.cause().map_or(Ok(()), Err)?;
-            // Who waits for nobody would not notice that a rank has left without this call. If it leaves later, the next call notices it, or the
+            // A rank that waits for nobody would not notice that another one has left without this call. If it leaves later, the next call notices it, or the
             // end. In the call after it all meet: with that one as the last, nobody waits at the end for what others say of the one before.
             if std::mem::replace(&mut self.had_root, call.root.is_some()) || call.root.is_some() {
                 let header =

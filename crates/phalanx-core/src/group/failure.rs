@@ -27,7 +27,7 @@ impl ProcessGroup {
         move || health.cause().or_else(|| health.parting())
     }
 
-    /// As [`watched_failure`](Self::watched_failure), also when the group is gone, of which it keeps nothing: for who outlives it, such as a
+    /// As [`watched_failure`](Self::watched_failure), also when the group is gone, of which it keeps nothing: for what outlives the group, such as a
     /// loader that has divided its data among the group's ranks.
     #[doc(hidden)]
     pub fn watch_from_outside(&self) -> impl Fn() -> Option<Error> + Send + Sync + 'static {

@@ -150,9 +150,7 @@ impl ProcessGroup {
         let failures = self.inner.config.family.failures.lock().clone();
         let others = failures.iter().filter(|(first, _)| !Arc::ptr_eq(first, &own));
         let mut causes = others.filter_map(|(first, members)| {
-            let global = |rank: Rank| {
-                members.as_ref().and_then(|members| members.get(rank.index())).copied().unwrap_or(rank)
-            };
+            let global = |rank: Rank| rank.global(members.as_deref());
             first.get().map(|cause| restated(cause, global, &self.inner))
         });
         causes.find(is_such)

@@ -159,7 +159,7 @@ impl ProcessGroup {
         Self::alone_in(LocalRank { rank: 0, world_size: 1 }, Generation::default(), Trace::disabled())
     }
 
-    /// The place among the ranks of the host is the launcher's: who is left alone in an elastic job keeps its device.
+    /// The place among the ranks of the host is the launcher's: a rank that is left alone in an elastic job keeps its device.
     fn alone_in(local: LocalRank, generation: Generation, trace: Trace) -> Result<Self> {
         let (rank, world) = (Rank::MAIN, WorldSize::ONE);
         let connected = connect_in_process(world).pop();

@@ -96,7 +96,7 @@ impl ProcessGroup {
         self.inner.messages.recv(call, from, bytemuck::cast_slice_mut(data), &self.operation_timeout())
     }
 
-    /// Has a message from `from` arrived that no call receives yet? Then [`recv`](Self::recv) does not wait for the
+    /// Whether a message from `from` has arrived that no call receives yet. If so, [`recv`](Self::recv) does not wait for the
     /// sender's call. For programs that receive from the rank that sends first. A rank that has left the group sends nothing more, which is no
     /// error here: [`recv`](Self::recv) gives it, and [`has_ended`](Self::has_ended) says so.
     ///
@@ -122,7 +122,7 @@ impl ProcessGroup {
         self.inner.messages.has_arrived(from)
     }
 
-    /// Has `from` left the group, and has each of its messages been received? A program that waits with [`probe`](Self::probe) for the rank that sends
+    /// Whether `from` has left the group, and each of its messages has been received. A program that waits with [`probe`](Self::probe) for the rank that sends
     /// first ends its wait when this is so of all other ranks.
     ///
     /// # Errors

@@ -32,13 +32,13 @@ const RECORD: usize = 2;
 /// The color of a rank that joins no group.
 const NO_COLOR: i64 = -1;
 /// The most ranks of a list that an error shows.
-const SHOWN: usize = 16;
+pub(super) const SHOWN: usize = 16;
 /// So many groups of two are connected at a time: each takes several round trips.
 const PAIRS_AT_ONCE: usize = 8;
 /// How long the store may take to remove what was written to connect a sub-group.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
 /// Of so many parts, the last that were made, the store keeps what this rank has written. A rank that means another group by the name of one hears
-/// that at once, and does not wait for who has come and gone.
+/// that at once, and does not wait for ranks that have come and gone.
 const KEPT_PARTS: usize = 16;
 
 /// The error of members who need not be waited for any more, because their group has failed for this cause; None if they may still come.
@@ -89,7 +89,7 @@ impl ProcessGroup {
         let name = self.agree_on(&ranks)?;
         // All ranks have the same list: where one alone had another, the others would wait for it.
         self.check_list(&ranks)?;
-        self.join_part(&name, &ranks, Caller::NewGroup)
+        self.join_subgroup(&name, &ranks, Caller::NewGroup)
     }
 
     /// A group of all ranks of this one, for an adapter's thread, with its events in `trace`. Calls in it do not count as
@@ -118,18 +118,18 @@ impl ProcessGroup {
         let mut sorted = members.to_vec();
         sorted.sort_unstable();
         self.check_list(&sorted)?;
-        let place = members.iter().position(|member| *member == self.rank());
-        let place = place
+        let rank = self
+            .rank_among(members)
             .ok_or_else(|| Error::invalid_argument("this rank is not among the members of the new group"))?;
         let config = self.inner.config.part(store, name, members).ok_or_else(|| {
             Error::invalid_argument("a part can be made only of the processes' first group").with_remedy(
                 "make it of the group with which the processes began, such as that of `phalanx::init`",
             )
         })?;
-        let (rank, world) = (Rank::new(place as u32), WorldSize::new(members.len() as u32)?);
+        let world = WorldSize::new(members.len() as u32)?;
         let partition = self.inner.partition.part(members);
         let failed_before = self.watched_failure();
-        // Who was lost does not come. Members that live can go on without it.
+        // A rank that was lost does not come. The other members can go on without it.
         let lost = failed_before.as_ref().filter(|cause| cause.kind() == Kind::PeerFailed);
         if let Some(error) = lost.and_then(|cause| useless(cause, members)) {
             return Err(error);
@@ -201,7 +201,7 @@ impl ProcessGroup {
             .collect();
         members.sort_unstable();
         let members: Vec<Rank> = members.into_iter().map(|(_, rank)| rank).collect();
-        self.join_part(&name, &members, Caller::Split)
+        self.join_subgroup(&name, &members, Caller::Split)
     }
 
     /// A group of all ranks of this one, for this crate's own threads. Calls in it do not count as the program's, and
@@ -222,9 +222,8 @@ impl ProcessGroup {
         *number += 1;
         let name = format!("group/{}", *number - 1);
         drop(number);
-        let Some(rank) = members.iter().position(|member| *member == self.rank()) else { return Ok(None) };
+        let Some(rank) = self.rank_among(members) else { return Ok(None) };
         let config = self.inner.config.subgroup(&name, members).aside();
-        let rank = Rank::new(rank as u32);
         let group = self.connect_subgroup(config, (members, refused), rank, self.trace(), caller)?;
         Ok(Some(group.with_timeout(timeout).in_call(caller)))
     }
@@ -319,7 +318,12 @@ impl ProcessGroup {
         self.world_size().ranks().find(|rank| self.inner.config.global(*rank) == global)
     }
 
-    /// The number of the next sub-group. Who has it makes one, and no other thread does meanwhile.
+    /// This rank's number in a group of these `members`, in this order.
+    fn rank_among(&self, members: &[Rank]) -> Option<Rank> {
+        members.iter().position(|member| *member == self.rank()).map(|place| Rank::new(place as u32))
+    }
+
+    /// The number of the next sub-group. The thread that holds it makes that one, and no other thread makes one meanwhile.
     fn next_child(&self) -> Result<MutexGuard<'_, u64>> {
         let children = &self.inner.children;
         if interrupt::is_checking() {
@@ -369,18 +373,10 @@ impl ProcessGroup {
             let mut list = [i64::MAX; SHOWN + 1];
             list.iter_mut().zip(ranks).for_each(|(place, rank)| *place = i64::from(rank.get()));
             self.broadcast(&mut list, rank)?;
-            let list = list.iter().filter(|rank| **rank != i64::MAX);
-            let names: Vec<String> = list.clone().take(SHOWN).map(i64::to_string).collect();
-            let more = if list.count() > SHOWN { ", .." } else { "" };
-            Ok(format!("[{}{more}]", names.join(", ")))
+            let list: Vec<i64> = list.into_iter().filter(|rank| *rank != i64::MAX).collect();
+            Ok(shown(&list))
         };
-        Ok(Error::mismatch(format!(
-            "the ranks disagree on the new group: rank 0 asks for {}, rank {other} for {}",
-            list_of(Rank::MAIN)?,
-            list_of(other)?
-        ))
-        .with_peer(other)
-        .with_remedy(
+        Ok(differing((Rank::MAIN, list_of(Rank::MAIN)?), (other, list_of(other)?)).with_remedy(
             "every rank must call new_group with the same ranks, also those that are not among them",
         ))
     }
@@ -398,7 +394,7 @@ impl ProcessGroup {
     }
 
     /// What removes what this rank wrote to connect the last [parts](Self::part) that were made of this group and of its parts, a round trip for
-    /// each. Whoever still came to one of them would wait until this group fails.
+    /// each. A rank that still came to one of them would wait until this group fails.
     #[doc(hidden)]
     pub fn clear_parts(&self) -> impl FnOnce() + Send + use<> {
         let parts = std::mem::take(&mut *self.inner.config.parts.lock());
@@ -406,10 +402,9 @@ impl ProcessGroup {
     }
 
     /// Connects the sub-group `name`, if this rank is a member.
-    fn join_part(&self, name: &str, members: &[Rank], caller: Caller) -> Result<Option<Self>> {
-        let Some(rank) = members.iter().position(|member| *member == self.rank()) else { return Ok(None) };
+    fn join_subgroup(&self, name: &str, members: &[Rank], caller: Caller) -> Result<Option<Self>> {
+        let Some(rank) = self.rank_among(members) else { return Ok(None) };
         let config = self.inner.config.subgroup(name, members);
-        let rank = Rank::new(rank as u32);
         self.connect_subgroup(config, (members, useless), rank, self.trace(), caller).map(Some)
     }
 
@@ -495,6 +490,20 @@ fn refused(cause: &Error, members: &[Rank]) -> Option<Error> {
     let failed =
         || Error::aborted(format!("the group of which this one was to be a part has failed: {cause}"));
     useless(cause, members).or_else(|| Some(failed()))
+}
+
+/// A list as errors show it. One rank more than they show is enough of a long one.
+pub(super) fn shown<T: ToString>(list: &[T]) -> String {
+    let ranks: Vec<String> = list.iter().take(SHOWN).map(T::to_string).collect();
+    format!("[{}{}]", ranks.join(", "), if list.len() > SHOWN { ", .." } else { "" })
+}
+
+/// The error of two ranks whose lists differ.
+pub(super) fn differing((rank, own): (Rank, String), (other, theirs): (Rank, String)) -> Error {
+    Error::mismatch(format!(
+        "the ranks disagree on the new group: rank {rank} asks for {own}, rank {other} for {theirs}"
+    ))
+    .with_peer(other)
 }
 
 /// A hash of a list, by which ranks compare theirs.

@@ -75,7 +75,7 @@ pub(crate) struct Health {
     surroundings: OnceLock<Look>,
     /// Whether each rank is on another host, once they are connected.
     far: OnceLock<Vec<bool>>,
-    /// The cause, for who watches the group beside its calls and may outlive it: the rest of this keeps the connections.
+    /// The cause, for a thread that watches the group beside its calls and may outlive it: the rest of this keeps the connections.
     first: Arc<OnceLock<Error>>,
     /// Whether a call has returned the cause of the failure to the program.
     returned: AtomicBool,
@@ -146,8 +146,7 @@ impl Health {
 
     /// The rank in the first group of this group's `rank`.
     fn global(&self, rank: Rank) -> Rank {
-        let member = self.members.as_ref().and_then(|members| members.get(rank.index()));
-        member.copied().unwrap_or(rank)
+        rank.global(self.members.as_deref())
     }
 
     /// Ranks that wait for this one learn from `look` what it does outside this group.
@@ -160,7 +159,7 @@ impl Health {
         let _ = self.far.set(far);
     }
 
-    /// How long whoever knows more of `error` may take to say so: the rank that it is about, or any rank.
+    /// How long a rank that knows more of `error` may take to say so.
     fn explanation_timeout(&self, error: &Error) -> Duration {
         let is_far = |far: &Vec<bool>| match error.peer() {
             Some(peer) => far.get(peer.index()).copied().unwrap_or(false),
@@ -300,7 +299,7 @@ impl Health {
         self.parting().filter(|_| !self.returned.load(Ordering::Relaxed))
     }
 
-    /// The error if a rank has left without a call that another one has made. Who has made it blames the other.
+    /// The error if a rank has left without a call that another one has made. The rank that has made it blames the other.
     fn of_missing(&self, missing: Missing) -> Error {
         match missing {
             Missing::There(peer, own) => self

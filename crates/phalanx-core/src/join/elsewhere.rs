@@ -154,7 +154,7 @@ impl Comparison {
 
 /// The last calls of several places, such as the buckets of a step, that were found to be the same on all ranks.
 ///
-/// Who makes the same call again in its place may wait for the comparison after the call; every other one waits before it. So calls that differ never
+/// A rank that makes the same call again in its place may wait for the comparison after the call; every other rank waits before it. So calls that differ never
 /// meet: of two ranks that differ at least one has changed its call, and does not make it.
 #[derive(Debug, Default)]
 pub struct ComparedCalls(Mutex<BTreeMap<usize, ElsewhereCall>>);

@@ -17,7 +17,7 @@
 //!
 //! * The lines. A writer that found a place taken, and was slow then, may count itself in the line after that has been removed. So a line is
 //!   removed once more, 64 entries later.
-//! * The keys of heartbeats of those that have left, if nobody uses them again (`heartbeats_of`). Whoever is named by an entry
+//! * The keys of heartbeats of those that have left, if nobody uses them again (`heartbeats_of`). A process that is named by an entry
 //!   that is removed, and is not in the state that has taken its place, had left before that state, which is as old as a silence: those who
 //!   are still counted have read that, and watch that process no more. One that has not read it finds no key, and takes that for a counter that does
 //!   not move (`beat`). A process that comes back has another number. These keys are removed before the entries: a caretaker that takes over

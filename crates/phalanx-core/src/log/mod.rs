@@ -18,12 +18,12 @@
 //! A writer tries the first place that it does not know to be taken. If many try that at once, one gets it. If the others all went on to the
 //! next place, one of them would get that, and so on: `n` writers would make `n * n / 2` requests. So they stand in line: `line/<n>` gives each
 //! its turn, and each writes when the one before it has written. That is three or four requests a writer. The line is no reservation. A place is
-//! written when the one before it is, whoever wrote that, so no writer that dies leaves a hole. Whoever has waited in vain for a second, or far
+//! written when the one before it is, whoever wrote that, so no writer that dies leaves a hole. A writer that has waited in vain for a second, or far
 //! from the store for three, leaves the line, and tries as if it had just come. A store that a launcher serves makes each write of the line itself,
 //! as soon as the one before it is there ([`multi_compare_set_after`](crate::store::Store::multi_compare_set_after)). So a line costs three round
 //! trips, however long it is.
 //!
-//! A reader asks for the next entry, and in the same request for those that are there after it (`AHEAD`). So whoever is behind
+//! A reader asks for the next entry, and in the same request for those that are there after it (`AHEAD`). So a reader that is behind
 //! needs a few round trips to read what many have written at once, and not one for each entry.
 //!
 //! [`Log`] appends, reads and compacts. A [`Participant`] runs its threads: one or two read the log into the replica, another
@@ -221,7 +221,7 @@ impl<M: Machine> Log<M> {
     }
 
     /// Fetches the entry at `index`, and waits for it; and up to `ahead` entries after it that are there when it asks. While it waits it calls
-    /// `go_on` several times a second; an error of that ends the wait. Who waits for the next entry also asks whether it has been removed. The
+    /// `go_on` several times a second; an error of that ends the wait. A reader that waits for the next entry also asks whether it has been removed. The
     /// wait itself is one request: on a slow network a wait in parts would never see its answer.
     fn fetch(
         &self,

@@ -24,7 +24,7 @@ use crate::error::{Error, Result};
 use crate::group::Communicator;
 use crate::trace::{Trace, Track};
 
-/// So often whoever borrows a bucket's memory may still have some of it in the next step. Then they get copies: new memory
+/// In so many steps a borrower may still have some of a bucket's memory when the next step begins. Then borrowers get copies: new memory
 /// for the bucket in each step would cost more, and one gradient that is kept would keep a whole bucket. Optimizers keep
 /// first gradients as the beginning of a moment.
 const KEPT: u32 = 3;

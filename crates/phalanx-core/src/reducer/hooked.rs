@@ -22,25 +22,37 @@ impl<S> HookedReducer<S> {
         Self(Mutex::new((reducer, state)))
     }
 
+    /// As [`Reducer::check`].
+    ///
+    /// # Errors
     /// The failure of this or an earlier backward pass, if there was one.
     pub fn check(&self) -> Result<()> {
         self.0.lock().0.check()
     }
 
-    /// Runs `step` unless something has failed before. An error of `step`, or a panic, ends the reducer and the group.
+    /// Runs `step` unless something has failed before.
+    ///
+    /// # Errors
+    /// The earlier failure. An error of `step`, or a panic, which ends the reducer and the group.
     pub fn attempt<T>(&self, step: impl FnOnce(&mut Reducer, &mut S) -> Result<T>) -> Result<T> {
         let (reducer, state) = &mut *self.0.lock();
         reducer.check()?;
         unless_panic(|| step(reducer, state)).unwrap_or_else(Err).map_err(|error| reducer.abort(error))
     }
 
-    /// [`Reducer::finish`], and passes the averages to `look`. A peer's failure ends the reducer only if it does not
-    /// [keep](Reducer::keep_gradients) its gradients, an error of `look` always, and so does a panic.
+    /// [`Reducer::finish`], and passes the averages to `look`.
+    ///
+    /// # Errors
+    /// As [`Reducer::finish`], and those of `look`. A peer's failure ends the reducer only if it does not
+    /// [keep](Reducer::keep_gradients) its gradients. An error of `look`, or a panic, always ends it.
     pub fn finish<T>(&self, look: impl FnOnce(&mut Reducer, &mut S) -> Result<T>) -> Result<T> {
         self.averaged(Reducer::finish, look)
     }
 
     /// As [`finish`](Self::finish), by [`Reducer::replay`].
+    ///
+    /// # Errors
+    /// As [`Reducer::replay`], and those of `look`.
     pub fn replay<T>(&self, look: impl FnOnce(&mut Reducer, &mut S) -> Result<T>) -> Result<T> {
         self.averaged(Reducer::replay, look)
     }
@@ -55,8 +67,11 @@ impl<S> HookedReducer<S> {
         unless_panic(|| look(reducer, state)).unwrap_or_else(Err).map_err(|error| reducer.abort(error))
     }
 
-    /// Passes the reducer to `look`, also after a failure. An error of `look` ends nothing; a panic ends the reducer and the group, since what it
-    /// has left half done, such as a hook's state, must not be used.
+    /// Passes the reducer to `look`, also after a failure.
+    ///
+    /// # Errors
+    /// Those of `look`, which end nothing. A panic ends the reducer and the group, since what it has left half done, such as a hook's state, must not
+    /// be used.
     pub fn ask<T>(&self, look: impl FnOnce(&mut Reducer) -> Result<T>) -> Result<T> {
         let (reducer, _) = &mut *self.0.lock();
         unless_panic(|| look(reducer)).unwrap_or_else(|panic| Err(reducer.abort(panic)))

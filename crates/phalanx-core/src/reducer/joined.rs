@@ -9,8 +9,8 @@ use crate::rank::Rank;
 
 impl Reducer {
     /// Whether all ranks still have the same replica after the last [`join`](crate::join). After an uneven one a rank that took part to the end gives the
-    /// others what it has ([`adopt`](Self::adopt)). Who has begun the `join` does that, and another model that trained in it would drift apart without an
-    /// error. All ranks call it together; so does [`start`](Self::start).
+    /// others what it has ([`adopt`](Self::adopt)). The `join` of a model does that for this model alone: another one
+    /// that trained in it would drift apart without an error. All ranks call it together; so does [`start`](Self::start).
     ///
     /// # Errors
     /// On every rank, and it ends the reducer: if an uneven `join` has ended since the last [`adopt`](Self::adopt), in which ranks made other numbers of

@@ -190,6 +190,9 @@ pub(crate) fn share<T: Serialize + DeserializeOwned>(
 
 /// The bytes of rank `root`, on every rank: at most `limit`, and of a length that only the root knows. Every rank gives some:
 /// among ranks that may run out of data, another one may speak for the root.
+///
+/// # Errors
+/// If the root has more than `limit` bytes, there is no memory for them, or the group fails.
 pub fn broadcast_bytes(group: &dyn Communicator, root: Rank, mine: &[u8], limit: usize) -> Result<Buffer> {
     let length = group.broadcast_async(Buffer::from_slice(&[mine.len() as i64]), root)?.wait()?;
     let length = length.as_slice::<i64>()?.first().copied().unwrap_or(-1);

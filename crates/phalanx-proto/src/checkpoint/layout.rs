@@ -58,7 +58,7 @@ pub struct Proposed {
 }
 
 impl TensorEntry {
-    /// Do its slices lie within files of these `lengths`? Adds to `places` the rank, the start and the end of each
+    /// An error if a slice does not lie within files of these `lengths`. Adds to `places` the rank, the start and the end of each
     /// slice's bytes.
     fn check_places(&self, lengths: &[u64], places: &mut Vec<(u32, u64, u64)>) -> Result<(), String> {
         let Self { name, dtype, shape, slices } = self;

@@ -29,7 +29,7 @@ pub fn scatter(rank: Rank, world: WorldSize, root: Rank, count: usize) -> Plan {
 /// before it. w-1 steps; each rank sends what is not its own (R. Thakur, R. Rabenseifner and W. Gropp, 2005).
 ///
 /// Blocks of at most `eager` elements are all sent before anything is received: on a network with a long delay a rank waits once, and not once
-/// for each other rank. They must be so small that whoever sends them never waits for the receiver. Each pair exchanges one block each way,
+/// for each other rank. They must be so small that a rank that sends them never waits for the receiver. Each pair exchanges one block each way,
 /// so the ranks' plans fit together whatever the others' blocks are.
 pub fn all_to_all(rank: Rank, world: WorldSize, sent: &Counts, received: &Counts, eager: usize) -> Plan {
     let distances = || 1..world.count();

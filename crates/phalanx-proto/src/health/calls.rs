@@ -165,7 +165,7 @@ impl Calls {
         })
     }
 
-    /// Looks whether this rank, `own`, has made another call where a peer waits. What differs stays, for whoever else looks before the group
+    /// Looks whether this rank, `own`, has made another call where a peer waits. What differs stays, for other threads that look before the group
     /// has failed.
     ///
     /// # Errors

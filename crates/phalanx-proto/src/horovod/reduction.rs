@@ -138,7 +138,10 @@ impl Reduction {
         if dtype.is_float() { (self.prescale.0, self.postscale.0) } else { (1.0, 1.0) }
     }
 
-    /// An error if this has no meaning for elements of `dtype` in a world of `size`.
+    /// Checks that this has a meaning for elements of `dtype` in a world of `size` ranks.
+    ///
+    /// # Errors
+    /// If the operation, or a factor, is not defined for them.
     pub fn check(self, dtype: DType, size: usize) -> Result<()> {
         self.check_for(dtype, None, size)
     }
@@ -163,7 +166,7 @@ impl Reduction {
             if !factor.is_finite() {
                 return refuse(format!("{name} is {factor}"), "it must be a finite number");
             }
-            // What stands for something else is scaled by whoever makes that of it.
+            // Elements that stand for something else are scaled when that is made of them.
             if factor != 1.0 && !dtype.is_float() && stands_for.is_none() {
                 return refuse(format!("{name} is not defined for {dtype}"), "convert to f32 or f64");
             }

@@ -21,7 +21,7 @@ pub struct Allocation {
     pub job: String,
     /// Slurm's names for the nodes, which may differ from their host names.
     pub nodes: Vec<String>,
-    /// How many tasks each is to have; why that is not known, for whoever asks.
+    /// How many tasks each is to have, or why that is not known.
     pub tasks: Result<Tasks>,
 }
 

@@ -48,7 +48,7 @@ pub struct Liveness<Id> {
 }
 
 impl<Id: Copy + Ord> Liveness<Id> {
-    /// For who looks, and beats, each `interval`, and gives up after a number of them.
+    /// For a process that looks, and beats, each `interval`. It misses another one whose counter has not moved for longer than `timeout`.
     pub fn new(interval: Duration, timeout: Duration) -> Self {
         Self { interval, timeout, last: BTreeMap::new(), looked_at: None }
     }

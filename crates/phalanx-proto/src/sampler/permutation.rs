@@ -30,7 +30,7 @@ fn memory_for(samples: usize) -> Result<Vec<usize>> {
     }
 }
 
-/// The same for who cannot return an error.
+/// The same for callers that cannot return an error.
 #[expect(clippy::panic, reason = "an allocation that fails would abort the process, without this sentence")]
 fn room_for(samples: usize) -> Vec<usize> {
     memory_for(samples).unwrap_or_else(|error| panic!("{error}"))

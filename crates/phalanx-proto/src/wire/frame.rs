@@ -185,6 +185,55 @@ pub struct Call {
 }
 
 impl Call {
+    /// A call of so many elements, without root and reduction.
+    #[inline]
+    pub fn new(operation: Operation, dtype: DType, elements: usize) -> Self {
+        Self {
+            operation,
+            dtype,
+            elements: elements as u64,
+            reduce: None,
+            root: None,
+            parts: 0,
+            tuning: 0,
+            caller: None,
+        }
+    }
+
+    /// The same with this reduction.
+    #[inline]
+    pub fn reducing(self, op: ReduceOp) -> Self {
+        Self { reduce: Some(op.without_factor()), ..self }
+    }
+
+    /// An error that names this call, if `op` is not defined for its elements.
+    #[inline]
+    pub fn check(&self, op: ReduceOp) -> Result<()> {
+        op.check(self.dtype).map_err(|error| error.in_operation(self.to_string(), None))
+    }
+
+    /// Prepares this rank's elements for `op`, if it is defined for them.
+    #[inline]
+    pub fn prepare(&self, op: ReduceOp, data: &mut [u8]) -> Result<()> {
+        self.check(op)?;
+        op.prepare(self.dtype, data)
+    }
+
+    /// The same with this root.
+    #[inline]
+    pub fn rooted_at(self, root: Rank) -> Self {
+        Self { root: Some(root), ..self }
+    }
+
+    /// The same with parts of these lengths.
+    pub fn in_parts(self, lengths: impl ExactSizeIterator<Item = usize>) -> Self {
+        if lengths.len() < 2 {
+            return self;
+        }
+        let parts = fnv1a_32(lengths.flat_map(|length| (length as u64).to_le_bytes()));
+        Self { parts, ..self }
+    }
+
     /// The root, or the digest of the parts, which have one place in what ranks send: no call has both.
     #[inline]
     pub(crate) fn root_or_parts(&self) -> u32 {
@@ -444,57 +493,6 @@ impl TryFrom<Vec<u8>> for Header {
     fn try_from(bytes: Vec<u8>) -> Result<Self> {
         let bytes = bytes.as_slice().try_into();
         Self::decode(bytes.map_err(|_| Error::malformed("a header has another length"))?)
-    }
-}
-
-impl Call {
-    /// A call of so many elements, without root and reduction.
-    #[inline]
-    pub fn new(operation: Operation, dtype: DType, elements: usize) -> Self {
-        Self {
-            operation,
-            dtype,
-            elements: elements as u64,
-            reduce: None,
-            root: None,
-            parts: 0,
-            tuning: 0,
-            caller: None,
-        }
-    }
-
-    /// The same with this reduction.
-    #[inline]
-    pub fn reducing(self, op: ReduceOp) -> Self {
-        Self { reduce: Some(op.without_factor()), ..self }
-    }
-
-    /// An error that names this call, if `op` is not defined for its elements.
-    #[inline]
-    pub fn check(&self, op: ReduceOp) -> Result<()> {
-        op.check(self.dtype).map_err(|error| error.in_operation(self.to_string(), None))
-    }
-
-    /// Prepares this rank's elements for `op`, if it is defined for them.
-    #[inline]
-    pub fn prepare(&self, op: ReduceOp, data: &mut [u8]) -> Result<()> {
-        self.check(op)?;
-        op.prepare(self.dtype, data)
-    }
-
-    /// The same with this root.
-    #[inline]
-    pub fn rooted_at(self, root: Rank) -> Self {
-        Self { root: Some(root), ..self }
-    }
-
-    /// The same with parts of these lengths.
-    pub fn in_parts(self, lengths: impl ExactSizeIterator<Item = usize>) -> Self {
-        if lengths.len() < 2 {
-            return self;
-        }
-        let parts = fnv1a_32(lengths.flat_map(|length| (length as u64).to_le_bytes()));
-        Self { parts, ..self }
     }
 }
 

@@ -7,8 +7,8 @@ use crate::error::{Error, Result};
 use crate::rank::{Rank, Sequence};
 use crate::wire::frame::{Call, Operation};
 
-/// A block of an all-to-all of at most so many bytes is sent before anything is received. Ranks cannot wait for each other in this: whoever
-/// waits for room waits for a rank in an earlier call, which needs nothing more of it. A rank in this call has received everything of the calls
+/// A block of an all-to-all of at most so many bytes is sent before anything is received. Ranks cannot wait for each other in this: a
+/// rank that waits for room waits for a rank in an earlier call, which needs nothing more of it. A rank in this call has received everything of the calls
 /// before, so the block is the only one on its way, and the systems have room for it.
 const EAGER_BLOCK: usize = 4096;
 
@@ -124,7 +124,8 @@ impl Engine {
             return self.execute(call, sequence, &plan, Space::Two(input, output), deadline);
         }
         let plan = collective::gather_tree(self.rank, self.world, root, call.elements as usize);
-        self.through_tree((call, sequence), block, |engine, tree| {
+        // A rank also holds blocks of the ranks below it in the tree.
+        self.with_workspace((call, sequence), block * self.world.count(), |engine, tree| {
             let index = engine.tree_index(root);
             tree[index * block..][..block].copy_from_slice(input);
             engine.execute(call, sequence, &plan, Space::One(tree), deadline)?;
@@ -153,7 +154,7 @@ impl Engine {
             return self.execute(call, sequence, &plan, Space::Two(input, output), deadline);
         }
         let plan = collective::scatter_tree(self.rank, self.world, root, call.elements as usize);
-        self.through_tree((call, sequence), block, |engine, tree| {
+        self.with_workspace((call, sequence), block * self.world.count(), |engine, tree| {
             if engine.rank == root {
                 copy_rotated(tree, input, tree.len() - root.index() * block);
             }
@@ -167,16 +168,6 @@ impl Engine {
     /// This rank's index in a tree, in which the root is first.
     fn tree_index(&self, root: Rank) -> usize {
         (self.rank.index() + self.world.count() - root.index()) % self.world.count()
-    }
-
-    /// Lends scratch memory of `block` bytes for each rank: in a tree a rank also holds others' blocks.
-    fn through_tree(
-        &mut self,
-        call: (Call, Sequence),
-        block: usize,
-        work: impl FnOnce(&mut Self, &mut [u8]) -> Result<()>,
-    ) -> Result<()> {
-        self.with_workspace(call, block * self.world.count(), work)
     }
 }
 

@@ -104,11 +104,9 @@ impl Engine {
         timeout: &Timeout,
     ) -> Result<()> {
         let (size, own) = (call.0.dtype.size(), hierarchy.host_of(self.rank));
-        self.within(call, data, timeout, |domain, data| {
-            let member = |index: usize| hierarchy.ranks_of(own).get(index);
-            let part = |index| member(index).map_or(0..0, |rank| counts.of(rank.index()));
-            domain.on_parts(call, data, |index| super::bytes_of(&part(index), size), None, timeout)
-        })?;
+        let member = |index: usize| hierarchy.ranks_of(own).get(index);
+        let part = |index| member(index).map_or(0..0, |rank| counts.of(rank.index()));
+        self.on_parts(call, data, |index| super::bytes_of(&part(index), size), None, timeout)?;
         if data.len() <= self.choice.row.bruck_max {
             self.all_gather_by_leaders(hierarchy, call, data, counts, timeout)?;
             return self
@@ -121,10 +119,8 @@ impl Engine {
             for turn in 0..hierarchy.turns() {
                 let part = |stripe| super::bytes_of(&hierarchy.part(counts, turn, host, stripe), size);
                 // All ranks of this host have the same counts: they have compared them above.
-                if (0..hierarchy.most_stripes()).any(|stripe| !part(stripe).is_empty()) {
-                    self.within(call, data, timeout, |domain, data| {
-                        domain.on_parts(call, data, part, None, timeout)
-                    })?;
+                if has_elements(hierarchy, part) {
+                    self.on_parts(call, data, part, None, timeout)?;
                 }
             }
         }
@@ -184,10 +180,8 @@ impl Engine {
                 let part = |stripe| super::bytes_of(&hierarchy.part(counts, turn, host, stripe), size);
                 // The first time also if nothing is to be combined: in this call the ranks of this host compare what they have called.
                 let is_first = turn == 0 && host == Rank::MAIN;
-                if is_first || (0..hierarchy.most_stripes()).any(|stripe| !part(stripe).is_empty()) {
-                    self.within(call, data, timeout, |domain, data| {
-                        domain.on_parts(call, data, part, Some(fold), timeout)
-                    })?;
+                if is_first || has_elements(hierarchy, part) {
+                    self.on_parts(call, data, part, Some(fold), timeout)?;
                 }
             }
         }
@@ -198,10 +192,8 @@ impl Engine {
         // In the first turn the parts are the owners' own.
         for turn in 1..hierarchy.turns() {
             let part = |stripe| super::bytes_of(&hierarchy.part(counts, turn, own, stripe), size);
-            if (0..hierarchy.most_stripes()).any(|stripe| !part(stripe).is_empty()) {
-                self.within(call, data, timeout, |domain, data| {
-                    domain.on_parts(call, data, part, None, timeout)
-                })?;
+            if has_elements(hierarchy, part) {
+                self.on_parts(call, data, part, None, timeout)?;
             }
         }
         Ok(())
@@ -259,24 +251,12 @@ impl Engine {
     ) -> Result<()> {
         self.reduce_on_host(call, data, 1, timeout)?;
         let root_host = hierarchy.host_of(root);
-        let Some(leaders) = hierarchy.owned(1).map(|(_, leaders)| leaders) else {
-            return self.share_on_root_host(hierarchy, root_host, call, data, timeout);
-        };
-        let elements = data.len() / call.0.dtype.size();
-        let row = &self.choice.row;
-        let plan = collective::reduce(row, leaders.host, leaders.hosts, root_host, call.0.dtype, elements);
-        self.across(&leaders, call, plan, (data, 0), timeout)?;
-        self.share_on_root_host(hierarchy, root_host, call, data, timeout)
-    }
-
-    fn share_on_root_host(
-        &mut self,
-        hierarchy: &Hierarchy,
-        root_host: Rank,
-        call: (Call, Sequence),
-        data: &mut [u8],
-        timeout: &Timeout,
-    ) -> Result<()> {
+        if let Some((_, leaders)) = hierarchy.owned(1) {
+            let (row, elements) = (&self.choice.row, data.len() / call.0.dtype.size());
+            let plan =
+                collective::reduce(row, leaders.host, leaders.hosts, root_host, call.0.dtype, elements);
+            self.across(&leaders, call, plan, (data, 0), timeout)?;
+        }
         if hierarchy.host_of(self.rank) != root_host {
             return Ok(());
         }
@@ -309,6 +289,18 @@ impl Engine {
         self.within(call, data, timeout, |domain, data| {
             domain.reduce_scatter(call, data, owners, fold, timeout)
         })
+    }
+
+    /// Combines the parts of this host's ranks, or without a `fold` gives each to all of them.
+    fn on_parts(
+        &mut self,
+        call: (Call, Sequence),
+        data: &mut [u8],
+        part: impl Fn(usize) -> Range<usize>,
+        fold: Option<Fold>,
+        timeout: &Timeout,
+    ) -> Result<()> {
+        self.within(call, data, timeout, |domain, data| domain.on_parts(call, data, part, fold, timeout))
     }
 
     /// Called before a collective goes from rank to rank. Otherwise, if one rank waits for its host's ranks and another
@@ -348,6 +340,11 @@ impl Engine {
         let op = call.reduce.map(sums);
         self.execute_as(op, call, sequence, &plan, Space::One(data), timeout.deadline())
     }
+}
+
+/// Whether any stripe has elements.
+fn has_elements(hierarchy: &Hierarchy, part: impl Fn(usize) -> Range<usize>) -> bool {
+    (0..hierarchy.most_stripes()).any(|stripe| !part(stripe).is_empty())
 }
 
 /// The operation of an average before it is divided.

@@ -42,9 +42,8 @@ impl Engine {
         deadline: Deadline,
         others_deadline: Deadline,
     ) -> Result<()> {
-        let others = || self.world.ranks().skip(1);
-        let (mut missing, others) = (Vec::new(), others());
-        for rank in others {
+        let mut missing = Vec::new();
+        for rank in self.world.ranks().skip(1) {
             match self.token(call, sequence, None, Some(rank), deadline) {
                 // Ranks that have come by now still count, including those after it.
                 Err(error) if error.is_timeout() => missing.push(rank),

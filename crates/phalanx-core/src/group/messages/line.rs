@@ -51,7 +51,7 @@ impl<E: LineEnd> Line<E> {
 
     /// A place in the order, which is the number of the message.
     pub(super) fn take_ticket(&self) -> u64 {
-        // Sequentially consistent with `leave`: either that sees this ticket, or who has it sees that it is served.
+        // Sequentially consistent with `leave`: either `leave` sees this ticket, or the call that has it sees that it is served.
         self.next_ticket.fetch_add(1, Ordering::SeqCst)
     }
 
@@ -110,7 +110,7 @@ impl<E: LineEnd> Line<E> {
     /// The end, if no thread uses it or waits for it.
     pub(super) fn idle_end(&self) -> Option<MappedMutexGuard<'_, E>> {
         let driven = self.driven.try_lock()?;
-        // Whoever takes a ticket from here on waits for the end.
+        // A call that takes a ticket from here on waits for the end.
         let is_idle = self.next_ticket.load(Ordering::SeqCst) == self.serving.load(Ordering::SeqCst);
         is_idle.then(|| MutexGuard::map(driven, |driven| &mut driven.end))
     }

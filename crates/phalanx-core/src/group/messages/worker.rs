@@ -204,7 +204,7 @@ impl Worker {
         let has_sockets = !sockets.is_empty();
         drop(sockets);
         shared.queue.lock().asleep = false;
-        // Each time: who poked may have woken this thread otherwise, and what is not read here would wake it again and again. A thread
+        // Each time: a thread that poked may have woken this one otherwise, and what is not read here would wake it again and again. A thread
         // that is about to poke causes one unnecessary wake-up.
         if has_sockets && let Some(poke) = shared.poke.get() {
             let _ = rustix::io::read(poke, &mut [0; 8]);

@@ -98,10 +98,6 @@ impl CommHook for Compressed {
         Ok(HookState::default())
     }
 
-    fn keeps_state(&self) -> Result<bool> {
-        Ok(false)
-    }
-
     fn load(&mut self, state: HookState) -> Result<()> {
         state.nothing()
     }

@@ -335,10 +335,6 @@ impl CommHook for AllReduce {
         Ok(HookState::default())
     }
 
-    fn keeps_state(&self) -> Result<bool> {
-        Ok(false)
-    }
-
     fn load(&mut self, state: HookState) -> Result<()> {
         state.nothing()
     }

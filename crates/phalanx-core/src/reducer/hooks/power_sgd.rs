@@ -261,7 +261,7 @@ impl CommHook for PowerSgd {
         if step < self.options.start_iter || bucket.buffer.dtype() != DType::F32 {
             return AllReduce.start(group, bucket);
         }
-        let layout = Layout::new(&bucket.gradients, &self.options);
+        let layout = MessageLayout::new(&bucket.gradients, &self.options);
         if layout.matrices.is_empty() {
             return AllReduce.start(group, bucket);
         }
@@ -277,7 +277,7 @@ impl CommHook for PowerSgd {
                 let m = &mut gradients[matrix.elements.clone()];
                 let (factor, losses) =
                     (memory.factors.get(&matrix.parameter), memory.losses.get(&matrix.parameter));
-                matrix.shape().check_saved(
+                matrix.shape.check_saved(
                     matrix.parameter,
                     factor.map(Vec::as_slice),
                     losses.map(Vec::as_slice),
@@ -287,8 +287,8 @@ impl CommHook for PowerSgd {
                 }
                 let known = memory.factors.remove(&matrix.parameter);
                 let known = known.filter(|_| options.warm_start);
-                let q = options.next_factor(matrix.parameter, matrix.shape(), known, step);
-                times(m, matrix.columns, &q, &mut left[matrix.left()]);
+                let q = options.next_factor(matrix.parameter, matrix.shape, known, step);
+                times(m, matrix.shape.columns, &q, &mut left[matrix.left()]);
             }
             layout.gather(gradients, whole);
         }
@@ -301,9 +301,9 @@ impl CommHook for PowerSgd {
             layout.scatter(whole, gradients);
             for matrix in &layout.matrices {
                 let p = &mut left[matrix.left()];
-                options.orthogonalize(p, matrix.rows);
+                options.orthogonalize(p, matrix.shape.rows);
                 let m = &gradients[matrix.elements.clone()];
-                transposed_times(m, matrix.columns, p, &mut right[matrix.right()]);
+                transposed_times(m, matrix.shape.columns, p, &mut right[matrix.right()]);
             }
             let work = group.all_reduce_async(second, ReduceOp::Avg)?;
             Ok(Pending::then(work, move |second, group| {
@@ -363,7 +363,7 @@ impl CommHook for PowerSgd {
 }
 
 /// Which gradients of a bucket are compressed, and where their factors lie in the messages.
-struct Layout {
+struct MessageLayout {
     matrices: Vec<Matrix>,
     /// The ranges that are sent uncompressed.
     others: Vec<std::ops::Range<usize>>,
@@ -376,41 +376,36 @@ struct Layout {
 struct Matrix {
     parameter: usize,
     elements: std::ops::Range<usize>,
-    rows: usize,
-    columns: usize,
-    rank: usize,
+    shape: LowRankMatrix,
+    /// Where its `P` and its `Q` begin in the messages.
     left: usize,
     right: usize,
 }
 
 impl Matrix {
     fn left(&self) -> std::ops::Range<usize> {
-        self.left..self.left + self.rows * self.rank
+        self.left..self.left + self.shape.rows * self.shape.rank
     }
 
     fn right(&self) -> std::ops::Range<usize> {
-        self.right..self.right + self.columns * self.rank
-    }
-
-    fn shape(&self) -> LowRankMatrix {
-        LowRankMatrix { rows: self.rows, columns: self.columns, rank: self.rank }
+        self.right..self.right + self.shape.columns * self.shape.rank
     }
 }
 
-impl Layout {
+impl MessageLayout {
     fn new(gradients: &[GradientPlace], options: &PowerSgdOptions) -> Self {
         let mut layout = Self { matrices: Vec::new(), others: Vec::new(), left: 0, right: 0, whole: 0 };
         for GradientPlace { parameter, shape, elements } in gradients {
-            let Some(LowRankMatrix { rows, columns, rank }) = options.matrix(shape) else {
+            let Some(shape) = options.matrix(shape) else {
                 layout.others.push(elements.clone());
                 layout.whole += elements.len();
                 continue;
             };
             let (left, right) = (layout.left, layout.right);
-            layout.left += rows * rank;
-            layout.right += columns * rank;
+            layout.left += shape.rows * shape.rank;
+            layout.right += shape.columns * shape.rank;
             let (parameter, elements) = (*parameter, elements.clone());
-            layout.matrices.push(Matrix { parameter, elements, rows, columns, rank, left, right });
+            layout.matrices.push(Matrix { parameter, elements, shape, left, right });
         }
         layout
     }
@@ -449,7 +444,7 @@ impl Layout {
             let (p, q) = (&first[matrix.left()], &second[matrix.right()]);
             if !p.iter().chain(q).all(|x| x.is_finite()) {
                 // Every rank sees this. A NaN would stay in every later step.
-                outer(p, q, matrix.columns, m);
+                outer(p, q, matrix.shape.columns, m);
                 memory.losses.remove(&matrix.parameter);
                 continue;
             }
@@ -463,10 +458,10 @@ impl Layout {
                     )
                 })?;
                 loss.extend_from_slice(m);
-                outer(p, q, matrix.columns, m);
+                outer(p, q, matrix.shape.columns, m);
                 loss.iter_mut().zip(&*m).for_each(|(loss, m)| *loss -= scale * m);
             } else {
-                outer(p, q, matrix.columns, m);
+                outer(p, q, matrix.shape.columns, m);
             }
             if options.warm_start {
                 memory.factors.insert(matrix.parameter, q.to_vec());

@@ -119,7 +119,7 @@ impl Machine for MembersState {
     }
 
     /// The workers that a worker watches. While a round runs, each member watches the next one, and the first also those who wait.
-    /// Whoever waits watches all others; among many the first few of those who wait do.
+    /// A waiting worker watches all others; if many wait, only the first few of them do.
     fn watched_by(&self, id: WorkerId) -> Vec<WorkerId> {
         let newcomers = self.newcomers.iter().map(|worker| worker.id);
         let members = self.members.iter().filter(|member| !matches!(member.state, MemberState::Gone(_)));

@@ -2,7 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::horovod::request::{Request, Response};
+use crate::horovod::message::Response;
+use crate::horovod::request::Request;
 
 /// Responses in numbered slots; the one that has been unused for the longest time makes room for a new one.
 #[derive(Debug)]

@@ -5,9 +5,8 @@ use std::fmt::Write;
 use std::time::{Duration, Instant};
 
 use super::StallTimes;
-use crate::horovod::request::{
-    Kind, MAX_ANSWER_BYTES, MAX_REFUSALS, Message, Refusal, Refused, Request, Response, Round,
-};
+use crate::horovod::message::{MAX_REFUSALS, Message, Refusal, Refused, Response, Round};
+use crate::horovod::request::{Kind, MAX_ANSWER_BYTES, Request};
 
 /// The most tensors that a warning names.
 const NAMED: usize = 8;
@@ -372,17 +371,11 @@ fn respond(waiting: &Waiting) -> Option<Response> {
         }
         (None, _) => None,
     };
-    let rows = match &request.kind {
-        _ if error.is_some() => Vec::new(),
-        Kind::Allgather => {
-            let none = || vec![0; request.parts.len()];
-            waiting.requests().map(|request| request.map_or_else(none, Request::rows)).collect()
-        }
-        Kind::Allreduce(_)
-        | Kind::Alltoall
-        | Kind::Broadcast { .. }
-        | Kind::Reducescatter(_)
-        | Kind::Barrier => Vec::new(),
+    let rows = if error.is_none() && request.kind.tells_rows() {
+        let none = || vec![0; request.parts.len()];
+        waiting.requests().map(|request| request.map_or_else(none, Request::rows)).collect()
+    } else {
+        Vec::new()
     };
     Some(Response { request, rows, absent, error })
 }

@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 
 use crate::dtype::DType;
 
+use crate::horovod::message::Response;
 use crate::horovod::reduction::{Compression, Factor, Op, Reduction};
-use crate::horovod::request::{Kind, Response};
+use crate::horovod::request::Kind;
 
 /// A tensor of so many bytes, which could be combined where it is, is: what an operation costs beside its bytes is less than two
 /// copies of these.

@@ -32,9 +32,8 @@ use self::cache::{Cache, Lookup};
 use self::coordinator::Coordinator;
 pub use self::coordinator::ranks;
 pub use self::fusion::{Batch, Fused, Member, fuse, is_alone};
-use crate::horovod::request::{
-    Kind, MAX_REFUSALS, Message, Refusal, Refused, Request, Response, Round, Settings, share,
-};
+use crate::horovod::message::{MAX_REFUSALS, Message, Refusal, Refused, Response, Round, Settings};
+use crate::horovod::request::{Kind, Request, share};
 
 /// How long tensors wait for ranks that lack them.
 #[derive(Clone, Copy, Debug, PartialEq)]

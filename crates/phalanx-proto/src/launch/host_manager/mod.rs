@@ -221,7 +221,7 @@ impl HostManager {
             let slots = listed.remove(&host.key);
             (host.is_listed, host.slots) = (slots.is_some(), slots.unwrap_or(host.slots));
         }
-        // Who is new takes no place of one that is named later in the list.
+        // A new host takes no place of one that is named later in the list.
         for name in names {
             if let Some(slots) = listed.remove(&host_key(name)) {
                 self.add(name, slots, now);
