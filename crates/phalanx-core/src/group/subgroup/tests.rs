@@ -238,7 +238,7 @@ fn so_it_is_between_threads_of_one_process() {
                 match group.rank().get() {
                     // Neither blames the other, which waits no longer either.
                     0 | 3 => {
-                        let error = group.join_part(&name, &part, Caller::NewGroup).unwrap_err();
+                        let error = group.join_subgroup(&name, &part, Caller::NewGroup).unwrap_err();
                         assert!(error.to_string().contains("has ended: "), "{error}");
                         assert_eq!(error.peer(), None, "{error}");
                     }
@@ -262,7 +262,7 @@ fn a_thread_that_waits_no_longer_for_a_new_group_tells_those_that_wait_and_those
                 let name = group.agree_on(&all).unwrap();
                 let come = |timeout| {
                     let group = group.with_timeout(timeout);
-                    group.join_part(&name, &all, Caller::NewGroup).map(drop).unwrap_err()
+                    group.join_subgroup(&name, &all, Caller::NewGroup).map(drop).unwrap_err()
                 };
                 let is_last = group.rank() == Rank::new(2);
                 if is_last {
