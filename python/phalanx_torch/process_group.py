@@ -177,6 +177,16 @@ def _same_shape_for_each_other(inputs: Sequence[torch.Tensor], outputs: Sequence
         _same_shape_if_even("all_to_all", inputs[rank], outputs, rank)
 
 
+def _same_length(what: str, expected: torch.Tensor, tensors: Sequence[torch.Tensor], rank: int) -> None:
+    """Refuses a list in which this rank's tensor is of another length, where the call is made: of a work for which nobody waits, nobody would hear it.
+
+    After the tensors have been lent, which refuses some kinds. Another type is the native part's error.
+    """
+    own = tensors[rank]
+    if own.dtype is expected.dtype and own.numel() != expected.numel():
+        raise ValueError(f"{what}: invalid tensor size at index {rank} (expected {_shape(expected)}, got {_shape(own)})")
+
+
 def _as_many(what: str, expected: int, tensors: Sequence[object]) -> None:
     """Refuses a list without a tensor for each rank."""
     if len(tensors) != expected:
@@ -184,9 +194,14 @@ def _as_many(what: str, expected: int, tensors: Sequence[object]) -> None:
 
 
 def _check_layout(what: str, whole: tuple[str, torch.Tensor], part: tuple[str, torch.Tensor], ranks: int) -> None:
-    """Refuses a tensor for all ranks whose shape says something else than what lies in it."""
+    """Refuses a tensor for all ranks of another length, or whose shape says something else than what lies in it."""
     (name, all_ranks), (name_of_part, one_rank) = whole, part
     if _have_shapes((all_ranks, one_rank)):
+        if all_ranks.dtype is one_rank.dtype and all_ranks.numel() != ranks * one_rank.numel():
+            raise ValueError(
+                f"{what}: with {ranks} ranks the {name} must be {ranks} times as long as the {name_of_part}; it has {all_ranks.numel()} elements, the "
+                f"{name_of_part} {one_rank.numel()}"
+            )
         _layout.check(what, (name, all_ranks.shape), (name_of_part, one_rank.shape), ranks, "view()")
 
 
@@ -214,11 +229,6 @@ def _check_pairs(
     for index, (output, input) in enumerate(zip(outputs, inputs)):
         whole, part = (output, input) if is_gathered else (input, output)
         names = ("output", "input") if is_gathered else ("input", "output")
-        if _have_shapes((output, input)) and whole.numel() != ranks * part.numel():
-            raise ValueError(
-                f"{what}: with {ranks} ranks the {names[0]} at index {index} must be {ranks} times as long as the {names[1]}; it has "
-                f"{whole.numel()} elements, the {names[1]} {part.numel()}"
-            )
         _check_pair(what, index, output, input)
         _check_layout(what, (f"{names[0]} at index {index}", whole), (names[1], part), ranks)
 
@@ -963,7 +973,7 @@ class ProcessGroup(dist.ProcessGroup):
         opts = opts or c10d.ReduceOptions()
         if is_watched(self):
             return observed.call(self, "reduce", tensors, opts)
-        tensor, root = self._one("reduce", tensors), _root("reduce", opts)
+        tensor, root = self._one("reduce", tensors), _root("reduce", opts, self.size())
         if root == self.rank():
             _warn_of_graph("reduce", tensors)
         return self._reduce_in_place("reduce", tensors, tensor, _op(opts), _how(opts), root)
@@ -982,7 +992,7 @@ class ProcessGroup(dist.ProcessGroup):
         opts = opts or c10d.BroadcastOptions()
         if is_watched(self) or is_of_graph(tensors):
             return observed.call(self, "broadcast", tensors, opts)
-        tensor, root = self._one("broadcast", tensors), _root("broadcast", opts)
+        tensor, root = self._one("broadcast", tensors), _root("broadcast", opts, self.size())
         staged = _Staged()
         lent = staged.lend(tensor, written=root != self.rank())
         return self._call(
@@ -1008,6 +1018,7 @@ class ProcessGroup(dist.ProcessGroup):
         _warn_of_graph("all_gather", outputs)
         staged = _Staged()
         lent, own = staged.each(outputs), staged.lend(input, written=False)
+        _same_length("all_gather", input, outputs, self.rank())
         return self._call(
             "all_gather",
             _how(opts),
@@ -1075,7 +1086,7 @@ class ProcessGroup(dist.ProcessGroup):
         opts = opts or c10d.GatherOptions()
         if is_watched(self):
             return observed.call(self, "gather", output_tensors, input_tensors, opts)
-        input, root = self._one("gather", input_tensors), _root("gather", opts)
+        input, root = self._one("gather", input_tensors), _root("gather", opts, self.size())
         is_root = self.rank() == root
         if len(output_tensors) != int(is_root):
             raise ValueError("gather: the root has one list of outputs, every other rank none")
@@ -1124,7 +1135,7 @@ class ProcessGroup(dist.ProcessGroup):
         opts = opts or c10d.ScatterOptions()
         if is_watched(self) or is_of_graph(output_tensors):
             return observed.call(self, "scatter", output_tensors, input_tensors, opts)
-        output, root = self._one("scatter", output_tensors), _root("scatter", opts)
+        output, root = self._one("scatter", output_tensors), _root("scatter", opts, self.size())
         is_root = self.rank() == root
         if len(input_tensors) != int(is_root):
             raise ValueError("scatter: the root has one list of inputs, every other rank none")
@@ -1162,6 +1173,7 @@ class ProcessGroup(dist.ProcessGroup):
         staged = _Staged(_sharers(output.dtype, op, self.size()))
         wider = _widened(output, op, inputs)
         lent, into = staged.each(inputs, written=False, type=wider), staged.lend(output, type=wider)
+        _same_length("reduce_scatter", output, inputs, self.rank())
         op = _told(staged.averaged(op, [into], self.size()), output.dtype, wider)
         return self._call(
             "reduce_scatter",
@@ -1216,6 +1228,11 @@ class ProcessGroup(dist.ProcessGroup):
         if sent and not received:
             received = [output.numel() // self.size()] * self.size()
         own, into = staged.lend(input, written=False), staged.lend(output)
+        is_of_one_type, rank = output.dtype is input.dtype, self.rank()
+        if is_of_one_type and not sent and output.numel() != input.numel():
+            raise ValueError(f"all_to_all_single: the output has {output.numel()} elements, the input {input.numel()}")
+        if is_of_one_type and sent and sent[rank] != received[rank]:
+            raise ValueError(f"all_to_all_single: this rank sends itself {sent[rank]} elements, and has a part of {received[rank]} for them")
         return self._call(
             "all_to_all_single",
             _how(opts),
@@ -1239,6 +1256,7 @@ class ProcessGroup(dist.ProcessGroup):
         _warn_of_graph("all_to_all", output_tensors)
         staged = _Staged()
         lent, into = staged.each(input_tensors, written=False), staged.each(output_tensors)
+        _same_length("all_to_all", input_tensors[self.rank()], output_tensors, self.rank())
         return self._call(
             "all_to_all",
             _how(opts),
@@ -1398,11 +1416,13 @@ for _name in dir(c10d.Backend):
         setattr(ProcessGroup, _name, (lambda self, *arguments: False) if _is_call else False)
 
 
-def _root(what: str, options: Any) -> int:
-    """The root that the options name. The native part refuses ranks beyond the last one."""
+def _root(what: str, options: Any, size: int) -> int:
+    """The root that the options name. The native part would refuse a rank beyond the last one where somebody waits for the call."""
     root: int = options.rootRank
     if root < 0:
         raise ValueError(f"{what}: the root is rank {root}, and ranks begin with 0")
+    if root >= size:
+        raise ValueError(f"{what}: rank {root} is outside a world of {size}: ranks run from 0 to {size - 1}")
     # Of gathers and scatters there is none.
     tensor = getattr(options, "rootTensor", 0)
     if tensor != 0:

@@ -64,6 +64,36 @@ def test_ranks_and_sizes_below_zero_are_named(ranks):
     ranks(2, ranks_below_zero)
 
 
+def refused_without_a_wait(rank):
+    two, four, how = torch.ones(2), torch.ones(4), {"async_op": True}
+    for call, said in (
+        (lambda: dist.broadcast(two, group_src=7, **how), "broadcast: rank 7 is outside a world of 2"),
+        (lambda: dist.reduce(two, group_dst=7, **how), "reduce: rank 7 is outside a world of 2"),
+        (lambda: dist.gather(two, group_dst=7, **how), "gather: rank 7 is outside a world of 2"),
+        (lambda: dist.scatter(two, group_src=7, **how), "scatter: rank 7 is outside a world of 2"),
+        (lambda: dist.all_gather_into_tensor(torch.ones(5), two, **how), "the output must be 2 times as long as the input; it has 5 elements"),
+        (lambda: dist.reduce_scatter_tensor(torch.ones(3), four, **how), "the input must be 2 times as long as the output; it has 4 elements"),
+        (lambda: dist.all_gather([torch.ones(3), torch.ones(3)], two, **how), rf"all_gather: invalid tensor size at index {rank} "),
+        (lambda: dist.all_gather([torch.ones(3), torch.ones(4)], two, **how), rf"all_gather: invalid tensor size at index {rank} "),
+        (lambda: dist.reduce_scatter(torch.ones(3), [two, two], **how), rf"reduce_scatter: invalid tensor size at index {rank} "),
+        (lambda: dist.all_to_all([torch.ones(3), torch.ones(3)], [two, two], **how), rf"all_to_all: invalid tensor size at index {rank} "),
+        (lambda: dist.all_to_all_single(torch.ones(6), four, **how), "the output has 6 elements, the input 4"),
+        (
+            lambda: dist.all_to_all_single(torch.ones(4), four, [3, 1] if rank == 0 else [1, 3], [2, 2], **how),
+            "this rank sends itself 2 elements, and has a part of 3 for them",
+        ),
+    ):
+        # The work would be dropped here, and its error with it.
+        with pytest.raises(ValueError, match=said):
+            call()
+    dist.all_reduce(two)
+    assert two.tolist() == [2.0, 2.0]
+
+
+def test_wrong_arguments_are_refused_at_the_call_and_not_only_by_a_wait(ranks):
+    ranks(2, refused_without_a_wait)
+
+
 def waits(rank):
     # PyTorch's works take a number for seconds.
     for limit in (5.0, 5, 0, datetime.timedelta(seconds=5), datetime.timedelta(0), None):
