@@ -665,6 +665,52 @@ def test_the_optimizer_and_what_it_refuses():
     run(2, _optimizer)
 
 
+def _changed_on_the_way(rank):
+    def begun(scaler=None, **options):
+        model = torch.nn.Linear(2, 1)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), **options)
+        loss = (model(torch.ones(1, 2)) * (rank + 1)).sum()
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        return model, optimizer
+
+    def replaced(model):
+        model.weight.grad = model.weight.grad.clamp(max=0.5)
+
+    for change in (lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1), lambda model: model.bias.grad.mul_(2.0), replaced):
+        for options in ({}, {"num_groups": 1}, {"compression": hvd.Compression.fp16}):
+            model, optimizer = begun(**options)
+            before = model.weight.tolist()
+            change(model)
+            with pytest.raises(AssertionError, match=r"was changed after loss.backward\(\) but before optimizer.synchronize"):
+                optimizer.step()
+            assert model.weight.tolist() == before
+            # The next step is as ever.
+            optimizer.zero_grad()
+            (model(torch.ones(1, 2)) * (rank + 1)).sum().backward()
+            optimizer.step()
+            assert model.weight.grad.tolist() == [[1.5, 1.5]]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    _, optimizer = begun(scaler)
+    with pytest.raises(AssertionError, match="GradScaler has divided the gradients by its scale before optimizer.synchronize"):
+        scaler.step(optimizer)
+    # As Horovod's documentation has it, and one that does nothing.
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    model, optimizer = begun(scaler)
+    optimizer.synchronize()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+    with optimizer.skip_synchronize():
+        scaler.step(optimizer)
+    assert model.bias.grad.tolist() == [1.5]
+    model, optimizer = begun()
+    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+    assert model.bias.grad.tolist() == [1.5]
+
+
+def test_a_gradient_that_is_changed_while_its_average_is_on_its_way_is_refused():
+    run(2, _changed_on_the_way)
+
+
 def _changes(rank, passes, compression, by_closure):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))

@@ -2,6 +2,8 @@
 
 import contextlib
 import math
+import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -64,6 +66,8 @@ class _Distributed(_Base):
         self._has_passed = False
         # Which parameters' gradients are on their way, and what waits for each.
         self._waits: dict[torch.Tensor, Callable[[], None] | None] = {}
+        # The gradients whose averages are on their way, with how often each had been written to.
+        self._lent: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
         self._ready: dict[int, list[torch.Tensor]] = {}
         # Of parameters that have had a sparse gradient.
         self._sparse_dims: dict[torch.Tensor, int] = {}
@@ -148,6 +152,8 @@ class _Distributed(_Base):
 
     def _passed(self, p: torch.Tensor) -> None:
         if p in self._waits or self._left[p] <= 0:
+            # This is the error of what the pass has added.
+            self._lent.pop(p, None)
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
                 "backward_passes_per_step to accumulate gradients locally."
@@ -204,6 +210,7 @@ class _Distributed(_Base):
             gradients = [] if is_sparse else [_gradient(p) for p in parameters]
             dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
             lent = [self._compression.compress(gradient) for gradient in dense]
+        self._lent.update((p, (_gradient(p), _times_written(_gradient(p)))) for p in parameters)
         if is_sparse:
             return self._allreduce_sparse(parameters[0], name)
         compressed, contexts = zip(*lent)
@@ -260,6 +267,8 @@ class _Distributed(_Base):
                 self._submit_others()
             except Exception as error:
                 self._failure = error
+        # Before the first wait, which may write to its gradient.
+        self._failure = self._failure or self._changed()
         for p in list(self._waits):
             wait = self._waits[p]
             if wait is not None:
@@ -279,6 +288,24 @@ class _Distributed(_Base):
         if failure is not None:
             raise failure
         self._synchronized = True
+
+    def _changed(self) -> AssertionError | None:
+        """The error of a gradient that the program has changed while its average was on its way, or None. It is looked for once."""
+        lent, self._lent = self._lent, {}
+        for p, (gradient, times) in lent.items():
+            # One that was taken away has an error of its own.
+            if p.grad is not None and (p.grad is not gradient or _times_written(gradient) != times):
+                return AssertionError(
+                    f"the gradient of {self._parameter_names[p]} was changed after loss.backward() but before optimizer.synchronize(), while its average was "
+                    f"on its way. {_SYNCHRONIZE_FIRST}"
+                )
+        # PyTorch does not count what it writes.
+        if lent and _is_called_by_scaler():
+            return AssertionError(
+                "torch.amp.GradScaler has divided the gradients by its scale before optimizer.synchronize(), while their averages were on their way. "
+                f"{_SYNCHRONIZE_FIRST}"
+            )
+        return None
 
     def _submit_others(self) -> None:
         """Submits the gradients that no pass of this rank has made."""
@@ -413,6 +440,26 @@ def _gradient(p: torch.Tensor) -> torch.Tensor:
             "way. Call optimizer.zero_grad(), or model.zero_grad(), before loss.backward()."
         )
     return p.grad
+
+
+_SYNCHRONIZE_FIRST = (
+    "Call optimizer.synchronize() before gradients are clipped, or before scaler.unscale_(optimizer), and make the step in "
+    "`with optimizer.skip_synchronize():`."
+)
+
+
+def _is_called_by_scaler() -> bool:
+    """Whether ``scaler.step(optimizer)`` makes this step, and the scaler is enabled. A schedule may have put a function of its own between them."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "torch.amp.grad_scaler":
+        frame = frame.f_back
+    scaler = None if frame is None else frame.f_locals.get("self")
+    return isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled()
+
+
+def _times_written(tensor: torch.Tensor) -> int:
+    """How often PyTorch has written to the tensor in place. It does not count that of tensors of inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _unnamed(group: int, index: int) -> str:
