@@ -69,7 +69,7 @@ impl Watch {
         self.is_compared
     }
 
-    /// Whether the ranks compare in the next [step](Self::step).
+    /// Whether the ranks compare in the next [step](Self::step), if they can.
     pub fn is_due(&self) -> bool {
         self.steps + 1 == WINDOW
     }
@@ -125,10 +125,11 @@ impl Watch {
         (model, parameters): (&M, &[Parameter]),
         group: &dyn Communicator,
     ) -> Result<()> {
+        // Counted also where nothing is compared, as in a world of one: see `is_due`.
+        self.steps = self.steps % WINDOW + 1;
         if self.is_stopped || self.numbers == 0 {
             return Ok(());
         }
-        self.steps += 1;
         if let Some((own, bounds)) = self.told.take() {
             // If the group has failed, the next exchange says so.
             let Ok(bounds) = bounds.wait() else { return Ok(()) };
@@ -144,7 +145,6 @@ impl Watch {
             }
         }
         if self.steps == WINDOW {
-            self.steps = 0;
             let sample = self.sample(parameters);
             let mut made = self.made(optimizer, (model, &sample), group.rank())?;
             made.resize(self.numbers, f32::NAN);
@@ -176,7 +176,8 @@ impl Watch {
 
     /// The parameters that are compared in this window, the same on every rank.
     fn sample(&mut self, parameters: &[Parameter]) -> Vec<Parameter> {
-        let turns = parameters.len().div_ceil(SAMPLE).max(1);
+        // An odd number: of two optimizers that step in turns, each would be compared in the same half of an even number of samples.
+        let turns = parameters.len().div_ceil(SAMPLE) | 1;
         let first = self.windows % turns;
         self.windows += 1;
         parameters.iter().skip(first).step_by(turns).cloned().collect()
@@ -340,7 +341,7 @@ mod tests {
                 || Parameter { id: ParamId::new(), name: String::new(), shape: vec![2], dtype: DType::F32 };
             let parameters: Vec<Parameter> = std::iter::repeat_with(parameter).take(count).collect();
             let (mut watch, mut seen) = (Watch::default(), HashSet::new());
-            for _ in 0..count.div_ceil(SAMPLE) {
+            for _ in 0..count.div_ceil(SAMPLE) | 1 {
                 let sample = watch.sample(&parameters);
                 assert!(sample.len() <= SAMPLE, "{count}: {}", sample.len());
                 seen.extend(sample.iter().map(|parameter| parameter.id));

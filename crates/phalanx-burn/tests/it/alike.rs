@@ -191,6 +191,33 @@ fn each_of_several_optimizers_that_step_in_turns_is_compared() {
     }
 }
 
+/// Of an even number of samples of the parameters, each optimizer would be compared in those of its own turns alone.
+#[test]
+fn each_of_two_optimizers_that_step_in_turns_is_compared_in_all_parameters() {
+    let sgd = |decay: f64| SgdConfig::new().with_momentum(Some(MomentumConfig::new().with_momentum(decay)));
+    // 34 parameters, of which every second one is a bias.
+    let mut widths = [3; 18];
+    widths[0] = 8;
+    let errors = run(2, |group| {
+        let mut ddp = Ddp::new(Mlp::new(&widths), &group).unwrap();
+        let decay = if group.rank().is_main() { 0.9 } else { 0.8 };
+        let biases = ParamGroup::from_regex(r"(^|\.)bias$").unwrap();
+        let other = sgd(0.9).init().with_group(biases, sgd(decay).build(), None);
+        let mut optimizers = [sgd(0.9).init(), other];
+        let mut step = |number: usize| {
+            let loss = ddp.forward(|model| model.loss(samples(0, 4)))?;
+            let gradients = ddp.backward(&loss)?;
+            ddp.step(&mut optimizers[number % 2], 0.01, gradients)
+        };
+        (0..140).find_map(|number| step(number).err()).map(|error| error.to_string())
+    });
+    let said = "the optimizer of rank 1 changes parameters otherwise than that of rank 0";
+    assert!(
+        errors.iter().all(|error| error.as_ref().is_some_and(|error| error.contains(said))),
+        "{errors:?}"
+    );
+}
+
 /// The epsilon of a rank's optimizer, and the learning rates of its first step and of the others.
 type Settings = (f32, f64, f64);
 

@@ -265,14 +265,16 @@ fn a_group_by_the_ids_of_whole_parameters_is_refused() {
 
 #[test]
 fn a_group_by_the_ids_of_whole_parameters_is_refused_also_in_an_optimizer_that_steps_in_turns_with_another() {
-    let refused = errors(run(2, |group| {
-        let (mut fsdp, ids) = with_ids(&group)?;
-        let clipping = GradientClippingConfig::Value(0.0).init();
-        let grouped = SgdConfig::new().init().with_group(ids, SgdConfig::new().build(), Some(clipping));
-        let mut optimizers = [SgdConfig::new().init(), grouped];
-        (0..40).try_for_each(|step: usize| step_of_ones(&mut fsdp, &mut optimizers[step % 2], 0.01))
-    }));
-    all_say(&refused, "has the ParamId that `layers.0.weight` had before it was sharded");
+    for ranks in [1, 2] {
+        let refused = errors(run(ranks, |group| {
+            let (mut fsdp, ids) = with_ids(&group)?;
+            let clipping = GradientClippingConfig::Value(0.0).init();
+            let grouped = SgdConfig::new().init().with_group(ids, SgdConfig::new().build(), Some(clipping));
+            let mut optimizers = [SgdConfig::new().init(), grouped];
+            (0..40).try_for_each(|step: usize| step_of_ones(&mut fsdp, &mut optimizers[step % 2], 0.01))
+        }));
+        all_say(&refused, "has the ParamId that `layers.0.weight` had before it was sharded");
+    }
 }
 
 /// All rates are 0 at the beginning of a warm-up.
