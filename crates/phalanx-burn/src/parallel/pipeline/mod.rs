@@ -129,6 +129,8 @@ pub struct Pipeline<const D: usize> {
     inputs: Vec<Option<Layout>>,
     recomputation: Option<u64>,
     steps: u64,
+    /// Whether a step is under way, or a panic has cut it off.
+    is_running: bool,
 }
 
 /// What a step gives.
@@ -165,7 +167,7 @@ impl<const D: usize> Pipeline<D> {
         }
         let plan = schedule.plan(group.world_size().count(), microbatches)?;
         let inputs = vec![None; plan.stages()];
-        Ok(Self { group: group.clone(), plan, inputs, recomputation: None, steps: 0 })
+        Ok(Self { group: group.clone(), plan, inputs, recomputation: None, steps: 0, is_running: false })
     }
 
     /// Keeps only the inputs of stages between a forward pass and its backward pass, and computes the rest again: a third more
@@ -247,14 +249,19 @@ impl<const D: usize> Pipeline<D> {
     /// input, so that the stage before gets no gradient, or shapes change. On every rank, in the first step, if a parameter that is trained is on two ranks: they would train copies of it apart, and
     /// a [`TiedParameter`] trains it as one. Copies are known by their [`ParamId`](burn::module::ParamId), which parameters of one record or
     /// of one cloned `Param` have in common. If a rank fails, or an exchange of its tensor group, or with recomputation a device that does not give a
-    /// random number. Gradients of passes that were done are then dropped. A panic of a stage ends the groups, too.
+    /// random number. Gradients of passes that were done are then dropped. A panic of a stage ends the groups of several ranks, too.
     pub fn train<S: Stage<D>>(
         &mut self,
         ddp: &mut Ddp<Vec<S>>,
         batches: &[S::Batch],
     ) -> Result<PipelineStep> {
         let _end = EndIfPanicked::of(&self.group, "a stage of a pipeline");
+        if std::mem::replace(&mut self.is_running, true) {
+            // A pipeline of one rank goes on after a panic, which has left the gradients of the passes before it.
+            ddp.drop_accumulated();
+        }
         let outcome = Run::new(self, ddp, batches).and_then(Run::train);
+        self.is_running = false;
         outcome.inspect_err(|error| {
             ddp.drop_accumulated();
             self.group.abort_all(error.clone());

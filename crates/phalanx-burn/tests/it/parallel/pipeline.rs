@@ -261,6 +261,25 @@ fn nothing_goes_on_after_a_step_that_a_panic_has_cut_off() {
     }
 }
 
+/// Nobody waits for a single rank, whose program may leave out a batch.
+#[test]
+fn a_step_that_a_panic_has_cut_off_leaves_no_gradients_for_the_next_one() {
+    run(1, |group| {
+        let mut pipeline = Pipeline::new(&group, Schedule::OneForwardOneBackward, 2).unwrap();
+        let layer = LinearConfig::new(2, 2).init(&device());
+        let mut ddp = Ddp::new(vec![Fragile { layer, is_last: true }], &alone()).unwrap();
+        let mut bias = |panics: bool| {
+            let x = Tensor::<2>::ones([1, 2], &device());
+            let gradients = pipeline.train(&mut ddp, &[(x.clone(), false), (x, panics)]).unwrap().gradients;
+            let bias = ddp.model()[0].layer.bias.as_ref().unwrap();
+            gradients.get::<1>(bias.id).unwrap().into_data().to_vec::<f32>().unwrap()
+        };
+        let expected = bias(false);
+        assert!(catch_unwind(AssertUnwindSafe(|| bias(true))).is_err());
+        assert_eq!(bias(false), expected);
+    });
+}
+
 #[test]
 fn the_bubble_is_the_formula_s() {
     for (ranks, microbatches) in [(2, 4), (3, 3)] {
