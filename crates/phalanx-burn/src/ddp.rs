@@ -30,7 +30,7 @@ use crate::alike;
 use crate::gradients::{Handover, ModelToken, SyncedGradients, averages};
 use crate::hook;
 use crate::packed::Packed;
-use crate::parallel::{Sharers, with_links};
+use crate::parallel::Sharers;
 use crate::parameters::{Inventory, Parameter, Select};
 use crate::replicas;
 use crate::sink::Pass;
@@ -276,8 +276,7 @@ impl<M: Module> Ddp<M> {
             }
         };
         let _end = self.sharers.as_ref().map(Sharers::end_if_panicked);
-        let (output, is_linked) = with_links(|| pass(model, &self.inventory, token));
-        self.is_of_stages |= is_linked;
+        let output = pass(model, &self.inventory, token);
         self.group.trace().complete(Track::Forward, "forward", begin, Instant::now(), &[]);
         Ok(output)
     }

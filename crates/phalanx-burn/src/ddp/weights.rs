@@ -10,6 +10,7 @@ use super::engine::{alone, delivery, live, specs, traced};
 use super::{Ddp, Engine, held};
 use crate::clip;
 use crate::gradients::{SyncedGradients, check_hooked};
+use crate::parallel::with_links;
 use crate::parameters::Parameter;
 use crate::sink::Delivery;
 
@@ -100,6 +101,30 @@ impl<M: Module> Ddp<M> {
         loss: &Tensor<D>,
         weight: Option<f64>,
     ) -> Result<SyncedGradients> {
+        self.in_backward(|ddp| ddp.synchronise(loss, weight))
+    }
+
+    /// Adds up the gradients of `loss` on this rank.
+    pub(super) fn unsynchronised<const D: usize>(
+        &mut self,
+        loss: &Tensor<D>,
+        weight: Option<f64>,
+    ) -> Result<()> {
+        self.in_backward(|ddp| ddp.hold(loss, weight))
+    }
+
+    /// Runs `pass`, which runs backward. Notes whether gradients go over a link.
+    fn in_backward<T>(&mut self, pass: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        let (outcome, is_linked) = with_links(|| pass(self));
+        self.is_of_stages |= is_linked;
+        outcome
+    }
+
+    fn synchronise<const D: usize>(
+        &mut self,
+        loss: &Tensor<D>,
+        weight: Option<f64>,
+    ) -> Result<SyncedGradients> {
         self.engine.check_tracked(loss)?;
         let total = self.accumulate(loss, weight)?.sum();
         self.accumulated = StepWeight::Nothing;
@@ -124,12 +149,7 @@ impl<M: Module> Ddp<M> {
         Ok(SyncedGradients::new(gradients, &self.token).sharded(self.sharded))
     }
 
-    /// Adds up the gradients of `loss` on this rank.
-    pub(super) fn unsynchronised<const D: usize>(
-        &mut self,
-        loss: &Tensor<D>,
-        weight: Option<f64>,
-    ) -> Result<()> {
+    fn hold<const D: usize>(&mut self, loss: &Tensor<D>, weight: Option<f64>) -> Result<()> {
         self.engine.check_tracked(loss)?;
         self.accumulated = self.accumulate(loss, weight)?;
         let model = held(&self.model);

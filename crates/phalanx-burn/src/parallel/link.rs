@@ -61,8 +61,8 @@ use crate::tensor_bytes::{self, TensorBytes};
 /// the same group between the same ranks, a gradient that comes for the other one is an error that says so.
 ///
 /// Clip with [`parallel::clip_grad_norm`](super::clip_grad_norm), and give it the group of the links as `pipeline`.
-/// [`Ddp::clip_grad_norm`](crate::Ddp::clip_grad_norm) and [`Fsdp::clip_grad_norm`](super::fsdp::Fsdp::clip_grad_norm) are an error after a forward pass
-/// with a link whose tensor takes a gradient. [`clip_grad_norm`](crate::clip_grad_norm) does not see a link: each rank would take the norm of its layers.
+/// [`Ddp::clip_grad_norm`](crate::Ddp::clip_grad_norm) and [`Fsdp::clip_grad_norm`](super::fsdp::Fsdp::clip_grad_norm) are an error after a backward
+/// pass in which a gradient has gone over a link. [`clip_grad_norm`](crate::clip_grad_norm) does not see a link: each rank would take the norm of its layers.
 ///
 /// Links are for chains, in which tensors go from each rank to the next. Backward sends a gradient and waits until it is taken, and each
 /// rank's order is that of its own graph: with a connection that skips ranks, or an output that returns to an earlier rank, ranks may
@@ -96,18 +96,17 @@ struct Inner {
 }
 
 thread_local! {
-    /// Whether a tensor that takes a gradient has gone over a link in the forward pass that runs in this thread.
+    /// Whether a gradient has gone over a link in the backward pass that runs in this thread.
     static IS_LINKED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// What a forward `pass` gives, and whether it has sent or received a tensor that takes a gradient: other ranks have layers of the model then.
-pub(crate) fn with_links<T>(pass: impl FnOnce() -> T) -> (T, bool) {
-    let before = IS_LINKED.replace(false);
-    let output = pass();
-    // A pass within another one is a part of it.
-    let is_linked = IS_LINKED.get();
-    IS_LINKED.set(before || is_linked);
-    (output, is_linked)
+/// What `backward` gives, and whether it has sent a gradient over a link, or received one: other ranks have layers of the model then. A forward pass
+/// does not tell: a program may receive a tensor before it, and send what it gives.
+pub(crate) fn with_links<T>(backward: impl FnOnce() -> T) -> (T, bool) {
+    // Also after one that a panic has cut off.
+    IS_LINKED.set(false);
+    let output = backward();
+    (output, IS_LINKED.get())
 }
 
 /// The number of the next link of this process.
@@ -156,9 +155,6 @@ impl StageLink {
         let shape = tensor.dims();
         let is_tracked = tensor.is_autodiff() && tensor.is_tracked();
         let kind = if is_tracked { Kind::Activation } else { Kind::Constant };
-        if is_tracked {
-            IS_LINKED.set(true);
-        }
         let layout = tensor_bytes::with_bytes(tensor.clone(), |bytes| {
             self.inner.send(kind, number, self.inner.id, bytes, &shape)?;
             Ok::<_, Error>(Layout::of(bytes, &shape))
@@ -195,7 +191,6 @@ impl StageLink {
         if !device.is_autodiff() || header.kind == Kind::Constant {
             return Ok(tensor);
         }
-        IS_LINKED.set(true);
         let target = Target(Arc::new(Returned { link: self.inner.downgrade(), number, of }));
         Ok(Tensor::from_dispatch(Dispatch::delivered(tensor.require_grad().into_dispatch(), target)))
     }
@@ -341,6 +336,7 @@ struct Awaited {
 
 impl GradientSource for Awaited {
     fn gradient(&self, _shape: &[usize]) -> Option<TensorData> {
+        IS_LINKED.set(true);
         let gradient = self.link.upgrade().and_then(|link| link.gradient(self.number, &self.layout));
         gradient.map_err(|error| self.link.group.abort_all(error)).ok()
     }
@@ -356,6 +352,7 @@ struct Returned {
 
 impl GradientTarget for Returned {
     fn deliver(&self, gradient: TensorBytes<'_>, shape: &[usize]) -> Result<()> {
+        IS_LINKED.set(true);
         self.link.upgrade()?.send(Kind::Gradient, self.number, self.of, gradient, shape)
     }
 

@@ -337,6 +337,23 @@ fn with_ddp(weights: Option<[f64; 2]>) {
 
 #[test]
 fn the_norm_of_a_rank_s_layers_in_a_chain_is_not_taken_for_the_model_s() {
+    // A program that uses its link outside of the closure.
+    run(2, |group| {
+        let link = StageLink::new(&group, Rank::new(1 - group.rank().get())).unwrap();
+        let layer: Linear = LinearConfig::new(3, 3).init(&device());
+        let mut ddp = Ddp::new(layer, &ProcessGroup::alone().unwrap()).unwrap();
+        let loss = if group.rank().is_main() {
+            let x = Tensor::<2>::ones([2, 3], &device());
+            link.send_forward(ddp.forward(|layer| layer.forward(x)).unwrap()).unwrap()
+        } else {
+            let x = link.recv_forward::<2>(&device()).unwrap();
+            ddp.forward(|layer| layer.forward(x).powi_scalar(2).mean()).unwrap()
+        };
+        let mut gradients = ddp.backward(&loss).unwrap();
+        let error = ddp.clip_grad_norm(&mut gradients, 1e-3).unwrap_err();
+        assert!(error.to_string().contains("a chain of links"), "{error}");
+        group.barrier().unwrap();
+    });
     let norms = run(2, |group| {
         let is_first = group.rank().is_main();
         let link = StageLink::new(&group, Rank::new(1 - group.rank().get())).unwrap();
