@@ -296,7 +296,7 @@ impl<M: Module> Ddp<M> {
     /// If the loss was not computed in [`forward`](Self::forward), or has run backward already. If it depends on parameters of
     /// [`model`](Self::model), and not only on the model that the closure of [`forward`](Self::forward) gets: a penalty on parameters belongs into
     /// the closure. If a parameter has no gradient and [`find_unused_parameters`](ReducerOptions::find_unused_parameters) is not set. If an
-    /// exchange fails. Each ends the group.
+    /// exchange fails. Each ends the group. So does a panic if layers are [divided](crate::parallel::tensor), as in [`forward`](Self::forward).
     pub fn backward<const D: usize>(&mut self, loss: &Tensor<D>) -> Result<SyncedGradients> {
         self.synchronised(loss, None)
     }

@@ -7,6 +7,7 @@ use phalanx::reducer::Reducer;
 use phalanx::{Caller, Communicator, Rank, Result, WorldSize};
 
 use super::Ddp;
+use crate::parallel::Sharers;
 use crate::parameters::Select;
 use crate::replicas;
 
@@ -35,7 +36,7 @@ impl<M: Module> Ddp<M> {
     /// # Errors
     /// If the exchange of buffers fails. If the ranks would not evaluate the same model, because the group is a
     /// [`GroupHandle`](phalanx::GroupHandle) that leads to other ranks than when this `Ddp` was made, or, of a model with buffers, because they made other
-    /// numbers of steps in a [`join`](Self::join) of another `Ddp`.
+    /// numbers of steps in a [`join`](Self::join) of another `Ddp`. A panic of `pass` ends the groups as in [`forward`](Self::forward).
     #[doc(alias("eval", "valid"))]
     pub fn evaluate<T>(&mut self, pass: impl FnOnce(&M) -> T) -> Result<T> {
         self.check_world()?;
@@ -57,6 +58,7 @@ impl<M: Module> Ddp<M> {
             }
             self.waited_since(begin);
         }
+        let _end = self.sharers.as_ref().map(Sharers::end_if_panicked);
         Ok(pass(&model))
     }
 

@@ -10,7 +10,7 @@ use super::engine::{alone, delivery, live, specs, traced};
 use super::{Ddp, Engine, held};
 use crate::clip;
 use crate::gradients::{SyncedGradients, check_hooked};
-use crate::parallel::with_links;
+use crate::parallel::{Sharers, with_links};
 use crate::parameters::Parameter;
 use crate::sink::Delivery;
 
@@ -113,8 +113,9 @@ impl<M: Module> Ddp<M> {
         self.in_backward(|ddp| ddp.hold(loss, weight))
     }
 
-    /// Runs `pass`, which runs backward. Notes whether gradients go over a link.
+    /// Runs `pass`, which runs backward. Notes whether gradients go over a link; if it panics, ends the groups of the ranks that divide layers with this one.
     fn in_backward<T>(&mut self, pass: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        let _end = self.sharers.as_ref().map(Sharers::end_if_panicked);
         let (outcome, is_linked) = with_links(|| pass(self));
         self.is_of_stages |= is_linked;
         outcome

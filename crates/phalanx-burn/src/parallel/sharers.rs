@@ -38,9 +38,9 @@ impl Sharers {
         Some(Self { group, optimizers: alike::Watch::default(), steps: OptimizerSteps::default() })
     }
 
-    /// For a forward pass: if it panics, the groups of this rank end.
+    /// For a forward or backward pass: if it panics, the groups of this rank end.
     pub fn end_if_panicked(&self) -> EndIfPanicked {
-        EndIfPanicked::of(self.group.group(), "a forward pass of divided layers")
+        EndIfPanicked::of(self.group.group(), "a pass of divided layers")
     }
 
     /// An error on every rank, which ends their groups, unless all ranks' optimizers do the same to parameters, with the same `rates` in the first step.

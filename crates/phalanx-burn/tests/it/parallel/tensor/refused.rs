@@ -343,32 +343,47 @@ fn optimizers_that_take_a_norm_of_a_part_are_refused() {
     }
 }
 
+/// A pass that a panic cuts off.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Broken {
+    Forward,
+    Backward,
+    Evaluation,
+}
+
 /// This rank's next exchange would be taken for the one that it has left out.
 #[test]
-fn nothing_goes_on_after_a_forward_pass_that_a_panic_has_cut_off() {
-    let errors = run(2, |group| {
-        let tensor = TensorGroup::new(&group);
-        let layer: Linear = LinearConfig::new(WIDTH, WIDTH).init(&device()).map(&mut Waves(0));
-        let layer = RowParallelLinear::new(layer, &tensor).unwrap();
-        let mut ddp = Ddp::new(layer, &ProcessGroup::alone().unwrap()).unwrap();
-        let mut optimizer = SgdConfig::new().init();
-        let mut step = |is_broken: bool| {
-            let loss = ddp.forward(|layer| {
-                assert!(!is_broken, "this batch is broken");
-                weighed(layer.forward(tensor.part(input(), 2)))
-            })?;
-            let gradients = ddp.backward(&loss)?;
-            ddp.step(&mut optimizer, 0.1, gradients)
-        };
-        step(false).unwrap();
-        if !group.rank().is_main() {
-            // A program that leaves out a batch.
-            assert!(catch_unwind(AssertUnwindSafe(|| step(true))).is_err());
+fn nothing_goes_on_after_a_pass_that_a_panic_has_cut_off() {
+    for broken in [Broken::Forward, Broken::Backward, Broken::Evaluation] {
+        let errors = run(2, |group| {
+            let tensor = TensorGroup::new(&group);
+            let layer: Linear = LinearConfig::new(WIDTH, WIDTH).init(&device()).map(&mut Waves(0));
+            let layer = RowParallelLinear::new(layer, &tensor).unwrap();
+            let mut ddp = Ddp::new(layer, &ProcessGroup::alone().unwrap()).unwrap();
+            let mut optimizer = SgdConfig::new().init();
+            let mut step = |broken: Option<Broken>| {
+                let loss = ddp.forward(|layer| {
+                    assert!(broken != Some(Broken::Forward), "this batch is broken");
+                    weighed(layer.forward(tensor.part(input(), 2)))
+                })?;
+                if broken == Some(Broken::Backward) {
+                    // Burn panics at a second backward pass.
+                    drop(loss.backward());
+                }
+                let gradients = ddp.backward(&loss)?;
+                ddp.step(&mut optimizer, 0.1, gradients)?;
+                ddp.evaluate(|_| assert!(broken != Some(Broken::Evaluation), "this batch is broken"))
+            };
+            step(None).unwrap();
+            if !group.rank().is_main() {
+                // A program that leaves out a batch.
+                assert!(catch_unwind(AssertUnwindSafe(|| step(Some(broken)))).is_err());
+            }
+            (0..2).find_map(|_| step(None).err()).map(|error| error.to_string())
+        });
+        for error in errors {
+            assert!(error.is_some_and(|error| error.contains("a pass of divided layers has panicked")));
         }
-        (0..2).find_map(|_| step(false).err()).map(|error| error.to_string())
-    });
-    for error in errors {
-        assert!(error.is_some_and(|error| error.contains("a forward pass of divided layers has panicked")));
     }
 }
 
