@@ -290,7 +290,10 @@ fn malformed(topic: &str, error: postcard::Error) -> Error {
 /// For `phalanx::fuzzing`: decodes what a rank has gathered.
 #[cfg(any(test, fuzzing, feature = "fuzzing"))]
 pub(super) fn fuzz(bytes: &[u8]) -> bool {
-    unpack("gathered", bytes).is_ok()
+    let Ok(messages) = unpack("gathered", bytes) else { return false };
+    let again = encode("gathered", &pack(&messages)).and_then(|packed| unpack("gathered", &packed));
+    assert!(again.is_ok_and(|again| again == messages));
+    true
 }
 
 #[cfg(test)]
@@ -344,7 +347,11 @@ mod tests {
         for messages in others.into_iter().chain([addresses]) {
             let packed = encode("topic", &pack(&messages)).unwrap();
             assert_eq!(unpack("topic", &packed).unwrap(), messages);
+            assert!(fuzz(&packed));
         }
+        // As the fuzzer's seed of them is written.
+        let packed = encode("topic", &pack(&[vec![0; 2], vec![0; 2]])).unwrap();
+        assert_eq!(packed, [2, 0, 0, 2, 0, 0, 2, 0, 0]);
     }
 
     #[test]

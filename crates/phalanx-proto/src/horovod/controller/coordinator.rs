@@ -24,7 +24,10 @@ pub(super) struct Coordinator {
     /// What may be ready now, and has not been looked at.
     due: VecDeque<u64>,
     /// What ranks have refused and others have not called, by the order of arrival.
-    open: VecDeque<Open>,
+    open: BTreeMap<u64, Open>,
+    /// Those of each name, in their order. With a look at those of all names for each call, the looks would be as many as the square of the names,
+    /// for each rank.
+    open_by_name: BTreeMap<String, Vec<u64>>,
     /// With what calls end, and the ranks have not been told.
     refused: VecDeque<Refused>,
     /// Answers begin until there are so many bytes of them.
@@ -113,7 +116,8 @@ impl Coordinator {
             by_name: BTreeMap::new(),
             arrivals: 0,
             due: VecDeque::new(),
-            open: VecDeque::new(),
+            open: BTreeMap::new(),
+            open_by_name: BTreeMap::new(),
             refused: VecDeque::new(),
             room: MAX_ANSWER_BYTES,
             joined: vec![false; size],
@@ -207,10 +211,15 @@ impl Coordinator {
             if self.open.len() == MAX_OPEN {
                 self.tell_met();
             }
-            if self.open.len() == MAX_OPEN {
-                self.open.pop_front();
+            if self.open.len() == MAX_OPEN
+                && let Some((arrival, oldest)) = self.open.pop_first()
+            {
+                forget(&mut self.open_by_name, &oldest.refusal.name, arrival);
             }
-            self.open.push_back(Open { refusal: refusal.clone(), rank, meets, count, told: Vec::new() });
+            self.arrivals += 1;
+            self.open_by_name.entry(refusal.name.clone()).or_default().push(self.arrivals);
+            let open = Open { refusal: refusal.clone(), rank, meets, count, told: Vec::new() };
+            self.open.insert(self.arrivals, open);
         }
         if !told.is_empty() {
             self.refused.push_back(Refused { refusal, rank, told });
@@ -219,7 +228,9 @@ impl Coordinator {
 
     /// A rank calls a name. Returns the refusal that it meets, if it does.
     fn meet(&mut self, rank: usize, name: &str) -> Option<&mut Open> {
-        let open = self.open.iter_mut().find(|open| open.meets[rank] && open.refusal.name == name)?;
+        let meets = |arrival: &&u64| self.open.get(*arrival).is_some_and(|open| open.meets[rank]);
+        let arrival = *self.open_by_name.get(name)?.iter().find(meets)?;
+        let open = self.open.get_mut(&arrival)?;
         open.meets[rank] = false;
         open.count -= 1;
         Some(open)
@@ -227,16 +238,22 @@ impl Coordinator {
 
     /// The ranks that have met refusals are to be told, and what no other rank meets is forgotten.
     fn tell_met(&mut self) {
-        for open in self.open.iter_mut().filter(|open| !open.told.is_empty()) {
+        for open in self.open.values_mut().filter(|open| !open.told.is_empty()) {
             let (refusal, told) = (open.refusal.clone(), std::mem::take(&mut open.told));
             self.refused.push_back(Refused { refusal, rank: open.rank, told });
         }
-        self.open.retain(|open| open.count > 0);
+        let by_name = &mut self.open_by_name;
+        self.open.retain(|arrival, open| {
+            if open.count == 0 {
+                forget(by_name, &open.refusal.name, *arrival);
+            }
+            open.count > 0
+        });
     }
 
     /// A rank has joined: it makes no calls that would meet refusals.
     fn miss(&mut self, rank: usize) {
-        for open in &mut self.open {
+        for open in self.open.values_mut() {
             open.count -= usize::from(std::mem::take(&mut open.meets[rank]));
         }
         self.tell_met();
@@ -347,6 +364,15 @@ impl Coordinator {
     }
 }
 
+/// The refusal of this `name` with this number is no longer open.
+fn forget(by_name: &mut BTreeMap<String, Vec<u64>>, name: &str, arrival: u64) {
+    let Some(arrivals) = by_name.get_mut(name) else { return };
+    arrivals.retain(|other| *other != arrival);
+    if arrivals.is_empty() {
+        by_name.remove(name);
+    }
+}
+
 /// Names ranks in a message: "rank 3", "ranks 0, 2".
 pub fn ranks(ranks: impl Iterator<Item = usize>) -> String {
     const SHOWN: usize = 16;
@@ -445,12 +471,15 @@ mod tests {
             let round = coordinator.round(vec![Message::default(), refuses, Message::default()], now);
             assert!(round.refused.is_empty() && !coordinator.has_due());
         }
-        assert_eq!((coordinator.open.len(), &coordinator.open[0].refusal), (MAX_OPEN, &refusal(2)));
+        let oldest = &coordinator.open.values().next().unwrap().refusal;
+        let names = coordinator.open_by_name.len();
+        assert_eq!((coordinator.open.len(), names, oldest), (MAX_OPEN, MAX_OPEN, &refusal(2)));
         let joins = || Message { joins: true, ..Message::default() };
         coordinator.round(vec![joins(), Message::default(), Message::default()], now);
-        assert!(coordinator.open.iter().all(|open| open.count == 1));
+        assert!(coordinator.open.values().all(|open| open.count == 1));
         coordinator.round(vec![Message::default(), Message::default(), joins()], now);
-        assert!(coordinator.open.is_empty() && coordinator.expired(now).is_none());
+        assert!(coordinator.open.is_empty() && coordinator.open_by_name.is_empty());
+        assert!(coordinator.expired(now).is_none());
     }
 
     #[test]
@@ -473,7 +502,8 @@ mod tests {
         assert_eq!(told(first), expected.map(|(name, ranks)| (name.to_owned(), ranks)));
         let last = coordinator.round(vec![none(), none(), none(), none(), asks()], now);
         assert_eq!(told(last), ["a", "b"].map(|name| (name.to_owned(), vec![4u32])));
-        assert!(coordinator.open.is_empty() && !coordinator.has_due());
+        assert!(coordinator.open.is_empty() && coordinator.open_by_name.is_empty());
+        assert!(!coordinator.has_due());
     }
 
     #[test]
