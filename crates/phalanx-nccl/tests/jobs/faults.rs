@@ -312,7 +312,8 @@ fn fork_once(nccl: Communicator) -> Result<()> {
     }
     let mut status = -1;
     // SAFETY: it writes one number there.
-    assert_eq!(unsafe { waitpid(child, &mut status, 0) }, child);
+    let ended = unsafe { waitpid(child, &mut status, 0) };
+    assert_eq!(ended, child);
     // To wait for the end of the communicator is to wait for 13 s.
     assert!(status == 0 && started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
     nccl.barrier()
