@@ -424,6 +424,7 @@ fn in_a_join_a_rank_without_batches_has_no_weight() {
     }
 }
 
+/// `.ci/gpu` leaves it out where three ranks that are threads have no device each.
 #[test]
 fn a_synchronised_batch_norm_sees_weighted_gradients() {
     const COUNTS: [usize; 3] = [2, 9, 4];

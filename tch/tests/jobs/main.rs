@@ -56,7 +56,9 @@ fn main() {
         let needs = common::device() == tch::Device::Cpu;
         trial.with_kind("needs PHALANX_TEST_DEVICE=cuda").with_ignored_flag(needs)
     });
-    let on_stand_in = harness::trials("nccl", nccl::ON_STAND_IN).into_iter().map(|trial| {
+    let on_stand_in = [("elastic", elastic::ON_STAND_IN), ("nccl", nccl::ON_STAND_IN)];
+    let on_stand_in = on_stand_in.into_iter().flat_map(|(file, tests)| harness::trials(file, tests));
+    let on_stand_in = on_stand_in.map(|trial| {
         let needs =
             std::env::var_os("PHALANX_CUDA_LIBRARY").is_none() || common::device() == tch::Device::Cpu;
         trial.with_kind("needs the stand-in for NCCL").with_ignored_flag(needs)

@@ -222,6 +222,10 @@ impl Drop for Owner {
     /// Waits for the calls in flight, which have deadlines, and some seconds more: NCCL has no limit for the end.
     fn drop(&mut self) {
         let Some(threads) = self.threads.take() else { return };
+        if !self.shared.is_own() {
+            std::mem::forget(threads);
+            return;
+        }
         if std::thread::panicking() {
             // The others are not to wait for this rank.
             self.shared.group.abort(Error::aborted(format!("rank {} panicked", self.shared.group.rank())));

@@ -37,6 +37,8 @@ pub(super) struct Shared {
     pub group: ProcessGroup,
     pub nccl: Nccl,
     pub stream: Stream,
+    /// The process that has made it, and not one that was forked from that.
+    process: u32,
     /// Alive until the abort or the end, and then no longer used: both come after `failed`, or after the last call.
     handle: Handle,
     /// Held by the thread that is in a call of NCCL.
@@ -90,12 +92,18 @@ impl Shared {
             group,
             nccl,
             stream,
+            process: std::process::id(),
             handle: Handle(comm),
             calling: Mutex::new(()),
             failed: AtomicBool::new(false),
             state: Mutex::default(),
             changed: Condvar::new(),
         })
+    }
+
+    /// Whether this process has made it, and is not one that was forked from that: the threads are the parent's, and may have held a lock then.
+    pub(super) fn is_own(&self) -> bool {
+        self.process == std::process::id()
     }
 
     /// The communicator, for a call of NCCL. An error if it has failed: then it may be gone.

@@ -29,7 +29,15 @@ const LAUNCH_GRACE: Duration = Duration::from_millis(500);
 
 /// Watches until the communicator has ended.
 pub(super) fn watch(shared: &Arc<Shared>) {
-    let _done = Done(|| shared.ended());
+    let _done = Done(|| {
+        if std::thread::panicking() {
+            // Nobody else ends calls that are late.
+            let cause =
+                "the thread that watches the communicator has panicked, as its message on stderr says";
+            shared.fail(shared.group.fail_unless_explained(Error::aborted(cause)));
+        }
+        shared.ended();
+    });
     // Once, and before anything is in flight.
     match shared.stream.device().bind() {
         Ok(_bound) => look_after(shared),

@@ -78,6 +78,9 @@ impl<M: Send + 'static> Work<M> {
 impl<M: Send + 'static> Drop for Work<M> {
     fn drop(&mut self) {
         let Some(memory) = self.memory.take() else { return };
+        if !self.shared.is_own() {
+            return std::mem::forget(memory);
+        }
         // Either it is over, or whoever finds that it is drops the memory.
         match self.shared.is_over(&self.flight) && !self.shared.is_aborting() {
             true => drop(memory),

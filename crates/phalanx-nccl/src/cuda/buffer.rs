@@ -225,7 +225,7 @@ unsafe impl<T: Element> DeviceMemory for DeviceBuffer<T> {
 
 impl<T> Drop for DeviceBuffer<T> {
     fn drop(&mut self) {
-        if self.pointer != 0 {
+        if self.pointer != 0 && self.device.is_own() {
             self.device.free(self.pointer);
         }
     }

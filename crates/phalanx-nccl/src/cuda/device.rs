@@ -40,6 +40,8 @@ impl MemoryInfo {
 struct DeviceInner {
     cuda: Cuda,
     ordinal: u32,
+    /// The process that has opened it, and not one that was forked from that, in which CUDA cannot be used.
+    process: u32,
     context: Context,
     /// Whether it allocates and frees memory in the order of a stream (`cuMemAllocAsync`).
     has_pools: bool,
@@ -82,6 +84,7 @@ impl Device {
         Ok(Self(Arc::new(DeviceInner {
             cuda,
             ordinal,
+            process: std::process::id(),
             context,
             has_pools,
             freeing: OnceLock::new(),
@@ -183,6 +186,11 @@ impl Device {
         // SAFETY: it writes one number there.
         let code = unsafe { (self.cuda().cuDeviceGet)(&mut handle, self.0.ordinal as i32) };
         self.cuda().check("cuDeviceGet", code).map(|()| handle)
+    }
+
+    /// Whether this process has opened it, and is not one that was forked from that: another thread of the parent's may have held a lock then.
+    pub(super) fn is_own(&self) -> bool {
+        self.0.process == std::process::id()
     }
 
     pub(super) fn spare_events(&self) -> &Mutex<Vec<usize>> {

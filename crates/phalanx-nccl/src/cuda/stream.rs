@@ -154,6 +154,9 @@ impl fmt::Debug for Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
+        if !self.device.is_own() {
+            return;
+        }
         self.device.forget(self.raw);
         if self.owned
             && let Ok(_bound) = self.device.bind()

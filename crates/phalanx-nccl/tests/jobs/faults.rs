@@ -37,6 +37,9 @@ pub const TESTS: &[Test] = &[
     ("an_abort_that_does_not_return_holds_nobody_up", 2, Needs::StandIn, abort_hangs),
     ("a_failure_of_the_group_is_one_of_the_communicator", 2, Needs::Nothing, one_failure),
     ("an_abort_is_under_way_at_once", 2, Needs::Nothing, aborts_in_flight),
+    ("a_process_that_was_forked_from_a_rank_s_does_not_wait_for_its_communicator", 2, Needs::StandIn, || {
+        all_done("faults::forks", 2, &[]);
+    }),
     ("the_record_of_a_smaller_group_names_the_ranks_of_the_job", 3, Needs::Nothing, smaller),
 ];
 
@@ -55,6 +58,7 @@ pub fn play(role: &str) -> Result<()> {
         "behind" => return wait_behind(&first),
         "tardy" => return end_late(&first),
         "ends_alone" => return end_alone(&group, first),
+        "forks" => return fork_once(first),
         _ => {}
     }
     let mut data = DeviceBuffer::from_slice(first.stream(), &[1.0f32; 1000])?;
@@ -286,6 +290,33 @@ fn end_alone(group: &ProcessGroup, nccl: Communicator) -> Result<()> {
         return meet(group);
     }
     meet(group)
+}
+
+unsafe extern "C" {
+    fn fork() -> i32;
+    fn waitpid(process: i32, status: *mut i32, options: i32) -> i32;
+    fn _exit(status: i32) -> !;
+}
+
+/// A process that is forked from this one drops its copy of the communicator, whose threads it does not have.
+fn fork_once(nccl: Communicator) -> Result<()> {
+    nccl.barrier()?;
+    let started = Instant::now();
+    // SAFETY: the child drops the communicator, which takes no lock there, and ends.
+    let child = unsafe { fork() };
+    assert!(child >= 0);
+    if child == 0 {
+        drop(nccl);
+        // SAFETY: it has no conditions.
+        unsafe { _exit(0) }
+    }
+    let mut status = -1;
+    // SAFETY: it writes one number there.
+    let ended = unsafe { waitpid(child, &mut status, 0) };
+    assert_eq!(ended, child);
+    // To wait for the end of the communicator is to wait for 13 s.
+    assert!(status == 0 && started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
+    nccl.barrier()
 }
 
 /// The names of this process's threads.
