@@ -64,6 +64,7 @@ mod reap;
 mod refusals;
 mod remote;
 mod replacements;
+mod shortage;
 mod spawn;
 mod supervisor;
 mod worker;

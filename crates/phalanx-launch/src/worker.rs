@@ -268,6 +268,10 @@ impl Worker {
         (!lost && !self.reaped).then_some(self.pid)
     }
 
+    pub(super) fn is_reaped(&self) -> bool {
+        self.reaped
+    }
+
     /// Kills the rest of the group, and reaps the worker. A process that is stuck in the kernel is waited for until
     /// `deadline`, not longer.
     pub(super) fn reap(&mut self, deadline: Deadline) {
