@@ -47,6 +47,7 @@ mod agent;
 mod attempts;
 mod cluster;
 mod descriptors;
+mod disk;
 mod error_file;
 mod event;
 mod exit;
