@@ -20,7 +20,7 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 /// How often to look meanwhile whether a signal has come.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// A lack of processes, threads or memory for what a job starts.
+/// A lack of processes, threads, memory, or files of the whole host, for what a job starts.
 #[derive(Debug)]
 pub(super) struct Shortage {
     /// Whether the job's workers have been started before.
@@ -49,8 +49,9 @@ impl Shortage {
     /// # Errors
     /// `error`, if it has another reason, the job has not begun, or this has lasted too long.
     pub(super) fn retry(&mut self, error: Error, now: Instant) -> Result<(Instant, Option<String>)> {
-        let is_shortage =
-            [Errno::AGAIN, Errno::NOMEM].iter().any(|no| error.errno() == Some(no.raw_os_error()));
+        let is_shortage = [Errno::AGAIN, Errno::NOMEM, Errno::NFILE]
+            .iter()
+            .any(|no| error.errno() == Some(no.raw_os_error()));
         if !self.has_begun || !is_shortage {
             return Err(error);
         }

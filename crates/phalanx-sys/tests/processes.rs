@@ -275,7 +275,7 @@ fn the_guard_holds_no_file_and_no_terminal() {
 /// In a process of its own, which the signal ends.
 #[test]
 fn a_signal_that_nobody_reads_for_long_ends_the_process_when_it_comes_again() {
-    const CHILD: &str = "PHALANX_SYS_TEST_OF_UNREAD_SIGNALS";
+    const CHILD: &str = "PHALANX_TEST_UNREAD_SIGNALS";
     if std::env::var_os(CHILD).is_some() {
         let _catcher = Catcher::install(&[libc::SIGINT]).unwrap().unwrap();
         println!("it is caught");
