@@ -7,6 +7,7 @@ use std::io::{self, PipeReader, PipeWriter, Read};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
 
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
@@ -20,7 +21,7 @@ static ENDING: AtomicU32 = AtomicU32::new(0);
 /// Since when one of them has not been read, in milliseconds of the monotonic clock; 0 if none waits.
 static UNREAD_SINCE: AtomicU64 = AtomicU64::new(0);
 /// How long it may wait.
-const UNREAD_LIMIT: u64 = 5000;
+const UNREAD_LIMIT: Duration = Duration::from_secs(5);
 
 /// Catches signals while it is alive: each is a byte to [read](Self::read), and none ends the process.
 ///
@@ -208,7 +209,7 @@ fn is_unheard(signal: libc::c_int) -> bool {
     let now = (now.tv_sec as u64).wrapping_mul(1000).wrapping_add(now.tv_nsec as u64 / 1_000_000).max(1);
     match UNREAD_SINCE.compare_exchange(0, now, Ordering::SeqCst, Ordering::SeqCst) {
         Ok(_) => false,
-        Err(since) => now.saturating_sub(since) >= UNREAD_LIMIT,
+        Err(since) => Duration::from_millis(now.saturating_sub(since)) >= UNREAD_LIMIT,
     }
 }
 
