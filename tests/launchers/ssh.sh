@@ -225,6 +225,10 @@ jump 3 'node[12]: its jump host \(ProxyJump\): its host key is not known.*ssh JU
 jump 3 'node[12]: its jump host connects nobody to other hosts: .*AllowTcpForwarding yes' 'Port 2210'
 jump 3 'node[12]: its jump host \(ProxyJump\): there is no host of this name: .*nowhere' 'HostName nowhere'
 jump 7 'node1, node2 have not answered within 5 s' 'Port 2206'
+# One that turns away who comes while another logs in is tried again.
+serve login 2212 "MaxStartups 1:100:1"
+printf 'Host bastion\n    Port 2212\nHost *\n' | cat - "$scratch/config.home" > "$scratch/config.jump"
+config=$scratch/config.jump trains home -H node1:2,node2:2 "$launched" 4
 # Nothing asks at the terminal, where the answer could not be read: the question of a jump host whose key is not known would come again and again.
 printf 'Host bastion\n    %s\n    StrictHostKeyChecking ask\nHost *\n' "UserKnownHostsFile $scratch/keys/none" | cat - "$scratch/config.home" > "$scratch/config.asks"
 export phalanx launched scratch home=${holder[home]}

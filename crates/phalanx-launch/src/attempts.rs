@@ -90,7 +90,8 @@ fn run_attempts(
             node: placement.node,
             nodes: placement.nodes,
         });
-        let attempt = supervisor::run(job, &placement, logs, nodes, control)
+        let has_begun = report.world_size.is_some();
+        let attempt = supervisor::run(job, &placement, logs, nodes, control, has_begun)
             .inspect_err(|error| nodes.give_up(error))?;
         report.exits = attempt.exits;
         report.world_size = Some(placement.world_size);

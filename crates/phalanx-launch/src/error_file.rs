@@ -13,6 +13,7 @@ use std::time::{Duration, SystemTime};
 use phalanx_sys::memfd::anonymous;
 use serde_json::Value;
 
+use super::disk::Disk;
 use crate::worker_error::Ended;
 
 /// So much of a message is taken from a worker.
@@ -38,7 +39,7 @@ pub(super) enum ErrorFile {
     /// Memory of this process, so that nothing is left on a disk.
     Memory(File),
     /// A file among the worker's logs, where it stays.
-    Kept(PathBuf),
+    Kept(PathBuf, Disk),
 }
 
 impl ErrorFile {
@@ -51,7 +52,7 @@ impl ErrorFile {
     pub(super) fn path(&self) -> PathBuf {
         match self {
             Self::Memory(file) => format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd()).into(),
-            Self::Kept(path) => path.clone(),
+            Self::Kept(path, _) => path.clone(),
         }
     }
 
@@ -70,11 +71,14 @@ impl ErrorFile {
 
     /// How long ago it was written, if that is known.
     fn age(&self) -> Option<Duration> {
-        let metadata = match self {
-            Self::Memory(file) => file.metadata(),
-            Self::Kept(path) => path.metadata(),
+        let modified = match self {
+            Self::Memory(file) => file.metadata().and_then(|metadata| metadata.modified()),
+            Self::Kept(path, disk) => {
+                let path = path.clone();
+                disk.answer(move || path.metadata().and_then(|metadata| metadata.modified()))?
+            }
         };
-        SystemTime::now().duration_since(metadata.ok()?.modified().ok()?).ok()
+        SystemTime::now().duration_since(modified.ok()?).ok()
     }
 
     /// The rank that the worker has blamed, if this is a file for that.
@@ -83,19 +87,21 @@ impl ErrorFile {
     }
 
     fn bytes(&mut self) -> Option<Vec<u8>> {
-        let opened;
-        let mut file = match self {
-            Self::Memory(file) => &*file,
-            Self::Kept(path) => {
-                opened = open_regular(path)?;
-                &opened
+        match self {
+            Self::Memory(file) => read_all(file),
+            Self::Kept(path, disk) => {
+                let path = path.clone();
+                disk.answer(move || read_all(&open_regular(&path)?))?
             }
-        };
-        let mut bytes = Vec::new();
-        file.rewind().ok()?;
-        file.take(MAX_FILE).read_to_end(&mut bytes).ok()?;
-        Some(bytes)
+        }
     }
+}
+
+fn read_all(mut file: &File) -> Option<Vec<u8>> {
+    let mut bytes = Vec::new();
+    file.rewind().ok()?;
+    file.take(MAX_FILE).read_to_end(&mut bytes).ok()?;
+    Some(bytes)
 }
 
 /// A worker may have put a pipe in the place of its file. Whoever opens that waits, and here it would be the supervisor.
@@ -186,7 +192,7 @@ mod tests {
     fn a_pipe_in_the_place_of_a_kept_file_holds_nobody_up() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("error.json");
-        let mut kept = ErrorFile::Kept(path.clone());
+        let mut kept = ErrorFile::Kept(path.clone(), Disk::default());
         write_to(&path, "no data", Ended::ByError).unwrap();
         assert_eq!(kept.read().unwrap(), error("no data", Ended::ByError));
         std::fs::remove_file(&path).unwrap();

@@ -15,7 +15,8 @@
 //! - If a worker has noted in its `PHALANX_BLAME_FILE` that another rank failed, and that rank has failed too, that rank's
 //!   failure counts as the first.
 //! - SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to the groups, with the same grace period; a second SIGINT kills
-//!   at once. Ctrl-Z stops the workers too, where a shell can continue them. SIGUSR1 and SIGUSR2, with which schedulers announce the end of a time
+//!   at once. If this process is stuck, on a disk from which a worker is started for instance, and has handled no such signal for 5 s, another
+//!   SIGINT or SIGTERM ends it, and its end kills the workers. Ctrl-Z stops the workers too, where a shell can continue them. SIGUSR1 and SIGUSR2, with which schedulers announce the end of a time
 //!   limit, are passed on and do not end the job.
 //! - If this process is killed, workers and grandchildren are killed as well.
 //!
@@ -46,6 +47,7 @@ mod agent;
 mod attempts;
 mod cluster;
 mod descriptors;
+mod disk;
 mod error_file;
 mod event;
 mod exit;
@@ -64,6 +66,7 @@ mod reap;
 mod refusals;
 mod remote;
 mod replacements;
+mod shortage;
 mod spawn;
 mod supervisor;
 mod worker;

@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+use super::disk::Disk;
 use super::event::Stream;
 use super::failures::Failures;
 use crate::deadline::Deadline;
@@ -155,7 +156,13 @@ impl Logs {
         make(&self.folder)?;
         // Not a folder that another user has made there: the parent folder may be writable by all.
         DirBuilder::new().mode(0o700).create(&folder).map_err(|error| cannot_make(&folder, error))?;
-        Ok(JobLogs { logs: self.clone(), folder, writer: Writer::start()?, have_begun: Cell::new(false) })
+        Ok(JobLogs {
+            logs: self.clone(),
+            folder,
+            writer: Writer::start()?,
+            disk: Disk::default(),
+            have_begun: Cell::new(false),
+        })
     }
 }
 
@@ -165,6 +172,7 @@ pub(super) struct JobLogs {
     logs: Logs,
     folder: PathBuf,
     writer: Writer,
+    disk: Disk,
     /// Whether all workers have been started: from then on the job does not end for want of a log.
     have_begun: Cell<bool>,
 }
@@ -173,6 +181,8 @@ pub(super) struct JobLogs {
 #[derive(Debug)]
 pub(super) struct WorkerLogs {
     pub(super) error_file: PathBuf,
+    /// On which that is.
+    pub(super) disk: Disk,
     pub(super) stdout: Sink,
     pub(super) stderr: Sink,
 }
@@ -211,7 +221,14 @@ impl JobLogs {
     /// kept, and the error file is replaced.
     pub(super) fn worker(&self, attempt: u32, local_rank: u32) -> Result<WorkerLogs> {
         let folder = self.folder.join(format!("attempt_{attempt}")).join(local_rank.to_string());
-        make(&folder)?;
+        if self.have_begun() {
+            // Nobody waits any more for a disk that does not answer.
+            let new = folder.clone();
+            let made = self.disk.answer(move || make(&new));
+            made.unwrap_or_else(|| Err(cannot_make(&folder, ErrorKind::TimedOut.into())))?;
+        } else {
+            make(&folder)?;
+        }
         let error_file = folder.join("error.json");
         match fs::remove_file(&error_file) {
             Err(error) if error.kind() != ErrorKind::NotFound => return Err(cannot_make(&error_file, error)),
@@ -228,6 +245,7 @@ impl JobLogs {
         };
         Ok(WorkerLogs {
             error_file,
+            disk: self.disk.clone(),
             stdout: sink(Stream::Stdout, "stdout.log")?,
             stderr: sink(Stream::Stderr, "stderr.log")?,
         })

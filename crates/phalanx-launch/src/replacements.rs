@@ -92,6 +92,13 @@ impl Replacements {
         self.slots.iter_mut().position(|slot| slot.start_if_due(now))
     }
 
+    /// A slot's worker, which was due, could not be started yet. This is no failure of it.
+    pub(super) fn put_off(&mut self, worker: usize, at: Instant) {
+        if let Some(slot) = self.slots.get_mut(worker) {
+            slot.state = SlotState::Restarting { at };
+        }
+    }
+
     /// When the next worker is due.
     pub(super) fn wake_at(&self) -> Option<Instant> {
         self.slots.iter().filter_map(Slot::due_at).min()
@@ -158,6 +165,22 @@ mod tests {
             assert_eq!(replacements.failed(1, BAD, now), AT_ONCE);
             assert_eq!(replacements.due(now), Some(1));
         }
+    }
+
+    #[test]
+    fn one_for_which_there_is_no_room_yet_is_started_later_at_no_cost() {
+        let start = Instant::now();
+        let mut replacements = Replacements::new(2, 2, 1, start);
+        let mut now = later(start, 10);
+        assert_eq!(replacements.failed(1, BAD, now), AT_ONCE);
+        for _ in 0..10 {
+            assert_eq!(replacements.due(now), Some(1));
+            let at = later(now, 1);
+            replacements.put_off(1, at);
+            assert_eq!((replacements.due(now), replacements.wake_at()), (None, Some(at)));
+            now = at;
+        }
+        assert_eq!((replacements.due(now), replacements.count()), (Some(1), (1, 1)));
     }
 
     #[test]

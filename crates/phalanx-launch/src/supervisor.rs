@@ -8,6 +8,7 @@
 //! own children, which distinguishes one long stop from many short ones and names the signal; `/proc` does neither.
 
 use std::collections::HashSet;
+use std::ops::ControlFlow;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
@@ -26,6 +27,7 @@ use super::nodes::{AttemptEnd, Nodes};
 use super::placement::Placement;
 use super::policy::{EndReason, Policy, WorkerExit};
 use super::replacements::{OnFailure, Replacements};
+use super::shortage::Shortage;
 use super::worker::Worker;
 use crate::deadline::Deadline;
 use crate::error::{Error, Result};
@@ -49,20 +51,30 @@ pub(super) struct Attempt {
     pub(super) late_signal: Option<Signal>,
 }
 
-/// Starts the workers at `placement`, and watches them to their end.
+/// Starts the workers at `placement`, and watches them to their end. `has_begun`: workers of this job were started before.
 pub(super) fn run(
     job: &Job,
     placement: &Placement,
     logs: Option<&JobLogs>,
     nodes: &mut dyn Nodes,
     control: &mut Control<'_>,
+    has_begun: bool,
 ) -> Result<Attempt> {
     let count = job.workers.count();
     // The workers inherit it, and have more peers where there are several nodes.
     descriptors::allow(count, placement.world_size.get().into());
     let mut processes = JobProcesses::new(job.subreaper)?;
-    let guard = Guard::start(count, processes.tag())
-        .map_err(|error| Error::not_started("cannot start the workers' guard", error))?;
+    let mut shortage = Shortage::new(has_begun);
+    let guard = shortage.wait_for(control, |_| {
+        Guard::start(count, processes.tag())
+            .map_err(|error| Error::not_started("cannot start the workers' guard", error))
+    });
+    let guard = match guard? {
+        ControlFlow::Continue(guard) => guard,
+        ControlFlow::Break(end) => {
+            return Ok(Attempt { end, exits: vec![Exit::Lost; count], replacements: 0, late_signal: None });
+        }
+    };
     processes.set_guard(guard.pid());
     let policy = Policy::new(count, job.grace_period());
     let workers = Vec::with_capacity(count);
@@ -70,6 +82,8 @@ pub(super) fn run(
     let mut supervisor = Supervisor {
         job,
         workers,
+        start_at: None,
+        shortage,
         policy,
         frozen: Frozen::new(count, STOPPED_LIMIT),
         others_are_ending: false,
@@ -86,7 +100,6 @@ pub(super) fn run(
         empty_since: None,
     };
     supervisor.start_workers()?;
-    logs.into_iter().for_each(JobLogs::begin);
     supervisor.watch()?;
     let replacements = supervisor.replacements.as_ref().map_or(0, |replacements| replacements.count().0);
     let late_signal = supervisor.policy.late_signal();
@@ -95,7 +108,11 @@ pub(super) fn run(
 
 struct Supervisor<'a, 'b> {
     job: &'a Job,
+    /// Those that have been started, by local rank.
     workers: Vec<Worker>,
+    /// When to start the others, if there was no room for them.
+    start_at: Option<Instant>,
+    shortage: Shortage,
     policy: Policy,
     frozen: Frozen,
     /// Whether a worker of another node has ended well.
@@ -138,14 +155,51 @@ enum Reported {
 }
 
 impl Supervisor<'_, '_> {
+    /// Starts the workers that have not been started, until there is no room for one.
     fn start_workers(&mut self) -> Result<()> {
-        for local in 0..self.job.workers.get() {
-            let worker = self.start_worker(local)?;
+        self.start_at = None;
+        while self.workers.len() < self.job.workers.count() {
+            let local_rank = u32::try_from(self.workers.len()).unwrap_or(u32::MAX);
+            let worker = match self.start_worker(local_rank) {
+                Ok(worker) => worker,
+                Err(error) => {
+                    self.start_at = Some(self.wait_for_room(error)?);
+                    return Ok(());
+                }
+            };
             let (rank, pid) = (worker.rank(), worker.id());
             self.workers.push(worker);
-            self.tell(Event::Started { rank, local_rank: local, pid });
+            self.tell(Event::Started { rank, local_rank, pid });
         }
+        self.shortage.begin();
+        self.logs.into_iter().for_each(JobLogs::begin);
         Ok(())
+    }
+
+    /// Starts the workers for which there was no room when their time has come; none once the job ends.
+    fn handle_starts(&mut self) -> Result<()> {
+        let now = Instant::now();
+        let Some(at) = self.start_at else { return Ok(()) };
+        if self.policy.is_running() {
+            return if now >= at { self.start_workers() } else { Ok(()) };
+        }
+        self.start_at = None;
+        for worker in self.workers.len()..self.job.workers.count() {
+            self.policy.lost(WorkerExit { worker, exit: Exit::Lost, blames: None }, now);
+        }
+        // Possibly no worker is left.
+        let signal = self.policy.exited(&[], now);
+        self.deliver(signal);
+        Ok(())
+    }
+
+    /// When to start something again that has failed with `error`.
+    fn wait_for_room(&mut self, error: Error) -> Result<Instant> {
+        let (at, news) = self.shortage.retry(error, Instant::now())?;
+        if let Some(text) = news {
+            self.tell(Event::Warning { text: &text });
+        }
+        Ok(at)
     }
 
     fn start_worker(&mut self, local: u32) -> Result<Worker> {
@@ -160,7 +214,9 @@ impl Supervisor<'_, '_> {
             logs => logs.transpose()?,
         };
         let tag = self.processes.next_tag();
-        Worker::start(self.job, self.placement, local, tag, logs, &self.guard)
+        let worker = Worker::start(self.job, self.placement, local, tag, logs, &self.guard)?;
+        self.shortage.end();
+        Ok(worker)
     }
 
     /// Runs until nothing of the job is left.
@@ -187,6 +243,7 @@ impl Supervisor<'_, '_> {
             }
             self.handle_nodes();
             self.handle_time();
+            self.handle_starts()?;
             self.handle_instructions();
             self.handle_frozen();
             self.handle_replacements();
@@ -204,7 +261,8 @@ impl Supervisor<'_, '_> {
         let due = self.replacements.as_ref().and_then(Replacements::wake_at);
         let look_at = self.frozen.look_at().filter(|_| self.is_ending());
         let reap_at = self.processes.wake_at();
-        let wake_at = self.policy.wake_at().into_iter().chain(due).chain(look_at).chain(reap_at).min();
+        let wake_at = self.policy.wake_at().into_iter().chain(due).chain(self.start_at);
+        let wake_at = wake_at.chain(look_at).chain(reap_at).min();
         let mut timeout = wake_at.map(|at| at.saturating_duration_since(now));
         if !reads || self.policy.all_exited() || self.workers.iter().any(Worker::must_be_polled) {
             timeout = Some(timeout.map_or(POLL_INTERVAL, |timeout| timeout.min(POLL_INTERVAL)));
@@ -372,9 +430,13 @@ impl Supervisor<'_, '_> {
         }
         let mut failed = Vec::new();
         while let Some(slot) = replacements.due(Instant::now()) {
-            if let Err(error) = self.replace(slot) {
-                self.tell(Event::Warning { text: &error.to_string() });
-                failed.push(WorkerExit { worker: slot, exit: Exit::Lost, blames: None });
+            let Err(error) = self.replace(slot) else { continue };
+            match self.wait_for_room(error) {
+                Ok(at) => replacements.put_off(slot, at),
+                Err(error) => {
+                    self.tell(Event::Warning { text: &error.to_string() });
+                    failed.push(WorkerExit { worker: slot, exit: Exit::Lost, blames: None });
+                }
             }
         }
         self.replacements = Some(replacements);
@@ -388,11 +450,14 @@ impl Supervisor<'_, '_> {
     fn replace(&mut self, slot: usize) -> Result<()> {
         self.finish_output_of(slot);
         let (old, deadline) = (&mut self.workers[slot], Deadline::after(REAP_TIMEOUT));
-        // Also processes that were being started when it ended.
-        self.processes.kill_tagged(old.tag(), deadline);
-        // Before its number may be used by another process.
-        self.guard.forget(old.id());
-        old.reap(deadline);
+        // It is if there was no room for the next one before.
+        if !old.is_reaped() {
+            // Also processes that were being started when it ended.
+            self.processes.kill_tagged(old.tag(), deadline);
+            // Before its number may be used by another process.
+            self.guard.forget(old.id());
+            old.reap(deadline);
+        }
         let local_rank = u32::try_from(slot).unwrap_or(u32::MAX);
         let worker = self.start_worker(local_rank)?;
         let (rank, pid) = (worker.rank(), worker.id());

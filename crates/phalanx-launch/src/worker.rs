@@ -88,7 +88,7 @@ impl Worker {
         command.arg0(job.argv0()).args(job.arguments_of(local_rank)).stdin(Stdio::null());
         command.envs(job.environment(local_rank, placement));
         let (error_file, stdout, stderr) = match logs {
-            Some(logs) => (Some(ErrorFile::Kept(logs.error_file)), logs.stdout, logs.stderr),
+            Some(logs) => (Some(ErrorFile::Kept(logs.error_file, logs.disk)), logs.stdout, logs.stderr),
             None => (ErrorFile::create(), Sink::shown(), Sink::shown()),
         };
         // A job within a job carries both tags.
@@ -266,6 +266,10 @@ impl Worker {
     pub(super) fn group(&self) -> Option<Pid> {
         let lost = matches!(self.ended, Some((Exit::Lost, _)));
         (!lost && !self.reaped).then_some(self.pid)
+    }
+
+    pub(super) fn is_reaped(&self) -> bool {
+        self.reaped
     }
 
     /// Kills the rest of the group, and reaps the worker. A process that is stuck in the kernel is waited for until

@@ -6,7 +6,8 @@
 use std::io::{self, PipeReader, PipeWriter, Read};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
 
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
@@ -15,8 +16,17 @@ static WRITE_END: AtomicI32 = AtomicI32::new(-1);
 /// The process that catches. Its forked children run the same handler until they exec, and must not write.
 static OWNER: AtomicI32 = AtomicI32::new(0);
 static IN_USE: AtomicBool = AtomicBool::new(false);
+/// The signals that are [not caught for ever](is_unheard), as bits.
+static ENDING: AtomicU32 = AtomicU32::new(0);
+/// Since when one of them has not been read, in milliseconds of the monotonic clock; 0 if none waits.
+static UNREAD_SINCE: AtomicU64 = AtomicU64::new(0);
+/// How long it may wait.
+const UNREAD_LIMIT: Duration = Duration::from_secs(5);
 
 /// Catches signals while it is alive: each is a byte to [read](Self::read), and none ends the process.
+///
+/// There is one exception. Who reads may be stuck in the kernel, on a disk that does not answer for instance. A SIGINT or SIGTERM that comes when
+/// another one has not been read for 5 s ends the process, if it would have done so before.
 ///
 /// Dropping it restores the earlier dispositions. Only one can be alive at a time.
 #[derive(Debug)]
@@ -36,6 +46,8 @@ impl Catcher {
         let mut catcher = Self { pipe, earlier: Vec::with_capacity(signals.len()) };
         // Bytes that an earlier catcher did not read.
         while catcher.read().is_some() {}
+        ENDING.store(0, Ordering::SeqCst);
+        UNREAD_SINCE.store(0, Ordering::SeqCst);
         OWNER.store(std::process::id().cast_signed(), Ordering::SeqCst);
         for &signal in signals {
             let earlier = disposition(signal)?;
@@ -43,6 +55,9 @@ impl Catcher {
                 continue;
             }
             set_handler(signal)?;
+            if matches!(signal, libc::SIGINT | libc::SIGTERM) && earlier.sa_sigaction == libc::SIG_DFL {
+                ENDING.fetch_or(1_u32 << signal, Ordering::SeqCst);
+            }
             catcher.earlier.push((signal, earlier));
         }
         Ok(Some(catcher))
@@ -53,7 +68,10 @@ impl Catcher {
         let mut byte = [0];
         loop {
             match self.pipe.read(&mut byte) {
-                Ok(1) => return Some(byte[0].into()),
+                Ok(1) => {
+                    UNREAD_SINCE.store(0, Ordering::SeqCst);
+                    return Some(byte[0].into());
+                }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 _ => return None,
             }
@@ -162,7 +180,7 @@ fn set_handler(signal: libc::c_int) -> io::Result<()> {
 
 extern "C" fn on_signal(signal: libc::c_int) {
     let byte = signal as u8;
-    // SAFETY: getpid and write are async-signal-safe; `byte` is one readable byte; the descriptor is never closed, and
+    // SAFETY: getpid, signal, raise and write are async-signal-safe; `byte` is one readable byte; the descriptor is never closed, and
     // does not block. errno, which the interrupted code may be about to read, is restored.
     unsafe {
         if libc::getpid() != OWNER.load(Ordering::SeqCst) {
@@ -170,8 +188,28 @@ extern "C" fn on_signal(signal: libc::c_int) {
         }
         let errno = errno();
         let saved = *errno;
+        if is_unheard(signal) {
+            // It ends the process when this handler returns.
+            libc::signal(signal, libc::SIG_DFL);
+            libc::raise(signal);
+        }
         libc::write(WRITE_END.load(Ordering::SeqCst), (&raw const byte).cast(), 1);
         *errno = saved;
+    }
+}
+
+/// Whether `signal` is to end the process, because nobody has read an earlier one for too long. Async-signal-safe.
+fn is_unheard(signal: libc::c_int) -> bool {
+    if ENDING.load(Ordering::SeqCst) & 1_u32.checked_shl(signal.cast_unsigned()).unwrap_or(0) == 0 {
+        return false;
+    }
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `clock_gettime` is async-signal-safe, and writes to `now`, which is of the right type.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
+    let now = (now.tv_sec as u64).wrapping_mul(1000).wrapping_add(now.tv_nsec as u64 / 1_000_000).max(1);
+    match UNREAD_SINCE.compare_exchange(0, now, Ordering::SeqCst, Ordering::SeqCst) {
+        Ok(_) => false,
+        Err(since) => Duration::from_millis(now.saturating_sub(since)) >= UNREAD_LIMIT,
     }
 }
 

@@ -272,6 +272,34 @@ fn the_guard_holds_no_file_and_no_terminal() {
     assert_eq!(session, guard.pid().to_string());
 }
 
+/// In a process of its own, which the signal ends.
+#[test]
+fn a_signal_that_nobody_reads_for_long_ends_the_process_when_it_comes_again() {
+    const CHILD: &str = "PHALANX_TEST_UNREAD_SIGNALS";
+    if std::env::var_os(CHILD).is_some() {
+        let _catcher = Catcher::install(&[libc::SIGINT]).unwrap().unwrap();
+        println!("it is caught");
+        std::thread::sleep(Duration::from_secs(60));
+        return;
+    }
+    let test = "a_signal_that_nobody_reads_for_long_ends_the_process_when_it_comes_again";
+    let mut program = Command::new("env");
+    // These tests may run in the background, where it is ignored.
+    program.arg("--default-signal=INT").arg(std::env::current_exe().unwrap());
+    program.args(["--exact", test, "--nocapture"]).env(CHILD, "1").stdout(Stdio::piped());
+    let mut child = program.spawn().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    assert!(lines.any(|line| line.unwrap().contains("it is caught")));
+    // The second comes soon after the first.
+    for pause in [1, 5] {
+        kill_process(pid(&child), Signal::INT).unwrap();
+        std::thread::sleep(Duration::from_secs(pause));
+        assert!(child.try_wait().unwrap().is_none());
+    }
+    kill_process(pid(&child), Signal::INT).unwrap();
+    assert_eq!(child.wait().unwrap().signal(), Some(libc::SIGINT));
+}
+
 #[test]
 fn a_caught_signal_is_read_and_the_disposition_comes_back() {
     let _one_at_a_time = SIGNALS.lock().unwrap();

@@ -300,6 +300,32 @@ fn what_is_wrong_with_a_host_is_said_with_its_name() {
 }
 
 #[test]
+fn a_host_that_turns_connections_away_is_tried_again_for_a_while() {
+    let hosts = Hosts::new();
+    let tries = |host: &str| {
+        std::fs::read_to_string(hosts.path().join(format!("{host}.tries"))).unwrap().lines().count()
+    };
+    // The first one is node 0, whose place it keeps.
+    let shown =
+        output(hosts.script("full1,localhost,full2:2", &[], "echo $RANK of $WORLD_SIZE on $HOST_OF_TEST"));
+    let err = text(&shown.stderr);
+    assert_eq!(shown.status.code(), Some(0), "{err}");
+    let lines = ["[0] 0 of 4 on full1", "[1] 1 of 4 on", "[2] 2 of 4 on full2", "[3] 3 of 4 on full2"];
+    let said = sorted_lines(&shown.stdout);
+    assert!(said.iter().map(|line| line.trim_end()).eq(lines), "{said:?}");
+    assert_eq!((tries("full1"), tries("full2")), (3, 3));
+    assert_eq!(err.matches("raise MaxStartups").count(), 1, "{err}");
+
+    let refused = output(hosts.script("localhost,bad-full", &["--start-timeout", "4"], "echo never"));
+    assert_refused(
+        &refused,
+        1,
+        &["bad-full: it closes the connection before ssh begins", "raise MaxStartups"],
+    );
+    assert!((2..=4).contains(&tries("bad-full")), "{}", tries("bad-full"));
+}
+
+#[test]
 fn a_program_or_a_folder_that_a_host_lacks_is_named_with_the_host() {
     let hosts = Hosts::new();
     let mut command = hosts.run("localhost,far1", &[]);

@@ -21,6 +21,10 @@ case $host in
   bad-key) echo "me@bad-key: Permission denied (publickey)." >&2; exit 255 ;;
   bad-path) echo "sh: 1: exec: phalanx: not found" >&2; exit 127 ;;
   late) sleep 1 ;;
+  full*|bad-full)
+    echo once >> "$FOLDER/$host.tries"
+    [ $host = bad-full ] || [ $(wc -l < "$FOLDER/$host.tries") -le 2 ] && {
+      echo "kex_exchange_identification: Connection closed by remote host" >&2; exit 255; } ;;
   bad-silence) exec sleep 60 ;;
   bad-version) printf '\nphalanx node 1\n\010\000\000\000\000\0050.0.9\000'; exec cat > /dev/null ;;
   bad-folder) mv "$FOLDER/work" "$FOLDER/elsewhere" ;;

@@ -36,6 +36,7 @@ use crate::log::{AFTER_STANDSTILL, View};
 use crate::placement::Placement;
 use crate::poll::poll_readable;
 use crate::random;
+use crate::shortage::Shortage;
 use crate::store::{Access, Refusals, TcpStoreServer};
 use crate::transport::process;
 use crate::world_size::WorldSize;
@@ -355,6 +356,7 @@ impl Nodes for MultiNode<'_> {
     fn gather(&mut self, control: &mut Control<'_>) -> Result<Gathered> {
         let mut since = Instant::now();
         let mut enough_since = None;
+        let mut shortage = Shortage::new(self.round.is_some());
         self.shown = None;
         loop {
             self.take_news();
@@ -363,9 +365,18 @@ impl Nodes for MultiNode<'_> {
                 return Ok(Gathered::Over(self.outcome(job_end)?));
             }
             self.check()?;
-            if let Some(placement) = self.placement()? {
-                return Ok(Gathered::Placed(placement));
-            }
+            let again_at = match self.placement() {
+                Ok(Some(placement)) => return Ok(Gathered::Placed(placement)),
+                Ok(None) => None,
+                // Of the workers' store, which is served here.
+                Err(error) => {
+                    let (at, news) = shortage.retry(error, Instant::now())?;
+                    if let Some(text) = news {
+                        control.tell(Event::Warning { text: &text });
+                    }
+                    Some(at)
+                }
+            };
             let shows_in = self.show_waiting(control);
             if control.stops {
                 self.leave(Departure::GaveUp(STOPPED.to_owned()));
@@ -391,7 +402,9 @@ impl Nodes for MultiNode<'_> {
                     timeout = Duration::from_secs(1);
                 }
             }
-            timeout = self.waits_for_silence().into_iter().chain(shows_in).fold(timeout, Duration::min);
+            let again_in = again_at.map(|at| at.saturating_duration_since(now));
+            let sooner = self.waits_for_silence().into_iter().chain(shows_in).chain(again_in);
+            timeout = sooner.fold(timeout, Duration::min);
             let began = Instant::now();
             if let Some(signal) = self.wait(control, timeout)? {
                 self.leave(Departure::Signal(signal.number()));

@@ -3,6 +3,7 @@
 //! The launcher serves the workers' store itself, so that it can tell them the port that it has bound: a port that is
 //! chosen before it is bound may be taken by then.
 
+use std::ops::ControlFlow;
 use std::os::fd::BorrowedFd;
 
 use super::{AfterAttempt, AttemptEnd, Gathered, Nodes};
@@ -12,6 +13,7 @@ use crate::error::{Error, Result};
 use crate::event::Event;
 use crate::job::Job;
 use crate::placement::Placement;
+use crate::shortage::Shortage;
 use crate::store::TcpStoreServer;
 
 /// The only node: it serves a new store for each attempt.
@@ -35,7 +37,12 @@ impl Nodes for SingleNode<'_> {
     fn gather(&mut self, control: &mut Control<'_>) -> Result<Gathered> {
         // The last store releases its port first: the next may need it.
         (self.store, self.publisher) = (None, None);
-        let store = self.store.insert(self.job.serve_store(control.refused.refusals())?);
+        let mut shortage = Shortage::new(self.restarts > 0);
+        let served = shortage.wait_for(control, |control| self.job.serve_store(control.refused.refusals()));
+        let store = match served? {
+            ControlFlow::Continue(store) => self.store.insert(store),
+            ControlFlow::Break(end) => return Ok(Gathered::Over(end.outcome())),
+        };
         let address = store.local_addr();
         Ok(Gathered::Placed(Placement {
             restarts: self.restarts,

@@ -198,6 +198,15 @@ impl LostConnection<'_> {
         }
     }
 
+    /// Whether another try may succeed: a server has turned away some of many connections that began at the same moment, and nothing has
+    /// begun on the host.
+    pub(super) fn may_pass(&self) -> bool {
+        let is_of_ssh = !self.was_up && !self.is_srun && !self.is_here && self.code == Some(255);
+        is_of_ssh
+            && self.is_turned_away()
+            && SSH_ERRORS.iter().all(|(said, _, _)| self.line_with(said).is_none())
+    }
+
     /// Whether a server has closed the connection before ssh began.
     fn is_turned_away(&self) -> bool {
         let said = self.lines().filter(|line| line.contains(CLOSED_EARLY)).count();
@@ -341,6 +350,20 @@ mod tests {
         assert!([&direct, &jump].iter().all(|error| error.contains("MaxStartups")));
         let missing = error(&format!("/bin/sh: 1: nc: not found\n{end}"));
         assert!(!missing.contains("MaxStartups"), "{missing}");
+    }
+
+    #[test]
+    fn only_a_server_that_turns_a_connection_away_is_worth_another_try() {
+        let closed = "kex_exchange_identification: Connection closed by remote host";
+        let behind = format!("{closed}\n{closed}\nConnection closed by UNKNOWN port 65535");
+        assert!(broken(255, closed, false).may_pass() && broken(255, &behind, false).may_pass());
+        // It may have begun there, or another program has ended.
+        assert!(!broken(255, closed, true).may_pass() && !broken(127, closed, false).may_pass());
+        let denied = format!("me@192.0.2.9: Permission denied (publickey).\n{behind}");
+        let refused = "ssh: connect to host node7 port 22: Connection refused";
+        for never in [denied.as_str(), refused, "something else"] {
+            assert!(!broken(255, never, false).may_pass(), "{never}");
+        }
     }
 
     #[test]

@@ -28,6 +28,7 @@ use crate::event::{Event, Observer};
 use crate::exit::{Report, Signal};
 use crate::key::JobKey;
 use crate::names::listed;
+use crate::random;
 
 /// How much longer than the other launchers the one with the store waits for all: those that cannot connect to it know why, and it does not.
 const SERVER_GRACE: Duration = Duration::from_secs(2);
@@ -65,6 +66,10 @@ pub(super) struct Launchers<'a> {
     pub(super) peers: Vec<Peer>,
     /// How many were started, or could not be.
     pub(super) started_peers: usize,
+    /// How many connections were started: several to a host that was tried again.
+    pub(super) connections: usize,
+    /// Whether a person knows that a host was tried again.
+    has_told_of_retry: bool,
     pub(super) inbox: Inbox,
     pub(super) control: Control<'a>,
     pub(super) started: Instant,
@@ -101,6 +106,8 @@ impl<'a> Driver<'a> {
             environment: environment(job.shell.is_srun())?,
             peers: Vec::new(),
             started_peers: 0,
+            connections: 0,
+            has_told_of_retry: false,
             inbox: Inbox::new()?,
             control: Control::new(observer)?,
             started: Instant::now(),
@@ -135,10 +142,32 @@ impl<'a> Driver<'a> {
                 launchers.end_all(DriverEnd::Stopped, Signal::TERM);
             }
             launchers.peers.iter_mut().for_each(|peer| peer.connection.look());
-            while let Some(index) = self.launchers.peers.iter().position(|peer| peer.connection.is_over()) {
+            for index in 0..self.launchers.peers.len() {
+                self.try_again(index);
+            }
+            while let Some(index) = self.launchers.peers.iter().position(Peer::is_over) {
                 let peer = self.launchers.peers.remove(index);
                 self.plan.handle_loss(&mut self.launchers, peer);
             }
+        }
+    }
+
+    /// Tries a host again that turns the connection away, as a server does with some of many that begin at the same moment.
+    fn try_again(&mut self, index: usize) {
+        let (launchers, now) = (&mut self.launchers, Instant::now());
+        let peer = &launchers.peers[index];
+        let Some(at) = peer.starts_again_at() else {
+            let is_refused = peer.is_over() && peer.end.is_none() && !peer.leaves;
+            if is_refused && launchers.job.may_pass(peer) {
+                launchers.plan_retry(index, now);
+            }
+            return;
+        };
+        if now >= at
+            && let Err(error) = launchers.start_again(index)
+        {
+            launchers.peers[index].end = Some(LauncherEnd::Failed(error));
+            self.plan.handle_failure(&mut self.launchers);
         }
     }
 
@@ -199,21 +228,19 @@ impl<'a> Driver<'a> {
 impl Launchers<'_> {
     /// Starts a launcher for `host`, whose number is `index`, and whose first worker has the number `first`.
     pub(super) fn launch(&mut self, index: usize, host: Host, first: u32) -> Result<()> {
-        let id = self.started_peers;
         let ranks =
             self.peers.iter().map(|peer| u64::from(peer.slots)).sum::<u64>() + u64::from(host.slots());
         descriptors::allow(self.peers.len() + 1, ranks);
-        let (command, remedy) = (self.job.command(&host)?, self.job.shell.remedy_if_missing());
-        // Also of one that fails half-way: what its threads still say must not count as said by the next one.
         self.started_peers += 1;
-        let connection = Connection::start(command, remedy, self.inbox.incoming_sender(id))?;
-        connection.send(self.environment.clone());
+        let (id, connection) = self.connect(&host)?;
         self.peers.push(Peer {
             id,
             index,
             is_here: self.job.is_this_machine(&host),
             connection,
             answer_by: Deadline::after(self.job.start_timeout).instant(),
+            retries: 0,
+            again_at: None,
             hello: None,
             first,
             slots: host.slots(),
@@ -227,6 +254,39 @@ impl Launchers<'_> {
             stderr: VecDeque::new(),
             taken: 0,
         });
+        Ok(())
+    }
+
+    /// Starts a connection to `host`, which has the number that it returns.
+    fn connect(&mut self, host: &Host) -> Result<(usize, Connection)> {
+        let (command, remedy) = (self.job.command(host)?, self.job.shell.remedy_if_missing());
+        // Also of one that fails half-way: what its threads still say must not count as said by the next one.
+        let id = self.connections;
+        self.connections += 1;
+        let connection = Connection::start(command, remedy, self.inbox.incoming_sender(id))?;
+        connection.send(self.environment.clone());
+        Ok((id, connection))
+    }
+
+    /// Tries a host again after a pause, if it may be tried so often.
+    fn plan_retry(&mut self, index: usize, now: Instant) {
+        let peer = &mut self.peers[index];
+        // Without random numbers they all come back at one moment.
+        let is_planned = peer.try_again(now, random::number().unwrap_or(0));
+        if is_planned && !std::mem::replace(&mut self.has_told_of_retry, true) {
+            let error = self.job.diagnose(&self.peers[index]);
+            let text = format!("{error}; it is tried again, as is any other host that does so");
+            self.control.tell(Event::Warning { text: &text });
+        }
+    }
+
+    /// Tries a host again.
+    fn start_again(&mut self, index: usize) -> Result<()> {
+        let host = self.peers[index].host.clone();
+        let (id, connection) = self.connect(&host)?;
+        let peer = &mut self.peers[index];
+        (peer.id, peer.connection, peer.again_at) = (id, connection, None);
+        peer.stderr.clear();
         Ok(())
     }
 
@@ -297,6 +357,7 @@ impl Launchers<'_> {
     /// Lets the launchers send more lines, unless the observer takes none now, and waits for what they say. The observer is asked once: if it took lines
     /// again between two answers, nobody would say so to launchers that wait for it, and this would wait for them.
     fn wait(&mut self, wake_at: Option<Instant>) {
+        let wake_at = self.peers.iter().filter_map(Peer::starts_again_at).chain(wake_at).min();
         let mut timeout = wake_at.map_or(Duration::MAX, |at| at.saturating_duration_since(Instant::now()));
         if self.control.observer.is_ready() {
             self.peers.iter_mut().for_each(Peer::acknowledge);

@@ -223,6 +223,15 @@ impl RemoteJob {
 
     /// Why the connection to a launcher has ended.
     fn diagnose(&self, peer: &Peer) -> Error {
+        self.lost(peer, |lost| lost.error())
+    }
+
+    /// Whether another try to start a launcher, which has failed, may succeed.
+    fn may_pass(&self, peer: &Peer) -> bool {
+        self.lost(peer, |lost| lost.may_pass())
+    }
+
+    fn lost<T>(&self, peer: &Peer, look: impl FnOnce(&LostConnection<'_>) -> T) -> T {
         let stderr = peer.stderr.iter().map(String::as_str).collect::<Vec<_>>().join("\n");
         let (launcher, shell) = (self.launcher.to_string_lossy(), self.shell.name());
         let lost = LostConnection {
@@ -235,7 +244,7 @@ impl RemoteJob {
             stderr: &stderr,
             launcher: &launcher,
         };
-        lost.error()
+        look(&lost)
     }
 
     /// Whether `host` is this machine. Another user of this machine is reached by ssh, as on any other machine.

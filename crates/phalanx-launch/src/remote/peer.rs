@@ -13,6 +13,11 @@ use crate::error::Error;
 use crate::exit::Signal;
 use crate::rank::Rank;
 
+/// How often a host is tried again that [turns a connection away](super::diagnosis::LostConnection::may_pass).
+const RETRIES: u32 = 5;
+/// The first pause before that. Each is twice as long as the one before, up to the longest.
+const RETRY_DELAY: Duration = Duration::from_secs(1);
+const LONGEST_RETRY_DELAY: Duration = Duration::from_secs(5);
 /// How long a launcher may take to end if it was not told to start workers.
 const UNUSED_GRACE: Duration = Duration::from_secs(2);
 
@@ -28,6 +33,9 @@ pub(super) struct Peer {
     pub(super) connection: Connection,
     /// When it must have answered.
     pub(super) answer_by: Instant,
+    /// How often it was tried again, and when it will be once more.
+    pub(super) retries: u32,
+    pub(super) again_at: Option<Instant>,
     /// It has answered, and from which address.
     pub(super) hello: Option<Option<Route>>,
     /// The number of its first worker, and how many it has.
@@ -64,6 +72,30 @@ impl Peer {
     /// Whether its answer was due before `now`.
     pub(super) fn is_late(&self, now: Instant) -> bool {
         self.hello.is_none() && self.end.is_none() && now >= self.answer_by
+    }
+
+    /// Whether nothing more comes of it.
+    pub(super) fn is_over(&self) -> bool {
+        self.connection.is_over() && self.starts_again_at().is_none()
+    }
+
+    /// When it is tried again; never if it is to end.
+    pub(super) fn starts_again_at(&self) -> Option<Instant> {
+        self.again_at.filter(|_| self.end.is_none() && !self.leaves)
+    }
+
+    /// Its host has turned the connection away: it is tried again after a pause, of which a half is drawn at random, for many hosts may be
+    /// reached through one server. Returns whether there is a try, and time for it.
+    pub(super) fn try_again(&mut self, now: Instant, random: u64) -> bool {
+        let longest = RETRY_DELAY.saturating_mul(1 << self.retries.min(RETRIES)).min(LONGEST_RETRY_DELAY);
+        let share = (random % 1024) as u32;
+        let at = now + longest / 2 + longest / 2 * share / 1024;
+        let is_possible = self.retries < RETRIES && at + RETRY_DELAY < self.answer_by;
+        if is_possible {
+            self.retries += 1;
+            self.again_at = Some(at);
+        }
+        is_possible
     }
 
     /// Lets it send as many lines as were taken.
