@@ -705,10 +705,38 @@ def _changed_on_the_way(rank):
     model, optimizer = begun()
     torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
     assert model.bias.grad.tolist() == [1.5]
+    # Averages that were divided, and are averaged once more.
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    model, optimizer = begun(scaler)
+    optimizer.synchronize()
+    with pytest.warns(UserWarning, match="without optimizer.skip_synchronize"):
+        scaler.step(optimizer)
+    assert model.bias.grad.tolist() == [1.5]
+    # Another pass has added to the averages.
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    model, optimizer = begun(scaler)
+    optimizer.synchronize()
+    scaler.scale((model(torch.ones(1, 2)) * (rank + 1)).sum()).backward()
+    with pytest.raises(AssertionError, match="GradScaler has divided the gradients by its scale before optimizer.synchronize"):
+        scaler.step(optimizer)
 
 
 def test_a_gradient_that_is_changed_while_its_average_is_on_its_way_is_refused():
     run(2, _changed_on_the_way)
+
+
+def _concatenated(rank):
+    parts = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parts, lr=1.0), backward_passes_per_step=2)
+    for _ in range(2):
+        # Their gradients are parts of one tensor, to which the second pass adds.
+        (torch.cat(parts) * (rank + 1)).sum().backward()
+    optimizer.step()
+    assert [part.grad.tolist() for part in parts] == [[3.0, 3.0]] * 2
+
+
+def test_gradients_of_concatenated_parameters_are_not_taken_for_changed():
+    run(2, _concatenated)
 
 
 def _changes(rank, passes, compression, by_closure):

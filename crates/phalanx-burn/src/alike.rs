@@ -176,9 +176,10 @@ impl Watch {
 
     /// The parameters that are compared in this window, the same on every rank.
     fn sample(&mut self, parameters: &[Parameter]) -> Vec<Parameter> {
-        // An odd number: of two optimizers that step in turns, each would be compared in the same half of an even number of samples.
+        // Of optimizers that step in turns, each is compared in every second window, or every sixth. It comes to all samples, because their number is
+        // odd, and each round of them begins with another one.
         let turns = parameters.len().div_ceil(SAMPLE) | 1;
-        let first = self.windows % turns;
+        let first = (self.windows + self.windows / turns) % turns;
         self.windows += 1;
         parameters.iter().skip(first).step_by(turns).cloned().collect()
     }
@@ -334,12 +335,16 @@ impl ModuleVisitor for Values<'_> {
 mod tests {
     use super::*;
 
+    fn parameters(count: usize) -> Vec<Parameter> {
+        let parameter =
+            || Parameter { id: ParamId::new(), name: String::new(), shape: vec![2], dtype: DType::F32 };
+        std::iter::repeat_with(parameter).take(count).collect()
+    }
+
     #[test]
     fn later_comparisons_come_to_every_parameter_in_turns() {
         for count in [0, 1, SAMPLE, SAMPLE + 1, 10 * SAMPLE + 3] {
-            let parameter =
-                || Parameter { id: ParamId::new(), name: String::new(), shape: vec![2], dtype: DType::F32 };
-            let parameters: Vec<Parameter> = std::iter::repeat_with(parameter).take(count).collect();
+            let parameters = parameters(count);
             let (mut watch, mut seen) = (Watch::default(), HashSet::new());
             for _ in 0..count.div_ceil(SAMPLE) | 1 {
                 let sample = watch.sample(&parameters);
@@ -347,6 +352,22 @@ mod tests {
                 seen.extend(sample.iter().map(|parameter| parameter.id));
             }
             assert_eq!(seen.len(), count);
+        }
+    }
+
+    /// As those of a generator that steps after every five steps of its discriminator.
+    #[test]
+    fn each_of_several_optimizers_that_step_in_turns_is_compared_in_every_parameter() {
+        for count in [SAMPLE + 1, 3 * SAMPLE, 5 * SAMPLE] {
+            let parameters = parameters(count);
+            for period in 2..=8 {
+                let (mut watch, mut seen) = (Watch::default(), vec![HashSet::new(); period]);
+                for window in 0..period * count {
+                    let sample = watch.sample(&parameters);
+                    seen[window % period].extend(sample.iter().map(|parameter| parameter.id));
+                }
+                assert!(seen.iter().all(|seen| seen.len() == count), "{count}: {period}");
+            }
         }
     }
 }

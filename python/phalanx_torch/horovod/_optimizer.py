@@ -299,8 +299,9 @@ class _Distributed(_Base):
                     f"the gradient of {self._parameter_names[p]} was changed after loss.backward() but before optimizer.synchronize(), while its average was "
                     f"on its way. {_SYNCHRONIZE_FIRST}"
                 )
-        # PyTorch does not count what it writes.
-        if lent and _is_called_by_scaler():
+        # PyTorch does not count what it writes. Averages that the program has waited for may be divided, and averaged once more.
+        is_averaged = self._synchronized and not self._has_passed
+        if lent and not is_averaged and _is_called_by_scaler():
             return AssertionError(
                 "torch.amp.GradScaler has divided the gradients by its scale before optimizer.synchronize(), while their averages were on their way. "
                 f"{_SYNCHRONIZE_FIRST}"
@@ -458,8 +459,13 @@ def _is_called_by_scaler() -> bool:
 
 
 def _times_written(tensor: torch.Tensor) -> int:
-    """How often PyTorch has written to the tensor in place. It does not count that of tensors of inference mode."""
-    return 0 if tensor.is_inference() else tensor._version
+    """How often PyTorch has written to the tensor in place. It does not count that of tensors of inference mode.
+
+    Of those that lie in one memory it counts the writes together, also what a pass adds to the gradients of other parameters, as of those that a model
+    concatenates. These count as never written to.
+    """
+    is_part = tensor.layout is torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes
+    return 0 if tensor.is_inference() or is_part else tensor._version
 
 
 def _unnamed(group: int, index: int) -> str:
