@@ -25,8 +25,10 @@ RUNS = [
     (MNIST, []),
     (MNIST, ["--fp16-allreduce"]),
     (MNIST, ["--gradient-predivide-factor", "2"]),
+    (MNIST, ["--use-adasum"]),
     (SYNTHETIC, []),
     (SYNTHETIC, ["--fp16-allreduce"]),
+    (SYNTHETIC, ["--use-adasum"]),
 ]
 
 
